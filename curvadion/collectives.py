@@ -1,0 +1,104 @@
+"""Buckets: many tensors cross the wire in one collective, unpadded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DENSE_BUCKET_BYTES = 64 * 1024 * 1024
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks in ``group``; None stands for this process alone."""
+    return 1 if group is None else group.size()
+
+
+class Slot(NamedTuple):
+    """What a tensor needs from a bucket: its shape and the ranks that share its sum."""
+
+    shape: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Buckets:
+    """One flat buffer per process group, dtype and device, and a view into it per slot.
+
+    Write the summands into ``views`` (in the order of the slots), then call
+    :meth:`all_reduce_`. Slots whose group is None or has one rank are never sent.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        lengths: dict[Slot, int] = {}
+        offsets = []
+        for slot in slots:
+            key = slot._replace(shape=())
+            offsets.append(lengths.get(key, 0))
+            lengths[key] = offsets[-1] + _numel(slot.shape)
+        self._flat = {
+            key: torch.empty(length, dtype=key.dtype, device=key.device)
+            for key, length in lengths.items()
+        }
+        self.views: list[Tensor] = []
+        for slot, offset in zip(slots, offsets, strict=True):
+            flat = self._flat[slot._replace(shape=())]
+            self.views.append(flat[offset : offset + _numel(slot.shape)].view(slot.shape))
+
+    def all_reduce_(self, *, divide_by: int = 1) -> None:
+        """Sum every view over its group, in place, then divide by ``divide_by``."""
+        works = [
+            dist.all_reduce(flat, group=key.group, async_op=True)
+            for key, flat in self._flat.items()
+            if group_size(key.group) > 1 and flat.numel()
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+        if divide_by != 1:
+            for flat in self._flat.values():
+                flat.div_(divide_by)
+
+
+def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replace each tensor by its mean over ``group``: the same bits on every rank.
+
+    Tensors narrower than float32 are summed in float32. Buckets hold at most
+    ``DENSE_BUCKET_BYTES`` (or one tensor), so the extra memory is bounded.
+    """
+    size = group_size(group)
+    if size == 1:
+        return
+    for chunk in _chunks(tensors):
+        bucket = Buckets([Slot(tuple(t.shape), group, _sum_dtype(t), t.device) for t in chunk])
+        for view, tensor in zip(bucket.views, chunk, strict=True):
+            view.copy_(tensor)
+        bucket.all_reduce_(divide_by=size)
+        for view, tensor in zip(bucket.views, chunk, strict=True):
+            tensor.copy_(view)
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        size = tensor.numel() * _sum_dtype(tensor).itemsize
+        if chunk and held + size > DENSE_BUCKET_BYTES:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(tensor)
+        held += size
+    if chunk:
+        yield chunk
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

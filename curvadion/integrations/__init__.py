@@ -1,0 +1,1 @@
+"""Thin adapters between the optimizers and training frameworks."""

@@ -1,0 +1,487 @@
+"""CurvaDion and Dion: a step that reads like the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from curvadion import hyperparameters as check
+from curvadion import ops, reconcile, wire
+from curvadion.collectives import mean_
+from curvadion.elementwise import create_state, elementwise_step
+from curvadion.gate import RMMC, AlwaysOpen, Gate
+from curvadion.local_step import local_dion_step, local_gradient_step
+from curvadion.low_rank_step import accumulate_momenta, low_rank_step
+from curvadion.plan import Plan, check_parameter, names
+from curvadion.progress import Progress, add_progress, restore_dtypes, take_progress
+from curvadion.replicas import Agreement, ReplicaGroup, agree, held_anywhere, verify_replicas
+from curvadion.telemetry import StepReport
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+MOST_SKIPS_IN_A_ROW = 10
+
+
+class CurvaDion(Optimizer):
+    """Low-rank orthonormal updates, synchronised over replicas only when a gate opens.
+
+    Per matrix X (m x n) on every replica i, after M_i <- M_i + G_i of the LOCAL gradient:
+
+        gate open:   P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P )
+                     M_i <- M_i - (1 - mu) P R^T,   Q = column_normalize(R)
+                     X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
+        gate closed: a step of this replica's own, and nothing but the gate's 16 bytes sent
+
+    (Dion, arXiv 2504.05295, algorithm 1; CurvaDion, arXiv 2512.13728.) The other parameters take
+    AdamW or Lion under the same gate.
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups, as for any torch optimizer;
+            ``curvadion.param_groups(model)`` makes groups of a model. A group's ``algorithm`` is
+            "dion" (2-D parameters), "adamw" or "lion"; each has its own lr, betas, decay.
+        lr: learning rate, a number or a tensor of one element.
+        replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
+            DeviceMesh; None for one replica. Gradients must reach ``step`` unaveraged.
+        threshold: tau of the RMMC gate; the default gate is RMMC(0.3).
+        gate: another gate, instead of ``threshold``: FixedPeriod, AlwaysOpen or your own.
+        local_step: what a matrix does while the gate is closed: "dion", a power iteration inside
+            the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
+        local_lr: learning rate of the "gradient" local step; None takes lr.
+        max_local_steps: longest run of local steps; None for no bound.
+        warmup_steps: that many first steps are always synchronised.
+        reconcile: what brings drifted replicas together when the gate opens: "average", the exact
+            mean of all parameters and of the elementwise algorithms' moments, or "none".
+        mu: momentum decay.
+        betas, eps: of AdamW and Lion.
+        weight_decay: decoupled, X <- (1 - lr weight_decay) X.
+        rank_fraction: r as a fraction of min(m, n), in (0, 1].
+        rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
+        momentum_rule: "error_feedback" (Dion) or "plain": M <- mu M + G, nothing fed back.
+        right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341).
+        momentum_dtype, q_dtype: of the state, a torch.dtype or its name; None takes X's.
+
+    Raises:
+        TypeError, ValueError: naming the argument or group key and the value.
+    """
+
+    # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.02,
+        *,
+        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        threshold: float | None = None,
+        gate: Gate | None = None,
+        local_step: Literal["dion", "gradient"] = "dion",
+        local_lr: float | None = None,
+        max_local_steps: int | None = 50,
+        warmup_steps: int = 0,
+        reconcile: Literal["average", "none"] = "average",
+        mu: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        rank_fraction: float = 0.25,
+        rank_multiple_of: int = 1,
+        momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
+        right_factor: Literal["column_normalized", "qr"] = "column_normalized",
+        momentum_dtype: torch.dtype | str | None = None,
+        q_dtype: torch.dtype | str | None = None,
+    ) -> None:
+        check.one_of("local_step", local_step, ("dion", "gradient"))
+        check.one_of("reconcile", reconcile, ("average", "none"))
+        check.integer("warmup_steps", warmup_steps, 0)
+        if max_local_steps is not None:
+            check.integer("max_local_steps", max_local_steps, 1)
+        self.gate = _gate(gate, threshold)
+        self.local_step: str = local_step
+        self.max_local_steps = max_local_steps
+        self.warmup_steps = warmup_steps
+        self.reconcile: str = reconcile
+        self.progress = Progress()
+        self.report: StepReport | None = None
+        self._replicas = ReplicaGroup(replicas)
+        self._cached: tuple[object, Plan] | None = None
+        self._verified = False
+        self._wire_bytes = wire.active_bytes()
+        defaults = {
+            "algorithm": "dion",
+            "lr": lr,
+            "local_lr": local_lr,
+            "mu": mu,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "rank_fraction": rank_fraction,
+            "rank_multiple_of": rank_multiple_of,
+            "momentum_rule": momentum_rule,
+            "right_factor": right_factor,
+            "momentum_dtype": check.dtype_name("momentum_dtype", momentum_dtype),
+            "q_dtype": check.dtype_name("q_dtype", q_dtype),
+        }
+        check.check_group(defaults, defaults)
+        super().__init__(params, defaults)
+
+    # ---------------------------------------------------------------- step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step; collective over the replicas.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Raises:
+            RuntimeError: on every replica alike, if the replicas' gradients are identical although
+                this optimizer synchronises them, if their optimizers differ, or at the tenth
+                step in a row with a non-finite gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = self._plan()
+        created = self._create_state(plan)
+        scaled = self._unscale(plan)
+
+        before, after = self._momentum_norms(plan)
+        agreement = self._agree(plan, before, after)
+        if created and agreement.all_zero and self._lr_is_zero():
+            return loss
+        if not agreement.finite:
+            self._skip(tolerate=scaled)
+            return loss
+        self._verify(plan)
+
+        reason = self._reason_to_open(agreement)
+        if reason is not None:
+            self._synchronized_step(plan, after, complete=agreement.complete)
+            self.progress.local_steps = 0
+        else:
+            self._local_step(plan, after)
+            self.progress.local_steps += 1
+        self.progress.steps += 1
+        self.progress.skipped_in_a_row = 0
+        self._report(reason or "closed", reason is not None, agreement)
+        return loss
+
+    def _synchronized_step(self, plan: Plan, norms: Tensor | None, *, complete: bool) -> None:
+        group = self._replicas.process_group
+        if self.reconcile == "average" and self.progress.local_steps:
+            weights = [p.X for p in plan.parameters]
+            reconcile.average_(weights + plan.moments(), plan.counters(), group)
+        if not complete:
+            held = held_anywhere([p.G is not None for p in plan.parameters], plan.device, group)
+            plan, norms = _select(plan, norms, held)
+        gradients = [torch.zeros_like(p.X) if p.G is None else p.G for p in plan.elementwise]
+        mean_(gradients, group)
+        accumulate_momenta(plan)
+        low_rank_step(plan, norms, inside_replica=False)
+        _elementwise_steps(plan, gradients)
+
+    def _local_step(self, plan: Plan, norms: Tensor | None) -> None:
+        plan, norms = _select(plan, norms, [p.G is not None for p in plan.parameters])
+        if self.local_step == "dion":
+            local_dion_step(plan, norms)
+        else:
+            local_gradient_step(plan, norms)
+        _elementwise_steps(plan, [p.G for p in plan.elementwise if p.G is not None])
+
+    def _momentum_norms(self, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+        """Norms of the momenta before and after this step's gradient; None if no gate asks."""
+        if not (self.gate.reads_momentum and plan.matrices):
+            return None, None
+        before = torch.stack([m.state["momentum_norm"] for m in plan.matrices])
+        after = ops.momentum_norms(
+            [m.M for m in plan.matrices],
+            [m.G for m in plan.matrices],
+            [m.momentum_decay for m in plan.matrices],
+        )
+        return before, after
+
+    def _agree(self, plan: Plan, before: Tensor | None, after: Tensor | None) -> Agreement:
+        covered = plan.elementwise if after is not None else plan.parameters
+        gradients = [p.G for p in covered if p.G is not None]
+        norms = [ops.norms(gradients)] if gradients else []
+        if before is not None and after is not None:
+            signals = self.gate.signal(before, after)
+            norms.append(after)
+        else:
+            signals = torch.empty(0, device=plan.device)
+        if not norms:
+            norms.append(torch.zeros(1, device=plan.device))
+        return agree(
+            signals,
+            torch.cat(norms),
+            complete=all(p.G is not None for p in plan.parameters),
+            group=self._replicas.process_group,
+        )
+
+    def _reason_to_open(self, agreement: Agreement) -> str | None:
+        """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
+        local_steps = self.progress.local_steps
+        # Asked at every step: a gate may keep a memory of what it has seen.
+        opens = self.gate.opens(agreement.signal, local_steps)
+        if self.progress.steps < self.warmup_steps:
+            return "warm-up"
+        if opens:
+            return self.gate.reason
+        if self.max_local_steps is not None and local_steps >= self.max_local_steps:
+            return "longest local run"
+        return None
+
+    def _skip(self, *, tolerate: bool) -> None:
+        """Count a step at which some replica had a non-finite gradient; touch nothing else."""
+        self.progress.steps += 1
+        self.progress.skipped_in_a_row += 1
+        self._report("non-finite gradient", False, None)
+        if self.progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW and not tolerate:
+            raise RuntimeError(
+                f"{self.progress.skipped_in_a_row} steps in a row had a NaN or an Inf in a "
+                f"gradient on some replica (last: step {self.progress.steps}). No state was "
+                f"touched at these steps: lower the learning rate or look for the cause in the "
+                f"model, then load the last checkpoint."
+            )
+
+    def _verify(self, plan: Plan) -> None:
+        if self._verified:
+            return
+        settings = (self.local_step, self.reconcile, type(self.gate).__name__, self.warmup_steps)
+        self._verified = verify_replicas(
+            plan.description(*settings, self.max_local_steps, repr(self.gate.state_dict())),
+            [p.G for p in plan.parameters if p.G is not None],
+            plan.device,
+            self._replicas.process_group,
+        )
+
+    def _report(self, reason: str, gate_open: bool, agreement: Agreement | None) -> None:
+        read = agreement is not None and self.gate.reads_momentum
+        total = wire.active_bytes()
+        sent = None if total is None else total - (self._wire_bytes or 0)
+        self._wire_bytes = total
+        plan = self._plan()
+        self.report = StepReport(
+            step=self.progress.steps,
+            gate_open=gate_open,
+            reason=reason,
+            rmmc=agreement.signal if agreement is not None and read else None,
+            rmmc_parameter=(
+                plan.matrices[agreement.matrix].name
+                if agreement is not None and read and plan.matrices
+                else None
+            ),
+            local_steps=self.progress.local_steps,
+            skipped=agreement is None,
+            wire_bytes=sent,
+        )
+
+    # ---------------------------------------------------------------- replicas
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make replicas agree in parameters and optimizer state; collective, dense.
+
+        For before a checkpoint or an evaluation. Averaging the momenta changes nothing in
+        what later synchronised steps compute: these depend on the momenta's mean only.
+        """
+        plan = self._plan()
+        stepped = [m for m in plan.matrices if m.state]
+        tensors = [p.X for p in plan.parameters] + [m.M for m in stepped] + [m.Q for m in stepped]
+        ready = plan.select([bool(p.state) for p in plan.parameters])
+        group = self._replicas.process_group
+        reconcile.average_(tensors + ready.moments(), ready.counters(), group)
+        if stepped:
+            norms = ops.norms([m.M for m in stepped])
+            torch._foreach_copy_([m.state["momentum_norm"] for m in stepped], list(norms.unbind()))
+        self.progress.local_steps = 0
+
+    @torch.no_grad()
+    def drift(self) -> float:
+        """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
+        return reconcile.drift([p.X for p in self._plan().parameters], self._replicas.process_group)
+
+    # ---------------------------------------------------------------- groups and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its keys override the constructor's defaults.
+
+        Raises:
+            ValueError, TypeError: for unknown keys, impossible values, and parameters that the
+                group's algorithm cannot take.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        check.check_group(param_group, self.defaults)
+        dtypes: dict[str, Any] = {
+            key: check.dtype_name(key, param_group[key])
+            for key in ("momentum_dtype", "q_dtype")
+            if key in param_group
+        }
+        super().add_param_group({**param_group, **dtypes})
+        try:
+            for X, name in zip(
+                self.param_groups[-1]["params"],
+                names(self.param_groups[-1], len(self.param_groups) - 1),
+                strict=True,
+            ):
+                check_parameter(X, name, self.param_groups[-1]["algorithm"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; every group also holds ``progress``: the gate's memory and the counters."""
+        return add_progress(super().state_dict(), self.progress, self.gate)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but every tensor keeps the dtype it was saved with.
+
+        Raises:
+            ValueError: if the groups do not match, or come from another optimizer.
+        """
+        plain, record = take_progress(state_dict)
+        super().load_state_dict(plain)
+        restore_dtypes(self, state_dict)
+        self.gate.load_state_dict(record["gate"])
+        self.progress = Progress(**{key: record[key] for key in vars(self.progress)})
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("gate", "local_step", "max_local_steps", "warmup_steps", "reconcile", "progress")
+        kept = {key: getattr(self, key) for key in (*own, "report", "_replicas")}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what is derived from the groups; it is rebuilt at the next use."""
+        self._cached = None
+        self._verified = False
+        self._wire_bytes = wire.active_bytes()
+
+    def _plan(self) -> Plan:
+        """The plan of the groups as they are now: frameworks replace parameters after __init__."""
+        key = [
+            [g["algorithm"], g["right_factor"], *((id(X), X.requires_grad) for X in g["params"])]
+            for g in self.param_groups
+        ]
+        if self._cached is None or self._cached[0] != key:
+            plan = Plan.of(self.param_groups, self.state.__getitem__, self._replicas.process_group)
+            if self.gate.reads_momentum and not plan.matrices:
+                raise ValueError(
+                    f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
+                    f"use gate=FixedPeriod(...) or AlwaysOpen()."
+                )
+            self._cached = (key, plan)
+        return self._cached[1]
+
+    def _create_state(self, plan: Plan) -> bool:
+        """Give every parameter its state, with or without a gradient; True if none had any."""
+        had_none = not any(p.state for p in plan.parameters)
+        for matrix in plan.matrices:
+            if not matrix.state:
+                matrix.create_state()
+        for p in plan.elementwise:
+            if not p.state:
+                p.state.update(create_state(p.group["algorithm"], p.X))
+        return had_none
+
+    def _lr_is_zero(self) -> bool:
+        return all(float(group["lr"]) == 0 for group in self.param_groups)
+
+    def _unscale(self, plan: Plan) -> bool:
+        """Divide the gradients by a GradScaler's scale, if one drives this step."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        gradients = [p.G for p in plan.parameters if p.G is not None]
+        if scale is not None and gradients:
+            torch._foreach_mul_(gradients, scale.to(plan.device).double().reciprocal().float())
+        return hasattr(self, "found_inf")
+
+
+class Dion(CurvaDion):
+    """Dion (arXiv 2504.05295): CurvaDion with a gate that is always open.
+
+    Arguments as CurvaDion's, less those that a closed gate would need.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.02,
+        *,
+        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        mu: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        rank_fraction: float = 0.25,
+        rank_multiple_of: int = 1,
+        momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
+        right_factor: Literal["column_normalized", "qr"] = "column_normalized",
+        momentum_dtype: torch.dtype | str | None = None,
+        q_dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            replicas=replicas,
+            gate=AlwaysOpen(),
+            mu=mu,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            rank_fraction=rank_fraction,
+            rank_multiple_of=rank_multiple_of,
+            momentum_rule=momentum_rule,
+            right_factor=right_factor,
+            momentum_dtype=momentum_dtype,
+            q_dtype=q_dtype,
+        )
+
+
+def _gate(gate: Gate | None, threshold: float | None) -> Gate:
+    if gate is None:
+        return RMMC(0.3 if threshold is None else threshold)
+    if threshold is not None:
+        raise ValueError(
+            f"threshold={threshold!r} belongs to the RMMC gate, but gate={gate!r} was given: pass "
+            f"one of them."
+        )
+    if not isinstance(gate, Gate):
+        raise TypeError(f"gate={gate!r} must be a Gate, got {type(gate).__name__}")
+    return gate
+
+
+def _select(plan: Plan, norms: Tensor | None, keep: list[bool]) -> tuple[Plan, Tensor | None]:
+    selected = plan.select(keep)
+    if norms is not None and selected is not plan:
+        norms = norms[[i for i in range(len(plan.matrices)) if keep[i]]]
+    return selected, norms
+
+
+def _elementwise_steps(plan: Plan, gradients: list[Tensor]) -> None:
+    gradient = {id(p): G for p, G in zip(plan.elementwise, gradients, strict=True)}
+    for parameters in plan.elementwise_by_group():
+        elementwise_step(
+            parameters[0].group["algorithm"],
+            [p.X for p in parameters],
+            [gradient[id(p)] for p in parameters],
+            [p.state for p in parameters],
+            parameters[0].group,
+        )

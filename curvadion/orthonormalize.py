@@ -1,0 +1,131 @@
+"""Orthonormal columns for tall matrices whose rows may be cut over a process group.
+
+Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition number;
+float64 leaves room for that where float32 breaks down near 1e4, and r x r numbers are all that
+crosses the row group. The triangular factor has a positive diagonal, so the result is
+the unique QR factor: it does not depend on the cut, nor on the signs a Householder QR picks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvadion.collectives import Buckets, Slot
+
+# A column whose part outside the span of the columns before it is smaller than this, relative
+# to its own length, holds rounding errors of float32 products only.
+DEPENDENT = 1e-6
+# Keeps the Cholesky factorisation of a singular float64 Gram matrix of unit diagonal from failing:
+# above the rounding errors of its entries, below DEPENDENT squared.
+SHIFT = 1e-13
+# Lengths whose reciprocal float32 cannot hold count as zero.
+SHORTEST = 1e-37
+
+
+def orthonormalize(
+    matrices: Sequence[Tensor],
+    row_groups: Sequence[dist.ProcessGroup | None],
+    rows: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Orthonormalise the columns of each matrix: the Q of its QR factorisation, diag(R) > 0.
+
+    Args:
+        matrices: stacks of shape (..., m_i, r), float32 or float64, m = sum of m_i >= r. Each
+            rank holds the m_i rows of its place in the row group; m_i may be 0.
+        row_groups: per stack, the ranks that hold the other rows; None if all are here.
+        rows: per stack, the global indices of the rows held here, int64 of shape (m_i,). If
+            given, columns that depend linearly on those before them are replaced by directions
+            that depend on the global index alone, and the result has r orthonormal columns
+            whatever the input. If None, such columns become zero.
+
+    Returns:
+        Stacks of the same shapes and dtypes. Per pass one collective per row group:
+        r (r + 1) / 2 float64 numbers a matrix.
+
+    The condition number may be up to 1e6; columns that reach beyond count as dependent.
+    """
+    for _ in range(2):
+        matrices = _cholesky_qr(matrices, row_groups, rows)
+    return list(matrices)
+
+
+def _cholesky_qr(
+    matrices: Sequence[Tensor],
+    row_groups: Sequence[dist.ProcessGroup | None],
+    rows: Sequence[Tensor] | None,
+) -> list[Tensor]:
+    results = []
+    for i, (p, gram) in enumerate(zip(matrices, _gram_matrices(matrices, row_groups), strict=True)):
+        factor, dependent = _inverse_triangle(gram)
+        # (..., m_i, r) = (..., m_i, r) (..., r, r)
+        q = p @ factor.to(p.dtype)
+        spare: Tensor | float = 0.0
+        if rows is not None:
+            spare = completing_directions(rows[i], p.shape[-1]).to(p)
+        results.append(torch.where(dependent.unsqueeze(-2), spare, q))
+    return results
+
+
+def _gram_matrices(
+    matrices: Sequence[Tensor], row_groups: Sequence[dist.ProcessGroup | None]
+) -> list[Tensor]:
+    """P^T P of the uncut P, float64, summed over the row group as packed upper triangles."""
+    grams = []
+    for p in matrices:
+        wide = p.double()
+        grams.append(wide.mT @ wide)
+    if all(group is None for group in row_groups):
+        return grams
+    triangles = [torch.triu_indices(g.shape[-1], g.shape[-1], device=g.device) for g in grams]
+    packed = [g[..., t[0], t[1]] for g, t in zip(grams, triangles, strict=True)]
+    buckets = Buckets(
+        [
+            Slot(tuple(t.shape), group, t.dtype, t.device)
+            for t, group in zip(packed, row_groups, strict=True)
+        ]
+    )
+    for view, triangle in zip(buckets.views, packed, strict=True):
+        view.copy_(triangle)
+    buckets.all_reduce_()
+    for gram, view, (upper, lower) in zip(grams, buckets.views, triangles, strict=True):
+        gram[..., upper, lower] = view
+        gram[..., lower, upper] = view
+    return grams
+
+
+def _inverse_triangle(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper triangle W with P W orthonormal, and which columns depend on those before.
+
+    gram: (..., r, r) float64 -> W (..., r, r), dependent (..., r) of bool.
+    """
+    r = gram.shape[-1]
+    lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    inverse_lengths = torch.where(lengths > SHORTEST, lengths, torch.inf).reciprocal()
+    unit = gram * inverse_lengths.unsqueeze(-1) * inverse_lengths.unsqueeze(-2)
+    identity = torch.eye(r, dtype=gram.dtype, device=gram.device)
+    unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + SHIFT)
+    # The Ex form reports failure in a tensor: no device-to-host read.
+    lower, _ = torch.linalg.cholesky_ex(unit)
+    dependent = (lengths <= SHORTEST) | (lower.diagonal(dim1=-2, dim2=-1) < DEPENDENT)
+    # A dependent column is dropped: later columns must not be measured against its noise.
+    lower = torch.where(dependent.unsqueeze(-2), identity, lower)
+    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    return inverse_lengths.unsqueeze(-1) * inverse.mT, dependent
+
+
+def completing_directions(rows: Tensor, columns: int) -> Tensor:
+    """Pseudo-random numbers in [-1, 1), a function of global row and column indices alone.
+
+    rows: (m_i,) int64 -> (m_i, columns) float64, the same on every device and for every cut.
+    """
+    modulus = 2**31 - 1
+    column = torch.arange(1, columns + 1, device=rows.device)
+    x = (rows.unsqueeze(-1) + 1) * 48_271 % modulus + column * 69_621 % modulus
+    for factor in (16_807, 39_373, 630_360_016):
+        x = (x * factor + 12_345) % modulus
+        x = x ^ (x >> 13)
+    return (x % modulus).double() / (modulus / 2) - 1.0

@@ -1,0 +1,153 @@
+"""One power iteration for every layout (Dion, arXiv 2504.05295, algorithm 1 and section 3).
+
+Per oriented matrix B (m x n), held as a piece B_ij of rows i and columns j, and Q (n x r):
+
+    P = sum over the column group ( B Q )         and mean over replicas, in one collective
+    P = orthonormalize(P, row group)
+    R = sum over the row group ( B^T P )          and mean over replicas, in one collective
+    Q = column_normalize(R, column group)         or orthonormalize(R, column group)
+
+All P's travel in one bucket per process group and all R's in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.collectives import Buckets, Slot, group_size
+from curvadion.layout import MatrixLayout
+from curvadion.orthonormalize import orthonormalize
+
+RightFactor = Literal["column_normalized", "qr"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one global shape, cut, rank and dtype, treated as a batch.
+
+    Attributes:
+        layout: shared by the matrices.
+        B: local pieces, each of shape (m_i, n_j), any floating dtype, any strides.
+        Q: right factors, each (n_j, r).
+        right_factor: how R becomes the next Q.
+        dtype: of the products P and R: float32, or float64 for float64 parameters.
+    """
+
+    layout: MatrixLayout
+    B: Sequence[Tensor]
+    Q: Sequence[Tensor]
+    right_factor: RightFactor
+    dtype: torch.dtype
+
+    @property
+    def P_shape(self) -> tuple[int, int, int]:
+        return len(self.B), self.B[0].shape[0], self.Q[0].shape[1]
+
+    @property
+    def R_shape(self) -> tuple[int, int, int]:
+        return len(self.B), self.B[0].shape[1], self.Q[0].shape[1]
+
+
+class LowRank(NamedTuple):
+    """The factors of one stack of k matrices after a power iteration.
+
+    P: (k, m_i, r), orthonormal columns. R: (k, n_j, r), B^T P. Q: (k, n_j, r), the next right
+    factor. own_R: this rank's summand of R, before it met the other ranks'; the same tensor as R
+    when nobody else has one.
+    """
+
+    P: Tensor
+    R: Tensor
+    Q: Tensor
+    own_R: Tensor
+
+
+def power_iteration(stacks: Sequence[Stack], *, epsilon: float = 1e-8) -> list[LowRank]:
+    """P, R and the next Q of every stack, averaged over replicas; see the module's text.
+
+    Args:
+        stacks: the same on every rank of every group involved, up to the pieces they hold.
+        epsilon: added to the column norms of R before they divide (Dion's 1e-8).
+
+    A direction in which B holds nothing but rounding errors gives a zero column of Q: its
+    column of P is completed from the layout's global indices, so that it takes part again as soon
+    as B has something there.
+    """
+    P = _left_factors(stacks)
+    R, own_R = _right_products(stacks, P)
+    Q = _next_right_factors(stacks, R, epsilon)
+    return [LowRank(*factors) for factors in zip(P, R, Q, own_R, strict=True)]
+
+
+def _left_factors(stacks: Sequence[Stack]) -> list[Tensor]:
+    buckets = Buckets(
+        [Slot(s.P_shape, s.layout.cut.columns_and_replicas, s.dtype, s.B[0].device) for s in stacks]
+    )
+    for stack, P in zip(stacks, buckets.views, strict=True):
+        for B, Q, out in zip(stack.B, stack.Q, P, strict=True):
+            # (m_i, r) = (m_i, n_j) (n_j, r)
+            torch.mm(B.to(stack.dtype), Q.to(stack.dtype), out=out)
+    buckets.all_reduce_(divide_by=_replicas(stacks))
+    return orthonormalize(
+        buckets.views,
+        [s.layout.cut.rows for s in stacks],
+        [s.layout.rows.to(s.B[0].device) for s in stacks],
+    )
+
+
+def _right_products(
+    stacks: Sequence[Stack], P: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    buckets = Buckets(
+        [Slot(s.R_shape, s.layout.cut.rows_and_replicas, s.dtype, s.B[0].device) for s in stacks]
+    )
+    for stack, P_stack, R in zip(stacks, P, buckets.views, strict=True):
+        for B, P_one, out in zip(stack.B, P_stack, R, strict=True):
+            # (n_j, r) = (n_j, m_i) (m_i, r)
+            torch.mm(B.to(stack.dtype).mT, P_one, out=out)
+    own = [
+        R.clone() if group_size(s.layout.cut.rows_and_replicas) > 1 else R
+        for s, R in zip(stacks, buckets.views, strict=True)
+    ]
+    buckets.all_reduce_(divide_by=_replicas(stacks))
+    return buckets.views, own
+
+
+def _next_right_factors(
+    stacks: Sequence[Stack], R: Sequence[Tensor], epsilon: float
+) -> list[Tensor]:
+    Q: list[Tensor | None] = [None] * len(stacks)
+    normalized = [i for i, s in enumerate(stacks) if s.right_factor == "column_normalized"]
+    squares = Buckets(
+        [
+            Slot(
+                (R[i].shape[0], R[i].shape[2]),
+                stacks[i].layout.cut.columns,
+                R[i].dtype,
+                R[i].device,
+            )
+            for i in normalized
+        ]
+    )
+    for i, view in zip(normalized, squares.views, strict=True):
+        view.copy_(ops.column_sum_of_squares(R[i]))
+    squares.all_reduce_()
+    for i, view in zip(normalized, squares.views, strict=True):
+        Q[i] = ops.column_normalize(R[i], view, epsilon)
+    orthonormal = [i for i, s in enumerate(stacks) if s.right_factor == "qr"]
+    factors = orthonormalize(
+        [R[i] for i in orthonormal], [stacks[i].layout.cut.columns for i in orthonormal]
+    )
+    for i, factor in zip(orthonormal, factors, strict=True):
+        Q[i] = factor
+    return [q for q in Q if q is not None]
+
+
+def _replicas(stacks: Sequence[Stack]) -> int:
+    return group_size(stacks[0].layout.cut.replicas) if stacks else 1

@@ -1,0 +1,279 @@
+"""Counts the bytes this process hands to its process groups, whoever sends them.
+
+Every ``torch.distributed`` collective, called from Python or from C++ (DDP's reducer, FSDP,
+functional collectives), reaches its backend through one dispatcher operator, ``c10d::allreduce_``
+and its siblings. While a meter is active those kernels count and then call the original.
+
+Not seen: what bypasses process groups (a backend called directly, symmetric memory, the store),
+and what a backend exchanges on its own to set up connections.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WireCount:
+    """Calls, their payload in bytes, and the largest payload of a single call, in bytes."""
+
+    calls: int = 0
+    bytes: int = 0
+    largest: int = 0
+
+    def __add__(self, other: WireCount) -> WireCount:
+        """Both together."""
+        return WireCount(
+            self.calls + other.calls,
+            self.bytes + other.bytes,
+            max(self.largest, other.largest),
+        )
+
+
+class Snapshot:
+    """A moment in a meter's count; :meth:`WireMeter.since` tells what was counted after it."""
+
+    __slots__ = ("__weakref__", "_after")
+
+    def __init__(self) -> None:
+        self._after = WireCount()
+
+
+class WireMeter:
+    """Context manager that counts what this process communicates, per group and collective.
+
+    Payload is the logical message of a call, the same on every rank of the group, whatever
+    algorithm moves it:
+
+    ==================  ============================================================
+    all_reduce          the tensor
+    broadcast, reduce   the tensor
+    all_gather          the gathered output
+    reduce_scatter      the unreduced input
+    all_to_all          the input
+    gather, scatter     the whole list at the root (group size times this rank's tensor)
+    send                the tensor; the matching recv is not counted
+    barrier             0 bytes, one call
+    ==================  ============================================================
+
+    In a group of one rank nothing crosses a wire: its calls count 0 bytes. A coalesced call is one
+    call with the sum of its tensors. A call that raises is not counted.
+
+    Meters nest and each counts everything while it is active; they may be left in any order and
+    entered again, and then go on counting. Counting is thread-safe. Enter and leave a meter while
+    no other thread is inside a collective: that is when kernels are exchanged.
+
+    Raises:
+        RuntimeError: on entering a meter that is already active.
+
+    Example::
+
+        with WireMeter() as meter:
+            train_step()
+        meter.bytes_by_collective  # {"all_reduce": 1024}
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str], WireCount] = {}
+        self._snapshots: WeakSet[Snapshot] = WeakSet()
+        self._mark = self.snapshot()
+        self._pauses = 0
+
+    def __enter__(self) -> WireMeter:
+        _activate(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _deactivate(self)
+
+    @property
+    def records(self) -> dict[tuple[str, str], WireCount]:
+        """Counts by (group name, collective), a copy."""
+        with _lock:
+            return dict(self._records)
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload of everything counted, in bytes."""
+        return sum(count.bytes for count in self.records.values())
+
+    @property
+    def total_calls(self) -> int:
+        """Number of calls counted."""
+        return sum(count.calls for count in self.records.values())
+
+    @property
+    def largest(self) -> int:
+        """Largest payload of a single call, in bytes."""
+        return max((count.largest for count in self.records.values()), default=0)
+
+    @property
+    def bytes_by_collective(self) -> dict[str, int]:
+        """Payload in bytes by collective, over all groups."""
+        return {name: count.bytes for name, count in self._by_collective().items()}
+
+    @property
+    def calls_by_collective(self) -> dict[str, int]:
+        """Number of calls by collective, over all groups."""
+        return {name: count.calls for name, count in self._by_collective().items()}
+
+    def snapshot(self) -> Snapshot:
+        """Remember this moment for :meth:`since`; costs nothing once it is dropped."""
+        snapshot = Snapshot()
+        with _lock:
+            self._snapshots.add(snapshot)
+        return snapshot
+
+    def since(self, snapshot: Snapshot) -> WireCount:
+        """Everything counted after ``snapshot`` was taken.
+
+        Raises:
+            ValueError: if another meter took it.
+        """
+        if snapshot not in self._snapshots:
+            raise ValueError(f"snapshot={snapshot!r} is of another WireMeter: ask that one.")
+        return snapshot._after
+
+    def mark_step(self) -> WireCount:
+        """Close a step: everything counted since the last mark, or since the beginning."""
+        with _lock:
+            step, self._mark._after = self._mark._after, WireCount()
+        return step
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is communicated inside, by any thread; other meters still count it."""
+        with _lock:
+            self._pauses += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                self._pauses -= 1
+
+    def _count(self, key: tuple[str, str], call: WireCount) -> None:
+        if self._pauses:
+            return
+        self._records[key] = self._records.get(key, WireCount()) + call
+        for snapshot in self._snapshots:
+            snapshot._after += call
+
+    def _by_collective(self) -> dict[str, WireCount]:
+        totals: dict[str, WireCount] = {}
+        for (_, collective), count in self.records.items():
+            totals[collective] = totals.get(collective, WireCount()) + count
+        return totals
+
+
+def active_bytes() -> int | None:
+    """``total_bytes`` of the innermost active meter, paused or not; None if none is active."""
+    with _lock:
+        return _active[-1].total_bytes if _active else None
+
+
+# One installation per process serves all active meters, the innermost last. The lock is
+# re-entrant: garbage collected while counting may communicate.
+_lock = threading.RLock()
+_active: list[WireMeter] = []
+_library: Any = None
+
+
+def _activate(meter: WireMeter) -> None:
+    global _library
+    with _lock:
+        if meter in _active:
+            raise RuntimeError("This WireMeter is already active: nest a second WireMeter() in it.")
+        if not _active:
+            _library = _install()
+        _active.append(meter)
+
+
+def _deactivate(meter: WireMeter) -> None:
+    global _library
+    with _lock:
+        _active.remove(meter)
+        if not _active:
+            _library._destroy()
+            _library = None
+
+
+class _Operator(NamedTuple):
+    collective: str
+    payload: int | None  # position of the argument that is the payload
+    times_group_size: bool = False
+
+
+_OPERATORS = {
+    "allreduce_": _Operator("all_reduce", 0),
+    "allreduce_coalesced_": _Operator("all_reduce", 0),
+    "broadcast_": _Operator("broadcast", 0),
+    "reduce_": _Operator("reduce", 0),
+    "allgather_": _Operator("all_gather", 0),
+    "_allgather_base_": _Operator("all_gather", 0),
+    "allgather_coalesced_": _Operator("all_gather", 0),
+    "allgather_into_tensor_coalesced_": _Operator("all_gather", 0),
+    "reduce_scatter_": _Operator("reduce_scatter", 1),
+    "_reduce_scatter_base_": _Operator("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 1),
+    "alltoall_": _Operator("all_to_all", 1),
+    "alltoall_base_": _Operator("all_to_all", 1),
+    "gather_": _Operator("gather", 1, times_group_size=True),
+    "scatter_": _Operator("scatter", 0, times_group_size=True),
+    "send": _Operator("send", 0),
+    "barrier": _Operator("barrier", None),
+    "monitored_barrier_": _Operator("barrier", None),
+}
+_Library: Any = torch.library.Library  # torch leaves its methods untyped
+_DISPATCH_KEYS = ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1", "SparseCPU", "SparseCUDA")
+
+
+def _install() -> Any:
+    library = _Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
+        for name, operator in _OPERATORS.items():
+            overload = getattr(torch.ops.c10d, name).default
+            for key in _DISPATCH_KEYS:
+                if overload.has_kernel_for_dispatch_key(key):
+                    library.impl(name, _counting(overload, key, operator), key, with_keyset=True)
+    return library
+
+
+def _counting(overload: Any, key: str, operator: _Operator) -> Callable[..., Any]:
+    original = torch.library.get_kernel(overload, key)
+    types = [str(argument.type) for argument in overload._schema.arguments]
+    group_position = next(i for i, name in enumerate(types) if name.endswith("c10d.ProcessGroup"))
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        result = original.call_boxed(keyset, *args, **kwargs)
+        group = dist.ProcessGroup.unbox(args[group_position])
+        size = group.size()
+        payload = 0
+        if operator.payload is not None and size > 1:
+            payload = _nbytes(args[operator.payload])
+            payload *= size if operator.times_group_size else 1
+        call = WireCount(1, payload, payload)
+        with _lock:
+            for meter in _active:
+                meter._count((group.group_name, operator.collective), call)
+        return result
+
+    return kernel
+
+
+def _nbytes(tensors: Tensor | list[Any]) -> int:
+    if not isinstance(tensors, Tensor):
+        return sum(_nbytes(tensor) for tensor in tensors)
+    if tensors.is_sparse:
+        return _nbytes([tensors._indices(), tensors._values()])
+    return tensors.nbytes
