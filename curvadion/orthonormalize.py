@@ -39,8 +39,8 @@ def orthonormalize(
         row_groups: per stack, the ranks that hold the other rows; None if all are here.
         rows: per stack, the global indices of the rows held here, int64 of shape (m_i,). If
             given, columns that depend linearly on those before them are replaced by directions
-            that depend on the global index alone, and the result has r orthonormal columns
-            whatever the input. If None, such columns become zero.
+            that follow from the global index and are orthogonal to all others: the result has r
+            orthonormal columns whatever the input. If None, such columns become zero.
 
     Returns:
         Stacks of the same shapes and dtypes. Per pass one collective per row group:
@@ -48,26 +48,37 @@ def orthonormalize(
 
     The condition number may be up to 1e6; columns that reach beyond count as dependent.
     """
-    for _ in range(2):
-        matrices = _cholesky_qr(matrices, row_groups, rows)
-    return list(matrices)
+    first, dependent = _cholesky_qr(matrices, row_groups)
+    if rows is not None:
+        first = [_completed(*stack) for stack in zip(first, dependent, rows, strict=True)]
+    second, _ = _cholesky_qr(first, row_groups, last=dependent)
+    return second
 
 
 def _cholesky_qr(
     matrices: Sequence[Tensor],
     row_groups: Sequence[dist.ProcessGroup | None],
-    rows: Sequence[Tensor] | None,
-) -> list[Tensor]:
-    results = []
+    last: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One pass: the orthonormalised matrices, dependent columns zero, and which these are.
+
+    last: columns, (..., r) of bool per stack, to be orthonormalised after all others, which then
+    do not depend on them.
+    """
+    results, dependents = [], []
     for i, (p, gram) in enumerate(zip(matrices, _gram_matrices(matrices, row_groups), strict=True)):
-        factor, dependent = _inverse_triangle(gram)
+        factor, dependent = _inverse_triangle(gram, None if last is None else last[i])
         # (..., m_i, r) = (..., m_i, r) (..., r, r)
-        q = p @ factor.to(p.dtype)
-        spare: Tensor | float = 0.0
-        if rows is not None:
-            spare = completing_directions(rows[i], p.shape[-1]).to(p)
-        results.append(torch.where(dependent.unsqueeze(-2), spare, q))
-    return results
+        results.append(p @ factor.to(p.dtype))
+        dependents.append(dependent)
+    return results, dependents
+
+
+def _completed(p: Tensor, dependent: Tensor, rows: Tensor) -> Tensor:
+    # Asking first saves work where the answer needs no device-to-host read.
+    if p.device.type == "cpu" and not dependent.any():
+        return p
+    return torch.where(dependent.unsqueeze(-2), completing_directions(rows, p.shape[-1]).to(p), p)
 
 
 def _gram_matrices(
@@ -97,24 +108,36 @@ def _gram_matrices(
     return grams
 
 
-def _inverse_triangle(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper triangle W with P W orthonormal, and which columns depend on those before.
+def _inverse_triangle(gram: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+    """W with orthonormal columns in P W, and which columns depend on those before them.
 
-    gram: (..., r, r) float64 -> W (..., r, r), dependent (..., r) of bool.
+    gram: (..., r, r) float64 -> W (..., r, r), upper triangular but for the columns that come
+    last; dependent (..., r) of bool, whose columns of W are zero.
     """
-    r = gram.shape[-1]
+    if last is not None:
+        order = last.to(torch.int8).argsort(dim=-1, stable=True)
+        factor, dependent = _inverse_triangle(_permuted(gram, order), None)
+        back = order.argsort(dim=-1)
+        return _permuted(factor, back), dependent.gather(-1, back)
     lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     inverse_lengths = torch.where(lengths > SHORTEST, lengths, torch.inf).reciprocal()
     unit = gram * inverse_lengths.unsqueeze(-1) * inverse_lengths.unsqueeze(-2)
-    identity = torch.eye(r, dtype=gram.dtype, device=gram.device)
     unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + SHIFT)
     # The Ex form reports failure in a tensor: no device-to-host read.
     lower, _ = torch.linalg.cholesky_ex(unit)
     dependent = (lengths <= SHORTEST) | (lower.diagonal(dim1=-2, dim2=-1) < DEPENDENT)
     # A dependent column is dropped: later columns must not be measured against its noise.
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     lower = torch.where(dependent.unsqueeze(-2), identity, lower)
     inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    return inverse_lengths.unsqueeze(-1) * inverse.mT, dependent
+    factor = inverse_lengths.unsqueeze(-1) * inverse.mT
+    return factor.masked_fill(dependent.unsqueeze(-2), 0.0), dependent
+
+
+def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
+    """Rows and columns of (..., r, r) in a new order, (..., r)."""
+    rows = matrix.gather(-2, order.unsqueeze(-1).expand_as(matrix))
+    return rows.gather(-1, order.unsqueeze(-2).expand_as(matrix))
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:

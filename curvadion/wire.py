@@ -1,8 +1,8 @@
 """Counts the bytes this process hands to its process groups, whoever sends them.
 
 Every ``torch.distributed`` collective, called from Python or from C++ (DDP's reducer, FSDP,
-functional collectives), reaches its backend through one dispatcher operator, ``c10d::allreduce_``
-and its siblings. While a meter is active those kernels count and then call the original.
+functional collectives), reaches its backend through a dispatcher operator, ``c10d::allreduce_`` or
+one of its siblings. While a meter is active, those operators count on their way to the backend.
 
 Not seen: what bypasses process groups (a backend called directly, symmetric memory, the store),
 and what a backend exchanges on its own to set up connections.
@@ -11,7 +11,6 @@ and what a backend exchanges on its own to set up connections.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,8 +51,7 @@ class Snapshot:
 class WireMeter:
     """Context manager that counts what this process communicates, per group and collective.
 
-    Payload is the logical message of a call, the same on every rank of the group, whatever
-    algorithm moves it:
+    Payload is the logical message of a call, whatever algorithm moves it:
 
     ==================  ============================================================
     all_reduce          the tensor
@@ -70,8 +68,8 @@ class WireMeter:
     call with the sum of its tensors. A call that raises is not counted.
 
     Meters nest and each counts everything while it is active; they may be left in any order and
-    entered again, and then go on counting. Counting is thread-safe. Enter and leave a meter while
-    no other thread is inside a collective: that is when kernels are exchanged.
+    entered again, and then go on counting. Counting is thread-safe; but enter and leave while no
+    other thread is inside a collective, because that is when kernels are exchanged.
 
     Raises:
         RuntimeError: on entering a meter that is already active.
@@ -234,41 +232,41 @@ _OPERATORS = {
     "monitored_barrier_": _Operator("barrier", None),
 }
 _Library: Any = torch.library.Library  # torch leaves its methods untyped
-_DISPATCH_KEYS = ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1", "SparseCPU", "SparseCUDA")
 
 
 def _install() -> Any:
-    library = _Library("c10d", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
-        for name, operator in _OPERATORS.items():
-            overload = getattr(torch.ops.c10d, name).default
-            for key in _DISPATCH_KEYS:
-                if overload.has_kernel_for_dispatch_key(key):
-                    library.impl(name, _counting(overload, key, operator), key, with_keyset=True)
+    # BackendSelect comes before every backend's kernel, on any device, in any thread and in
+    # inference mode, and torch gives these operators no kernel of its own there.
+    library = _Library("c10d", "IMPL", "BackendSelect")
+    for name, operator in _OPERATORS.items():
+        overload = getattr(torch.ops.c10d, name).default
+        library.impl(name, _counting(overload, operator), with_keyset=True)
     return library
 
 
-def _counting(overload: Any, key: str, operator: _Operator) -> Callable[..., Any]:
-    original = torch.library.get_kernel(overload, key)
+def _counting(overload: Any, operator: _Operator) -> Callable[..., Any]:
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     types = [str(argument.type) for argument in overload._schema.arguments]
     group_position = next(i for i, name in enumerate(types) if name.endswith("c10d.ProcessGroup"))
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        result = original.call_boxed(keyset, *args, **kwargs)
+        # redispatch releases the GIL, without which gloo's threads may wait for this one
+        result = overload.redispatch(keyset & below, *args, **kwargs)
         group = dist.ProcessGroup.unbox(args[group_position])
-        size = group.size()
-        payload = 0
-        if operator.payload is not None and size > 1:
-            payload = _nbytes(args[operator.payload])
-            payload *= size if operator.times_group_size else 1
-        call = WireCount(1, payload, payload)
+        payload = _payload(operator, args, group.size())
+        call = WireCount(calls=1, bytes=payload, largest=payload)
         with _lock:
             for meter in _active:
                 meter._count((group.group_name, operator.collective), call)
         return result
 
     return kernel
+
+
+def _payload(operator: _Operator, args: tuple[Any, ...], group_size: int) -> int:
+    if operator.payload is None or group_size == 1:
+        return 0
+    return _nbytes(args[operator.payload]) * (group_size if operator.times_group_size else 1)
 
 
 def _nbytes(tensors: Tensor | list[Any]) -> int:

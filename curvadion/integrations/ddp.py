@@ -14,10 +14,11 @@ def keep_gradients_local(ddp: DistributedDataParallel) -> DistributedDataParalle
     do this: DDP decides in the forward.) Gradient accumulation needs no ``no_sync()`` either, but
     may keep it.
 
-    DDP still broadcasts parameters when it is built, buckets' order once, and buffers at each
-    forward (``broadcast_buffers=False`` stops that). With ``find_unused_parameters=True`` it also
-    still reduces the map of used parameters, 4 bytes per parameter in every backward; a parameter
-    that only other replicas used gets a gradient of zeros.
+    DDP still broadcasts parameters when it is built, the order of its buckets once, and buffers at
+    each forward (``broadcast_buffers=False`` stops that). It also still reduces the map of used
+    parameters, 4 bytes per parameter: in every backward with ``find_unused_parameters=True``, in
+    the first with ``static_graph=True``. A parameter that only other replicas used gets a gradient
+    of zeros.
 
     Calling it again changes nothing.
 

@@ -1,0 +1,118 @@
+"""One replica, gate always open: the update equals Dion's equations in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import DionReference, relative_error
+
+from curvadion import CurvaDion, Dion, FixedPeriod
+
+SHAPES = {
+    "tall": (48, 16),
+    "wide": (16, 48),
+    "square": (32, 32),
+    "one row": (1, 24),
+    "one column": (24, 1),
+    "one element": (1, 1),
+    "prime": (37, 23),
+    "two": (2, 3),
+}
+
+
+def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.float32, **options):
+    """Errors of X and M against the reference after some steps on random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+    optimizer = optimizer_class([X], rank_fraction=rank_fraction, **options)
+    multiple = options.get("rank_multiple_of", 1)
+    smaller = min(shape)
+    r = min(multiple * -(-round(rank_fraction * smaller, 9) // multiple), smaller)
+    keys = ("lr", "mu", "momentum_rule", "right_factor", "local_step", "local_lr")
+    known = {key: options[key] for key in keys if key in options}
+    wd = options.get("weight_decay", 0.01)
+    reference = DionReference(X.detach(), 1, int(r), wd=wd, **known)
+    # A slowly turning gradient, so that momentum has something to follow.
+    base = torch.randn(shape, generator=generator, dtype=torch.float64)
+    for _ in range(steps):
+        G = (base + torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+        X.grad = G.clone()
+        optimizer.step()
+        reference.step([G], optimizer.report.gate_open)
+    return (
+        relative_error(X.detach(), reference.X[0]),
+        relative_error(optimizer.state[X]["momentum"], reference.M[0]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rank_fraction", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("name", SHAPES)
+def test_update_equals_the_equations(name, rank_fraction, seed):
+    assert max(run(Dion, SHAPES[name], rank_fraction, seed=seed)) < 2e-5
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_float64_parameters_are_updated_in_float64(name):
+    assert max(run(Dion, SHAPES[name], 0.5, dtype=torch.float64)) < 1e-10
+
+
+@pytest.mark.parametrize("momentum_rule", ["error_feedback", "plain"])
+@pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
+@pytest.mark.parametrize("shape", [(40, 16), (16, 40)])
+def test_rules_and_right_factors(shape, momentum_rule, right_factor):
+    errors = run(Dion, shape, 0.5, momentum_rule=momentum_rule, right_factor=right_factor)
+    assert max(errors) < 2e-5
+
+
+@pytest.mark.parametrize("local_step", ["dion", "gradient"])
+@pytest.mark.parametrize("momentum_rule", ["error_feedback", "plain"])
+def test_local_steps_between(local_step, momentum_rule):
+    errors = run(
+        CurvaDion, (24, 40), 0.5, gate=FixedPeriod(4), local_step=local_step, local_lr=0.01,
+        momentum_rule=momentum_rule, steps=10,
+    )  # fmt: skip
+    assert max(errors) < 2e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(1, 33),
+    n=st.integers(1, 33),
+    rank_fraction=st.floats(0.01, 1.0),
+    multiple=st.sampled_from([1, 2, 8]),
+    lr=st.floats(1e-4, 0.1),
+    mu=st.floats(0.0, 0.99),
+    weight_decay=st.floats(0.0, 0.5),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_rank_and_hyperparameters(
+    m, n, rank_fraction, multiple, lr, mu, weight_decay, seed
+):
+    errors = run(
+        Dion, (m, n), rank_fraction, rank_multiple_of=multiple, lr=lr, mu=mu, seed=seed,
+        weight_decay=weight_decay, dtype=torch.float64, steps=4,
+    )  # fmt: skip
+    assert errors[0] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "fraction", "multiple", "rank"),
+    [
+        ((768, 3072), 0.25, 1, 192),
+        ((768, 768), 1 / 16, 1, 48),
+        ((100, 200), 0.07, 1, 7),
+        ((100, 200), 0.071, 1, 8),
+        ((100, 200), 0.07, 16, 16),
+        ((10, 200), 0.5, 16, 10),
+        ((1, 7), 0.01, 1, 1),
+    ],
+)
+def test_rank(shape, fraction, multiple, rank):
+    X = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = Dion([X], rank_fraction=fraction, rank_multiple_of=multiple)
+    X.grad = torch.ones(shape)
+    optimizer.step()
+    assert optimizer.state[X]["Q"].shape == (min(shape), rank)
