@@ -13,11 +13,18 @@ from curvadion.power_iteration import LowRank, power_iteration
 
 
 def accumulate_momenta(plan: Plan) -> None:
-    """M <- M + G (error feedback) or M <- mu M + G (plain), with the local gradient."""
-    matrices = plan.matrices
-    ops.accumulate_(
-        [m.M for m in matrices], [m.G for m in matrices], [m.momentum_decay for m in matrices]
-    )
+    """M <- M + G (error feedback) or M <- mu M + G (plain), with the local gradient.
+
+    A gradient that this replica misses counts as zero.
+    """
+    for m in plan.matrices:
+        if m.G is None and m.momentum_decay != 1.0:
+            m.M.mul_(m.momentum_decay)
+    pushed = [(m, m.G) for m in plan.matrices if m.G is not None]
+    if pushed:
+        ops.accumulate_(
+            [m.M for m, _ in pushed], [G for _, G in pushed], [m.momentum_decay for m, _ in pushed]
+        )
 
 
 def low_rank_step(plan: Plan, norms: Tensor | None, *, inside_replica: bool) -> None:

@@ -15,17 +15,14 @@ from torch import Tensor
 NEGLIGIBLE_COLUMN = 1e-6
 
 
-def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor | None], mu: Sequence[float]) -> Tensor:
+def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """Frobenius norms of mu M + G, one per tensor: (len(M),), float32 or wider.
 
     Reads only: a step that must not happen (a non-finite gradient on some rank) leaves nothing to
-    undo. None in G is a zero gradient.
+    undo.
     """
     return torch.stack(
-        [
-            _norm(m * decay if g is None else torch.add(g, m, alpha=decay))
-            for m, g, decay in zip(M, G, mu, strict=True)
-        ]
+        [_norm(torch.add(g, m, alpha=decay)) for m, g, decay in zip(M, G, mu, strict=True)]
     )
 
 
@@ -34,13 +31,11 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([_norm(t) for t in tensors])
 
 
-def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor | None], mu: Sequence[float]) -> None:
-    """M <- mu M + G, in place, per tensor; None in G is a zero gradient."""
+def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
+    """M <- mu M + G, in place, per tensor."""
     if any(decay != 1.0 for decay in mu):
         torch._foreach_mul_(list(M), list(mu))
-    pairs = [(m, g) for m, g in zip(M, G, strict=True) if g is not None]
-    if pairs:
-        torch._foreach_add_([m for m, _ in pairs], [g for _, g in pairs])
+    torch._foreach_add_(list(M), list(G))
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:

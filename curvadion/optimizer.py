@@ -205,11 +205,17 @@ class CurvaDion(Optimizer):
         if not (self.gate.reads_momentum and plan.matrices):
             return None, None
         before = torch.stack([m.state["momentum_norm"] for m in plan.matrices])
-        after = ops.momentum_norms(
-            [m.M for m in plan.matrices],
-            [m.G for m in plan.matrices],
-            [m.momentum_decay for m in plan.matrices],
-        )
+        pushed = [(i, m, m.G) for i, m in enumerate(plan.matrices) if m.G is not None]
+        after = before.clone()
+        for i, m in enumerate(plan.matrices):
+            if m.G is None:
+                after[i] *= m.momentum_decay
+        if pushed:
+            after[[i for i, _, _ in pushed]] = ops.momentum_norms(
+                [m.M for _, m, _ in pushed],
+                [G for _, _, G in pushed],
+                [m.momentum_decay for _, m, _ in pushed],
+            )
         return before, after
 
     def _agree(self, plan: Plan, before: Tensor | None, after: Tensor | None) -> Agreement:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import DionReference, relative_error
 
 from curvadion import CurvaDion, Dion, FixedPeriod
+from reference import DionReference, relative_error
 
 SHAPES = {
     "tall": (48, 16),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import distributed
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import positive_qr, relative_error
 
+import distributed
 from curvadion.orthonormalize import completing_directions, orthonormalize
+from reference import positive_qr, relative_error
 
 
 def gaussian(m, r, seed=0):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import distributed
 import pytest
 import torch
 import torch.distributed as dist
-from reference import positive_qr, relative_error
 
+import distributed
 from curvadion import WireMeter
 from curvadion.layout import Cut, MatrixLayout
 from curvadion.power_iteration import Stack, power_iteration
+from reference import positive_qr, relative_error
 
 
 def problem(m, n, r, k=2, seed=0):

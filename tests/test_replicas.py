@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 
-import distributed
 import pytest
 import torch
 import torch.distributed as dist
-from reference import DionReference, relative_error
 from torch import nn
 
+import distributed
 from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, WireMeter
+from reference import DionReference, relative_error
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (24, 16)]
 VECTORS = [(16,), (7, 3), ()]
@@ -310,9 +310,14 @@ def test_missing_gradients_neither_hang_nor_diverge(make):
         assert missing[2] and missing[5]
 
 
-def test_a_missing_gradient_is_a_zero_gradient_of_that_replica():
-    weights = distributed.run(2, run_missing, dion)[0][0]
-    reference = DionReference(parameters()[0].detach(), 2, 5)
+def plain(param_groups):
+    return Dion(param_groups, replicas=dist.group.WORLD, momentum_rule="plain")
+
+
+@pytest.mark.parametrize(("make", "rule"), [(dion, "error_feedback"), (plain, "plain")])
+def test_a_missing_gradient_is_a_zero_gradient_of_that_replica(make, rule):
+    weights = distributed.run(2, run_missing, make)[0][0]
+    reference = DionReference(parameters()[0].detach(), 2, 5, momentum_rule=rule)
     for step in range(7):
         own = gradient(0, step, 0, SHAPES[0])
         reference.step([own, torch.zeros_like(own)], gate_open=True)

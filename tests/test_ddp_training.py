@@ -1,0 +1,97 @@
+"""Training in DDP: DDP sends no gradients, the optimizer sends its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import curvadion
+import distributed
+from curvadion import CurvaDion, Dion, FixedPeriod, WireMeter
+from curvadion.integrations.ddp import keep_gradients_local
+from reference import relative_error
+
+RANK = 4
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def loss_of(model, step, replica):
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    x = torch.randn(16, 8, generator=generator)
+    return (model(x) - x[:, :4].sin()).square().mean()
+
+
+def groups(model):
+    return curvadion.param_groups(
+        model, patterns={"4.weight": "matrix"}, options={"vector": {"lr": 0.003}}
+    )
+
+
+def low_rank_bytes():
+    return sum(4 * (m + n) * RANK for m, n in ((32, 8), (16, 32), (4, 16)))
+
+
+def train(rank, local, gate, accumulate=1):
+    model = DistributedDataParallel(network())
+    if local:
+        keep_gradients_local(model)
+    optimizer = CurvaDion(
+        groups(model.module), replicas=dist.group.WORLD, gate=gate, rank_multiple_of=RANK
+    )
+    sent = []
+    with WireMeter() as meter:
+        for step in range(6):
+            before = meter.snapshot()
+            optimizer.zero_grad()
+            for micro in range(accumulate):
+                loss_of(model, accumulate * step + micro, rank).backward()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                return str(error)
+            sent.append(meter.since(before).bytes)
+    return sent, [p.detach() for p in model.module.parameters()]
+
+
+def test_only_the_gate_crosses_while_it_is_closed():
+    for sent, _ in distributed.run(2, train, True, FixedPeriod(3)):
+        biases = 4 * (32 + 16 + 4)
+        weights = 4 * (8 * 32 + 32 * 16 + 16 * 4) + biases
+        reconciled = weights + 2 * biases + 4 * 3
+        # Before its second step DDP broadcasts, once, the order in which it met the gradients.
+        assert sent[3] == sent[4] == 16
+        assert sent[2] == sent[5] == 16 + low_rank_bytes() + biases + reconciled
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_forgetting_the_integration_is_an_error(accumulate):
+    for message in distributed.run(2, train, False, FixedPeriod(3), accumulate):
+        assert "identical" in message and "keep_gradients_local" in message
+
+
+def against_ddps_own_average(rank, local):
+    model = DistributedDataParallel(network())
+    if local:
+        keep_gradients_local(model)
+    optimizer = Dion(groups(model.module), replicas=dist.group.WORLD if local else None)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    return [p.detach() for p in model.module.parameters()]
+
+
+def test_an_open_gate_equals_dense_averaging_by_ddp():
+    dense = distributed.run(2, against_ddps_own_average, False)[0]
+    ours = distributed.run(2, against_ddps_own_average, True)[0]
+    for a, b in zip(ours, dense, strict=True):
+        assert relative_error(a, b) < 1e-4
