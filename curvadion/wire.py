@@ -250,7 +250,7 @@ def _counting(overload: Any, operator: _Operator) -> Callable[..., Any]:
     group_position = next(i for i, name in enumerate(types) if name.endswith("c10d.ProcessGroup"))
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        # redispatch releases the GIL, without which gloo's threads may wait for this one
+        # redispatch releases the GIL, which the backend's threads need to free tensors
         result = overload.redispatch(keyset & below, *args, **kwargs)
         group = dist.ProcessGroup.unbox(args[group_position])
         payload = _payload(operator, args, group.size())

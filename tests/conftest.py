@@ -1,0 +1,15 @@
+"""One thread per process: the ranks of a test share few cores."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, and before torch is imported
+
+import torch
+
+import distributed
+
+torch.set_num_threads(1)
+
+
+def pytest_sessionfinish() -> None:
+    distributed.shutdown()

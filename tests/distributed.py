@@ -1,0 +1,248 @@
+"""Runs a function on every rank of a real gloo process group, in worker processes that are reused.
+
+    def total(rank, x):                      # at module level: workers find it by its name
+        tensor = torch.tensor(x * rank)
+        dist.all_reduce(tensor)
+        return tensor
+
+    assert distributed.run(2, total, 3.0) == [torch.tensor(3.0)] * 2
+
+Each call gets fresh process groups, and the torch seed 0 on every rank. Module state of the code
+under test survives from call to call, as it does in a notebook. After any failure all workers are
+replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
+
+GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
+START = 60.0  # seconds for a worker to start
+CLEAN_UP = 10.0  # seconds for a worker to meet the others in a last barrier after a call
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "numpy",
+        "pytest",
+        "torch",
+        "torch._dynamo",  # what the first optimizer step imports
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.debug",
+        "torch.distributed.tensor.parallel",
+    ]
+)
+_pool: _Pool | None = None
+
+
+class RankFailure(AssertionError):
+    """Some ranks raised, died or did not answer; the text says which, how and where."""
+
+
+def run(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on every rank of a new default process group.
+
+    Args:
+        world_size: number of ranks.
+        function: module-level callable; it, its arguments and its results must pickle.
+        timeout: seconds for the whole call.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankFailure: if a rank raised, died, or did not answer in time.
+    """
+    global _pool
+    call = pickle.dumps((function, args))
+    if _pool is None:
+        _pool = _Pool()
+    try:
+        return _pool.run(world_size, call, timeout)
+    except BaseException:
+        shutdown()  # ranks may be anywhere
+        raise
+
+
+@atexit.register
+def shutdown() -> None:
+    """End all workers; the next :func:`run` starts new ones."""
+    global _pool
+    if _pool is not None:
+        _pool.kill()
+        _pool = None
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="curvadion-ranks-")
+        self._workers: list[_Worker] = []
+        self._calls = 0
+
+    def run(self, world_size: int, call: bytes, timeout: float) -> list[Any]:
+        folder = Path(self._folder.name)
+        started = len(self._workers)
+        for index in range(started, world_size):
+            self._workers.append(_Worker(folder / f"stack{index}"))
+        for worker in self._workers[started:]:
+            worker.wait_until_ready(START)
+        workers = self._workers[:world_size]
+        self._calls += 1
+        store = str(folder / f"store{self._calls}")
+        for rank, worker in enumerate(workers):
+            worker.connection.send((sys.path, store, rank, world_size, timeout, call))
+        values = _collect(workers, timeout)
+        for worker in workers:
+            worker.wait_until_ready(CLEAN_UP)
+        return values
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+        self._folder.cleanup()
+
+
+class _Worker:
+    def __init__(self, stack_file: Path) -> None:
+        self.connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, stack_file), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._stack_file = stack_file
+
+    def answer(self) -> Any:
+        """Its next message; if it died, that it raised, and how it died."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(GRACE)
+            return True, f"died with exit code {self.process.exitcode}"
+
+    def wait_until_ready(self, seconds: float) -> None:
+        problem = self.answer() if self.connection.poll(seconds) else f"not ready after {seconds} s"
+        if problem:
+            raise RankFailure(
+                "A worker failed between calls. After a call all ranks meet in a barrier: has each "
+                f"of them taken part in the same collectives?\n\n{problem}"
+            )
+
+    def stack(self) -> str:
+        """Where the worker is now."""
+        with suppress(ProcessLookupError):
+            os.kill(cast(int, self.process.pid), signal.SIGUSR1)
+        time.sleep(0.2)
+        return self._stack_file.read_text()
+
+
+def _collect(workers: list[_Worker], timeout: float) -> list[Any]:
+    values: dict[int, bytes] = {}
+    failures: dict[int, str] = {}
+    silent = set(range(len(workers)))
+    rank_of = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    while silent and (left := deadline - time.monotonic()) > 0:
+        for ready in wait([workers[rank].connection for rank in silent], left):
+            rank = rank_of[cast(Any, ready)]
+            silent.remove(rank)
+            raised, answer = workers[rank].answer()
+            if raised:
+                failures[rank] = answer
+                deadline = min(deadline, time.monotonic() + GRACE)
+            else:
+                values[rank] = answer
+    complaint = "was still running" if failures else f"did not answer within {timeout} s"
+    for rank in sorted(silent):
+        failures[rank] = f"{complaint}:\n{workers[rank].stack()}"
+    if failures:
+        raise RankFailure(_describe(failures, len(workers)))
+    return [pickle.loads(values[rank]) for rank in range(len(workers))]
+
+
+def _describe(failures: dict[int, str], world_size: int) -> str:
+    ranks_by_text: dict[str, list[str]] = {}
+    for rank, text in failures.items():
+        ranks_by_text.setdefault(text, []).append(str(rank))
+    lines = [f"{len(failures)} of {world_size} ranks failed."]
+    for text, ranks in ranks_by_text.items():
+        lines.append(f"rank {', '.join(ranks)} {text.rstrip()}")
+    return "\n\n".join(lines)
+
+
+def _serve(connection: Connection, stack_file: Path) -> None:
+    """A worker's life: say that it is ready, take a call, answer, clean up."""
+    import torch
+
+    torch.set_num_threads(1)
+    stack = stack_file.open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    gc.collect()
+    gc.freeze()  # keeps the collections between calls short
+    problem = None
+    try:
+        while True:
+            connection.send(problem)
+            connection.send(_answer(*connection.recv()))
+            problem = _clean_up()
+    except (EOFError, ConnectionError):
+        return  # the parent is gone
+
+
+def _answer(
+    path: list[str], store: str, rank: int, world_size: int, timeout: float, call: bytes
+) -> tuple[bool, bytes | str]:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        sys.path[:] = path
+        function, args = pickle.loads(call)
+        dist.init_process_group(
+            "gloo",
+            store=cast(Any, dist).FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=2 * timeout),  # the parent loses patience first
+        )
+        torch.manual_seed(0)
+        return False, pickle.dumps(function(rank, *args))
+    except BaseException:
+        return True, f"raised\n{traceback.format_exc()}"
+
+
+def _clean_up() -> str | None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import debug
+
+    try:
+        if dist.is_initialized():
+            dist.barrier()  # no rank hangs up while another still listens
+            dist.destroy_process_group()
+    except RuntimeError:
+        return traceback.format_exc()
+    cast(
+        Any, debug
+    )._clear_sharding_prop_cache()  # it holds meshes, and those hold destroyed groups
+    gc.collect()
+    return None

@@ -1,0 +1,159 @@
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distributed
+
+SIZES = (2, 3, 4, 8)
+
+
+def total(rank, x):
+    tensor = torch.full((2,), x * (rank + 1), requires_grad=True)
+    with torch.no_grad():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def identity(rank):
+    return os.getpid(), dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+def leave_groups_behind(rank):
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    tensor = torch.tensor(rank)
+    dist.all_reduce(tensor, group=pairs[rank // 2])
+    return tensor.item()
+
+
+def draw(rank):
+    return torch.rand(()).item()
+
+
+def raise_on(culprit, rank):
+    if rank == culprit:
+        raise ValueError(f"rank {rank} is unhappy")
+    dist.barrier()
+
+
+def raise_everywhere(rank):
+    raise ValueError("all the same")
+
+
+def die_on(culprit, rank):
+    if rank == culprit:
+        os._exit(7)
+    dist.barrier()
+
+
+def hang_on(culprit, rank):
+    if rank == culprit:
+        linger()
+
+
+def linger():
+    time.sleep(600)
+
+
+def reduce_once_more_on(culprit, rank):
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(1 + (rank == culprit))]
+    works[0].wait()
+
+
+def destroy(rank):
+    dist.destroy_process_group()
+    return rank
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_returns_what_each_rank_computed(world_size):
+    results = distributed.run(world_size, total, 2.0)
+    expected = torch.full((2,), 2.0 * sum(range(1, world_size + 1)))
+    assert len(results) == world_size
+    for tensor in results:
+        torch.testing.assert_close(tensor.detach(), expected)
+        assert not tensor.is_shared()
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_ranks_are_numbered_and_single_threaded(world_size):
+    answers = distributed.run(world_size, identity)
+    assert [answer[1:] for answer in answers] == [(r, world_size, 1) for r in range(world_size)]
+
+
+def test_workers_are_reused_over_world_sizes():
+    few = [pid for pid, *_ in distributed.run(2, identity)]
+    many = [pid for pid, *_ in distributed.run(4, identity)]
+    again = [pid for pid, *_ in distributed.run(2, identity)]
+    assert many[:2] == few == again
+    assert len({*many, os.getpid()}) == 5
+
+
+def test_groups_do_not_outlive_a_call():
+    for _ in range(3):
+        assert distributed.run(4, leave_groups_behind) == [1, 1, 5, 5]
+
+
+def test_seed_is_the_same_at_each_call():
+    assert len({*distributed.run(2, draw), *distributed.run(2, draw)}) == 1
+
+
+def test_function_may_destroy_the_group():
+    assert distributed.run(2, destroy) == [0, 1]
+    assert distributed.run(2, destroy) == [0, 1]
+
+
+def test_raising_rank_is_named_with_its_traceback():
+    start = time.monotonic()
+    with pytest.raises(distributed.RankFailure) as failure:
+        distributed.run(3, partial(raise_on, 1))
+    assert time.monotonic() - start < 15
+    text = str(failure.value)
+    assert "rank 1 raised" in text
+    assert "ValueError: rank 1 is unhappy" in text
+    assert "in raise_on" in text
+
+
+def test_equal_exceptions_are_told_once():
+    with pytest.raises(distributed.RankFailure, match="3 of 3 ranks failed") as failure:
+        distributed.run(3, raise_everywhere)
+    assert str(failure.value).count("Traceback") == 1
+
+
+def test_hanging_rank_is_named_and_its_place_shown():
+    with pytest.raises(distributed.RankFailure) as failure:
+        distributed.run(3, partial(hang_on, 2), timeout=2)
+    text = str(failure.value)
+    assert "1 of 3 ranks failed" in text
+    assert "rank 2 did not answer within 2 s" in text
+    assert "in linger" in text
+
+
+def test_dying_rank_is_reported_with_its_exit_code():
+    with pytest.raises(distributed.RankFailure, match="rank 0 died with exit code 7"):
+        distributed.run(2, partial(die_on, 0))
+
+
+def test_unequal_numbers_of_collectives_are_a_failure_of_the_same_call(monkeypatch):
+    monkeypatch.setattr(distributed, "CLEAN_UP", 1.0)
+    with pytest.raises(distributed.RankFailure, match="same collectives"):
+        distributed.run(2, partial(reduce_once_more_on, 1))
+
+
+@pytest.mark.parametrize("disaster", [raise_on, die_on, hang_on])
+def test_failure_is_followed_by_new_workers(disaster):
+    before = {pid for pid, *_ in distributed.run(2, identity)}
+    with pytest.raises(distributed.RankFailure):
+        distributed.run(2, partial(disaster, 1), timeout=2)
+    after = {pid for pid, *_ in distributed.run(2, identity)}
+    assert not before & after
+
+
+def test_unpicklable_function_never_reaches_a_worker():
+    before = distributed.run(2, identity)
+    with pytest.raises((AttributeError, TypeError)):
+        distributed.run(2, lambda rank: rank)
+    assert distributed.run(2, identity) == before
