@@ -102,6 +102,16 @@ def _rank_fraction(key: str, value: object) -> None:
         raise ValueError(f"{key}={value!r} must be > 0 and <= 1")
 
 
+def _row_blocks(key: str, value: object) -> None:
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"{key}={value!r} must not be empty")
+        for i, size in enumerate(value):
+            integer(f"{key}[{i}]", size, 1)
+    else:
+        integer(key, value, 1)
+
+
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "algorithm": lambda k, v: one_of(k, v, ALGORITHMS),
     "lr": learning_rate,
@@ -112,6 +122,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "weight_decay": number,
     "rank_fraction": _rank_fraction,
     "rank_multiple_of": lambda k, v: integer(k, v, 1),
+    "stack_dims": lambda k, v: integer(k, v, 0),
+    "row_blocks": _row_blocks,
     "momentum_rule": lambda k, v: one_of(k, v, ("error_feedback", "plain")),
     "right_factor": lambda k, v: one_of(k, v, ("column_normalized", "qr")),
     "momentum_dtype": dtype_name,

@@ -9,80 +9,100 @@ so it does not depend on the cut.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion.collectives import group_size
+
 
 @dataclass(frozen=True)
-class Cut:
-    """The process groups that hold the other pieces of an oriented matrix B (rows >= columns).
+class Extent:
+    """The rows (or columns) of a matrix that are held here, of a dimension cut over a group.
 
     Attributes:
-        rows: ranks holding the other rows of the same columns; None if the rows are whole.
-        columns: ranks holding the other columns of the same rows; None if they are whole.
-        replicas: ranks holding the same piece of the other replicas; None for one replica.
-        columns_and_replicas, rows_and_replicas: the unions, over which a sum over shards and
-            a mean over replicas travel in one collective. They default to the one group that
-            exists and are required where both do.
+        indices: global indices held here, contiguous; may be empty.
+        group: the ranks that hold the others; None if all are here.
+        shared: global indices of which several ranks of the group hold a part each, ascending. A
+            cut between elements instead of between rows (ZeRO, FSDP1) leaves such rows.
+        borrowed: whether the first index held here is a shared one that begins on another rank,
+            which is the one to count it in sums over the group.
     """
 
-    rows: dist.ProcessGroup | None = None
-    columns: dist.ProcessGroup | None = None
-    replicas: dist.ProcessGroup | None = None
-    columns_and_replicas: dist.ProcessGroup | None = None
-    rows_and_replicas: dist.ProcessGroup | None = None
+    indices: range
+    group: dist.ProcessGroup | None = None
+    shared: tuple[int, ...] = ()
+    borrowed: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("columns", "rows"):
-            shards, union = getattr(self, name), f"{name}_and_replicas"
-            if getattr(self, union) is not None:
-                continue
-            if shards is not None and self.replicas is not None:
-                raise ValueError(
-                    f"Cut has both {name} and replicas but no {union}: pass the process group "
-                    f"of all ranks in either."
-                )
-            object.__setattr__(self, union, shards or self.replicas)
+    def __len__(self) -> int:
+        return len(self.indices)
 
-    def inside_replica(self) -> Cut:
-        """The same cut for a step that no other replica takes part in."""
-        return Cut(rows=self.rows, columns=self.columns)
+    def positions(self, device: torch.device) -> Tensor:
+        """The global indices as an int64 tensor, (len(self),)."""
+        return torch.arange(self.indices.start, self.indices.stop, device=device)
+
+    def counted(self, tensor: Tensor) -> Tensor:
+        """The part of (..., len(self), r) that this rank contributes to sums over the group."""
+        return tensor[..., 1:, :] if self.borrowed else tensor
+
+    def shared_here(self) -> list[tuple[int, int]]:
+        """(place in ``shared``, place among ``indices``) of the shared indices held here."""
+        return [
+            (slot, index - self.indices.start)
+            for slot, index in enumerate(self.shared)
+            if index in self.indices
+        ]
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Orientation, cut and global indices of one matrix parameter's local piece.
+    """Orientation and cut of one matrix.
 
     Attributes:
-        shape: global shape (m, n) of the parameter, output features first.
-        cut: the process groups of the ORIENTED matrix B, whose global shape is
+        shape: global shape (m, n), output features first.
+        rows, columns: of the ORIENTED matrix B, the matrix or its transpose, whose global shape is
             (max(m, n), min(m, n)).
-        rows, columns: global indices of B's rows and columns held here, int64 on the CPU.
+        replicas: the ranks holding the same piece of the other replicas; None for one replica.
+        rows_and_replicas, columns_and_replicas: the unions, over which a sum over shards and a
+            mean over replicas travel in one collective. They default to the one group that exists
+            and are required where both do.
+        shards: the ranks that hold all pieces of this replica's matrix; None if it is whole.
     """
 
     shape: tuple[int, int]
-    cut: Cut = Cut()
-    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64), compare=False)
-    columns: Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.int64), compare=False
-    )
+    rows: Extent
+    columns: Extent
+    replicas: dist.ProcessGroup | None = None
+    rows_and_replicas: dist.ProcessGroup | None = None
+    columns_and_replicas: dist.ProcessGroup | None = None
+    shards: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        rows, columns = self.rows.group, self.columns.group
+        self._default_union("rows_and_replicas", rows, self.replicas)
+        self._default_union("columns_and_replicas", columns, self.replicas)
+        self._default_union("shards", rows, columns)
+
+    def _default_union(
+        self, name: str, one: dist.ProcessGroup | None, other: dist.ProcessGroup | None
+    ) -> None:
+        if getattr(self, name) is None:
+            if one is not None and other is not None:
+                raise ValueError(f"{name} is needed: pass the process group of all ranks in either")
+            object.__setattr__(self, name, one or other)
 
     @classmethod
-    def whole(cls, shape: tuple[int, int], replicas: dist.ProcessGroup | None) -> MatrixLayout:
+    def whole(
+        cls, shape: tuple[int, int], replicas: dist.ProcessGroup | None = None
+    ) -> MatrixLayout:
         """A matrix that every replica holds uncut."""
-        return cls(
-            shape,
-            Cut(replicas=replicas),
-            rows=torch.arange(max(shape)),
-            columns=torch.arange(min(shape)),
-        )
+        return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))), replicas)
 
     @property
     def transposed(self) -> bool:
-        """Whether B is the transpose of the parameter: B has no fewer rows than columns."""
+        """Whether B is the transpose: B has no fewer rows than columns."""
         return self.shape[0] < self.shape[1]
 
     @property
@@ -91,10 +111,6 @@ class MatrixLayout:
         m, n = self.shape
         return math.sqrt(m / n)
 
-    def oriented(self, tensor: Tensor) -> Tensor:
-        """View a tensor of the parameter's shape as B or the like, without a copy."""
-        return tensor.mT if self.transposed else tensor
-
     def rank(self, rank_fraction: float, rank_multiple_of: int) -> int:
         """r = min(multiple * ceil(fraction * min(m, n) / multiple), m, n)."""
         smaller = min(self.shape)
@@ -102,13 +118,17 @@ class MatrixLayout:
         wanted = math.ceil(round(rank_fraction * smaller, 9) / rank_multiple_of)
         return min(rank_multiple_of * wanted, smaller)
 
-    def initial_q(self, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The rows held here of Q ~ N(0, 1), shape (len(columns), rank), drawn from the shape."""
+    def initial_q(self, rank: int) -> Tensor:
+        """The rows held here of Q ~ N(0, 1), (len(columns), rank) float32, drawn from the shape."""
         m, n = self.shape
         generator = torch.Generator().manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
         q = torch.randn(min(m, n), rank, generator=generator)
-        return q[self.columns].to(device=device, dtype=dtype)
+        return q[self.columns.indices.start : self.columns.indices.stop]
 
-    def without_replicas(self) -> MatrixLayout:
-        """The layout of a step that stays inside the replica."""
-        return replace(self, cut=self.cut.inside_replica())
+    def inside_replica(self) -> MatrixLayout:
+        """The same cut, for a step that no other replica takes part in."""
+        return replace(self, replicas=None, rows_and_replicas=None, columns_and_replicas=None)
+
+    def share_of_R(self) -> float:
+        """What part of this rank's R counts in a sum over ``shards``: rows' ranks hold it alike."""
+        return 1.0 / group_size(self.rows.group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from curvadion import ops
@@ -19,14 +18,12 @@ def local_dion_step(plan: Plan, norms: Tensor | None) -> None:
 def local_gradient_step(plan: Plan, norms: Tensor | None) -> None:
     """X <- (1 - lr wd) X - local_lr G (CurvaDion); the momentum keeps the gradient for later."""
     accumulate_momenta(plan)
-    stepped = [(m, m.G) for m in plan.matrices if m.G is not None]
+    stepped = [(p, G) for p in plan.dion if (G := p.G) is not None]
     ops.gradient_step_(
-        [m.X for m, _ in stepped],
+        [p.local for p, _ in stepped],
         [G for _, G in stepped],
-        step=[m.local_lr for m, _ in stepped],
-        decay=[m.decay for m, _ in stepped],
+        step=[p.local_lr for p, _ in stepped],
+        decay=[p.decay for p, _ in stepped],
     )
     if norms is not None and plan.matrices:
-        torch._foreach_copy_(
-            [m.state["momentum_norm"] for m in plan.matrices], list(norms.unbind())
-        )
+        plan.store_norms(norms)

@@ -17,14 +17,13 @@ def accumulate_momenta(plan: Plan) -> None:
 
     A gradient that this replica misses counts as zero.
     """
-    for m in plan.matrices:
-        if m.G is None and m.momentum_decay != 1.0:
-            m.M.mul_(m.momentum_decay)
-    pushed = [(m, m.G) for m in plan.matrices if m.G is not None]
-    if pushed:
-        ops.accumulate_(
-            [m.M for m, _ in pushed], [G for _, G in pushed], [m.momentum_decay for m, _ in pushed]
-        )
+    pushed = [(p, G) for p in plan.dion if (G := p.G) is not None]
+    ops.accumulate_(
+        [p.M for p, _ in pushed], [G for _, G in pushed], [p.momentum_decay for p, _ in pushed]
+    )
+    for p in plan.dion:
+        if p.G is None and p.momentum_decay != 1.0:
+            p.M.mul_(p.momentum_decay)
 
 
 def low_rank_step(plan: Plan, norms: Tensor | None, *, inside_replica: bool) -> None:
@@ -37,47 +36,48 @@ def low_rank_step(plan: Plan, norms: Tensor | None, *, inside_replica: bool) -> 
         inside_replica: leave the other replicas out.
     """
     stacks = plan.stacks()
-    layouts = [stack[0].layout for stack in stacks]
-    if inside_replica:
-        layouts = [layout.without_replicas() for layout in layouts]
-    factors = power_iteration([as_stack(*pair) for pair in zip(stacks, layouts, strict=True)])
+    factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
     for matrices, low_rank in zip(stacks, factors, strict=True):
         _update(matrices, low_rank)
-    if norms is not None:
-        position = {id(m): i for i, m in enumerate(plan.matrices)}
-        for matrices, low_rank in zip(stacks, factors, strict=True):
-            _store_norms(matrices, low_rank, norms[[position[id(m)] for m in matrices]])
+    if norms is not None and stacks:
+        order = [i for stack in plan.stack_positions() for i in stack]
+        drops = torch.cat([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
+        plan.store_norms(_norms_after(plan, norms, drops[torch.tensor(order).argsort()]))
 
 
 def _update(matrices: Sequence[Matrix], low_rank: LowRank) -> None:
     P, R, Q, _ = low_rank
-    ops.low_rank_update_(
-        [m.layout.oriented(m.X) for m in matrices],
-        list(P),
-        list(Q),
-        step=[m.group["lr"] * m.layout.update_scale for m in matrices],
-        decay=[m.decay for m in matrices],
-    )
-    fed_back = [i for i, m in enumerate(matrices) if m.error_feedback]
-    ops.error_feedback_(
-        [matrices[i].layout.oriented(matrices[i].M) for i in fed_back],
-        [P[i] for i in fed_back],
-        [R[i] for i in fed_back],
-        [1 - matrices[i].group["mu"] for i in fed_back],
-    )
+    # One at a time where a piece is a padded copy, so that never more than one such copy exists.
+    batches = [matrices] if matrices[0].is_view else [[m] for m in matrices]
+    for batch, first in zip(batches, range(len(matrices)), strict=False):
+        X, M = [m.X for m in batch], [m.M for m in batch]
+        here = slice(first, first + len(batch))
+        ops.low_rank_update_(
+            X,
+            list(P[here]),
+            list(Q[here]),
+            step=[m.group["lr"] * m.layout.update_scale for m in batch],
+            decay=[m.parameter.decay for m in batch],
+        )
+        ops.error_feedback_(M, list(P[here]), list(R[here]), [m.feedback for m in batch])
+        for m, X_piece, M_piece in zip(batch, X, M, strict=True):
+            m.write(X_piece, M_piece)
     for m, q in zip(matrices, Q, strict=True):
         m.Q.copy_(q)
 
 
-def _store_norms(matrices: Sequence[Matrix], low_rank: LowRank, norms: Tensor) -> None:
-    """||M - c P R^T||^2 = ||M||^2 - 2 c <M^T P, R> + c^2 ||R||^2 for orthonormal P.
+def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:
+    """This rank's summand of ||M||^2 - ||M - c P R^T||^2 = 2 c <M^T P, R> - c^2 ||R||^2, (k,).
 
-    R may be the mean over replicas; M^T P is this replica's own. No second pass over M.
+    Holds for orthonormal P. R may be the mean over replicas; M^T P is this replica's own.
     """
-    c = norms.new_tensor([1 - m.group["mu"] if m.error_feedback else 0.0 for m in matrices])
+    layout = matrices[0].layout
+    c = low_rank.R.new_tensor([m.feedback for m in matrices])
     inner = (low_rank.own_R * low_rank.R).sum(dim=(1, 2))
-    square = low_rank.R.square().sum(dim=(1, 2))
-    after = norms.square() - 2 * c * inner + c.square() * square
-    torch._foreach_copy_(
-        [m.state["momentum_norm"] for m in matrices], list(after.clamp_min(0).sqrt().unbind())
-    )
+    square = layout.columns.counted(low_rank.R).square().sum(dim=(1, 2)) * layout.share_of_R()
+    return 2 * c * inner - c.square() * square
+
+
+def _norms_after(plan: Plan, norms: Tensor, drops: Tensor) -> Tensor:
+    """Norms of the momenta after the error feedback, without a second pass over them."""
+    return (norms.square() - plan.sum_over_shards(drops)).clamp_min(0).sqrt()

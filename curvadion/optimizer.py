@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from curvadion import hyperparameters as check
 from curvadion import ops, reconcile, wire
 from curvadion.collectives import mean_
-from curvadion.elementwise import create_state, elementwise_step
+from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, Gate
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step
 from curvadion.plan import Plan, check_parameter, names
 from curvadion.progress import Progress, add_progress, restore_dtypes, take_progress
 from curvadion.replicas import Agreement, ReplicaGroup, agree, held_anywhere, verify_replicas
+from curvadion.sharding import local
 from curvadion.telemetry import StepReport
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -62,6 +63,10 @@ class CurvaDion(Optimizer):
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         rank_fraction: r as a fraction of min(m, n), in (0, 1].
         rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
+        stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
+            experts). Of the others the first are rows and all further ones together columns.
+        row_blocks: how many equal blocks of rows, or blocks of which sizes, are matrices of their
+            own (3 for a fused QKV weight).
         momentum_rule: "error_feedback" (Dion) or "plain": M <- mu M + G, nothing fed back.
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341).
         momentum_dtype, q_dtype: of the state, a torch.dtype or its name; None takes X's.
@@ -92,6 +97,8 @@ class CurvaDion(Optimizer):
         weight_decay: float = 0.01,
         rank_fraction: float = 0.25,
         rank_multiple_of: int = 1,
+        stack_dims: int = 0,
+        row_blocks: int | Sequence[int] = 1,
         momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
         right_factor: Literal["column_normalized", "qr"] = "column_normalized",
         momentum_dtype: torch.dtype | str | None = None,
@@ -123,6 +130,8 @@ class CurvaDion(Optimizer):
             "weight_decay": weight_decay,
             "rank_fraction": rank_fraction,
             "rank_multiple_of": rank_multiple_of,
+            "stack_dims": stack_dims,
+            "row_blocks": row_blocks,
             "momentum_rule": momentum_rule,
             "right_factor": right_factor,
             "momentum_dtype": check.dtype_name("momentum_dtype", momentum_dtype),
@@ -171,7 +180,7 @@ class CurvaDion(Optimizer):
             self._synchronized_step(plan, after, complete=agreement.complete)
             self.progress.local_steps = 0
         else:
-            self._local_step(plan, after)
+            self._local_step(plan, after, complete=agreement.complete)
             self.progress.local_steps += 1
         self.progress.steps += 1
         self.progress.skipped_in_a_row = 0
@@ -181,59 +190,58 @@ class CurvaDion(Optimizer):
     def _synchronized_step(self, plan: Plan, norms: Tensor | None, *, complete: bool) -> None:
         group = self._replicas.process_group
         if self.reconcile == "average" and self.progress.local_steps:
-            weights = [p.X for p in plan.parameters]
+            weights = [p.local for p in plan.parameters]
             reconcile.average_(weights + plan.moments(), plan.counters(), group)
         if not complete:
-            held = held_anywhere([p.G is not None for p in plan.parameters], plan.device, group)
-            plan, norms = _select(plan, norms, held)
-        gradients = [torch.zeros_like(p.X) if p.G is None else p.G for p in plan.elementwise]
+            plan, norms = _with_gradient(plan, norms, plan.everyone)
+        gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         mean_(gradients, group)
         accumulate_momenta(plan)
         low_rank_step(plan, norms, inside_replica=False)
         _elementwise_steps(plan, gradients)
 
-    def _local_step(self, plan: Plan, norms: Tensor | None) -> None:
-        plan, norms = _select(plan, norms, [p.G is not None for p in plan.parameters])
+    def _local_step(self, plan: Plan, norms: Tensor | None, *, complete: bool) -> None:
+        if not complete:
+            # A replica's shards take a Dion step together, so they must agree on its parameters.
+            together = plan.inside if self.local_step == "dion" else None
+            plan, norms = _with_gradient(plan, norms, together)
         if self.local_step == "dion":
             local_dion_step(plan, norms)
         else:
             local_gradient_step(plan, norms)
-        _elementwise_steps(plan, [p.G for p in plan.elementwise if p.G is not None])
+        gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
+        _elementwise_steps(plan, gradients)
 
     def _momentum_norms(self, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
         """Norms of the momenta before and after this step's gradient; None if no gate asks."""
-        if not (self.gate.reads_momentum and plan.matrices):
+        if not (self.gate.reads_momentum and plan.dion):
             return None, None
-        before = torch.stack([m.state["momentum_norm"] for m in plan.matrices])
-        pushed = [(i, m, m.G) for i, m in enumerate(plan.matrices) if m.G is not None]
-        after = before.clone()
-        for i, m in enumerate(plan.matrices):
-            if m.G is None:
-                after[i] *= m.momentum_decay
-        if pushed:
-            after[[i for i, _, _ in pushed]] = ops.momentum_norms(
-                [m.M for _, m, _ in pushed],
-                [G for _, _, G in pushed],
-                [m.momentum_decay for _, m, _ in pushed],
-            )
-        return before, after
+        M = [m.elements(m.parameter.M) for m in plan.matrices]
+        gradients = [m.parameter.G for m in plan.matrices]
+        G = [
+            torch.zeros_like(momentum) if gradient is None else m.elements(gradient)
+            for m, momentum, gradient in zip(plan.matrices, M, gradients, strict=True)
+        ]
+        decays = [m.parameter.momentum_decay for m in plan.matrices]
+        after = plan.norms_over_shards(ops.momentum_norms(M, G, decays))
+        return plan.stored_norms(), after
 
     def _agree(self, plan: Plan, before: Tensor | None, after: Tensor | None) -> Agreement:
         covered = plan.elementwise if after is not None else plan.parameters
         gradients = [p.G for p in covered if p.G is not None]
         norms = [ops.norms(gradients)] if gradients else []
+        signals = torch.empty(0, device=plan.device)
         if before is not None and after is not None:
             signals = self.gate.signal(before, after)
             norms.append(after)
-        else:
-            signals = torch.empty(0, device=plan.device)
         if not norms:
             norms.append(torch.zeros(1, device=plan.device))
         return agree(
             signals,
+            plan.owners,
             torch.cat(norms),
             complete=all(p.G is not None for p in plan.parameters),
-            group=self._replicas.process_group,
+            group=plan.everyone,
         )
 
     def _reason_to_open(self, agreement: Agreement) -> str | None:
@@ -270,7 +278,8 @@ class CurvaDion(Optimizer):
             plan.description(*settings, self.max_local_steps, repr(self.gate.state_dict())),
             [p.G for p in plan.parameters if p.G is not None],
             plan.device,
-            self._replicas.process_group,
+            replicas=self._replicas.process_group,
+            everyone=plan.everyone,
         )
 
     def _report(self, reason: str, gate_open: bool, agreement: Agreement | None) -> None:
@@ -278,15 +287,14 @@ class CurvaDion(Optimizer):
         total = wire.active_bytes()
         sent = None if total is None else total - (self._wire_bytes or 0)
         self._wire_bytes = total
-        plan = self._plan()
         self.report = StepReport(
             step=self.progress.steps,
             gate_open=gate_open,
             reason=reason,
             rmmc=agreement.signal if agreement is not None and read else None,
             rmmc_parameter=(
-                plan.matrices[agreement.matrix].name
-                if agreement is not None and read and plan.matrices
+                self._plan().parameters[agreement.parameter].name
+                if agreement is not None and read
                 else None
             ),
             local_steps=self.progress.local_steps,
@@ -304,20 +312,26 @@ class CurvaDion(Optimizer):
         what later synchronised steps compute: these depend on the momenta's mean only.
         """
         plan = self._plan()
-        stepped = [m for m in plan.matrices if m.state]
-        tensors = [p.X for p in plan.parameters] + [m.M for m in stepped] + [m.Q for m in stepped]
+        tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
+        for p in ready.dion:
+            tensors += [local(t) for key, t in p.state.items() if key != "momentum_norm"]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
-        if stepped:
-            norms = ops.norms([m.M for m in stepped])
-            torch._foreach_copy_([m.state["momentum_norm"] for m in stepped], list(norms.unbind()))
+        if ready.dion:
+            here = ops.norms([m.elements(m.parameter.M) for m in ready.matrices])
+            ready.store_norms(ready.norms_over_shards(here))
         self.progress.local_steps = 0
 
     @torch.no_grad()
     def drift(self) -> float:
         """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
-        return reconcile.drift([p.X for p in self._plan().parameters], self._replicas.process_group)
+        plan = self._plan()
+        return reconcile.drift(
+            [(p.local, plan.copies_inside(p)) for p in plan.parameters],
+            self._replicas.process_group,
+            plan.inside,
+        )
 
     # ---------------------------------------------------------------- groups and state
 
@@ -343,7 +357,7 @@ class CurvaDion(Optimizer):
                 names(self.param_groups[-1], len(self.param_groups) - 1),
                 strict=True,
             ):
-                check_parameter(X, name, self.param_groups[-1]["algorithm"])
+                check_parameter(X, name, self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -400,12 +414,9 @@ class CurvaDion(Optimizer):
     def _create_state(self, plan: Plan) -> bool:
         """Give every parameter its state, with or without a gradient; True if none had any."""
         had_none = not any(p.state for p in plan.parameters)
-        for matrix in plan.matrices:
-            if not matrix.state:
-                matrix.create_state()
-        for p in plan.elementwise:
+        for p in plan.parameters:
             if not p.state:
-                p.state.update(create_state(p.group["algorithm"], p.X))
+                p.create_state()
         return had_none
 
     def _lr_is_zero(self) -> bool:
@@ -438,6 +449,8 @@ class Dion(CurvaDion):
         weight_decay: float = 0.01,
         rank_fraction: float = 0.25,
         rank_multiple_of: int = 1,
+        stack_dims: int = 0,
+        row_blocks: int | Sequence[int] = 1,
         momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
         right_factor: Literal["column_normalized", "qr"] = "column_normalized",
         momentum_dtype: torch.dtype | str | None = None,
@@ -454,6 +467,8 @@ class Dion(CurvaDion):
             weight_decay=weight_decay,
             rank_fraction=rank_fraction,
             rank_multiple_of=rank_multiple_of,
+            stack_dims=stack_dims,
+            row_blocks=row_blocks,
             momentum_rule=momentum_rule,
             right_factor=right_factor,
             momentum_dtype=momentum_dtype,
@@ -474,11 +489,16 @@ def _gate(gate: Gate | None, threshold: float | None) -> Gate:
     return gate
 
 
-def _select(plan: Plan, norms: Tensor | None, keep: list[bool]) -> tuple[Plan, Tensor | None]:
-    selected = plan.select(keep)
-    if norms is not None and selected is not plan:
-        norms = norms[[i for i in range(len(plan.matrices)) if keep[i]]]
-    return selected, norms
+def _with_gradient(
+    plan: Plan, norms: Tensor | None, group: dist.ProcessGroup | None
+) -> tuple[Plan, Tensor | None]:
+    """The plan of the parameters that have a gradient on some rank of the group, and its norms."""
+    keep = held_anywhere([p.G is not None for p in plan.parameters], plan.device, group)
+    if norms is not None:
+        pieces = norms.split([len(p.matrices) for p in plan.dion])
+        kept = [piece for piece, k in zip(pieces, keep, strict=False) if k]
+        norms = torch.cat(kept) if kept else norms[:0]
+    return plan.select(keep), norms
 
 
 def _elementwise_steps(plan: Plan, gradients: list[Tensor]) -> None:
@@ -486,8 +506,8 @@ def _elementwise_steps(plan: Plan, gradients: list[Tensor]) -> None:
     for parameters in plan.elementwise_by_group():
         elementwise_step(
             parameters[0].group["algorithm"],
-            [p.X for p in parameters],
+            [p.local for p in parameters],
             [gradient[id(p)] for p in parameters],
-            [p.state for p in parameters],
+            [{key: local(t) for key, t in p.state.items()} for p in parameters],
             parameters[0].group,
         )

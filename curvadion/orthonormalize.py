@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.collectives import Buckets, Slot
+from curvadion.layout import Extent
 
 # A column whose part outside the span of the columns before it is smaller than this, relative
 # to its own length, holds rounding errors of float32 products only.
@@ -27,20 +27,17 @@ SHORTEST = 1e-37
 
 
 def orthonormalize(
-    matrices: Sequence[Tensor],
-    row_groups: Sequence[dist.ProcessGroup | None],
-    rows: Sequence[Tensor] | None = None,
+    matrices: Sequence[Tensor], rows: Sequence[Extent], *, complete: bool = True
 ) -> list[Tensor]:
     """Orthonormalise the columns of each matrix: the Q of its QR factorisation, diag(R) > 0.
 
     Args:
         matrices: stacks of shape (..., m_i, r), float32 or float64, m = sum of m_i >= r. Each
             rank holds the m_i rows of its place in the row group; m_i may be 0.
-        row_groups: per stack, the ranks that hold the other rows; None if all are here.
-        rows: per stack, the global indices of the rows held here, int64 of shape (m_i,). If
-            given, columns that depend linearly on those before them are replaced by directions
-            that follow from the global index and are orthogonal to all others: the result has r
-            orthonormal columns whatever the input. If None, such columns become zero.
+        rows: per stack, which rows are held here and who holds the others.
+        complete: columns that depend linearly on those before them are replaced by directions
+            that follow from the global row index and are orthogonal to all others: the result has
+            r orthonormal columns whatever the input. If not, such columns become zero.
 
     Returns:
         Stacks of the same shapes and dtypes. Per pass one collective per row group:
@@ -48,17 +45,15 @@ def orthonormalize(
 
     The condition number may be up to 1e6; columns that reach beyond count as dependent.
     """
-    first, dependent = _cholesky_qr(matrices, row_groups)
-    if rows is not None:
+    first, dependent = _cholesky_qr(matrices, rows)
+    if complete:
         first = [_completed(*stack) for stack in zip(first, dependent, rows, strict=True)]
-    second, _ = _cholesky_qr(first, row_groups, last=dependent)
+    second, _ = _cholesky_qr(first, rows, last=dependent)
     return second
 
 
 def _cholesky_qr(
-    matrices: Sequence[Tensor],
-    row_groups: Sequence[dist.ProcessGroup | None],
-    last: Sequence[Tensor] | None = None,
+    matrices: Sequence[Tensor], rows: Sequence[Extent], last: Sequence[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One pass: the orthonormalised matrices, dependent columns zero, and which these are.
 
@@ -66,7 +61,7 @@ def _cholesky_qr(
     do not depend on them.
     """
     results, dependents = [], []
-    for i, (p, gram) in enumerate(zip(matrices, _gram_matrices(matrices, row_groups), strict=True)):
+    for i, (p, gram) in enumerate(zip(matrices, _gram_matrices(matrices, rows), strict=True)):
         factor, dependent = _inverse_triangle(gram, None if last is None else last[i])
         # (..., m_i, r) = (..., m_i, r) (..., r, r)
         results.append(p @ factor.to(p.dtype))
@@ -74,29 +69,28 @@ def _cholesky_qr(
     return results, dependents
 
 
-def _completed(p: Tensor, dependent: Tensor, rows: Tensor) -> Tensor:
+def _completed(p: Tensor, dependent: Tensor, rows: Extent) -> Tensor:
     # Asking first saves work where the answer needs no device-to-host read.
     if p.device.type == "cpu" and not dependent.any():
         return p
-    return torch.where(dependent.unsqueeze(-2), completing_directions(rows, p.shape[-1]).to(p), p)
+    directions = completing_directions(rows.positions(p.device), p.shape[-1])
+    return torch.where(dependent.unsqueeze(-2), directions.to(p), p)
 
 
-def _gram_matrices(
-    matrices: Sequence[Tensor], row_groups: Sequence[dist.ProcessGroup | None]
-) -> list[Tensor]:
+def _gram_matrices(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> list[Tensor]:
     """P^T P of the uncut P, float64, summed over the row group as packed upper triangles."""
     grams = []
-    for p in matrices:
-        wide = p.double()
+    for p, extent in zip(matrices, rows, strict=True):
+        wide = extent.counted(p).double()
         grams.append(wide.mT @ wide)
-    if all(group is None for group in row_groups):
+    if all(extent.group is None for extent in rows):
         return grams
     triangles = [torch.triu_indices(g.shape[-1], g.shape[-1], device=g.device) for g in grams]
     packed = [g[..., t[0], t[1]] for g, t in zip(grams, triangles, strict=True)]
     buckets = Buckets(
         [
-            Slot(tuple(t.shape), group, t.dtype, t.device)
-            for t, group in zip(packed, row_groups, strict=True)
+            Slot(tuple(t.shape), extent.group, t.dtype, t.device)
+            for t, extent in zip(packed, rows, strict=True)
         ]
     )
     for view, triangle in zip(buckets.views, packed, strict=True):

@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.elementwise import STATE_KEYS
+from curvadion import sharding
+from curvadion.collectives import Buckets, Slot, group_size
+from curvadion.elementwise import STATE_KEYS, create_state
+from curvadion.groups import Unions
 from curvadion.layout import MatrixLayout
 from curvadion.power_iteration import RightFactor, Stack
+from curvadion.sharding import Part, global_shape, local
 
 StateDict = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X with its group's hyperparameters, its state and its name in reports."""
+    """A parameter X with its group's hyperparameters, its state and its name in reports.
+
+    Tensors are handed out as the pieces held here: ``local`` of X, ``G``, ``M``.
+    """
 
     X: Tensor
     group: dict[str, Any]
     state: StateDict
     name: str
+    parts: tuple[Part, ...] = ()
+    matrices: list[Matrix] = field(default_factory=list)
+
+    @property
+    def local(self) -> Tensor:
+        return local(self.X.detach())
 
     @property
     def G(self) -> Tensor | None:
         """This replica's gradient."""
-        if self.X.grad is not None and self.X.grad.is_sparse:
+        gradient = self.X.grad
+        if gradient is None:
+            return None
+        if gradient.is_sparse:
             raise RuntimeError(
                 f"{self.name} has a sparse gradient: pass sparse=False to its module"
             )
-        return self.X.grad
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix(Parameter):
-    """A parameter that takes the low-rank update; see MatrixLayout for its orientation."""
-
-    layout: MatrixLayout
+        return local(gradient)
 
     @property
     def M(self) -> Tensor:
         """Momentum, of X's shape."""
-        momentum: Tensor = self.state["momentum"]
-        return momentum
-
-    @property
-    def Q(self) -> Tensor:
-        """Right factor, (min(m, n), r)."""
-        q: Tensor = self.state["Q"]
-        return q
+        return local(self.state["momentum"])
 
     @property
     def error_feedback(self) -> bool:
@@ -76,19 +80,69 @@ class Matrix(Parameter):
         local_lr: float | Tensor | None = self.group["local_lr"]
         return self.group["lr"] if local_lr is None else local_lr
 
-    @property
-    def product_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.X.dtype, torch.float32)
-
     def create_state(self) -> None:
-        rank = self.layout.rank(self.group["rank_fraction"], self.group["rank_multiple_of"])
-        momentum = torch.zeros_like(self.X, dtype=_dtype(self.group["momentum_dtype"], self.X))
+        """Fill the state as the algorithm needs it before its first step."""
+        if self.group["algorithm"] != "dion":
+            self.state.update(create_state(self.group["algorithm"], self.X))
+            return
+        dtype = _dtype(self.group["momentum_dtype"], self.X)
+        self.state["momentum"] = torch.zeros_like(self.X, dtype=dtype)
         q_dtype = _dtype(self.group["q_dtype"], self.X)
-        self.state["momentum"] = momentum
-        self.state["Q"] = self.layout.initial_q(rank, q_dtype, self.X.device)
-        self.state["momentum_norm"] = torch.zeros(
-            (), dtype=self.product_dtype, device=self.X.device
-        )
+        self.state.update(sharding.create_right_factors(self.X, self.parts, self.group, q_dtype))
+        self.state["momentum_norm"] = sharding.zeros_per_matrix(self.X, self.parts, self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One matrix of a parameter; pieces are oriented: no fewer rows than columns globally."""
+
+    parameter: Parameter
+    part: Part
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.parameter.group
+
+    @property
+    def layout(self) -> MatrixLayout:
+        return self.part.layout
+
+    @property
+    def is_view(self) -> bool:
+        """Whether X and M are views of the parameter's tensors; padded copies otherwise."""
+        return self.part.piece.is_view
+
+    @property
+    def X(self) -> Tensor:
+        """Weights, (m_i, n_j)."""
+        return self._oriented(self.part.piece.read(self.parameter.local))
+
+    @property
+    def M(self) -> Tensor:
+        """Momentum, (m_i, n_j)."""
+        return self._oriented(self.part.piece.read(self.parameter.M))
+
+    @property
+    def Q(self) -> Tensor:
+        """Right factor, a view, (n_j, r)."""
+        return local(self.parameter.state[self.part.q.key])[self.part.q.index]
+
+    @property
+    def feedback(self) -> float:
+        """The factor 1 - mu of the error feedback; 0 under the plain rule."""
+        return 1.0 - self.group["mu"] if self.parameter.error_feedback else 0.0
+
+    def elements(self, tensor: Tensor) -> Tensor:
+        """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
+        return self.part.piece.elements(tensor)
+
+    def write(self, X: Tensor, M: Tensor) -> None:
+        """Store updated pieces that are not views."""
+        self.part.piece.write(self.parameter.local, self._oriented(X))
+        self.part.piece.write(self.parameter.M, self._oriented(M))
+
+    def _oriented(self, piece: Tensor) -> Tensor:
+        return piece.mT if self.layout.transposed else piece
 
 
 def _dtype(name: str | None, X: Tensor) -> torch.dtype:
@@ -99,12 +153,27 @@ def _dtype(name: str | None, X: Tensor) -> torch.dtype:
 
 
 class Plan:
-    """Which parameters take which update, in an order that all ranks share."""
+    """Which parameters take which update, in an order that all ranks share.
 
-    def __init__(self, matrices: Sequence[Matrix], elementwise: Sequence[Parameter]) -> None:
-        self.matrices = list(matrices)
-        self.elementwise = list(elementwise)
-        self.parameters: list[Parameter] = [*self.matrices, *self.elementwise]
+    Attributes:
+        dion, elementwise: the parameters by kind of update; ``parameters``: first these, then
+            those.
+        matrices: those of ``dion``, in its order.
+        inside: all ranks of this replica's shards; None if the replica is one rank.
+        everyone: all ranks of all replicas; None for this process alone.
+    """
+
+    def __init__(
+        self,
+        dion: Sequence[Parameter],
+        elementwise: Sequence[Parameter],
+        inside: dist.ProcessGroup | None,
+        everyone: dist.ProcessGroup | None,
+    ) -> None:
+        self.dion, self.elementwise = list(dion), list(elementwise)
+        self.parameters = [*self.dion, *self.elementwise]
+        self.matrices = [m for p in self.dion for m in p.matrices]
+        self.inside, self.everyone = inside, everyone
 
     @classmethod
     def of(
@@ -113,21 +182,26 @@ class Plan:
         states: Callable[[Tensor], StateDict],
         replicas: dist.ProcessGroup | None,
     ) -> Plan:
-        matrices, elementwise = [], []
+        """Collective where parameters are sharded: every rank must hold the same parameters."""
+        dion, elementwise, unions = [], [], Unions()
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
                     continue
                 if group["algorithm"] == "dion":
-                    layout = MatrixLayout.whole((X.shape[0], X.shape[1]), replicas)
-                    matrices.append(Matrix(X, group, states(X), name, layout))
+                    parts = tuple(sharding.matrices_of(X, group, replicas, unions))
+                    parameter = Parameter(X, group, states(X), name, parts)
+                    parameter.matrices.extend(Matrix(parameter, part) for part in parts)
+                    dion.append(parameter)
                 else:
                     elementwise.append(Parameter(X, group, states(X), name))
-        return cls(matrices, elementwise)
+        cuts = [g for p in [*dion, *elementwise] for g in sharding.groups_of(p.X)]
+        inside = unions.of(cuts)
+        return cls(dion, elementwise, inside, unions.of([inside, replicas]))
 
     @property
     def device(self) -> torch.device:
-        return self.parameters[0].X.device
+        return self.parameters[0].local.device
 
     def select(self, keep: Sequence[bool]) -> Plan:
         """The plan of the kept parameters, given in the order of ``parameters``."""
@@ -135,17 +209,24 @@ class Plan:
             return self
         kept = {id(p) for p, k in zip(self.parameters, keep, strict=True) if k}
         return Plan(
-            [m for m in self.matrices if id(m) in kept],
+            [p for p in self.dion if id(p) in kept],
             [p for p in self.elementwise if id(p) in kept],
+            self.inside,
+            self.everyone,
         )
 
-    def stacks(self) -> list[list[Matrix]]:
-        """Matrices batched by shape, cut, rank, dtype, device and right factor."""
-        stacks: dict[Any, list[Matrix]] = {}
-        for m in self.matrices:
-            key = (m.layout, m.Q.shape, m.product_dtype, m.X.device, m.group["right_factor"])
-            stacks.setdefault(key, []).append(m)
+    def stack_positions(self) -> list[list[int]]:
+        """Indices into ``matrices``, batched where all ranks batch alike."""
+        stacks: dict[Any, list[int]] = {}
+        for i, m in enumerate(self.matrices):
+            dtype = product_dtype(m.parameter.X)
+            key = (m.part.kind, m.part.rank, dtype, m.parameter.X.device, m.group["right_factor"])
+            stacks.setdefault(key, []).append(i)
         return list(stacks.values())
+
+    def stacks(self) -> list[list[Matrix]]:
+        """The matrices of ``stack_positions``."""
+        return [[self.matrices[i] for i in stack] for stack in self.stack_positions()]
 
     def elementwise_by_group(self) -> list[list[Parameter]]:
         by_group: dict[int, list[Parameter]] = {}
@@ -155,18 +236,60 @@ class Plan:
 
     def moments(self) -> list[Tensor]:
         """The elementwise algorithms' state tensors, without their step counters."""
-        return [p.state[key] for p in self.elementwise for key in STATE_KEYS[p.group["algorithm"]]]
+        return [
+            local(p.state[key])
+            for p in self.elementwise
+            for key in STATE_KEYS[p.group["algorithm"]]
+        ]
 
     def counters(self) -> list[Tensor]:
         """The elementwise algorithms' step counters, one scalar each."""
         return [p.state["step"] for p in self.elementwise]
 
+    @cached_property
+    def owners(self) -> Tensor:
+        """Index into ``parameters`` of each matrix's, (k,) int64 on the device."""
+        owners = [i for i, p in enumerate(self.dion) for _ in p.matrices]
+        return torch.tensor(owners, dtype=torch.int64, device=self.device)
+
+    def copies_inside(self, parameter: Parameter) -> int:
+        """How many ranks of this replica hold the same piece of the parameter as this one."""
+        pieces = math.prod(group_size(g) for g in sharding.groups_of(parameter.X))
+        return group_size(self.inside) // pieces
+
+    def stored_norms(self) -> Tensor:
+        """Norms of the momenta as the last step left them, one per matrix, (k,)."""
+        return torch.cat([local(p.state["momentum_norm"]).reshape(-1) for p in self.dion])
+
+    def store_norms(self, norms: Tensor) -> None:
+        """Remember one norm per matrix, (k,), for the next step's gate."""
+        sizes = [len(p.matrices) for p in self.dion]
+        for p, piece in zip(self.dion, norms.split(sizes), strict=True):
+            stored = local(p.state["momentum_norm"])
+            stored.copy_(piece.view(stored.shape))
+
+    def norms_over_shards(self, pieces: Tensor) -> Tensor:
+        """Norms of whole matrices from those of the pieces held here, (k,) -> (k,)."""
+        return pieces if self.inside is None else self.sum_over_shards(pieces.square()).sqrt()
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """One number per matrix, (k,): the sums over the ranks that hold the matrix's pieces."""
+        if self.inside is None:
+            return values
+        slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in self.matrices]
+        buckets = Buckets(slots)
+        torch._foreach_copy_(buckets.views, list(values.unbind()))
+        buckets.all_reduce_()
+        return torch.stack(buckets.views)
+
     def description(self, *settings: object) -> int:
         """A number below 2**32 that differs where optimizers are set up differently."""
         keys = ("algorithm", "rank_fraction", "rank_multiple_of", "momentum_rule", "right_factor")
+        more = ("stack_dims", "row_blocks")
         text = [repr(settings)]
         for p in self.parameters:
-            text.append(repr((tuple(p.X.shape), p.X.dtype, *(p.group[key] for key in keys))))
+            options = [p.group[key] for key in (*keys, *more)]
+            text.append(repr((global_shape(p.X), p.X.dtype, *options)))
         return zlib.crc32("\n".join(text).encode())
 
 
@@ -178,29 +301,42 @@ def names(group: dict[str, Any], position: int) -> list[str]:
     return [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
 
 
-def as_stack(matrices: Sequence[Matrix], layout: MatrixLayout) -> Stack:
+def product_dtype(X: Tensor) -> torch.dtype:
+    """The dtype of products with X's momentum: float32 or wider."""
+    return torch.promote_types(X.dtype, torch.float32)
+
+
+def as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
     """What a power iteration needs to know of matrices that form a stack."""
-    right_factor: RightFactor = matrices[0].group["right_factor"]
+    layout, right_factor = matrices[0].layout, matrices[0].group["right_factor"]
+    factor: RightFactor = right_factor
     return Stack(
-        layout=layout,
-        B=[layout.oriented(m.M) for m in matrices],
+        layout=layout.inside_replica() if inside_replica else layout,
+        B=[m.M for m in matrices],
         Q=[m.Q for m in matrices],
-        right_factor=right_factor,
-        dtype=matrices[0].product_dtype,
+        right_factor=factor,
+        dtype=product_dtype(matrices[0].parameter.X),
     )
 
 
-def check_parameter(X: Tensor, name: str, algorithm: str) -> None:
-    """Raise ValueError, naming the parameter, if ``algorithm`` cannot take it."""
+def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
+    """Raise ValueError, naming the parameter, if the group's algorithm cannot take it."""
     if X.is_complex():
         raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
-    if hasattr(X, "placements"):
-        raise ValueError(f"{name} is a DTensor of placements {X.placements}: not supported")
-    if algorithm == "dion" and X.dim() != 2:
+    sharding.check_placements(X, name)
+    if group["algorithm"] != "dion":
+        return
+    shape, stack_dims = global_shape(X), group["stack_dims"]
+    if len(shape) < stack_dims + 2:
         raise ValueError(
-            f"{name} has shape {tuple(X.shape)}, but algorithm='dion' takes 2-D matrices: put it "
-            f"in a group with algorithm='adamw' or 'lion', or let curvadion.param_groups(model) "
-            f"make the groups."
+            f"{name} has shape {shape}, but algorithm='dion' with stack_dims={stack_dims} takes "
+            f"{stack_dims + 2}-D parameters or more: put it in a group with algorithm='adamw' or "
+            f"'lion', or let curvadion.param_groups(model) make the groups. (A parameter of "
+            f"FullyShardedDataParallel looks flat until "
+            f"curvadion.integrations.fsdp.declare_flat_shards(model) has been called.)"
         )
-    if algorithm == "dion" and X.numel() == 0:
-        raise ValueError(f"{name} has shape {tuple(X.shape)}: a matrix needs rows and columns")
+    if 0 in shape:
+        raise ValueError(f"{name} has shape {shape}: a matrix needs rows and columns")
+    sharding.block_sizes(shape[stack_dims], group["row_blocks"], f"{name}: row_blocks")
+    if not local(X.detach()).is_contiguous() and len(shape) > 2:
+        raise ValueError(f"{name} of shape {shape} is not contiguous: make it so before")

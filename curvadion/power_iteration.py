@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.collectives import Buckets, Slot, group_size
-from curvadion.layout import MatrixLayout
+from curvadion.layout import Extent, MatrixLayout
 from curvadion.orthonormalize import orthonormalize
 
 RightFactor = Literal["column_normalized", "qr"]
@@ -75,6 +75,9 @@ def power_iteration(stacks: Sequence[Stack], *, epsilon: float = 1e-8) -> list[L
         stacks: the same on every rank of every group involved, up to the pieces they hold.
         epsilon: added to the column norms of R before they divide (Dion's 1e-8).
 
+    Rows or columns that a cut runs through (Extent.shared) cost one more collective per group:
+    their summands, in a table of r numbers a row.
+
     A direction in which B holds nothing but rounding errors gives a zero column of Q: its
     column of P is completed from the layout's global indices, so that it takes part again as soon
     as B has something there.
@@ -86,63 +89,82 @@ def power_iteration(stacks: Sequence[Stack], *, epsilon: float = 1e-8) -> list[L
 
 
 def _left_factors(stacks: Sequence[Stack]) -> list[Tensor]:
+    rows = [s.layout.rows for s in stacks]
     buckets = Buckets(
-        [Slot(s.P_shape, s.layout.cut.columns_and_replicas, s.dtype, s.B[0].device) for s in stacks]
+        [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.B[0].device) for s in stacks]
     )
     for stack, P in zip(stacks, buckets.views, strict=True):
         for B, Q, out in zip(stack.B, stack.Q, P, strict=True):
             # (m_i, r) = (m_i, n_j) (n_j, r)
             torch.mm(B.to(stack.dtype), Q.to(stack.dtype), out=out)
     buckets.all_reduce_(divide_by=_replicas(stacks))
-    return orthonormalize(
-        buckets.views,
-        [s.layout.cut.rows for s in stacks],
-        [s.layout.rows.to(s.B[0].device) for s in stacks],
-    )
+    _sum_shared_(buckets.views, rows)
+    return orthonormalize(buckets.views, rows)
 
 
 def _right_products(
     stacks: Sequence[Stack], P: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     buckets = Buckets(
-        [Slot(s.R_shape, s.layout.cut.rows_and_replicas, s.dtype, s.B[0].device) for s in stacks]
+        [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.B[0].device) for s in stacks]
     )
     for stack, P_stack, R in zip(stacks, P, buckets.views, strict=True):
         for B, P_one, out in zip(stack.B, P_stack, R, strict=True):
             # (n_j, r) = (n_j, m_i) (m_i, r)
             torch.mm(B.to(stack.dtype).mT, P_one, out=out)
     own = [
-        R.clone() if group_size(s.layout.cut.rows_and_replicas) > 1 else R
+        R.clone() if s.layout.rows_and_replicas is not None or s.layout.columns.shared else R
         for s, R in zip(stacks, buckets.views, strict=True)
     ]
     buckets.all_reduce_(divide_by=_replicas(stacks))
+    _sum_shared_(buckets.views, [s.layout.columns for s in stacks])
     return buckets.views, own
+
+
+def _sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
+    """Add up the rows of products (k, length, r) of which several ranks hold summands."""
+    cut = [i for i, extent in enumerate(extents) if extent.shared]
+    tables = Buckets(
+        [
+            Slot(
+                (products[i].shape[0], len(extents[i].shared), products[i].shape[2]),
+                extents[i].group,
+                products[i].dtype,
+                products[i].device,
+            )
+            for i in cut
+        ]
+    )
+    for i, table in zip(cut, tables.views, strict=True):
+        table.zero_()
+        for slot, place in extents[i].shared_here():
+            table[:, slot] = products[i][:, place]
+    tables.all_reduce_()
+    for i, table in zip(cut, tables.views, strict=True):
+        for slot, place in extents[i].shared_here():
+            products[i][:, place] = table[:, slot]
 
 
 def _next_right_factors(
     stacks: Sequence[Stack], R: Sequence[Tensor], epsilon: float
 ) -> list[Tensor]:
     Q: list[Tensor | None] = [None] * len(stacks)
+    columns = [s.layout.columns for s in stacks]
     normalized = [i for i, s in enumerate(stacks) if s.right_factor == "column_normalized"]
     squares = Buckets(
         [
-            Slot(
-                (R[i].shape[0], R[i].shape[2]),
-                stacks[i].layout.cut.columns,
-                R[i].dtype,
-                R[i].device,
-            )
+            Slot((R[i].shape[0], R[i].shape[2]), columns[i].group, R[i].dtype, R[i].device)
             for i in normalized
         ]
     )
     for i, view in zip(normalized, squares.views, strict=True):
-        view.copy_(ops.column_sum_of_squares(R[i]))
+        view.copy_(ops.column_sum_of_squares(columns[i].counted(R[i])))
     squares.all_reduce_()
     for i, view in zip(normalized, squares.views, strict=True):
         Q[i] = ops.column_normalize(R[i], view, epsilon)
     orthonormal = [i for i, s in enumerate(stacks) if s.right_factor == "qr"]
     factors = orthonormalize(
-        [R[i] for i in orthonormal], [stacks[i].layout.cut.columns for i in orthonormal]
+        [R[i] for i in orthonormal], [columns[i] for i in orthonormal], complete=False
     )
     for i, factor in zip(orthonormal, factors, strict=True):
         Q[i] = factor
@@ -150,4 +172,4 @@ def _next_right_factors(
 
 
 def _replicas(stacks: Sequence[Stack]) -> int:
-    return group_size(stacks[0].layout.cut.replicas) if stacks else 1
+    return group_size(stacks[0].layout.replicas) if stacks else 1

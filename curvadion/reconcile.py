@@ -29,19 +29,32 @@ def average_(
             counter.copy_(value)
 
 
-def drift(X: Iterable[Tensor], group: dist.ProcessGroup | None) -> float:
+def drift(
+    X: Iterable[tuple[Tensor, int]],
+    replicas: dist.ProcessGroup | None,
+    inside: dist.ProcessGroup | None,
+) -> float:
     """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||, over all parameters; collective.
+
+    Args:
+        X: the pieces held here, each with the number of ranks of the replica that hold it alike.
+        replicas: the ranks that hold the same pieces.
+        inside: the ranks of this replica, over which the squares are summed.
 
     Dense: as many numbers cross the group as there are parameters. 0 for one replica.
     """
-    if group_size(group) == 1:
+    if group_size(replicas) == 1:
         return 0.0
-    apart, norm = 0.0, 0.0
-    for x in X:
-        mean = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
-        mean_([mean], group)
-        squares = torch.stack([(x - mean).square().sum().double(), mean.square().sum().double()])
-        mean_([squares], group)
-        distance, length = squares.tolist()
-        apart, norm = apart + distance, norm + length
+    squares: Tensor | None = None
+    for x, copies in X:
+        mean = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        mean_([mean], replicas)
+        both = torch.stack([(x - mean).square().sum(), mean.square().sum()]).double() / copies
+        squares = both if squares is None else squares + both
+    if squares is None:
+        return 0.0
+    if inside is not None:
+        dist.all_reduce(squares, group=inside)
+    mean_([squares], replicas)
+    apart, norm = squares.tolist()
     return math.sqrt(apart / norm) if norm > 0 else 0.0

@@ -73,50 +73,56 @@ def _replica_group_by_name(name: str | None) -> ReplicaGroup:
 
 
 class Agreement(NamedTuple):
-    """What all replicas know alike after the gate's collective.
+    """What all ranks know alike after the gate's collective.
 
-    signal: the largest gate signal of any matrix on any replica. matrix: its index in the
-    optimizer's order. finite: no gradient on any replica holds a NaN or an Inf. all_zero: every
-    gradient of every replica is zero (told only where no signal is positive). complete: no
-    replica misses a gradient.
+    signal: the largest gate signal of any matrix on any replica. parameter: the index, in the
+    plan's order, of the parameter that had it. finite: no gradient on any replica holds a NaN or
+    an Inf. all_zero: every gradient of every replica is zero (told only where no signal is
+    positive). complete: no replica misses a gradient.
     """
 
     signal: float
-    matrix: int
+    parameter: int
     finite: bool
     all_zero: bool
     complete: bool
 
 
 def agree(
-    signals: Tensor, norms: Tensor, *, complete: bool, group: dist.ProcessGroup | None
+    signals: Tensor,
+    owners: Tensor,
+    norms: Tensor,
+    *,
+    complete: bool,
+    group: dist.ProcessGroup | None,
 ) -> Agreement:
     """One collective of 16 bytes and one device-to-host read.
 
     Args:
         signals: this replica's gate signals, one per matrix, (k,), k may be 0.
+        owners: the index of each matrix's parameter, (k,) int64, on the same device.
         norms: what must be finite, and zero for all_zero to hold, (l,) with l >= 1.
         complete: whether this replica has a gradient for every parameter.
-        group: the replicas; None for one.
+        group: all ranks of all replicas; None for this process alone.
 
     The maximum over replicas of a word whose highest bits are the float32 bits of the signal is
     the word of the largest signal, since non-negative floats sort like their bits; NaN sorts above
     infinity and stands for a non-finite gradient. Below these bits, one says that a norm
-    is positive and 31 hold the matrix's index.
+    is positive and 31 hold the parameter's index.
     """
     if signals.numel() == 0:
-        signals = norms.new_zeros(1)
+        signals, owners = norms.new_zeros(1), torch.zeros_like(norms[:1], dtype=torch.int64)
     signal, matrix = signals.float().clamp_min(0).max(dim=0)
     finite = torch.isfinite(norms).all() & ~torch.isnan(signal)
     bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
-    word = (bits << 32) | ((norms > 0).any().long() << 31) | matrix
+    word = (bits << 32) | ((norms > 0).any().long() << 31) | owners[matrix]
     words = torch.stack([word, torch.full_like(word, not complete)])
     if group_size(group) > 1:
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
     largest, missing = words.tolist()
     return Agreement(
         signal=struct.unpack("f", struct.pack("i", largest >> 32))[0],
-        matrix=largest & 0x7FFFFFFF,
+        parameter=largest & 0x7FFFFFFF,
         finite=(largest >> 32) != _NAN_BITS,
         all_zero=(largest >> 31) == 0,
         complete=missing == 0,
@@ -135,47 +141,61 @@ def held_anywhere(
 
 
 def verify_replicas(
-    description: int, gradients: list[Tensor], device: torch.device, group: dist.ProcessGroup | None
+    description: int,
+    gradients: list[Tensor],
+    device: torch.device,
+    *,
+    replicas: dist.ProcessGroup | None,
+    everyone: dist.ProcessGroup | None,
 ) -> bool:
-    """Raise on every replica if the replicas cannot work together; return whether that is settled.
+    """Raise on every rank if the replicas cannot work together; return whether that is settled.
 
     Args:
         description: a number below 2**53 that is equal where the optimizers are set up alike.
-        gradients: this replica's gradients, all finite.
-        device: where the collective takes place.
-        group: the replicas; None for one.
+        gradients: the gradients held here, all finite.
+        device: where the collectives take place.
+        replicas: the ranks that hold the same pieces; None for one replica.
+        everyone: all ranks of all replicas.
 
     Raises:
         RuntimeError: if the replicas' optimizers differ, or if their gradients are identical:
             then something else has averaged them (or every replica reads the same batch) and
             nothing would be saved.
 
-    One collective of 48 bytes. False if all gradients are zero: nothing can be told yet.
+    A collective of 48 bytes over the replicas, and one of 12 over everyone where replicas are
+    sharded. False if all gradients are zero: nothing can be told yet.
     """
-    if group_size(group) == 1:
+    if group_size(replicas) == 1:
         return True
     norm = _fingerprint(gradients, device)
     values = torch.cat([norm.new_tensor([description]), norm])
     bounds = torch.cat([values, -values])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = bounds[:3].tolist(), (-bounds[3:]).tolist()
-    if largest[0] != smallest[0]:
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
+    largest, smallest = bounds[:3], -bounds[3:]
+    alike, zero = (largest == smallest).tolist(), (largest[1] == 0).item()
+    verdict = [not alike[0], not zero and all(alike[1:]), not zero and not all(alike[1:])]
+    # Every shard has compared its own piece, and all ranks must come to one conclusion.
+    if group_size(everyone) > group_size(replicas):
+        flags = torch.tensor(verdict, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=everyone)
+        verdict = [bool(flag) for flag in flags.tolist()]
+    differently_built, some_identical, some_different = verdict
+    if differently_built:
         raise RuntimeError(
             "The replicas' optimizers differ in their parameters' shapes, order or algorithms, or "
             "in rank_fraction, momentum_rule, right_factor, local_step, reconcile, gate or their "
             "limits: build the optimizer from the same arguments on every rank."
         )
-    if largest[1] == 0:
-        return False
-    if largest[1:] == smallest[1:]:
+    if some_identical and not some_different:
         raise RuntimeError(
             "The gradients of all replicas are identical, but this optimizer was told to "
             "synchronise them itself: something else has already averaged them. With DDP call "
-            "curvadion.integrations.ddp.keep_gradients_local(model); with another framework switch "
-            "its gradient all-reduce off; or pass replicas=None to leave the averaging to it. If "
-            "every replica reads the same batch, give each its own."
+            "curvadion.integrations.ddp.keep_gradients_local(model), with FSDP that of "
+            "curvadion.integrations.fsdp; with another framework switch its gradient all-reduce "
+            "off; or pass replicas=None to leave the averaging to it. If every replica reads the "
+            "same batch, give each its own."
         )
-    return True
+    return some_identical or some_different
 
 
 def _fingerprint(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distributed
+from curvadion.layout import Extent
 from curvadion.orthonormalize import completing_directions, orthonormalize
 from reference import positive_qr, relative_error
 
@@ -25,8 +26,7 @@ def with_condition(m, r, condition, seed=0):
 
 
 def solve(P):
-    rows = torch.arange(P.shape[0])
-    return orthonormalize([P.unsqueeze(0)], [None], [rows])[0].squeeze(0)
+    return orthonormalize([P.unsqueeze(0)], [Extent(range(P.shape[0]))])[0].squeeze(0)
 
 
 def orthogonality_error(Q):
@@ -84,10 +84,10 @@ def test_zero_and_repeated_columns_leave_the_others_alone():
     assert orthogonality_error(Q) < 1e-6
 
 
-def test_without_rows_dependent_columns_become_zero():
+def test_without_completion_dependent_columns_become_zero():
     P = gaussian(50, 4).float()
     P[:, 2] = P[:, 0] + P[:, 1]
-    (Q,) = orthonormalize([P], [None])
+    (Q,) = orthonormalize([P], [Extent(range(50))], complete=False)
     assert Q[:, 2].norm() == 0
     assert relative_error(Q[:, [0, 1, 3]], positive_qr(P[:, [0, 1, 3]].double())) < 1e-5
 
@@ -113,15 +113,15 @@ def test_always_orthonormal(m, r, rank, stack, seed):
     P = torch.stack(
         [gaussian(m, rank, s) @ gaussian(rank, r, s + 9) for s in range(seed, seed + stack)]
     )
-    (Q,) = orthonormalize([P.float()], [None], [torch.arange(m)])
+    (Q,) = orthonormalize([P.float()], [Extent(range(m))])
     for one in Q:
         assert orthogonality_error(one) < 1e-3
 
 
 def cut_rows(rank, sizes, P):
     start = sum(sizes[:rank])
-    rows = torch.arange(start, start + sizes[rank])
-    return orthonormalize([P[:, rows]], [dist.group.WORLD], [rows])[0]
+    rows = range(start, start + sizes[rank])
+    return orthonormalize([P[:, rows]], [Extent(rows, dist.group.WORLD)])[0]
 
 
 @pytest.mark.parametrize(
@@ -134,5 +134,5 @@ def test_cut_rows_equal_the_uncut_result(sizes, deficient):
         P[0, :, 3:6] = 0
         P[1, :, 8] = P[1, :, 0] - P[1, :, 1]
     pieces = distributed.run(len(sizes), cut_rows, sizes, P)
-    whole = orthonormalize([P], [None], [torch.arange(40)])[0]
+    whole = orthonormalize([P], [Extent(range(40))])[0]
     assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-5

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import distributed
 from curvadion import WireMeter
-from curvadion.layout import Cut, MatrixLayout
+from curvadion.layout import Extent, MatrixLayout
 from curvadion.power_iteration import Stack, power_iteration
 from reference import positive_qr, relative_error
 
@@ -28,15 +28,15 @@ def expected(B, Q, right_factor="column_normalized"):
     return P, R, R / R.norm(dim=1, keepdim=True)
 
 
-def split(total, sizes, place):
+def split(sizes, place):
     start = sum(sizes[:place])
-    return torch.arange(start, start + sizes[place])
+    return range(start, start + sizes[place])
 
 
-def stack_of(B, Q, cut, rows, columns, right_factor="column_normalized"):
-    m, n = B.shape[1:]
+def stack_of(B, Q, layout, right_factor="column_normalized"):
+    rows, columns = layout.rows.indices, layout.columns.indices
     return Stack(
-        layout=MatrixLayout((m, n), cut, rows=rows, columns=columns),
+        layout=layout,
         B=[b[rows][:, columns].float() for b in B],
         Q=[q[columns].float() for q in Q],
         right_factor=right_factor,
@@ -50,15 +50,16 @@ def on_grid(rank, B, Q, row_sizes, column_sizes, right_factor):
     row_groups = [dist.new_group(grid[:, j].tolist()) for j in range(len(column_sizes))]
     column_groups = [dist.new_group(grid[i].tolist()) for i in range(len(row_sizes))]
     i, j = divmod(rank, len(column_sizes))
-    cut = Cut(
-        rows=row_groups[j] if len(row_sizes) > 1 else None,
-        columns=column_groups[i] if len(column_sizes) > 1 else None,
+    layout = MatrixLayout(
+        tuple(B.shape[1:]),
+        Extent(split(row_sizes, i), row_groups[j] if len(row_sizes) > 1 else None),
+        Extent(split(column_sizes, j), column_groups[i] if len(column_sizes) > 1 else None),
+        shards=dist.group.WORLD,
     )
-    rows, columns = split(B.shape[1], row_sizes, i), split(B.shape[2], column_sizes, j)
-    stack = stack_of(B, Q, cut, rows, columns, right_factor)
     with WireMeter() as meter:
-        factors = power_iteration([stack])[0]
-    return rows, columns, factors.P, factors.R, factors.Q, meter.total_bytes, meter.total_calls
+        factors = power_iteration([stack_of(B, Q, layout, right_factor)])[0]
+    here = layout.rows.indices, layout.columns.indices
+    return *here, factors.P, factors.R, factors.Q, meter.total_bytes, meter.total_calls
 
 
 GRIDS = {
@@ -111,12 +112,15 @@ def with_replicas(rank, B, Q, row_sizes):
     i, replica = divmod(rank, 2)
     row_groups = [dist.new_group([0 + j, 2 + j]) for j in range(2)]
     replica_groups = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
-    cut = Cut(
-        rows=row_groups[replica], replicas=replica_groups[i], rows_and_replicas=dist.group.WORLD
+    layout = MatrixLayout(
+        tuple(B.shape[2:]),
+        Extent(split(row_sizes, i), row_groups[replica]),
+        Extent(range(B.shape[3])),
+        replica_groups[i],
+        rows_and_replicas=dist.group.WORLD,
     )
-    rows, columns = split(B.shape[2], row_sizes, i), torch.arange(B.shape[3])
-    factors = power_iteration([stack_of(B[replica], Q, cut, rows, columns)])[0]
-    return rows, factors.P, factors.R, factors.Q
+    factors = power_iteration([stack_of(B[replica], Q, layout)])[0]
+    return layout.rows.indices, factors.P, factors.R, factors.Q
 
 
 @pytest.mark.parametrize("row_sizes", [(20, 20), (31, 9), (40, 0)])
@@ -133,12 +137,14 @@ def test_replicas_of_cut_matrices_are_averaged(row_sizes):
 def test_a_direction_without_signal_takes_no_part_and_comes_back():
     B, Q = problem(40, 24, 4, k=1)
     low = B[0, :, :2] @ B[0, :2, :]  # of rank 2
-    first = power_iteration([stack_of(low[None], Q, Cut(), torch.arange(40), torch.arange(24))])[0]
+    layout = MatrixLayout.whole((40, 24))
+    first = power_iteration([stack_of(low[None], Q, layout)])[0]
     assert torch.equal(first.Q.norm(dim=1) > 0, torch.tensor([[True, True, False, False]]))
-    again = power_iteration([stack_of(B, first.Q, Cut(), torch.arange(40), torch.arange(24))])[0]
+    again = power_iteration([stack_of(B, first.Q, layout)])[0]
     assert (again.Q.norm(dim=1) - 1).abs().max() < 1e-5
 
 
 def test_a_union_group_is_asked_for():
+    rows, columns = Extent(range(40), object()), Extent(range(24))
     with pytest.raises(ValueError, match="rows_and_replicas"):
-        Cut(rows=object(), replicas=object(), columns_and_replicas=object())
+        MatrixLayout((40, 24), rows, columns, replicas=object())

@@ -1,0 +1,87 @@
+"""From a parameter's local tensor to the local pieces of its matrices, and back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...).
+
+    Attributes:
+        stack: index into the leading dimensions that enumerate matrices; () if there are none.
+        rows: the block's rows among the local ones.
+    """
+
+    stack: tuple[int, ...]
+    rows: slice
+
+    is_view = True
+
+    def elements(self, local: Tensor) -> Tensor:
+        """The held elements as a view of any shape."""
+        return local[self.stack][self.rows]
+
+    def read(self, local: Tensor) -> Tensor:
+        """The piece as a 2-D view."""
+        held = self.elements(local)
+        return held.view(held.shape[0], math.prod(held.shape[1:]))
+
+    def write(self, local: Tensor, piece: Tensor) -> None:
+        """Nothing to do: the piece is a view of the local tensor."""
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` in a flat tensor.
+
+    The first and the last row may be held in part: :meth:`read` fills them up with zeros, so that
+    products are this rank's summands.
+    """
+
+    start: int
+    stop: int
+    columns: int
+    offset: int = 0
+
+    @property
+    def rows(self) -> range:
+        """Global indices of the rows of which elements are held here."""
+        if self.start == self.stop:
+            return range(0)
+        return range(self.start // self.columns, -(-self.stop // self.columns))
+
+    @property
+    def is_view(self) -> bool:
+        """Whether all rows held here are whole."""
+        return self.stop - self.start == len(self.rows) * self.columns
+
+    def elements(self, local: Tensor) -> Tensor:
+        """The held elements as a 1-D view."""
+        return local.view(-1)[self.offset : self.offset + self.stop - self.start]
+
+    def read(self, local: Tensor) -> Tensor:
+        """The piece (len(rows), n), a view where its rows are whole and a padded copy elsewhere."""
+        held = self.elements(local)
+        if self.is_view:
+            return held.view(len(self.rows), self.columns)
+        piece = torch.zeros(len(self.rows), self.columns, dtype=local.dtype, device=local.device)
+        self._unpadded(piece).copy_(held)
+        return piece
+
+    def write(self, local: Tensor, piece: Tensor) -> None:
+        """Copy the held elements of a piece back, unless it is a view of them."""
+        if not self.is_view:
+            self.elements(local).copy_(self._unpadded(piece))
+
+    def _unpadded(self, piece: Tensor) -> Tensor:
+        skipped = self.start - self.rows.start * self.columns
+        return piece.view(-1)[skipped : skipped + self.stop - self.start]
+
+
+Piece = Block | FlatRange

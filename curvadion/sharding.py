@@ -1,0 +1,472 @@
+"""From a parameter, whole, a DTensor or a flat shard, to its matrices and their layouts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from curvadion.collectives import group_size
+from curvadion.groups import Group, Unions, group_of_ranks
+from curvadion.layout import Extent, MatrixLayout
+from curvadion.pieces import Block, FlatRange, Piece
+
+_FLAT_SHARD = "curvadion_flat_shard"
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """A parameter that is a contiguous range of a row-major tensor's elements (ZeRO, FSDP1).
+
+    Attributes:
+        shape: global shape of the tensor.
+        start, stop: the elements held here.
+        group: the ranks that hold the others; None if all are here.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    group: Group | None
+
+
+def declare_flat_shard(
+    parameter: Tensor, shape: Sequence[int], start: int, stop: int, group: Group | None
+) -> None:
+    """Say that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
+
+    Every rank of ``group`` declares its own range; together they cover the tensor once.
+
+    Raises:
+        ValueError: if the range does not lie in the tensor or is not as long as the parameter.
+    """
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel or parameter.numel() != stop - start:
+        raise ValueError(
+            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and have the parameter's "
+            f"{parameter.numel()} elements"
+        )
+    setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
+
+
+def flat_shard(parameter: Tensor) -> FlatShard | None:
+    """What was declared of the parameter."""
+    return getattr(parameter, _FLAT_SHARD, None)
+
+
+def global_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of the whole parameter, of which this rank may hold a piece."""
+    declared = flat_shard(parameter)
+    return tuple(parameter.shape) if declared is None else declared.shape
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece held here, sharing memory with the tensor."""
+    if isinstance(tensor, DTensor):
+        piece: Tensor = tensor.to_local()
+        return piece
+    return tensor
+
+
+@dataclass(frozen=True)
+class QSlot:
+    """Where a matrix's right factor lies in its parameter's state: ``state[key][index]``."""
+
+    key: str
+    index: tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matrix of a parameter, as this rank holds it.
+
+    ``kind`` is equal for matrices that can be batched: it is made of global facts alone, so all
+    ranks batch alike.
+    """
+
+    layout: MatrixLayout
+    piece: Piece
+    rank: int
+    q: QSlot
+    kind: tuple[object, ...]
+
+
+def matrices_of(
+    X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
+) -> list[Part]:
+    """The matrices of a parameter under its group's stack_dims, row_blocks and rank options."""
+    declared = flat_shard(X)
+    if declared is not None:
+        return list(_flat_parts(declared, X, options, replicas, unions))
+    return list(_block_parts(X, options, replicas, unions))
+
+
+def groups_of(X: Tensor) -> list[Group]:
+    """The groups over which any dimension of the parameter is cut."""
+    declared = flat_shard(X)
+    if declared is not None:
+        return [declared.group] if declared.group is not None else []
+    if not isinstance(X, DTensor):
+        return []
+    groups = [_group_over(X.device_mesh, d.axes) for d in _dimensions(X)]
+    return [group for group in groups if group is not None]
+
+
+def check_placements(X: Tensor, name: str) -> None:
+    """Raise ValueError for a DTensor whose placements no update is written for."""
+    for placement in _placements(X):
+        if not isinstance(placement, (Shard, _StridedShard, Replicate)):
+            raise ValueError(
+                f"{name} has the placements {_placements(X)}: {placement!r} is not supported. "
+                f"Redistribute it to Shard or Replicate placements first."
+            )
+
+
+def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
+    """Row counts of the blocks that a matrix of ``rows`` rows is split into.
+
+    Raises:
+        ValueError: if the blocks do not add up to the rows.
+    """
+    if isinstance(row_blocks, int):
+        if rows % row_blocks:
+            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list their sizes")
+        return [rows // row_blocks] * row_blocks
+    if sum(row_blocks) != rows:
+        raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")
+    return list(row_blocks)
+
+
+# -------------------------------------------------------------------- whole tensors and DTensors
+
+
+@dataclass(frozen=True)
+class _Dimension:
+    """One tensor dimension: the global indices held here and the mesh axes that cut it."""
+
+    held: range
+    axes: tuple[int, ...]
+
+
+def _dimensions(X: Tensor) -> list[_Dimension]:
+    if not isinstance(X, DTensor):
+        return [_Dimension(range(size), ()) for size in X.shape]
+    dimensions = []
+    for d, size in enumerate(X.shape):
+        held, axes = range(size), _axes_in_order(X.placements, d)
+        for axis in axes:
+            held = _chunk(held, X.device_mesh.size(axis), X.device_mesh.get_local_rank(axis))
+        dimensions.append(_Dimension(held, axes))
+    expected, actual = [len(d.held) for d in dimensions], list(local(X).shape)
+    if expected != actual and (0 not in expected or 0 not in actual):
+        raise ValueError(
+            f"A DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
+            f"rank {dist.get_rank()} where {expected} was expected: uneven shards must be those of "
+            f"torch.chunk."
+        )
+    return dimensions
+
+
+def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int, ...]:
+    """Mesh axes that cut a dimension, the first to cut first.
+
+    _StridedShard says that axes to its right have cut before: split_factor pieces already exist.
+    """
+    order = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dimension:
+            order.append((_split_factor(placement), axis))
+    return tuple(axis for _, axis in sorted(order))
+
+
+def _placements(X: Tensor) -> tuple[Placement, ...]:
+    return tuple(X.placements) if isinstance(X, DTensor) else ()
+
+
+def _split_factor(placement: Placement) -> int:
+    """Into how many pieces other axes have cut before; 0 for a plain Shard."""
+    return int(getattr(placement, "split_factor", 0))
+
+
+def _chunk(held: range, pieces: int, place: int) -> range:
+    size = -(-len(held) // pieces)
+    return held[min(place * size, len(held)) : min((place + 1) * size, len(held))]
+
+
+def _group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
+    """The ranks that differ from this one along some mesh axes only."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
+    index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
+    return group_of_ranks(mesh.mesh[index].flatten().tolist())
+
+
+def _block_parts(
+    X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
+) -> Iterator[Part]:
+    stack_dims = options["stack_dims"]
+    dimensions = _dimensions(X)
+    rows, columns, inner = (
+        dimensions[stack_dims],
+        dimensions[stack_dims + 1],
+        X.shape[stack_dims + 2 :],
+    )
+    mesh = X.device_mesh if isinstance(X, DTensor) else None
+    _check_inner(X, columns, dimensions[stack_dims + 2 :])
+    rows_group = _group_over(mesh, rows.axes) if mesh is not None else None
+    columns_group = _group_over(mesh, columns.axes) if mesh is not None else None
+    for group in (rows_group, columns_group):
+        if group is not None and group is replicas:
+            raise ValueError(
+                f"replicas is a group over which a parameter of shape {tuple(X.shape)} is sharded "
+                f"({_placements(X)}): pass the group that replicates it."
+            )
+    width = math.prod(inner)
+    held_columns = range(columns.held.start * width, columns.held.stop * width)
+    n = X.shape[stack_dims + 1] * width
+    sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])
+    slots = _QSlots(sizes, n, options)
+    stacks = itertools.product(*(range(len(d.held)) for d in dimensions[:stack_dims]))
+    for stack in stacks:
+        for b, (start, size) in enumerate(
+            zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+        ):
+            inside = _intersection(rows.held, range(start, start + size))
+            here = slice(inside.start - rows.held.start, inside.stop - rows.held.start)
+            layout = _layout(
+                (size, n),
+                Extent(range(inside.start - start, inside.stop - start), rows_group),
+                Extent(held_columns, columns_group),
+                replicas,
+                unions,
+            )
+            yield Part(
+                layout,
+                Block(stack, here),
+                slots.ranks[b],
+                slots.slot(b, stack, here),
+                (tuple(X.shape), _placements(X), mesh, b, layout.replicas),
+            )
+
+
+def _check_inner(X: Tensor, columns: _Dimension, inner: Sequence[_Dimension]) -> None:
+    if any(d.axes for d in inner):
+        raise ValueError(
+            f"A parameter of shape {tuple(X.shape)} is cut by {_placements(X)}: "
+            f"only rows, columns and stacked dimensions can be cut."
+        )
+    pieces = 1
+    if isinstance(X, DTensor):
+        pieces = math.prod(X.device_mesh.size(axis) for axis in columns.axes)
+    if inner and len(columns.held) * pieces != X.shape[-len(inner) - 1]:
+        raise ValueError(
+            f"A parameter of shape {tuple(X.shape)} is sharded unevenly over its input channels."
+        )
+
+
+def _intersection(a: range, b: range) -> range:
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+def _layout(
+    shape: tuple[int, int],
+    X_rows: Extent,
+    X_columns: Extent,
+    replicas: Group | None,
+    unions: Unions,
+) -> MatrixLayout:
+    rows, columns = (X_columns, X_rows) if shape[0] < shape[1] else (X_rows, X_columns)
+    return MatrixLayout(
+        shape,
+        rows,
+        columns,
+        replicas,
+        unions.of([rows.group, replicas]),
+        unions.of([columns.group, replicas]),
+        unions.of([rows.group, columns.group]),
+    )
+
+
+# -------------------------------------------------------------------- the state of right factors
+
+
+class _QSlots:
+    """Where the right factors of a parameter's row blocks lie in its state.
+
+    A block whose orientation is upright has a Q whose rows are the parameter's columns: all of
+    these stand side by side in one tensor (n, sum of ranks). One that is transposed has a
+    Q whose rows are its own: these stand below each other in a tensor (m, largest rank), cut as
+    the parameter's rows are. So both can be DTensors, whatever the cut.
+    """
+
+    def __init__(self, sizes: Sequence[int], n: int, options: Mapping[str, Any]) -> None:
+        whole = [MatrixLayout.whole((size, n)) for size in sizes]
+        rule = options["rank_fraction"], options["rank_multiple_of"]
+        self.ranks = [layout.rank(*rule) for layout in whole]
+        self.transposed = [layout.transposed for layout in whole]
+        self.beside = sum(r for r, t in zip(self.ranks, self.transposed, strict=True) if not t)
+        self.below = max(
+            (r for r, t in zip(self.ranks, self.transposed, strict=True) if t), default=0
+        )
+
+    def slot(self, block: int, stack: tuple[int, ...], rows: slice) -> QSlot:
+        rank = self.ranks[block]
+        if self.transposed[block]:
+            return QSlot("Q_rows" if self.beside else "Q", (*stack, rows, slice(rank)))
+        before = zip(self.ranks[:block], self.transposed[:block], strict=True)
+        start = sum(r for r, t in before if not t)
+        return QSlot("Q", (*stack, slice(None), slice(start, start + rank)))
+
+
+def create_right_factors(
+    X: Tensor, parts: Sequence[Part], options: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The state tensors that the parts' slots index, filled with the initial Q's."""
+    if flat_shard(X) is not None:
+        return {
+            part.q.key: part.layout.initial_q(part.rank).to(device=X.device, dtype=dtype)
+            for part in parts
+        }
+    stack_dims = options["stack_dims"]
+    n = math.prod(X.shape[stack_dims + 1 :])
+    slots = _QSlots(block_sizes(X.shape[stack_dims], options["row_blocks"]), n, options)
+    tensors = {}
+    if slots.beside:
+        cut = _cut_like(X, stack_dims, stack_dims + 1)
+        tensors["Q"] = _zeros(X, (*X.shape[:stack_dims], n, slots.beside), cut, dtype)
+    if slots.below:
+        cut = _cut_like(X, stack_dims, stack_dims)
+        shape = (*X.shape[: stack_dims + 1], slots.below)
+        tensors["Q_rows" if slots.beside else "Q"] = _zeros(X, shape, cut, dtype)
+    for part in parts:
+        local(tensors[part.q.key])[part.q.index].copy_(part.layout.initial_q(part.rank))
+    return tensors
+
+
+def zeros_per_matrix(X: Tensor, parts: Sequence[Part], options: Mapping[str, Any]) -> Tensor:
+    """One zero per matrix: shape (*stack dimensions, row blocks), without dimensions of size one.
+
+    float32 or wider; cut as the parameter's stack dimensions are.
+    """
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    if flat_shard(X) is not None:
+        shape = (len(parts),) if len(parts) > 1 else ()
+        return torch.zeros(shape, dtype=dtype, device=X.device)
+    stack_dims = options["stack_dims"]
+    blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
+    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
+    if not stack_dims:
+        return torch.zeros(shape, dtype=dtype, device=X.device)
+    return _zeros(X, shape, _cut_like(X, stack_dims, None), dtype)
+
+
+def _cut_like(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
+    """Placements of a state tensor: cut along the stack dimensions and along one more of X's.
+
+    X's ``dimension`` is the state tensor's first after the stack.
+    """
+    placements: list[Placement] = []
+    for placement in _placements(X):
+        cuts = getattr(placement, "dim", None)
+        if cuts is not None and cuts < stack_dims:
+            placements.append(placement)
+        elif cuts is not None and cuts == dimension:
+            factor = _split_factor(placement)
+            strided = _StridedShard(stack_dims, split_factor=factor) if factor else None
+            placements.append(strided or Shard(stack_dims))
+        else:
+            placements.append(Replicate())
+    return placements
+
+
+def _zeros(
+    X: Tensor, shape: Sequence[int], placements: list[Placement], dtype: torch.dtype
+) -> Tensor:
+    if not isinstance(X, DTensor):
+        return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
+    held = list(shape)
+    for d in range(len(held)):
+        part = range(held[d])
+        for axis in _axes_in_order(placements, d):
+            part = _chunk(part, X.device_mesh.size(axis), X.device_mesh.get_local_rank(axis))
+        held[d] = len(part)
+    piece = torch.zeros(held, dtype=dtype, device=local(X).device)
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    whole: Tensor = DTensor.from_local(
+        piece, X.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return whole
+
+
+# -------------------------------------------------------------------- flat shards
+
+
+def _flat_parts(
+    shard: FlatShard,
+    X: Tensor,
+    options: Mapping[str, Any],
+    replicas: Group | None,
+    unions: Unions,
+) -> Iterator[Part]:
+    stack_dims = options["stack_dims"]
+    n = math.prod(shard.shape[stack_dims + 1 :])
+    sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
+    everywhere = _ranges(shard)
+    starts = itertools.accumulate(
+        [size * n for _ in _stacks(shard, stack_dims) for size in sizes], initial=0
+    )
+    matrices = [size for _ in _stacks(shard, stack_dims) for size in sizes]
+    group = shard.group if group_size(shard.group) > 1 else None
+    for i, (first, size) in enumerate(zip(starts, matrices, strict=False)):
+        inside = _intersection(range(shard.start, shard.stop), range(first, first + size * n))
+        piece = FlatRange(
+            inside.start - first if inside else 0,
+            inside.stop - first if inside else 0,
+            columns=n,
+            offset=inside.start - shard.start if inside else 0,
+        )
+        shared = _shared_rows(everywhere, first, size, n)
+        rows = Extent(piece.rows, group, shared, borrowed=bool(piece.rows) and piece.start % n != 0)
+        layout = _layout((size, n), rows, Extent(range(n)), replicas, unions)
+        rank = layout.rank(options["rank_fraction"], options["rank_multiple_of"])
+        key = "Q" if len(matrices) == 1 else f"Q_{i}"
+        yield Part(layout, piece, rank, QSlot(key, ()), ("flat", id(X), i))
+
+
+def _stacks(shard: FlatShard, stack_dims: int) -> range:
+    return range(math.prod(shard.shape[:stack_dims]))
+
+
+def _ranges(shard: FlatShard) -> list[tuple[int, int]]:
+    """Every rank's [start, stop), of those that hold elements, ascending."""
+    ranges = [(shard.start, shard.stop)]
+    if group_size(shard.group) > 1:
+        ranges = ranges * group_size(shard.group)
+        dist.all_gather_object(ranges, (shard.start, shard.stop), group=shard.group)
+    held = sorted(r for r in ranges if r[0] < r[1])
+    stops = [0, *(stop for _, stop in held)]
+    if [start for start, _ in held] != stops[:-1] or stops[-1] != math.prod(shard.shape):
+        raise ValueError(
+            f"The flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
+            f"{math.prod(shard.shape)} elements once: declare each rank's own range."
+        )
+    return held
+
+
+def _shared_rows(
+    ranges: Sequence[tuple[int, int]], first: int, rows: int, n: int
+) -> tuple[int, ...]:
+    """Rows of the matrix at element ``first`` that a boundary between ranks runs through."""
+    inside = (start - first for start, _ in ranges if first < start < first + rows * n)
+    return tuple(sorted({element // n for element in inside if element % n}))

@@ -1,0 +1,225 @@
+"""Every layout takes the trajectory of the uncut matrices, and sends low-rank factors only."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import distributed
+from curvadion import CurvaDion, Dion, Gate, WireMeter
+from reference import DionReference
+from shards import piece, shard
+
+SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (7, 5)]
+FRACTION = 0.3
+STEPS = 10
+OPEN_STEPS = (1, 2, 5, 9)
+
+
+class Scheduled(Gate):
+    """Opens at the listed steps, counted from 1."""
+
+    def __init__(self, steps):
+        self.open_steps, self.asked = steps, 0
+
+    def opens(self, signal, local_steps):
+        self.asked += 1
+        return self.asked in self.open_steps
+
+
+def seeded(*key):
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def weights(shape, seed=0):
+    return torch.randn(shape, generator=seeded("X", shape, seed))
+
+
+def gradient(shape, step, replica, seed=0):
+    base = torch.randn(shape, generator=seeded("base", shape, seed))
+    return base + torch.randn(shape, generator=seeded("own", shape, step, replica, seed))
+
+
+def place(mesh, replica_axis):
+    return 0 if replica_axis is None else mesh.get_local_rank(replica_axis)
+
+
+def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
+    """Distances of the local pieces of X and M from the reference's, relative to its norms."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
+    replicas = 1 if replica_axis is None else sizes[replica_axis]
+    group = None if replica_axis is None else mesh.get_group(replica_axis)
+    gate = options.pop("open_steps", None)
+    X = [nn.Parameter(shard(weights(shape, seed), layout, mesh)) for shape in shapes]
+    extra = {"gate": Scheduled(gate)} if gate else {}
+    make = CurvaDion if gate else Dion
+    optimizer = make(X, replicas=group, **options, **extra)
+    fraction = options.get("rank_fraction", 0.25)
+    keys = ("lr", "momentum_rule", "right_factor", "local_step", "local_lr", "reconcile")
+    references = []
+    for shape in shapes:
+        r = int(-(-round(fraction * min(shape), 9) // 1))
+        known = {key: options[key] for key in keys if key in options}
+        references.append(DionReference(weights(shape, seed), replicas, r, **known))
+    for step in range(steps):
+        for x, shape, reference in zip(X, shapes, references, strict=True):
+            each = [gradient(shape, step, replica, seed) for replica in range(replicas)]
+            x.grad = shard(each[place(mesh, replica_axis)], layout, mesh)
+            reference.step(each, gate is None or step + 1 in gate)
+        optimizer.step()
+    errors = []
+    for x, reference in zip(X, references, strict=True):
+        mine = place(mesh, replica_axis)
+        for actual, wanted in (
+            (x, reference.X[mine]),
+            (optimizer.state[x]["momentum"], reference.M[mine]),
+        ):
+            local = actual.to_local().double()
+            errors.append(((local - piece(wanted, layout, mesh)).norm() / wanted.norm()).item())
+    return max(errors)
+
+
+LAYOUTS = {
+    "fsdp 2": ((2,), ("0",), None),
+    "fsdp 4": ((4,), ("0",), None),
+    "fsdp 8, with empty shards": ((8,), ("0",), None),
+    "hsdp 2x2": ((2, 2), ("r", "0"), 0),
+    "hsdp 2x4": ((2, 4), ("r", "0"), 0),
+    "hsdp 2x2, reduced by fsdp": ((2, 2), ("r", "0"), None),
+    "tp colwise": ((2,), ("0",), None),
+    "tp rowwise": ((2,), ("1",), None),
+    "tp rowwise 4": ((4,), ("1",), None),
+    "dp x tp colwise": ((2, 2), ("r", "0"), 0),
+    "dp x tp rowwise": ((2, 2), ("r", "1"), 0),
+    "fsdp x tp, different dimensions": ((2, 2), ("0", "1"), None),
+    "fsdp x tp, the same dimension": ((2, 2), ("0s", "0"), None),
+    "fsdp x tp, the same dimension, 4x2": ((4, 2), ("0s", "0"), None),
+    "fsdp along columns x tp colwise": ((2, 2), ("1", "0"), None),
+    "fsdp x tp, replicated over tp": ((2, 2), ("0", "r"), None),
+    "dp x fsdp x tp, different dimensions": ((2, 2, 2), ("r", "0", "1"), 0),
+    "dp x fsdp x tp, the same dimension": ((2, 2, 2), ("r", "0s", "0"), 0),
+    "replicated everywhere": ((2, 2), ("r", "r"), 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_open_gate_takes_the_uncut_trajectory(name):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    world = torch.Size(sizes).numel()
+    arguments = (sizes, layout, replica_axis, SHAPES, STEPS, {"rank_fraction": FRACTION})
+    assert max(distributed.run(world, train, *arguments)) < 1e-5
+
+
+@pytest.mark.parametrize("local_step", ["gradient", "dion"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_step):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    options = {
+        "rank_fraction": FRACTION,
+        "open_steps": OPEN_STEPS,
+        "local_step": local_step,
+        "local_lr": 0.005,
+    }
+    world = torch.Size(sizes).numel()
+    arguments = (sizes, layout, replica_axis, SHAPES, STEPS, options)
+    assert max(distributed.run(world, train, *arguments)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["fsdp 4", "dp x fsdp x tp, the same dimension", "tp rowwise"])
+@pytest.mark.parametrize(
+    "options", [{"right_factor": "qr"}, {"momentum_rule": "plain"}, {"rank_fraction": 1.0}], ids=str
+)
+def test_options_in_layouts(name, options):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    world = torch.Size(sizes).numel()
+    shapes = SHAPES[:2] if "rank_fraction" in options else SHAPES
+    arguments = (sizes, layout, replica_axis, shapes, STEPS, dict(options))
+    assert max(distributed.run(world, train, *arguments)) < 2e-5
+
+
+@st.composite
+def layouts(draw):
+    sizes = draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (2, 2, 2)]))
+    layout = [draw(st.sampled_from(["0", "1", "r"])) for _ in sizes]
+    replica_axis = draw(st.sampled_from([None, *(a for a, k in enumerate(layout) if k == "r")]))
+    for a, kind in enumerate(layout):
+        # Only the leftmost of several may come last, as when FSDP wraps what is cut already.
+        leftmost = kind in layout[a + 1 :] and kind not in layout[:a]
+        if leftmost and kind != "r" and draw(st.booleans()):
+            layout[a] = kind + "s"
+    return sizes, tuple(layout), replica_axis
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cut=layouts(),
+    m=st.integers(1, 19),
+    n=st.integers(1, 19),
+    rank_fraction=st.floats(0.05, 0.6),
+    seed=st.integers(0, 100),
+    scheduled=st.booleans(),
+)
+def test_any_shape_rank_mesh_and_placements(cut, m, n, rank_fraction, seed, scheduled):
+    sizes, layout, replica_axis = cut
+    options = {"rank_fraction": rank_fraction}
+    if scheduled:
+        options["open_steps"] = (2, 3)
+    world = torch.Size(sizes).numel()
+    arguments = (sizes, layout, replica_axis, [(m, n), (n, m)], 3, options, seed)
+    assert max(distributed.run(world, train, *arguments)) < 1e-4
+
+
+# -------------------------------------------------------------------- what is sent
+
+
+def sent(rank, sizes, layout, replica_axis, shapes, gate, local_step="gradient"):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
+    group = None if replica_axis is None else mesh.get_group(replica_axis)
+    X = [nn.Parameter(shard(weights(shape), layout, mesh)) for shape in shapes]
+    optimizer = CurvaDion(
+        X, replicas=group, rank_fraction=FRACTION, local_step=local_step,
+        **({"threshold": 0.0} if gate else {"threshold": 1e9, "max_local_steps": None}),
+    )  # fmt: skip
+    result = None
+    with WireMeter() as meter:
+        for step in range(3):
+            for x, shape in zip(X, shapes, strict=True):
+                full = gradient(shape, step, place(mesh, replica_axis))
+                x.grad = shard(full, layout, mesh)
+            before = meter.snapshot()
+            optimizer.step()
+            result = meter.since(before)
+    return result.bytes, result.calls, result.largest, optimizer.report.gate_open
+
+
+def ranks_of(shapes):
+    return [int(-(-round(FRACTION * min(shape), 9) // 1)) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["fsdp 4", "hsdp 2x2", "fsdp x tp, the same dimension"])
+def test_number_of_collectives_does_not_depend_on_the_number_of_parameters(name):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    world = torch.Size(sizes).numel()
+    few = distributed.run(world, sent, sizes, layout, replica_axis, SHAPES[:3] * 4, True)
+    many = distributed.run(world, sent, sizes, layout, replica_axis, SHAPES[:3] * 40, True)
+    assert [calls for _, calls, _, _ in few] == [calls for _, calls, _, _ in many]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_closed_gate_sends_the_gate_and_one_norm_per_matrix(name):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    world = torch.Size(sizes).numel()
+    sharded = any(kind != "r" for kind in layout)
+    for count, calls, _, gate_open in distributed.run(
+        world, sent, sizes, layout, replica_axis, SHAPES, False
+    ):
+        gate = 16 if sharded or replica_axis is not None else 0
+        assert not gate_open
+        assert count == gate + (4 * len(SHAPES) if sharded else 0)
+        assert calls == (2 if sharded else 1 if gate else 0)
