@@ -1,0 +1,31 @@
+# make demo   train three small GPTs on this machine and compare them: runs/demo/
+# make test   formatting, types and every test
+# make clean  remove the environment and whatever was built or run
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+# Several processes share the cores; more threads than cores make each of them slower.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q
+
+# torch goes first and alone, so that a CPU build offered locally is taken without resolving the rest.
+.venv/installed: constraints.txt setup.py pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find curvadion examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,50 @@
+"""Command-line flags from a dataclass: a field is a flag, its default and help included."""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+def option(default: Any, help: str) -> Any:
+    """Declare a dataclass field with a help text; a tuple default makes a flag of many values."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def parse(config: type[T], arguments: Sequence[str] | None = None) -> T:
+    """Return an instance of the dataclass ``config`` from arguments, ``sys.argv`` by default.
+
+    Fields may be bool (``--flag`` and ``--no-flag``), Literal (choices), ``tuple[X, ...]`` (many
+    values), ``X | None`` (not given by default) or any type that reads one string.
+    """
+    parser = argparse.ArgumentParser(
+        description=config.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    types_of = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            default=field.default,
+            help=field.metadata["help"],
+            **_reading(types_of[field.name]),
+        )
+    given = vars(parser.parse_args(arguments))
+    return config(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+
+
+def _reading(kind: Any) -> dict[str, Any]:
+    """Return add_argument's keywords for a type."""
+    arguments = typing.get_args(kind)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is Literal:
+        return {"choices": arguments}
+    if typing.get_origin(kind) is tuple:
+        return {"type": arguments[0], "nargs": "*"}
+    if isinstance(kind, types.UnionType):
+        return _reading(next(each for each in arguments if each is not type(None)))
+    return {"type": kind}

@@ -1,0 +1,153 @@
+"""The demo's picture: loss over tokens, loss over bytes, and when the gate opened."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter, LogLocator
+
+# Okabe and Ito's palette: distinct for every kind of colour vision.
+COLOURS = {"AdamW-DDP": "#666666", "Dion": "#0072B2", "CurvaDion": "#D55E00"}
+FAINT = "#9a9a9a"
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": "#333333",
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "lines.solid_capstyle": "round",
+}
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the picture of runs, each with its summary, config, train and validation records."""
+    with plt.rc_context(STYLE):
+        figure, (by_tokens, by_bytes, gate) = plt.subplots(
+            1, 3, figsize=(15, 4.6), layout="constrained", width_ratios=(1, 1, 1.2)
+        )
+        held_out_loss(by_tokens, runs, "tokens")
+        label_ends(by_tokens, runs)
+        by_tokens.set(title="Held-out loss by tokens", xlabel="training tokens")
+        by_tokens.set_ylabel("nats per token")
+        held_out_loss(by_bytes, runs, "wire_bytes")
+        label_bytes(by_bytes, runs)
+        by_bytes.set(title="Held-out loss by bytes", xlabel="bytes sent per replica", xscale="log")
+        momentum_change(gate, runs[-1])
+        by_tokens.xaxis.set_major_formatter(EngFormatter())
+        by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
+        figure.savefig(path, dpi=160)
+        plt.close(figure)
+
+
+def held_out_loss(axes: Axes, runs: Sequence[dict[str, Any]], abscissa: str) -> None:
+    """Draw each run's held-out loss over a column of its records."""
+    for run in runs:
+        x = [record[abscissa] for record in run["validation"]]
+        y = [record["val_loss"] for record in run["validation"]]
+        axes.plot(x, y, color=colour(run), lw=2, marker="o", ms=3.5)
+    axes.grid(axis="y", color="#eeeeee")
+    axes.set_axisbelow(True)
+
+
+def label_ends(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
+    """Write names and losses beside the curves' ends, spread where they would overlap."""
+    axes.margins(x=0.02)
+    low, high = axes.get_ylim()
+    line, placed = 0.06 * (high - low), -math.inf
+    for run in sorted(runs, key=lambda run: run["summary"]["val_loss"]):
+        summary = run["summary"]
+        placed = max(summary["val_loss"], placed + line)
+        write(axes, f"{summary['name']}  {summary['val_loss']:.3f}", (1, placed), (4, 0), run)
+
+
+def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
+    """Write names above the curves' beginnings, and below their ends what share was sent."""
+    axes.margins(x=0.15, y=0.14)
+    reference = runs[0]["summary"]["wire_bytes"]
+    for run in runs:
+        start, summary = run["validation"][0], run["summary"]
+        where = (start["wire_bytes"], start["val_loss"])
+        write(axes, summary["name"], where, (0, 10), run, ha="center")
+        share = f"{summary['wire_bytes'] / reference:.0%}"
+        end = (summary["wire_bytes"], summary["val_loss"])
+        write(axes, share, end, (0, -12), run, ha="center")
+
+
+def write(
+    axes: Axes,
+    text: str,
+    where: tuple[float, float],
+    offset: tuple[float, float],
+    run: dict[str, Any],
+    ha: Literal["left", "center"] = "left",
+) -> None:
+    """Write in a run's colour, offset points away from a place; left-aligned at x as a share."""
+    axes.annotate(
+        text,
+        where,
+        xycoords=axes.get_yaxis_transform() if ha == "left" else "data",
+        xytext=offset,
+        textcoords="offset points",
+        ha=ha,
+        va="center",
+        color=colour(run),
+        weight="bold",
+        annotation_clip=False,
+    )
+
+
+def momentum_change(axes: Axes, run: dict[str, Any]) -> None:
+    """Draw a run's RMMC by step, the threshold, and the steps at which its gate was open."""
+    name, records = run["summary"]["name"], run["train"]
+    measured = [r for r in records if isinstance(r["rmmc"], (int, float))]
+    for is_open, size in ((False, 7), (True, 16)):
+        shown = [r for r in measured if r["gate_open"] == is_open]
+        axes.scatter(
+            [r["step"] for r in shown],
+            [r["rmmc"] for r in shown],
+            s=size,
+            color=colour(run) if is_open else FAINT,
+            lw=0,
+            zorder=2 + is_open,
+        )
+    opened = [r["step"] for r in records if r["gate_open"]]
+    across = axes.get_xaxis_transform()
+    axes.vlines(opened, 0, 0.04, transform=across, color=colour(run), lw=1, alpha=0.8)
+    axes.set(
+        title=f"{name}: gate open at {run['summary']['open_gate_share']:.0%} of steps",
+        xlabel="step (marks: gate open)",
+        ylabel="relative momentum change (RMMC)",
+    )
+    if measured:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    if measured and run["config"]["period"] is None:
+        threshold = run["config"]["threshold"]
+        axes.axhline(threshold, color="#333333", lw=1, ls=(0, (4, 3)))
+        axes.annotate(
+            f"threshold\n{threshold:g}",
+            (1, threshold),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color="#333333",
+        )
+
+
+def colour(run: dict[str, Any]) -> str:
+    """Return the colour of a run."""
+    return COLOURS.get(run["summary"]["name"], "#009E73")

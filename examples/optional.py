@@ -1,0 +1,14 @@
+"""Imports of what only some flags need."""
+
+import importlib
+from typing import Any
+
+
+def need(module: str, purpose: str) -> Any:
+    """Import a module; where it is missing, say what needs it and how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{purpose} needs {error.name or module}: pip install 'curvadion[train]'"
+        ) from error

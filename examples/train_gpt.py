@@ -1,0 +1,402 @@
+"""Train a small GPT with AdamW, Dion or CurvaDion on one or more data-parallel processes.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --optimizer curvadion
+
+Every process is a replica with its own data. It runs on GPUs (NCCL) where there are any, on
+CPUs (gloo) otherwise, and writes a log, checkpoints and a summary below ``--out``.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import checkpoint
+import curvadion
+from checkpoint import Progress
+from command_line import option, parse
+from curvadion import RMMC, CurvaDion, Dion, FixedPeriod
+from curvadion.integrations.ddp import keep_gradients_local
+from curvadion.reconcile import drift
+from gpt import GPT, GPTConfig
+from optional import need
+from run_log import RunLog
+from token_data import TrainingBatches, load, split, validation_batches
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a small GPT with AdamW, Dion or CurvaDion."""
+
+    out: str = option("runs/gpt", "folder of the log, the checkpoints and the summary")
+    seed: int = option(0, "of the weights and of the data order")
+    resume: bool = option(False, "continue from the newest checkpoint in --out, if there is one")
+
+    # Data
+    data: tuple[str, ...] = option(
+        (), "text files and folders, or .bin token files; default: Python's standard library"
+    )
+    data_bytes: int = option(10_000_000, "most bytes of text to use")
+    validation_fraction: float = option(0.05, "share of the tokens, at their end, held out")
+    validation_tokens: int = option(32_768, "held-out tokens to evaluate, the same each time")
+
+    # Model
+    layers: int = option(6, "transformer blocks")
+    heads: int = option(4, "attention heads")
+    dim: int = option(256, "width of the residual stream")
+    context: int = option(256, "tokens in a sequence")
+    vocab_size: int | None = option(None, "default: 256 for bytes, 50304 for token files")
+    tie: bool = option(False, "use the embedding as the output head")
+
+    # Steps
+    steps: int = option(1000, "optimizer steps")
+    batch_size: int = option(16, "sequences in a micro-batch of one replica")
+    accumulation: int = option(1, "micro-batches in a step")
+    schedule: Literal["wsd", "cosine"] = option("wsd", "warmup-stable-warmdown, or cosine")
+    warmup_steps: int = option(20, "steps of linear learning-rate warm-up")
+    warmdown_fraction: float = option(0.3, "wsd: share of the steps in the final linear descent")
+    final_lr_fraction: float = option(0.0, "learning rate at the end, as a share of the highest")
+    clip_norm: float | None = option(None, "clip the norm of a replica's gradient")
+
+    # Optimizer
+    optimizer: Literal["adamw", "dion", "curvadion"] = option("curvadion", "adamw: plain DDP")
+    lr: float | None = option(None, "of matrices, for adamw of all; default 0.02, adamw 0.003")
+    embedding_lr: float = option(3e-3, "dion, curvadion: of the embedding")
+    head_lr: float = option(3e-3, "dion, curvadion: of the output head")
+    vector_lr: float = option(3e-3, "dion, curvadion: of the norms' gains")
+    weight_decay: float = option(0.01, "of matrices; everything else has none")
+    beta1: float = option(0.9, "AdamW's decay of the first moment")
+    beta2: float = option(0.95, "AdamW's decay of the second moment")
+    mu: float = option(0.95, "Dion's momentum")
+    rank_fraction: float = option(0.25, "rank of an update, as a share of a matrix's smaller side")
+    momentum_rule: Literal["error_feedback", "plain"] = option("error_feedback", "of Dion")
+    right_factor: Literal["column_normalized", "qr"] = option("column_normalized", "of Dion")
+
+    # CurvaDion: when replicas talk, and what they do meanwhile
+    threshold: float = option(0.3, "RMMC above which replicas synchronise")
+    period: int | None = option(None, "synchronise at every period-th step instead")
+    local_step: Literal["dion", "gradient"] = option("dion", "step while the gate is closed")
+    local_lr: float | None = option(None, "its learning rate for matrices; default: as if open")
+    max_local_steps: int = option(50, "longest run of local steps")
+    synchronized_steps: int = option(0, "steps at the start that always synchronise")
+    reconcile: Literal["average", "none"] = option("average", "what opening does to the replicas")
+
+    # Running
+    validate_every: int = option(100, "steps between evaluations")
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: none")
+    tensorboard: bool = option(False, "write TensorBoard events to --out too")
+    progress: bool = option(True, "show a progress bar")
+    bfloat16: bool = option(False, "compute in bfloat16, keep float32 weights")
+    compile: bool = option(False, "torch.compile the model")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all replicas together read in one step."""
+        return self.accumulation * self.batch_size * self.context * dist.get_world_size()
+
+
+def lr_scale(step: int, config: Config) -> float:
+    """Return the learning rate at a step, 0 to steps - 1, as a share of the highest."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "cosine":
+        done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        descent = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        descent = min(1.0, (config.steps - step) / max(1, config.warmdown_fraction * config.steps))
+    return config.final_lr_fraction + (1 - config.final_lr_fraction) * descent
+
+
+def learning_rates(optimizer: Optimizer) -> list[dict[str, float]]:
+    """Return the learning rates of each group."""
+    keys = ("lr", "local_lr")
+    return [{k: g[k] for k in keys if g.get(k) is not None} for g in optimizer.param_groups]
+
+
+def set_learning_rates(optimizer: Optimizer, highest: list[dict[str, float]], scale: float) -> None:
+    """Give each group a share of its highest learning rates."""
+    for group, rates in zip(optimizer.param_groups, highest, strict=True):
+        group.update({key: scale * rate for key, rate in rates.items()})
+
+
+def build_optimizer(config: Config, model: GPT) -> Optimizer:
+    """Return the optimizer that the configuration names, for replicas on all ranks."""
+    groups = curvadion.param_groups(
+        model,
+        options={
+            "embedding": {"lr": config.embedding_lr},
+            "head": {"lr": config.head_lr},
+            "vector": {"lr": config.vector_lr},
+        },
+    )
+    lr, betas = config.lr, (config.beta1, config.beta2)
+    if config.optimizer == "adamw":
+        decay = {"dion": config.weight_decay, "adamw": 0.0}
+        plain = [{"params": g["params"], "weight_decay": decay[g["algorithm"]]} for g in groups]
+        return torch.optim.AdamW(plain, lr=3e-3 if lr is None else lr, betas=betas)
+    shared: dict[str, Any] = dict(
+        lr=0.02 if lr is None else lr,
+        replicas=dist.group.WORLD,
+        mu=config.mu,
+        betas=betas,
+        weight_decay=config.weight_decay,
+        rank_fraction=config.rank_fraction,
+        momentum_rule=config.momentum_rule,
+        right_factor=config.right_factor,
+    )
+    if config.optimizer == "dion":
+        return Dion(groups, **shared)
+    return CurvaDion(
+        groups,
+        gate=FixedPeriod(config.period) if config.period else RMMC(config.threshold),
+        local_step=config.local_step,
+        local_lr=config.local_lr,
+        max_local_steps=config.max_local_steps,
+        warmup_steps=config.synchronized_steps,
+        reconcile=config.reconcile,
+        **shared,
+    )
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Join torchrun's process group, or one of a single process, and yield this rank's device.
+
+    A process group that exists already is used and left alone.
+    """
+    joins = not dist.is_initialized()
+    if joins:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        alone: dict[str, Any] = dict(init_method="tcp://localhost:0", rank=0, world_size=1)
+        dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    try:
+        yield device
+        if joins:
+            dist.barrier()
+    finally:
+        if joins:
+            dist.destroy_process_group()
+
+
+def load_data(config: Config) -> tuple[TrainingBatches, list[tuple[Tensor, Tensor]], int]:
+    """Return the training batches, the fixed validation batches and the vocabulary's size."""
+    tokens = load(config.data, config.data_bytes, config.vocab_size)
+    training, held_out = split(tokens, config.validation_fraction)
+    batches = TrainingBatches(
+        training,
+        config.context,
+        config.batch_size,
+        dist.get_world_size(),
+        config.accumulation,
+        config.seed,
+    )
+    fixed = validation_batches(
+        held_out, config.context, config.batch_size, config.validation_tokens
+    )
+    return batches, fixed, tokens.vocab_size
+
+
+def mean_over_replicas(value: Tensor) -> float:
+    """Return the mean of a number over the replicas."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+class Trainer:
+    """A model, its optimizer and its data: one replica's share of the training."""
+
+    def __init__(self, config: Config, device: torch.device):
+        if config.checkpoint_every:  # learn of it now, not at the first checkpoint
+            need("safetensors.torch", "--checkpoint-every")
+        self.config, self.device = config, device
+        self.checkpoints = Path(config.out) / "checkpoints"
+        self.batches, self.held_out, vocab_size = load_data(config)
+        torch.manual_seed(config.seed)
+        shape = GPTConfig(vocab_size, config.layers, config.heads, config.dim, config.tie)
+        self.model = GPT(shape).to(device)
+        if config.compile:
+            self.model.compile()
+        self.optimizer = build_optimizer(config, self.model)
+        self.highest_lr = learning_rates(self.optimizer)
+        self.ddp = DistributedDataParallel(self.model)
+        if config.optimizer != "adamw":
+            keep_gradients_local(self.ddp)
+
+    def loss(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a batch."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.bfloat16):
+            loss: Tensor = model(inputs.to(self.device), targets.to(self.device))
+        return loss
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Take an optimizer step; return its training loss, learning rate and gate."""
+        set_learning_rates(self.optimizer, self.highest_lr, lr_scale(step, self.config))
+        mean_loss = torch.zeros((), device=self.device)
+        for i, batch in enumerate(self.batches(step, dist.get_rank()), start=1):
+            last = i == self.config.accumulation
+            with nullcontext() if last else self.ddp.no_sync():
+                loss = self.loss(self.ddp, *batch) / self.config.accumulation
+                loss.backward()
+            mean_loss += loss.detach()
+        if self.config.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        lr = self.optimizer.param_groups[0]["lr"]  # of the matrices
+        return {"loss": mean_loss, "lr": lr, **self.gate()}
+
+    def gate(self) -> dict[str, Any]:
+        """Return what the last step's gate did; DDP with AdamW synchronises at every step."""
+        if not isinstance(self.optimizer, CurvaDion) or self.optimizer.report is None:
+            return {"gate_open": True, "rmmc": None, "local_steps": 0, "skipped": False}
+        report = self.optimizer.report.as_dict()
+        return {key: report[key] for key in ("gate_open", "rmmc", "local_steps", "skipped")}
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the held-out loss of each replica's own weights, averaged over the replicas.
+
+        Weights that have drifted apart are judged as they are, not by their mean.
+        """
+        self.model.eval()
+        losses = [self.loss(self.model, *batch) * len(batch[0]) for batch in self.held_out]
+        self.model.train()
+        sequences = sum(len(inputs) for inputs, _ in self.held_out)
+        return mean_over_replicas(torch.stack(losses).sum() / sequences)
+
+    def drift(self) -> float:
+        """Return how far the replicas' weights are from their mean, relative to its norm."""
+        if isinstance(self.optimizer, CurvaDion):
+            return self.optimizer.drift()
+        return drift(((p.detach(), 1) for p in self.model.parameters()), dist.group.WORLD, None)
+
+    def resume(self) -> Progress:
+        """Load the newest checkpoint, if there is one and the configuration asks for it."""
+        newest = checkpoint.latest(self.checkpoints)
+        if newest is None:
+            return Progress()
+        if not self.config.resume:
+            raise ValueError(
+                f"out={self.config.out!r} holds checkpoints of a run: pass --resume to continue "
+                "it, or another --out"
+            )
+        return checkpoint.load(newest, self.model, self.optimizer)
+
+    def save(self, progress: Progress, meter: curvadion.WireMeter) -> None:
+        """Bring the replicas together, where they may differ, and let the first one write."""
+        if isinstance(self.optimizer, CurvaDion):
+            before = meter.total_bytes
+            self.optimizer.synchronize()
+            progress.wire_bytes += meter.total_bytes - before
+        if dist.get_rank() == 0:
+            checkpoint.save(self.checkpoints, self.model, self.optimizer, progress)
+
+
+def train(config: Config, device: torch.device) -> dict[str, Any]:
+    """Run the training that the configuration describes and return its summary."""
+    trainer = Trainer(config, device)
+    progress = trainer.resume()
+    first, out = dist.get_rank() == 0, Path(config.out)
+    log = RunLog(out, after_step=progress.step, tensorboard=config.tensorboard, active=first)
+    bar = progress_bar(config, progress) if config.progress and first else None
+    if first:
+        write_json(out / "config.json", asdict(config))
+    # The meter counts all that training sends once it runs; evaluation and logging pause it.
+    with log, curvadion.WireMeter() as meter:
+        while progress.step < config.steps:
+            record = train_step(trainer, progress, meter)
+            log.write("train", progress.step, **record, **position(config, progress))
+            if bar:
+                bar.set_postfix(loss=f"{record['loss']:.3f}", sent=f"{progress.wire_bytes:.2e} B")
+                bar.update()
+            if is_due(config.validate_every, config, progress):
+                with meter.paused():
+                    progress.val_loss, progress.drift = trainer.validation_loss(), trainer.drift()
+                judged = {"val_loss": progress.val_loss, "drift": progress.drift}
+                log.write("validation", progress.step, **judged, **position(config, progress))
+            if config.checkpoint_every and is_due(config.checkpoint_every, config, progress):
+                trainer.save(progress, meter)
+    summary = summarise(config, progress)
+    if first:
+        write_json(out / "summary.json", summary)
+    return summary
+
+
+def train_step(trainer: Trainer, progress: Progress, meter: curvadion.WireMeter) -> dict[str, Any]:
+    """Take one step, bring the progress up to date and return what to log."""
+    started, sent = time.perf_counter(), meter.total_bytes
+    record = trainer.step(progress.step)
+    with meter.paused():
+        record["loss"] = mean_over_replicas(record["loss"])
+    progress.step += 1
+    progress.seconds += time.perf_counter() - started
+    progress.wire_bytes += meter.total_bytes - sent
+    progress.open_gates += record["gate_open"]
+    return record
+
+
+def progress_bar(config: Config, progress: Progress) -> Any:
+    """Return a progress bar over the steps."""
+    tqdm = need("tqdm", "--progress").tqdm
+    return tqdm(desc=config.optimizer, total=config.steps, initial=progress.step, unit="step")
+
+
+def is_due(every: int, config: Config, progress: Progress) -> bool:
+    """Tell whether what happens at every so many steps, and at the last, happens now."""
+    return progress.step == config.steps or (every > 0 and progress.step % every == 0)
+
+
+def position(config: Config, progress: Progress) -> dict[str, int]:
+    """Return a log record's abscissas: tokens read and bytes sent."""
+    tokens = progress.step * config.tokens_per_step
+    return {"tokens": tokens, "wire_bytes": progress.wire_bytes}
+
+
+def summarise(config: Config, progress: Progress) -> dict[str, Any]:
+    """Return what a run has come to."""
+    steps = max(1, progress.step)
+    return {
+        "name": config.optimizer,
+        "val_loss": progress.val_loss,
+        "wire_bytes_per_step": progress.wire_bytes / steps,
+        "open_gate_share": progress.open_gates / steps,
+        "drift": progress.drift,
+        "seconds": progress.seconds,
+        "steps": progress.step,
+        **position(config, progress),
+    }
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file for people to read."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train as the command line says and return the summary."""
+    config = parse(Config, arguments)
+    with process_group() as device:
+        summary = train(config, device)
+        if dist.get_rank() == 0:
+            print(json.dumps(summary))
+    return summary
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""AdamW against torch's own, Lion against its equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from curvadion import AlwaysOpen, CurvaDion, Dion
+
+SHAPES = [(7,), (3, 5), (), (2, 3, 4), (1,), (0,)]
+STEPS = 8
+SETTINGS = [
+    {},
+    {"lr": 0.1, "weight_decay": 0.3},
+    {"betas": (0.8, 0.99), "eps": 1e-4},
+    {"betas": (0.0, 0.0), "weight_decay": 0.0},
+]
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def gradients(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1 + step)
+    return [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
+
+
+def run(optimizer, X, steps=STEPS):
+    for step in range(steps):
+        for x, gradient in zip(X, gradients(step, X[0].dtype), strict=True):
+            x.grad = gradient
+        optimizer.step()
+    return [x.detach() for x in X]
+
+
+def ours(algorithm, dtype=torch.float32, **settings):
+    X = parameters(dtype)
+    return X, CurvaDion([{"params": X, "algorithm": algorithm}], gate=AlwaysOpen(), **settings)
+
+
+DEFAULTS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_adamw_is_torchs_to_the_bit(dtype, settings):
+    X, optimizer = ours("adamw", dtype, **settings)
+    Y = parameters(dtype)
+    reference = torch.optim.AdamW(Y, **{**DEFAULTS, **settings})
+    for x, y in zip(run(optimizer, X), run(reference, Y), strict=True):
+        assert torch.equal(x, y)
+    for x, y in zip(X, Y, strict=True):
+        state, expected = optimizer.state[x], reference.state[y]
+        assert state.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert state[key].dtype == tensor.dtype
+            assert torch.equal(state[key], tensor)
+
+
+def lion(X, lr, beta1, beta2, weight_decay):
+    """Algorithm 2 of arXiv 2302.06675 in float64; returns the weights after each step."""
+    X = [x.detach().double() for x in X]
+    M = [torch.zeros_like(x) for x in X]
+    trajectory = []
+    for step in range(STEPS):
+        for i, g in enumerate(gradients(step)):
+            g = g.double()
+            c = beta1 * M[i] + (1 - beta1) * g
+            X[i] = X[i] - lr * (torch.sign(c) + weight_decay * X[i])
+            M[i] = beta2 * M[i] + (1 - beta2) * g
+        trajectory.append([x.clone() for x in X])
+    return trajectory, M
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=str
+)
+def test_lion_follows_its_equations(dtype, tolerance, settings):
+    values = {**DEFAULTS, **settings}
+    X, optimizer = ours("lion", dtype, **settings)
+    expected, M = lion(parameters(), values["lr"], *values["betas"], values["weight_decay"])
+    for step in range(STEPS):
+        for x, gradient in zip(X, gradients(step), strict=True):
+            x.grad = gradient.to(dtype)
+        optimizer.step()
+        for x, reference in zip(X, expected[step], strict=True):
+            torch.testing.assert_close(x.detach().double(), reference, rtol=0, atol=tolerance)
+    for x, m in zip(X, M, strict=True):
+        state = optimizer.state[x]
+        torch.testing.assert_close(state["exp_avg"].double(), m, rtol=0, atol=tolerance)
+        assert set(state) == {"step", "exp_avg"}
+        assert state["step"].item() == STEPS
+
+
+def test_lion_leaves_zero_gradients_alone():
+    """sign(0) = 0: only the decay moves such a weight."""
+    x = nn.Parameter(torch.ones(3))
+    optimizer = CurvaDion(
+        [{"params": [x], "algorithm": "lion"}], gate=AlwaysOpen(), lr=0.1, weight_decay=0.5
+    )
+    x.grad = torch.tensor([1.0, 0.0, -1.0])
+    optimizer.step()
+    torch.testing.assert_close(x.detach(), torch.tensor([0.85, 0.95, 1.05]))
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_bfloat16_follows_float32(algorithm):
+    """Within the rounding of as many bfloat16 updates as there were steps."""
+    X, optimizer = ours(algorithm, torch.bfloat16, lr=0.01)
+    Y, wide = ours(algorithm, torch.float32, lr=0.01)
+    start = [x.detach().float() for x in parameters(torch.bfloat16)]
+    narrow_run, wide_run = run(optimizer, X), run(wide, Y)
+    for x, y, first in zip(narrow_run, wide_run, start, strict=True):
+        assert x.dtype == torch.bfloat16
+        torch.testing.assert_close(x.float(), y, rtol=0.02, atol=0.03)
+        assert not x.numel() or not torch.equal(x.float(), first)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_state_has_the_parameters_shape_and_dtype(algorithm, dtype):
+    X, optimizer = ours(algorithm, dtype)
+    run(optimizer, X, 1)
+    for x in X:
+        state = optimizer.state[x]
+        for key in state.keys() - {"step"}:
+            assert (state[key].shape, state[key].dtype) == (x.shape, dtype)
+        assert (state["step"].shape, state["step"].dtype) == ((), torch.float32)
+        assert state["step"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tensor_lr_is_a_number(algorithm, shape, dtype):
+    lr = 0.03125
+    X, optimizer = ours(algorithm, dtype, lr=torch.full(shape, lr))
+    Y, plain = ours(algorithm, dtype, lr=lr)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    for x, y in zip(run(optimizer, X), run(plain, Y), strict=True):
+        torch.testing.assert_close(x, y, **tolerance)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_weight_decay_is_decoupled(algorithm):
+    """From the same gradients, decay adds -lr wd X to each step and nothing to the moments."""
+    X, optimizer = ours(algorithm, torch.float64, lr=0.1, weight_decay=0.5)
+    Y, plain = ours(algorithm, torch.float64, lr=0.1, weight_decay=0.0)
+    before = [x.detach().clone() for x in X]
+    for x, y, first in zip(run(optimizer, X, 1), run(plain, Y, 1), before, strict=True):
+        torch.testing.assert_close(x, y - 0.1 * 0.5 * first)
+    for x, y in zip(X, Y, strict=True):
+        assert torch.equal(optimizer.state[x]["exp_avg"], plain.state[y]["exp_avg"])
+
+
+def test_groups_keep_their_own_settings():
+    X, Y = parameters(), parameters()
+    optimizer = Dion(
+        [
+            {"params": X[:2], "algorithm": "adamw", "lr": 0.1, "betas": (0.5, 0.6)},
+            {"params": X[2:], "algorithm": "adamw", "lr": 0.01, "weight_decay": 0.4},
+        ]
+    )
+    reference = torch.optim.AdamW(
+        [
+            {"params": Y[:2], "lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.01},
+            {"params": Y[2:], "lr": 0.01, "weight_decay": 0.4},
+        ],
+        betas=(0.9, 0.95),
+    )
+    for x, y in zip(run(optimizer, X), run(reference, Y), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_parameters_without_gradient_keep_their_moments(algorithm):
+    X, optimizer = ours(algorithm)
+    run(optimizer, X, 3)
+    held = {key: value.clone() for key, value in optimizer.state[X[1]].items()}
+    before = X[1].detach().clone()
+    for x in X:
+        x.grad = None if x is X[1] else torch.ones_like(x)
+    optimizer.step()
+    assert torch.equal(X[1], before)
+    assert all(torch.equal(value, held[key]) for key, value in optimizer.state[X[1]].items())
+    assert optimizer.state[X[0]]["step"].item() == 4
+    assert optimizer.state[X[1]]["step"].item() == 3

@@ -1,0 +1,46 @@
+"""examples/demo.py from its command line to its picture, at a size that takes seconds."""
+
+import json
+
+import pytest
+
+import demo
+
+TINY = (
+    "--steps 4 --validate-every 2 --dim 16 --heads 2 --layers 1 --context 16 --batch-size 2 "
+    "--data-bytes 50000 --validation-tokens 64 --warmup-steps 1"
+).split()
+
+
+@pytest.mark.timeout(300)
+def test_demo_compares_three_runs(tmp_path, capsys):
+    summaries = demo.main(["--out", str(tmp_path), *TINY])
+    assert json.loads((tmp_path / "summary.json").read_text()) == summaries
+    assert [summary["name"] for summary in summaries] == ["AdamW-DDP", "Dion", "CurvaDion"]
+    for summary in summaries:
+        assert {name: type(value) for name, value in summary.items()} == {
+            "name": str,
+            "val_loss": float,
+            "wire_bytes": int,
+            "wire_bytes_per_step": float,
+            "open_gate_share": float,
+            "drift": float,
+            "seconds": float,
+            "steps": int,
+            "tokens": int,
+        }
+        assert summary["steps"] == 4
+        assert summary["tokens"] == 4 * 2 * 2 * 16
+        assert summary["wire_bytes_per_step"] == summary["wire_bytes"] / 4
+        assert 4 < summary["val_loss"] < 7
+    assert summaries[0]["wire_bytes"] > summaries[1]["wire_bytes"] > 0
+    assert summaries[0]["drift"] == summaries[1]["drift"] == 0
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "100.00%" in printed and "CurvaDion" in printed
+
+
+def test_a_failed_run_fails_the_demo_with_its_log(tmp_path):
+    with pytest.raises(SystemExit, match=r"(?s)dim=17 must be a multiple.*AdamW-DDP failed"):
+        demo.main(["--out", str(tmp_path), "--processes", "1", *TINY, "--dim", "17"])
+    assert not (tmp_path / "summary.json").exists()

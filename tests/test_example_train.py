@@ -1,0 +1,164 @@
+"""examples/train_gpt.py on real process groups: schedules, what is sent, resuming."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import distributed
+import train_gpt
+from command_line import parse
+from gpt import GPT, GPTConfig
+from optional import need
+from run_log import RunLog, read
+
+TINY = (
+    "--no-progress --data-bytes 60000 --validation-tokens 256 --layers 1 --heads 2 --dim 16 "
+    "--context 16 --batch-size 4 --steps 6 --warmup-steps 2"
+).split()
+OPTIMIZERS = {
+    "adamw": ["--optimizer", "adamw"],
+    "dion": ["--optimizer", "dion"],
+    "curvadion": ["--optimizer", "curvadion", "--threshold", "0.5", "--max-local-steps", "2"],
+}
+
+
+def train(rank, *arguments):
+    """Module-level, for the workers."""
+    return train_gpt.main(arguments)
+
+
+def config(**values):
+    return train_gpt.Config(**{"steps": 100, "warmup_steps": 10, **values})
+
+
+def test_wsd_warms_up_stays_and_descends():
+    scales = [train_gpt.lr_scale(step, config(warmdown_fraction=0.3)) for step in range(100)]
+    assert scales[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert scales[10:71] == [1.0] * 61
+    assert scales[70:] == pytest.approx([(30 - i) / 30 for i in range(30)])
+
+
+def test_cosine_is_half_way_at_half_time_and_ends_near_its_floor():
+    cosine = config(schedule="cosine", final_lr_fraction=0.1)
+    assert train_gpt.lr_scale(10, cosine) == 1.0
+    assert train_gpt.lr_scale(55, cosine) == pytest.approx(0.55)
+    assert train_gpt.lr_scale(99, cosine) == pytest.approx(0.1, abs=1e-3)
+
+
+def test_the_command_line_is_the_dataclass():
+    assert parse(train_gpt.Config, []) == train_gpt.Config()
+    given = "--data a b --tie --no-progress --period 5 --schedule cosine --lr 1e-3".split()
+    assert parse(train_gpt.Config, given) == train_gpt.Config(
+        data=("a", "b"), tie=True, progress=False, period=5, schedule="cosine", lr=1e-3
+    )
+    with pytest.raises(SystemExit):
+        parse(train_gpt.Config, ["--optimizer", "sgd"])
+
+
+def test_a_missing_extra_is_named_with_what_needs_it():
+    with pytest.raises(ImportError, match=r"--flag needs not_there: .*curvadion\[train\]"):
+        need("not_there.part", "--flag")
+
+
+def test_the_model_is_causal_and_ties_its_head():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=11, layers=2, heads=2, dim=8, tie=True))
+    assert model.head.weight is model.embedding.weight
+    logits = []
+    model.head.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    tokens = torch.randint(11, (1, 6))
+    changed = tokens.clone()
+    changed[0, 4] = (tokens[0, 4] + 1) % 11
+    for these in (tokens, changed):
+        model(these, tokens)
+    torch.testing.assert_close(logits[0][0, :4], logits[1][0, :4])
+    assert not torch.allclose(logits[0][0, 4:], logits[1][0, 4:])
+    with pytest.raises(ValueError, match="dim=12"):
+        GPTConfig(vocab_size=11, layers=1, heads=4, dim=12)
+
+
+def test_ddp_over_two_processes_is_accumulation_in_one(tmp_path):
+    flags = [*TINY, *OPTIMIZERS["adamw"], "--out"]
+    distributed.run(2, train, *flags, str(tmp_path / "two"))
+    distributed.run(1, train, *flags, str(tmp_path / "one"), "--accumulation", "2")
+    two, one = (
+        [record["loss"] for record in read(tmp_path / name / "log.jsonl", "train")]
+        for name in ("two", "one")
+    )
+    assert len(two) == 6
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resuming_is_bitwise_continuation(tmp_path, optimizer):
+    flags = [*TINY, *OPTIMIZERS[optimizer], "--checkpoint-every", "3", "--out"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    distributed.run(2, train, *flags, str(straight))
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000006")
+    summaries = distributed.run(2, train, *flags, str(resumed), "--resume")
+
+    assert json.loads((resumed / "summary.json").read_text()) == summaries[0]
+    ours, theirs = (read(run / "log.jsonl") for run in (straight, resumed))
+    for one, other in zip(ours, theirs, strict=True):
+        # A start has its own messages: DDP's bucket order, the optimizer's check of the replicas.
+        extra = other.pop("wire_bytes") - one.pop("wire_bytes")
+        assert 0 <= extra < 1000
+        assert one == other
+    assert_same_checkpoint(*(run / "checkpoints" / "step-00000006" for run in (straight, resumed)))
+    gates = [record["gate_open"] for record in ours if record["kind"] == "train"]
+    assert len(gates) == 6
+    assert set(gates[3:]) == ({True, False} if optimizer == "curvadion" else {True})
+
+
+def assert_same_checkpoint(one: Path, other: Path):
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    states = [torch.load(each / "optimizer.pt")["optimizer"] for each in (one, other)]
+    assert str(states[0]["param_groups"]) == str(states[1]["param_groups"])
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for index, state in states[0]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, states[1]["state"][index][key]), (index, key)
+
+
+def test_the_log_tells_what_crosses_the_wire(tmp_path):
+    sent = {}
+    for name, flags in OPTIMIZERS.items():
+        distributed.run(2, train, *TINY, *flags, "--out", str(tmp_path / name))
+        log = read(tmp_path / name / "log.jsonl", "train")
+        totals = [record["wire_bytes"] for record in log]
+        sent[name] = [b - a for a, b in pairwise(totals)]
+        gates = [record["gate_open"] for record in log][1:]
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["wire_bytes"] == totals[-1]
+        assert summary["tokens"] == 6 * 2 * 4 * 16
+    parameters = 2 * 256 * 16 + 3 * 16 + 4 * 16 * 16 + 2 * 16 * 64
+    assert sent["adamw"][-1] == 4 * parameters
+    assert all(each < 4 * parameters for each in sent["dion"])
+    # Of the gate alone while it is closed: neither DDP, nor evaluation, nor telemetry.
+    closed = [each for each, is_open in zip(sent["curvadion"], gates, strict=True) if not is_open]
+    assert closed and set(closed) == {16}
+
+
+def test_a_resumed_log_drops_what_came_after_its_checkpoint(tmp_path):
+    for after_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        with RunLog(tmp_path, after_step=after_step, tensorboard=False, active=True) as log:
+            for step in steps:
+                log.write("train", step, run=after_step)
+        with (tmp_path / "log.jsonl").open("a") as file:
+            file.write('{"cut sho')
+    runs = [(record["step"], record["run"]) for record in read(tmp_path / "log.jsonl")]
+    assert runs == [(1, 0), (2, 0), (3, 2), (4, 2)]
+
+
+def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):
+    flags = [*TINY, "--checkpoint-every", "6", "--out", str(tmp_path)]
+    distributed.run(1, train, *flags)
+    with pytest.raises(distributed.RankFailure, match="pass --resume to continue"):
+        distributed.run(1, train, *flags)
+    again = distributed.run(1, train, *flags, "--resume")
+    assert again[0]["steps"] == 6
