@@ -188,6 +188,7 @@ class Plan:
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
                     continue
+                sharding.check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
                     parts = tuple(sharding.matrices_of(X, group, replicas, unions))
                     parameter = Parameter(X, group, states(X), name, parts)
@@ -289,7 +290,9 @@ class Plan:
         text = [repr(settings)]
         for p in self.parameters:
             options = [p.group[key] for key in (*keys, *more)]
-            text.append(repr((global_shape(p.X), p.X.dtype, *options)))
+            shard = sharding.flat_shard(p.X)
+            held = None if shard is None else (shard.start, shard.stop)
+            text.append(repr((global_shape(p.X), p.X.dtype, held, *options)))
         return zlib.crc32("\n".join(text).encode())
 
 

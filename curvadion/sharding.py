@@ -44,12 +44,21 @@ def declare_flat_shard(
 ) -> None:
     """Say that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Every rank of ``group`` declares its own range; together they cover the tensor once.
+    Every rank of ``group`` declares its own range, which may be empty; together they cover the
+    tensor once (checked at the first step). Replicas hold the same ranges.
 
     Raises:
-        ValueError: if the range does not lie in the tensor or is not as long as the parameter.
+        TypeError: if the parameter is a DTensor, or the group is none.
+        ValueError: if the parameter is not 1-D, or the range does not lie in the tensor or is not
+            as long as the parameter.
     """
+    if isinstance(parameter, DTensor):
+        raise TypeError(f"A DTensor of placements {parameter.placements} says itself what it holds")
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group={group!r} must be a ProcessGroup or None")
     numel = math.prod(shape)
+    if parameter.dim() != 1:
+        raise ValueError(f"parameter of shape {tuple(parameter.shape)} must be 1-D: flatten it")
     if not 0 <= start <= stop <= numel or parameter.numel() != stop - start:
         raise ValueError(
             f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and have the parameter's "
@@ -119,6 +128,15 @@ def groups_of(X: Tensor) -> list[Group]:
         return []
     groups = [_group_over(X.device_mesh, d.axes) for d in _dimensions(X)]
     return [group for group in groups if group is not None]
+
+
+def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
+    """Raise ValueError if the parameter is cut over the ranks that should hold it alike."""
+    if replicas is not None and replicas in groups_of(X):
+        raise ValueError(
+            f"replicas is a process group over which {name} of shape {global_shape(X)} is sharded: "
+            f"pass the group that replicates it, or None."
+        )
 
 
 def check_placements(X: Tensor, name: str) -> None:
@@ -225,12 +243,6 @@ def _block_parts(
     _check_inner(X, columns, dimensions[stack_dims + 2 :])
     rows_group = _group_over(mesh, rows.axes) if mesh is not None else None
     columns_group = _group_over(mesh, columns.axes) if mesh is not None else None
-    for group in (rows_group, columns_group):
-        if group is not None and group is replicas:
-            raise ValueError(
-                f"replicas is a group over which a parameter of shape {tuple(X.shape)} is sharded "
-                f"({_placements(X)}): pass the group that replicates it."
-            )
     width = math.prod(inner)
     held_columns = range(columns.held.start * width, columns.held.stop * width)
     n = X.shape[stack_dims + 1] * width
