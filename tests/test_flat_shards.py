@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 import formulas
-from curvadion import CurvaDion, Dion, WireMeter
+from curvadion import RMMC, CurvaDion, Dion, WireMeter
 from curvadion.layout import MatrixLayout
 from curvadion.sharding import block_sizes, declare_flat_shard
 from reference import DionReference
@@ -51,6 +51,23 @@ CUT_2 = {
     "between rows": ((6, 5), (10, 30), {}),
     "row blocks": ((12, 5), (41, 60), {"row_blocks": [7, 2, 3]}),
 }
+
+
+class Watching(Scheduled):
+    """Opens as scheduled, and remembers the RMMC that it saw."""
+
+    reads_momentum = True
+
+    def __init__(self, steps):
+        super().__init__(steps)
+        self.seen = []
+
+    def signal(self, before, after):
+        return RMMC(0.0).signal(before, after)
+
+    def opens(self, signal, local_steps):
+        self.seen.append(signal)
+        return super().opens(signal, local_steps)
 
 
 def matrices_of(full, options):
@@ -95,7 +112,7 @@ def groups_of(rank, replicas, shards, backwards):
 
 
 def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=STEPS, seed=0):
-    """Distances of the flat pieces of X and M from the reference's, by case, and of the drift.
+    """Distances of the flat pieces of X and M from the reference's, by case; of drift and RMMC.
 
     backwards: the first rank holds the last elements.
     """
@@ -112,17 +129,20 @@ def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=ST
                 matrices_of(weights(shape, seed), own), ranks_of(shape, own), strict=True
             )
         ]
-    extra = {"gate": Scheduled(schedule)} if schedule else {}
-    optimizer = (CurvaDion if schedule else Dion)(
-        param_groups, replicas=replica_group, rank_fraction=FRACTION, **options, **extra
+    gate = Watching(schedule or range(1, steps + 1))
+    optimizer = CurvaDion(
+        param_groups, replicas=replica_group, gate=gate, rank_fraction=FRACTION, **options
     )
+    rmmc = []
     for step in range(steps):
+        rmmc.append(0.0)
         for name, (shape, ends, own) in cases.items():
             each = [gradient(shape, step, i, seed) for i in range(replicas)]
             start, stop = my_range(ends, place)
             X[name].grad = each[replica].reshape(-1)[start:stop].clone()
             parts = [matrices_of(G, own) for G in each]
             for i, reference in enumerate(references[name]):
+                rmmc[-1] = max(rmmc[-1], reference.rmmc([G[i] for G in parts]))
                 reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
         optimizer.step()
     errors = {}
@@ -144,6 +164,8 @@ def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=ST
     ]
     mean = torch.stack(everything).mean(dim=0)
     apart = torch.stack([(x - mean).square().sum() for x in everything]).mean().sqrt()
+    wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
+    errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
     errors["drift"] = abs(optimizer.drift() - (apart / mean.norm()).item())
     return errors
 
