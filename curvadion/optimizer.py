@@ -16,6 +16,7 @@ from curvadion import ops, reconcile, wire
 from curvadion.collectives import mean_
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, Gate
+from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step
 from curvadion.plan import Plan, check_parameter, names
@@ -164,6 +165,7 @@ class CurvaDion(Optimizer):
                 loss = closure()
         plan = self._plan()
         created = self._create_state(plan)
+        settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         scaled = self._unscale(plan)
 
         before, after = self._momentum_norms(plan)
@@ -217,12 +219,13 @@ class CurvaDion(Optimizer):
         if not (self.gate.reads_momentum and plan.dion):
             return None, None
         M = [m.elements(m.parameter.M) for m in plan.matrices]
-        gradients = [m.parameter.G for m in plan.matrices]
-        G = [
-            torch.zeros_like(momentum) if gradient is None else m.elements(gradient)
-            for m, momentum, gradient in zip(plan.matrices, M, gradients, strict=True)
-        ]
         decays = [m.parameter.momentum_decay for m in plan.matrices]
+        G = list(M)
+        for i, m in enumerate(plan.matrices):
+            if (gradient := m.parameter.G) is not None:
+                G[i] = m.elements(gradient)
+            else:  # mu M + 0 = (mu - 1) M + M, without a tensor of zeros
+                decays[i] -= 1.0
         after = plan.norms_over_shards(ops.momentum_norms(M, G, decays))
         return plan.stored_norms(), after
 
@@ -240,7 +243,8 @@ class CurvaDion(Optimizer):
             signals,
             plan.owners,
             torch.cat(norms),
-            complete=all(p.G is not None for p in plan.parameters),
+            # FSDP1 gives no gradient to a parameter of which it holds nothing here.
+            complete=all(p.G is not None or p.local.numel() == 0 for p in plan.parameters),
             group=plan.everyone,
         )
 

@@ -309,13 +309,26 @@ def product_dtype(X: Tensor) -> torch.dtype:
     return torch.promote_types(X.dtype, torch.float32)
 
 
+class _Momenta(Sequence[Tensor]):
+    """The matrices' momenta, each read when it is asked for: it may be a padded copy."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._matrices = matrices
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._matrices[index].M
+
+
 def as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
     """What a power iteration needs to know of matrices that form a stack."""
     layout, right_factor = matrices[0].layout, matrices[0].group["right_factor"]
     factor: RightFactor = right_factor
     return Stack(
         layout=layout.inside_replica() if inside_replica else layout,
-        B=[m.M for m in matrices],
+        B=_Momenta(matrices),
         Q=[m.Q for m in matrices],
         right_factor=factor,
         dtype=product_dtype(matrices[0].parameter.X),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -82,7 +83,8 @@ def local(tensor: Tensor) -> Tensor:
     """The piece held here, sharing memory with the tensor."""
     if isinstance(tensor, DTensor):
         piece: Tensor = tensor.to_local()
-        return piece
+        # Still on its way from a collective of autograd's; fused operations need the memory itself.
+        return piece.wait() if isinstance(piece, AsyncCollectiveTensor) else piece
     return tensor
 
 
@@ -126,7 +128,7 @@ def groups_of(X: Tensor) -> list[Group]:
         return [declared.group] if declared.group is not None else []
     if not isinstance(X, DTensor):
         return []
-    groups = [_group_over(X.device_mesh, d.axes) for d in _dimensions(X)]
+    groups = [group_over(X.device_mesh, d.axes) for d in _dimensions(X)]
     return [group for group in groups if group is not None]
 
 
@@ -220,7 +222,7 @@ def _chunk(held: range, pieces: int, place: int) -> range:
     return held[min(place * size, len(held)) : min((place + 1) * size, len(held))]
 
 
-def _group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     """The ranks that differ from this one along some mesh axes only."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -241,8 +243,8 @@ def _block_parts(
     )
     mesh = X.device_mesh if isinstance(X, DTensor) else None
     _check_inner(X, columns, dimensions[stack_dims + 2 :])
-    rows_group = _group_over(mesh, rows.axes) if mesh is not None else None
-    columns_group = _group_over(mesh, columns.axes) if mesh is not None else None
+    rows_group = group_over(mesh, rows.axes) if mesh is not None else None
+    columns_group = group_over(mesh, columns.axes) if mesh is not None else None
     width = math.prod(inner)
     held_columns = range(columns.held.start * width, columns.held.stop * width)
     n = X.shape[stack_dims + 1] * width
