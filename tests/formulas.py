@@ -34,13 +34,14 @@ def chunk(size, pieces, place):
     return max(0, min(whole, size - place * whole))
 
 
-def held(shape, r, *, cuts=(1, 1), places=(0, 0), replicas=1):
-    """An (m, n) matrix, m cut into cuts[0] pieces and n into cuts[1]."""
-    sizes = [chunk(*cut) for cut in zip(shape, cuts, places, strict=True)]
-    (rows, row_ranks), (columns, column_ranks) = zip(sizes, cuts, strict=True)
-    if shape[0] < shape[1]:
-        rows, row_ranks, columns, column_ranks = columns, column_ranks, rows, row_ranks
-    return Held(rows, columns, r, row_ranks, column_ranks, replicas)
+def held(shape, r, *, m_cuts=(), n_cuts=(), replicas=1):
+    """An (m, n) matrix; cuts: (pieces, place of this rank) of each mesh axis, the first first."""
+    sizes, ranks = list(shape), [1, 1]
+    for dim, cuts in enumerate((m_cuts, n_cuts)):
+        for pieces, place in cuts:
+            sizes[dim], ranks[dim] = chunk(sizes[dim], pieces, place), ranks[dim] * pieces
+    order = (1, 0) if shape[0] < shape[1] else (0, 1)
+    return Held(*(sizes[d] for d in order), r, *(ranks[d] for d in order), replicas)
 
 
 def left_product(x: Held) -> int:
