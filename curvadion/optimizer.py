@@ -402,11 +402,16 @@ class CurvaDion(Optimizer):
     def _plan(self) -> Plan:
         """The plan of the groups as they are now: frameworks replace parameters after __init__."""
         key = [
-            [g["algorithm"], g["right_factor"], *((id(X), X.requires_grad) for X in g["params"])]
+            [
+                id(g),
+                g["algorithm"],
+                g["right_factor"],
+                *((id(X), X.requires_grad) for X in g["params"]),
+            ]
             for g in self.param_groups
-        ]
+        ] + [id(self.state)]
         if self._cached is None or self._cached[0] != key:
-            plan = Plan.of(self.param_groups, self.state.__getitem__, self._replicas.process_group)
+            plan = Plan.of(self.param_groups, self.state, self._replicas.process_group)
             if self.gate.reads_momentum and not plan.matrices:
                 raise ValueError(
                     f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
