@@ -20,7 +20,7 @@ from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step
 from curvadion.plan import Plan, check_parameter, names
-from curvadion.progress import Progress, add_progress, restore_dtypes, take_progress
+from curvadion.progress import Progress, read_record, record, restore_dtypes
 from curvadion.replicas import Agreement, ReplicaGroup, agree, held_anywhere, verify_replicas
 from curvadion.sharding import local
 from curvadion.telemetry import StepReport
@@ -137,6 +137,8 @@ class CurvaDion(Optimizer):
             "right_factor": right_factor,
             "momentum_dtype": check.dtype_name("momentum_dtype", momentum_dtype),
             "q_dtype": check.dtype_name("q_dtype", q_dtype),
+            # A key of all groups, since checkpoint tools save and load the keys of groups.
+            "progress": record(self.progress, self.gate),
         }
         check.check_group(defaults, defaults)
         super().__init__(params, defaults)
@@ -368,8 +370,14 @@ class CurvaDion(Optimizer):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; every group also holds ``progress``: the gate's memory and the counters."""
-        return add_progress(super().state_dict(), self.progress, self.gate)
+        """As torch's; every group also holds ``progress``: the gate's memory and the counters.
+
+        Replicas hold momenta of their own, and a distributed checkpoint keeps one of each: call
+        :meth:`synchronize` before it.
+        """
+        for group in self.param_groups:
+            group["progress"] = record(self.progress, self.gate)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every tensor keeps the dtype it was saved with.
@@ -377,11 +385,12 @@ class CurvaDion(Optimizer):
         Raises:
             ValueError: if the groups do not match, or come from another optimizer.
         """
-        plain, record = take_progress(state_dict)
-        super().load_state_dict(plain)
+        progress, gate = read_record(state_dict)
+        super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
-        self.gate.load_state_dict(record["gate"])
-        self.progress = Progress(**{key: record[key] for key in vars(self.progress)})
+        if gate:
+            self.gate.load_state_dict(gate)
+        self.progress = progress
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
