@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from curvadion import hyperparameters as check
 from curvadion import ops, reconcile, wire
+from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import mean_
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, Gate
@@ -20,9 +21,9 @@ from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step
 from curvadion.plan import Plan, check_parameter, names
-from curvadion.progress import Progress, read_record, record, restore_dtypes
+from curvadion.progress import Progress, read_record, record
 from curvadion.replicas import Agreement, ReplicaGroup, agree, held_anywhere, verify_replicas
-from curvadion.sharding import local
+from curvadion.sharding import FLAT_SHARD_START, local
 from curvadion.telemetry import StepReport
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -321,7 +322,8 @@ class CurvaDion(Optimizer):
         tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
         for p in ready.dion:
-            tensors += [local(t) for key, t in p.state.items() if key != "momentum_norm"]
+            own = p.state.keys() - {"momentum_norm", FLAT_SHARD_START}
+            tensors += [local(p.state[key]) for key in sorted(own)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
         if ready.dion:
@@ -383,9 +385,12 @@ class CurvaDion(Optimizer):
         """As torch's, but every tensor keeps the dtype it was saved with.
 
         Raises:
-            ValueError: if the groups do not match, or come from another optimizer.
+            ValueError: if the groups or parameters do not match, come from another optimizer, or
+                the state is missing, or another rank's piece.
         """
         progress, gate = read_record(state_dict)
+        check_fits(self, state_dict)
+        check_complete(self, state_dict, progress.steps)
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
         if gate:

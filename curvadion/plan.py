@@ -90,8 +90,9 @@ class Parameter:
 
     def create_state(self) -> None:
         """Fill the state as the algorithm needs it before its first step."""
+        place = sharding.place_of_flat_shard(self.X)
         if self.group["algorithm"] != "dion":
-            self.states[self.X] = create_state(self.group["algorithm"], self.X)
+            self.states[self.X] = create_state(self.group["algorithm"], self.X) | place
             return
         dtype = _dtype(self.group["momentum_dtype"], self.X)
         q_dtype = _dtype(self.group["q_dtype"], self.X)
@@ -99,6 +100,7 @@ class Parameter:
             "momentum": torch.zeros_like(self.X, dtype=dtype),
             **sharding.create_right_factors(self.X, self.parts, self.group, q_dtype),
             "momentum_norm": sharding.zeros_per_matrix(self.X, self.parts, self.group),
+            **place,
         }
 
 

@@ -1,13 +1,10 @@
-"""What a checkpoint holds besides torch.optim's own: the gate's memory, counters, true dtypes."""
+"""How far a run has come, and the text in which a checkpoint holds it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from torch import Tensor
-from torch.optim import Optimizer
 
 from curvadion.gate import Gate
 
@@ -61,14 +58,3 @@ def read_record(state_dict: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
     held = json.loads(state_dict["param_groups"][0]["progress"])
     gate: dict[str, Any] = held.pop("gate")
     return Progress(**held), gate
-
-
-def restore_dtypes(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Give loaded state the dtypes it was saved with: torch casts it to the parameter's."""
-    order = [i for group in saved["param_groups"] for i in group["params"]]
-    live = [X for group in optimizer.param_groups for X in group["params"]]
-    for i, X in zip(order, live, strict=True):
-        loaded = optimizer.state[X]
-        for key, value in saved["state"].get(i, {}).items():
-            if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
-                loaded[key] = value.detach().clone().to(loaded[key].device)

@@ -22,6 +22,7 @@ from curvadion.layout import Extent, MatrixLayout
 from curvadion.pieces import Block, FlatRange, Piece
 
 _FLAT_SHARD = "curvadion_flat_shard"
+FLAT_SHARD_START = "flat_shard_start"  # key of a state
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def declare_flat_shard(
     """Say that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
     Every rank of ``group`` declares its own range, which may be empty; together they cover the
-    tensor once (checked at the first step). Replicas hold the same ranges.
+    tensor once (checked at the first step). Replicas hold the same ranges. The optimizer's state
+    is cut at the same elements: each rank saves and loads its own state_dict (torch.save), in the
+    same layout; torch.distributed.checkpoint cannot move it.
 
     Raises:
         TypeError: if the parameter is a DTensor, or the group is none.
@@ -71,6 +74,15 @@ def declare_flat_shard(
 def flat_shard(parameter: Tensor) -> FlatShard | None:
     """What was declared of the parameter."""
     return getattr(parameter, _FLAT_SHARD, None)
+
+
+def place_of_flat_shard(parameter: Tensor) -> dict[str, Tensor]:
+    """State that tells this rank's flat shard from others; nothing for other parameters.
+
+    A tensor of one number: the form that torch.distributed.checkpoint and FSDP1 treat least.
+    """
+    declared = flat_shard(parameter)
+    return {} if declared is None else {FLAT_SHARD_START: torch.tensor(declared.start)}
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
