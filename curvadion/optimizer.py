@@ -13,15 +13,17 @@ from torch.optim import Optimizer
 
 from curvadion import hyperparameters as check
 from curvadion import ops, reconcile, wire
+from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import mean_
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, Gate
+from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step
 from curvadion.plan import Plan, check_parameter, names
-from curvadion.progress import Progress, add_progress, restore_dtypes, take_progress
+from curvadion.progress import Progress, read_record, record
 from curvadion.replicas import Agreement, ReplicaGroup, agree, held_anywhere, verify_replicas
-from curvadion.sharding import local
+from curvadion.sharding import FLAT_SHARD_START, local
 from curvadion.telemetry import StepReport
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -136,6 +138,8 @@ class CurvaDion(Optimizer):
             "right_factor": right_factor,
             "momentum_dtype": check.dtype_name("momentum_dtype", momentum_dtype),
             "q_dtype": check.dtype_name("q_dtype", q_dtype),
+            # A key of all groups, since checkpoint tools save and load the keys of groups.
+            "progress": record(self.progress, self.gate),
         }
         check.check_group(defaults, defaults)
         super().__init__(params, defaults)
@@ -164,6 +168,7 @@ class CurvaDion(Optimizer):
                 loss = closure()
         plan = self._plan()
         created = self._create_state(plan)
+        settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         scaled = self._unscale(plan)
 
         before, after = self._momentum_norms(plan)
@@ -217,12 +222,13 @@ class CurvaDion(Optimizer):
         if not (self.gate.reads_momentum and plan.dion):
             return None, None
         M = [m.elements(m.parameter.M) for m in plan.matrices]
-        gradients = [m.parameter.G for m in plan.matrices]
-        G = [
-            torch.zeros_like(momentum) if gradient is None else m.elements(gradient)
-            for m, momentum, gradient in zip(plan.matrices, M, gradients, strict=True)
-        ]
         decays = [m.parameter.momentum_decay for m in plan.matrices]
+        G = list(M)
+        for i, m in enumerate(plan.matrices):
+            if (gradient := m.parameter.G) is not None:
+                G[i] = m.elements(gradient)
+            else:  # mu M + 0 = (mu - 1) M + M, without a tensor of zeros
+                decays[i] -= 1.0
         after = plan.norms_over_shards(ops.momentum_norms(M, G, decays))
         return plan.stored_norms(), after
 
@@ -240,7 +246,8 @@ class CurvaDion(Optimizer):
             signals,
             plan.owners,
             torch.cat(norms),
-            complete=all(p.G is not None for p in plan.parameters),
+            # FSDP1 gives no gradient to a parameter of which it holds nothing here.
+            complete=all(p.G is not None or p.local.numel() == 0 for p in plan.parameters),
             group=plan.everyone,
         )
 
@@ -315,7 +322,8 @@ class CurvaDion(Optimizer):
         tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
         for p in ready.dion:
-            tensors += [local(t) for key, t in p.state.items() if key != "momentum_norm"]
+            own = p.state.keys() - {"momentum_norm", FLAT_SHARD_START}
+            tensors += [local(p.state[key]) for key in sorted(own)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
         if ready.dion:
@@ -364,20 +372,30 @@ class CurvaDion(Optimizer):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; every group also holds ``progress``: the gate's memory and the counters."""
-        return add_progress(super().state_dict(), self.progress, self.gate)
+        """As torch's; every group also holds ``progress``: the gate's memory and the counters.
+
+        Replicas hold momenta of their own, and a distributed checkpoint keeps one of each: call
+        :meth:`synchronize` before it.
+        """
+        for group in self.param_groups:
+            group["progress"] = record(self.progress, self.gate)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every tensor keeps the dtype it was saved with.
 
         Raises:
-            ValueError: if the groups do not match, or come from another optimizer.
+            ValueError: if the groups or parameters do not match, come from another optimizer, or
+                the state is missing, or another rank's piece.
         """
-        plain, record = take_progress(state_dict)
-        super().load_state_dict(plain)
+        progress, gate = read_record(state_dict)
+        check_fits(self, state_dict)
+        check_complete(self, state_dict, progress.steps)
+        super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
-        self.gate.load_state_dict(record["gate"])
-        self.progress = Progress(**{key: record[key] for key in vars(self.progress)})
+        if gate:
+            self.gate.load_state_dict(gate)
+        self.progress = progress
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -398,11 +416,16 @@ class CurvaDion(Optimizer):
     def _plan(self) -> Plan:
         """The plan of the groups as they are now: frameworks replace parameters after __init__."""
         key = [
-            [g["algorithm"], g["right_factor"], *((id(X), X.requires_grad) for X in g["params"])]
+            [
+                id(g),
+                g["algorithm"],
+                g["right_factor"],
+                *((id(X), X.requires_grad) for X in g["params"]),
+            ]
             for g in self.param_groups
-        ]
+        ] + [id(self.state)]
         if self._cached is None or self._cached[0] != key:
-            plan = Plan.of(self.param_groups, self.state.__getitem__, self._replicas.process_group)
+            plan = Plan.of(self.param_groups, self.state, self._replicas.process_group)
             if self.gate.reads_momentum and not plan.matrices:
                 raise ValueError(
                     f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "

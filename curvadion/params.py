@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from curvadion.sharding import global_shape
+
 # What a parameter is, by the module that owns it.
 KINDS = ("matrix", "embedding", "head", "vector")
 # Modules other than nn.Linear whose 2-D weights are matrices to multiply activations with.
 MATRIX_MODULES = ("Conv1D", "MultiheadAttention")
+# Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "score", "classifier", "output_projection")
 
 
@@ -48,7 +53,8 @@ def param_groups(
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: for an unknown kind, a pattern that matches nothing, a pattern that makes a
-            matrix of a parameter that is not 2-D, or a model without trainable parameters.
+            matrix of a parameter that is not 2-D, flat weights whose shapes nobody has declared,
+            or a model without trainable parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -68,8 +74,8 @@ def param_groups(
                 matched.add(pattern)
                 kind = wanted
                 break
-        if kind == "matrix" and parameter.dim() != 2:
-            raise ValueError(f"{name} of shape {tuple(parameter.shape)} cannot be a 2-D 'matrix'")
+        if kind == "matrix" and len(global_shape(parameter)) != 2:
+            raise ValueError(f"{name} of shape {global_shape(parameter)} cannot be a 2-D 'matrix'")
         members[kind].append((name, parameter))
     if unmatched := [p for p in patterns if p not in matched]:
         raise ValueError(
@@ -94,9 +100,9 @@ def describe(groups: list[dict[str, Any]]) -> str:
     lines = []
     for group in groups:
         settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
-        count = sum(parameter.numel() for _, parameter in group["params"])
+        count = sum(math.prod(global_shape(parameter)) for _, parameter in group["params"])
         lines.append(f"{settings}: {len(group['params'])} parameters, {count:,} elements")
-        lines.extend(f"  {name} {tuple(p.shape)}" for name, p in group["params"])
+        lines.extend(f"  {name} {global_shape(p)}" for name, p in group["params"])
     return "\n".join(lines)
 
 
@@ -113,12 +119,19 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
     embedded = {id(m.weight) for m in embeddings}
     linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for wrapped_prefix, module in model.named_modules():
+        prefix = ".".join(part for part in wrapped_prefix.split(".") if part not in WRAPPERS)
         for local_name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
             name = f"{prefix}.{local_name}" if prefix else local_name
+            if id(parameter) in embedded | linear_weights and len(global_shape(parameter)) != 2:
+                raise ValueError(
+                    f"{name} of shape {tuple(parameter.shape)} is the weight of a "
+                    f"{type(module).__name__}, but flat: with FullyShardedDataParallel call "
+                    f"curvadion.integrations.fsdp.declare_flat_shards(model) first."
+                )
             if id(parameter) in embedded:
                 kind = "head" if id(parameter) in linear_weights else "embedding"
             elif not _is_matrix(module, parameter):
@@ -132,7 +145,7 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
 
 def _is_matrix(module: nn.Module, parameter: Tensor) -> bool:
     owner = isinstance(module, nn.Linear) or type(module).__name__ in MATRIX_MODULES
-    return owner and parameter.dim() == 2
+    return owner and len(global_shape(parameter)) == 2
 
 
 def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,19 +21,19 @@ from curvadion.layout import MatrixLayout
 from curvadion.power_iteration import RightFactor, Stack
 from curvadion.sharding import Part, global_shape, local
 
-StateDict = dict[str, Any]
+States = MutableMapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X with its group's hyperparameters, its state and its name in reports.
+    """A parameter X with its group's hyperparameters, all states and its name in reports.
 
     Tensors are handed out as the pieces held here: ``local`` of X, ``G``, ``M``.
     """
 
     X: Tensor
     group: dict[str, Any]
-    state: StateDict
+    states: States
     name: str
     parts: tuple[Part, ...] = ()
     matrices: list[Matrix] = field(default_factory=list)
@@ -53,6 +53,14 @@ class Parameter:
                 f"{self.name} has a sparse gradient: pass sparse=False to its module"
             )
         return local(gradient)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the optimizer remembers of X; empty before the first step.
+
+        Reading leaves no entry behind: to torch's checkpoints it would be a state already.
+        """
+        return self.states.get(self.X, {})
 
     @property
     def M(self) -> Tensor:
@@ -82,14 +90,18 @@ class Parameter:
 
     def create_state(self) -> None:
         """Fill the state as the algorithm needs it before its first step."""
+        place = sharding.place_of_flat_shard(self.X)
         if self.group["algorithm"] != "dion":
-            self.state.update(create_state(self.group["algorithm"], self.X))
+            self.states[self.X] = create_state(self.group["algorithm"], self.X) | place
             return
         dtype = _dtype(self.group["momentum_dtype"], self.X)
-        self.state["momentum"] = torch.zeros_like(self.X, dtype=dtype)
         q_dtype = _dtype(self.group["q_dtype"], self.X)
-        self.state.update(sharding.create_right_factors(self.X, self.parts, self.group, q_dtype))
-        self.state["momentum_norm"] = sharding.zeros_per_matrix(self.X, self.parts, self.group)
+        self.states[self.X] = {
+            "momentum": torch.zeros_like(self.X, dtype=dtype),
+            **sharding.create_right_factors(self.X, self.parts, self.group, q_dtype),
+            "momentum_norm": sharding.zeros_per_matrix(self.X, self.parts, self.group),
+            **place,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +191,7 @@ class Plan:
     def of(
         cls,
         param_groups: Iterable[dict[str, Any]],
-        states: Callable[[Tensor], StateDict],
+        states: States,
         replicas: dist.ProcessGroup | None,
     ) -> Plan:
         """Collective where parameters are sharded: every rank must hold the same parameters."""
@@ -188,13 +200,14 @@ class Plan:
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
                     continue
+                sharding.check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
                     parts = tuple(sharding.matrices_of(X, group, replicas, unions))
-                    parameter = Parameter(X, group, states(X), name, parts)
+                    parameter = Parameter(X, group, states, name, parts)
                     parameter.matrices.extend(Matrix(parameter, part) for part in parts)
                     dion.append(parameter)
                 else:
-                    elementwise.append(Parameter(X, group, states(X), name))
+                    elementwise.append(Parameter(X, group, states, name))
         cuts = [g for p in [*dion, *elementwise] for g in sharding.groups_of(p.X)]
         inside = unions.of(cuts)
         return cls(dion, elementwise, inside, unions.of([inside, replicas]))
@@ -289,7 +302,9 @@ class Plan:
         text = [repr(settings)]
         for p in self.parameters:
             options = [p.group[key] for key in (*keys, *more)]
-            text.append(repr((global_shape(p.X), p.X.dtype, *options)))
+            shard = sharding.flat_shard(p.X)
+            held = None if shard is None else (shard.start, shard.stop)
+            text.append(repr((global_shape(p.X), p.X.dtype, held, *options)))
         return zlib.crc32("\n".join(text).encode())
 
 
@@ -306,13 +321,26 @@ def product_dtype(X: Tensor) -> torch.dtype:
     return torch.promote_types(X.dtype, torch.float32)
 
 
+class _Momenta(Sequence[Tensor]):
+    """The matrices' momenta, each read when it is asked for: it may be a padded copy."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._matrices = matrices
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._matrices[index].M
+
+
 def as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
     """What a power iteration needs to know of matrices that form a stack."""
     layout, right_factor = matrices[0].layout, matrices[0].group["right_factor"]
     factor: RightFactor = right_factor
     return Stack(
         layout=layout.inside_replica() if inside_replica else layout,
-        B=[m.M for m in matrices],
+        B=_Momenta(matrices),
         Q=[m.Q for m in matrices],
         right_factor=factor,
         dtype=product_dtype(matrices[0].parameter.X),

@@ -33,7 +33,8 @@ class Stack:
 
     Attributes:
         layout: shared by the matrices.
-        B: local pieces, each of shape (m_i, n_j), any floating dtype, any strides.
+        B: local pieces, each of shape (m_i, n_j), any floating dtype, any strides; read one at a
+            time, so that a sequence may make each when it is asked for.
         Q: right factors, each (n_j, r).
         right_factor: how R becomes the next Q.
         dtype: of the products P and R: float32, or float64 for float64 parameters.
@@ -47,11 +48,11 @@ class Stack:
 
     @property
     def P_shape(self) -> tuple[int, int, int]:
-        return len(self.B), self.B[0].shape[0], self.Q[0].shape[1]
+        return len(self.B), len(self.layout.rows), self.Q[0].shape[1]
 
     @property
     def R_shape(self) -> tuple[int, int, int]:
-        return len(self.B), self.B[0].shape[1], self.Q[0].shape[1]
+        return len(self.B), len(self.layout.columns), self.Q[0].shape[1]
 
 
 class LowRank(NamedTuple):
@@ -91,7 +92,7 @@ def power_iteration(stacks: Sequence[Stack], *, epsilon: float = 1e-8) -> list[L
 def _left_factors(stacks: Sequence[Stack]) -> list[Tensor]:
     rows = [s.layout.rows for s in stacks]
     buckets = Buckets(
-        [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.B[0].device) for s in stacks]
+        [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
     )
     for stack, P in zip(stacks, buckets.views, strict=True):
         for B, Q, out in zip(stack.B, stack.Q, P, strict=True):
@@ -106,7 +107,7 @@ def _right_products(
     stacks: Sequence[Stack], P: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     buckets = Buckets(
-        [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.B[0].device) for s in stacks]
+        [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
     )
     for stack, P_stack, R in zip(stacks, P, buckets.views, strict=True):
         for B, P_one, out in zip(stack.B, P_stack, R, strict=True):

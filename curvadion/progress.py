@@ -1,13 +1,10 @@
-"""What a checkpoint holds besides torch.optim's own: the gate's memory, counters, true dtypes."""
+"""How far a run has come, and the text in which a checkpoint holds it."""
 
 from __future__ import annotations
 
-import copy
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from torch import Tensor
-from torch.optim import Optimizer
 
 from curvadion.gate import Gate
 
@@ -27,15 +24,26 @@ class Progress:
     skipped_in_a_row: int = 0
 
 
-def add_progress(state_dict: dict[str, Any], progress: Progress, gate: Gate) -> dict[str, Any]:
-    """Write progress and gate into every group, which torch's checkpoint tools keep."""
-    record = {**asdict(progress), "gate": gate.state_dict()}
-    groups = [{**group, "progress": copy.deepcopy(record)} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups}
+def record(progress: Progress, gate: Gate) -> str:
+    """Progress and the gate's memory as JSON text: one leaf, which checkpoint tools keep whole.
+
+    (They flatten dictionaries, lose empty ones, and load only the keys that exist already.)
+
+    Raises:
+        TypeError: if the gate's state holds what JSON cannot.
+    """
+    state = gate.state_dict()
+    try:
+        return json.dumps({**asdict(progress), "gate": state}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"state_dict() of gate={gate!r} is {state!r}: it must hold numbers, strings, lists and "
+            f"dictionaries with string keys only ({error})"
+        ) from error
 
 
-def take_progress(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inverse of :func:`add_progress`: torch's own state_dict, and the record.
+def read_record(state_dict: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
+    """The inverse of :func:`record`, of the one that a state_dict's groups hold.
 
     Raises:
         ValueError: if the state was saved by an optimizer that is not ours.
@@ -47,17 +55,6 @@ def take_progress(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
                     f"state_dict was not saved by CurvaDion or Dion: a param group lacks the key "
                     f"{key!r}. Load it into the optimizer that saved it."
                 )
-    groups = [dict(group) for group in state_dict["param_groups"]]
-    records: list[dict[str, Any]] = [group.pop("progress") for group in groups]
-    return {**state_dict, "param_groups": groups}, records[0]
-
-
-def restore_dtypes(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Give loaded state the dtypes it was saved with: torch casts it to the parameter's."""
-    order = [i for group in saved["param_groups"] for i in group["params"]]
-    live = [X for group in optimizer.param_groups for X in group["params"]]
-    for i, X in zip(order, live, strict=True):
-        loaded = optimizer.state[X]
-        for key, value in saved["state"].get(i, {}).items():
-            if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
-                loaded[key] = value.detach().clone().to(loaded[key].device)
+    held = json.loads(state_dict["param_groups"][0]["progress"])
+    gate: dict[str, Any] = held.pop("gate")
+    return Progress(**held), gate

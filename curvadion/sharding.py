@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -21,6 +22,7 @@ from curvadion.layout import Extent, MatrixLayout
 from curvadion.pieces import Block, FlatRange, Piece
 
 _FLAT_SHARD = "curvadion_flat_shard"
+FLAT_SHARD_START = "flat_shard_start"  # key of a state
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,23 @@ def declare_flat_shard(
 ) -> None:
     """Say that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Every rank of ``group`` declares its own range; together they cover the tensor once.
+    Every rank of ``group`` declares its own range, which may be empty; together they cover the
+    tensor once (checked at the first step). Replicas hold the same ranges. The optimizer's state
+    is cut at the same elements: each rank saves and loads its own state_dict (torch.save), in the
+    same layout; torch.distributed.checkpoint cannot move it.
 
     Raises:
-        ValueError: if the range does not lie in the tensor or is not as long as the parameter.
+        TypeError: if the parameter is a DTensor, or the group is none.
+        ValueError: if the parameter is not 1-D, or the range does not lie in the tensor or is not
+            as long as the parameter.
     """
+    if isinstance(parameter, DTensor):
+        raise TypeError(f"A DTensor of placements {parameter.placements} says itself what it holds")
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group={group!r} must be a ProcessGroup or None")
     numel = math.prod(shape)
+    if parameter.dim() != 1:
+        raise ValueError(f"parameter of shape {tuple(parameter.shape)} must be 1-D: flatten it")
     if not 0 <= start <= stop <= numel or parameter.numel() != stop - start:
         raise ValueError(
             f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and have the parameter's "
@@ -63,6 +76,15 @@ def flat_shard(parameter: Tensor) -> FlatShard | None:
     return getattr(parameter, _FLAT_SHARD, None)
 
 
+def place_of_flat_shard(parameter: Tensor) -> dict[str, Tensor]:
+    """State that tells this rank's flat shard from others; nothing for other parameters.
+
+    A tensor of one number: the form that torch.distributed.checkpoint and FSDP1 treat least.
+    """
+    declared = flat_shard(parameter)
+    return {} if declared is None else {FLAT_SHARD_START: torch.tensor(declared.start)}
+
+
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
     """Shape of the whole parameter, of which this rank may hold a piece."""
     declared = flat_shard(parameter)
@@ -73,7 +95,8 @@ def local(tensor: Tensor) -> Tensor:
     """The piece held here, sharing memory with the tensor."""
     if isinstance(tensor, DTensor):
         piece: Tensor = tensor.to_local()
-        return piece
+        # Still on its way from a collective of autograd's; fused operations need the memory itself.
+        return piece.wait() if isinstance(piece, AsyncCollectiveTensor) else piece
     return tensor
 
 
@@ -117,8 +140,17 @@ def groups_of(X: Tensor) -> list[Group]:
         return [declared.group] if declared.group is not None else []
     if not isinstance(X, DTensor):
         return []
-    groups = [_group_over(X.device_mesh, d.axes) for d in _dimensions(X)]
+    groups = [group_over(X.device_mesh, d.axes) for d in _dimensions(X)]
     return [group for group in groups if group is not None]
+
+
+def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
+    """Raise ValueError if the parameter is cut over the ranks that should hold it alike."""
+    if replicas is not None and replicas in groups_of(X):
+        raise ValueError(
+            f"replicas is a process group over which {name} of shape {global_shape(X)} is sharded: "
+            f"pass the group that replicates it, or None."
+        )
 
 
 def check_placements(X: Tensor, name: str) -> None:
@@ -202,7 +234,7 @@ def _chunk(held: range, pieces: int, place: int) -> range:
     return held[min(place * size, len(held)) : min((place + 1) * size, len(held))]
 
 
-def _group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     """The ranks that differ from this one along some mesh axes only."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -223,14 +255,8 @@ def _block_parts(
     )
     mesh = X.device_mesh if isinstance(X, DTensor) else None
     _check_inner(X, columns, dimensions[stack_dims + 2 :])
-    rows_group = _group_over(mesh, rows.axes) if mesh is not None else None
-    columns_group = _group_over(mesh, columns.axes) if mesh is not None else None
-    for group in (rows_group, columns_group):
-        if group is not None and group is replicas:
-            raise ValueError(
-                f"replicas is a group over which a parameter of shape {tuple(X.shape)} is sharded "
-                f"({_placements(X)}): pass the group that replicates it."
-            )
+    rows_group = group_over(mesh, rows.axes) if mesh is not None else None
+    columns_group = group_over(mesh, columns.axes) if mesh is not None else None
     width = math.prod(inner)
     held_columns = range(columns.held.start * width, columns.held.stop * width)
     n = X.shape[stack_dims + 1] * width

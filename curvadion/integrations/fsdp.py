@@ -1,0 +1,190 @@
+"""Fully sharded models: FSDP2 whose gradients stay in their replica, and FSDP1's flat shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from curvadion.sharding import declare_flat_shard
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def keep_gradients_local(model: Model) -> Model:
+    """Stop FSDP2 from averaging gradients over replicas, for optimizers that do it themselves.
+
+    After any backward ``p.grad`` is the mean over the shards of this replica: on a mesh of
+    (replicate, shard) FSDP still gathers weights and reduce-scatters gradients along ``shard``,
+    and sends nothing along ``replicate``. The optimizer takes over there:
+    ``CurvaDion(..., replicas=mesh["replicate"])``. Parameters stay the DTensors they are, and
+    gradients accumulate over backwards as ever.
+
+    A model on a mesh without replicas (whose replicas, if any, are outside FSDP's mesh) is left
+    as it is. Calling it again changes nothing.
+
+    Args:
+        model: a module that contains modules of ``torch.distributed.fsdp.fully_shard``, between
+            two steps.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: if nothing in ``model`` was sharded by fully_shard.
+        RuntimeError: if a user's all-reduce hook is set, if gradients have been reduced in part, or
+            if this version of torch keeps its process groups elsewhere.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise TypeError(
+            f"{type(model).__name__} has no module of FSDP2: call torch.distributed.fsdp."
+            f"fully_shard(model, mesh=...) first. (FullyShardedDataParallel, FSDP1: build it with "
+            f"process_group= the shards of one replica, and it keeps to them.)"
+        )
+    for module in sharded:
+        for group in _parameter_groups(module):
+            _reduce_over_shards_only(group)
+    return model
+
+
+def declare_flat_shards(model: Model) -> Model:
+    """Tell optimizers which part of each parameter of FSDP1 a rank holds.
+
+    FullyShardedDataParallel(use_orig_params=True) leaves of every original parameter a flat
+    range of its elements, or none, which would look like a vector. After this call
+    ``curvadion.param_groups(model)`` and the optimizers know their shapes and who holds the rest.
+    Under NO_SHARD there is nothing to declare.
+
+    A parameter that a backward did not use has a gradient of zeros, not none, if FSDP flattened it
+    together with one that was used: wrap experts by themselves if they are to rest then.
+
+    Args:
+        model: a module that contains FullyShardedDataParallel modules, between two steps.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: if nothing in ``model`` is a FullyShardedDataParallel.
+        ValueError: if one was built with use_orig_params=False, or holds a parameter that is not
+            contiguous.
+        RuntimeError: if this version of torch keeps what it knows of its shards elsewhere.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    wrappers = FullyShardedDataParallel.fsdp_modules(model)
+    if not wrappers:
+        raise TypeError(
+            f"{type(model).__name__} has no FullyShardedDataParallel: parameters of FSDP2's "
+            f"fully_shard are DTensors and need no declaration."
+        )
+    for wrapper in wrappers:
+        handle: Any = _private(wrapper, "_handle")
+        if handle is not None:
+            _declare_handle(handle)
+    return model
+
+
+# -------------------------------------------------------------------- FSDP2
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """FSDP's own groups of parameters that communicate together."""
+    state: Any = _private(module, "_get_fsdp_state")()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    single = _private(state, "_fsdp_param_group")
+    return [] if single is None else [single]
+
+
+def _reduce_over_shards_only(group: Any) -> None:
+    """Give one of FSDP's parameter groups the same mesh without the meaning of its replicas."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+    except ImportError as error:
+        raise _elsewhere("_fsdp_common") from error
+    mesh_info = _private(group, "mesh_info")
+    if not isinstance(mesh_info, _private(fsdp, "DDPMeshInfo")):
+        return
+    if getattr(group, "_all_reduce_hook", None) is not None:
+        raise RuntimeError(
+            "model has an all-reduce hook, which reduces gradients: do not call "
+            "set_all_reduce_hook if the optimizer synchronises replicas."
+        )
+    if getattr(group, "_partial_reduce_output", None) is not None:
+        raise RuntimeError(
+            "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
+            "has not handed out: call keep_gradients_local before the first backward."
+        )
+    known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
+    # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
+    local: Any
+    if isinstance(mesh_info, _private(fsdp, "FSDPMeshInfo")):
+        local = fsdp.FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
+        local.reduce_scatter_process_group = getattr(
+            mesh_info, "reduce_scatter_process_group", None
+        )
+    else:
+        local = _private(fsdp, "DataParallelMeshInfo")(**known)
+    if _private(group, "post_forward_mesh_info") is mesh_info:
+        group.post_forward_mesh_info = local
+    group.mesh_info = local
+
+
+# -------------------------------------------------------------------- FSDP1
+
+
+def _declare_handle(handle: Any) -> None:
+    """Declare the original parameters of one FlatParameter."""
+    if not _private(handle, "uses_sharded_strategy"):
+        return
+    flat: Any = _private(handle, "flat_param")
+    originals = _private(flat, "_params")
+    if originals is None:
+        raise ValueError(
+            "model was built with use_orig_params=False: its parameters are flattened together "
+            "and no matrix can be told apart. Build it with use_orig_params=True."
+        )
+    for parameter, name, shape, contiguous, (start, stop) in zip(
+        originals,
+        _private(flat, "_fqns"),
+        _private(flat, "_shapes"),
+        _private(flat, "_contiguities"),
+        _ranges(flat),
+        strict=True,
+    ):
+        if not contiguous:
+            raise ValueError(
+                f"{name} of shape {tuple(shape)} is not contiguous: make it so before the model is "
+                f"wrapped."
+            )
+        declare_flat_shard(parameter, shape, start, stop, _private(handle, "process_group"))
+
+
+def _ranges(flat: Any) -> Iterator[tuple[int, int]]:
+    """[start, stop) of each original parameter's elements that this rank holds."""
+    for info in _private(flat, "_shard_param_infos"):
+        if info.in_shard:
+            yield info.intra_param_start_idx, info.intra_param_end_idx + 1
+        else:
+            yield 0, 0
+
+
+def _private(owner: object, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise _elsewhere(f"{type(owner).__name__}.{name}")
+    return getattr(owner, name)
+
+
+def _elsewhere(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"torch {torch.__version__} has no {name}, from which FSDP's layout is read: use a version "
+        f"of torch that this release of curvadion was tested with."
+    )

@@ -1,0 +1,117 @@
+"""What an optimizer step sends, in bytes per rank, as functions of how a matrix is held.
+
+B is the matrix or its transpose, whichever has no fewer rows than columns, and r its rank. A rank
+holds ``rows`` of B's rows, the others being with ``row_ranks`` ranks (itself included), and
+``columns`` of its columns, the others with ``column_ranks``. Products are float32, Gram matrices
+float64. A collective over one rank is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+GATE = 16
+
+
+@dataclass(frozen=True)
+class Held:
+    """One matrix as one rank holds it; shared: rows or columns that a cut runs through."""
+
+    rows: int
+    columns: int
+    r: int
+    row_ranks: int = 1
+    column_ranks: int = 1
+    replicas: int = 1
+    shared_rows: int = 0
+    shared_columns: int = 0
+
+
+def chunk(size, pieces, place):
+    """How many of ``size`` the rank at ``place`` holds: torch.chunk's rule."""
+    whole = -(-size // pieces)
+    return max(0, min(whole, size - place * whole))
+
+
+def held(shape, r, *, m_cuts=(), n_cuts=(), replicas=1):
+    """An (m, n) matrix; cuts: (pieces, place of this rank) of each mesh axis, the first first."""
+    sizes, ranks = list(shape), [1, 1]
+    for dim, cuts in enumerate((m_cuts, n_cuts)):
+        for pieces, place in cuts:
+            sizes[dim], ranks[dim] = chunk(sizes[dim], pieces, place), ranks[dim] * pieces
+    order = (1, 0) if shape[0] < shape[1] else (0, 1)
+    return Held(*(sizes[d] for d in order), r, *(ranks[d] for d in order), replicas)
+
+
+def left_product(x: Held) -> int:
+    """P = B Q: summed over the columns' ranks and averaged over replicas in one collective."""
+    return 4 * x.rows * x.r if x.column_ranks * x.replicas > 1 else 0
+
+
+def right_product(x: Held) -> int:
+    """R = B^T P: summed over the rows' ranks and averaged over replicas in one collective."""
+    return 4 * x.columns * x.r if x.row_ranks * x.replicas > 1 else 0
+
+
+def shared_products(x: Held) -> int:
+    """Rows of P and of R whose summands lie on several ranks: cuts between elements only."""
+    return 4 * (x.shared_rows + x.shared_columns) * x.r
+
+
+def gram(x: Held) -> int:
+    """One triangle of P^T P: sent twice to make P's columns orthonormal."""
+    return 8 * x.r * (x.r + 1) // 2 if x.row_ranks > 1 else 0
+
+
+def column_norms(x: Held) -> int:
+    """Squared lengths of R's columns, whose rows are B's columns."""
+    return 4 * x.r if x.column_ranks > 1 else 0
+
+
+def norm(x: Held) -> int:
+    """One number that is summed over the shards of one replica."""
+    return 4 if x.row_ranks * x.column_ranks > 1 else 0
+
+
+def low_rank_step(x: Held) -> int:
+    """Everything that the update of one matrix sends."""
+    products = left_product(x) + right_product(x) + shared_products(x)
+    return products + 2 * gram(x) + column_norms(x)
+
+
+def open_step(matrices: Iterable[Held], *, elementwise=0, reads_momentum=False) -> int:
+    """A step with the gate open; elementwise: numbers held of AdamW's and Lion's parameters.
+
+    A gate that reads momenta needs their norms before the step, and what the step took from them.
+    """
+    norms = 2 if reads_momentum else 0
+    matrices = list(matrices)
+    replicated = any(x.replicas > 1 for x in matrices)
+    update = sum(low_rank_step(x) + norms * norm(x) for x in matrices)
+    return GATE + update + (4 * elementwise if replicated else 0)
+
+
+def closed_step(matrices: Iterable[Held], *, reads_momentum=True) -> int:
+    """A step with the gate closed, where the local step is the gradient's."""
+    return GATE + (sum(norm(x) for x in matrices) if reads_momentum else 0)
+
+
+def largest_message(matrices: Iterable[Held]) -> int:
+    """The largest single message of an open-gate step.
+
+    Messages of one kind over the same ranks travel together: all P's, all R's, and so on.
+    """
+    messages: dict[tuple[object, ...], int] = {}
+    for x in matrices:
+        rows, columns, both = x.row_ranks, x.column_ranks, x.row_ranks * x.column_ranks
+        for kind, ranks in (
+            (left_product, (columns, x.replicas)),
+            (right_product, (rows, x.replicas)),
+            (shared_products, (both,)),
+            (gram, (rows,)),
+            (column_norms, (columns,)),
+            (norm, (both,)),
+        ):
+            messages[kind, ranks] = messages.get((kind, ranks), 0) + kind(x)
+    return max(GATE, *messages.values())

@@ -1,0 +1,481 @@
+"""FSDP2, HSDP and FSDP1 train to the weights of one process that reads all batches."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import distributed
+import formulas
+import transformer
+from curvadion import CurvaDion, Dion, WireMeter
+from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
+from test_layouts import Scheduled
+
+STEPS = 10
+OPEN_STEPS = (1, 2, 5, 9)
+
+# Replicas, shards of each.
+LAYOUTS = {
+    "fsdp 2": (1, 2),
+    "fsdp 4": (1, 4),
+    "hsdp 2x2": (2, 2),
+    "hsdp 2x2, kept gathered": (2, 2),
+    "hsdp 2x2, reduced by FSDP": (2, 2),
+    "replicas outside FSDP's mesh": (2, 2),
+    "replicate": (2, 1),
+    "FSDP1 FULL_SHARD": (1, 4),
+    "FSDP1 SHARD_GRAD_OP": (1, 2),
+    "FSDP1 NO_SHARD": (1, 2),
+    "FSDP1, replicas outside": (2, 2),
+}
+
+
+def shard(model, layout, mesh):
+    """The sharded model and the optimizer's replicas."""
+    if layout.startswith("FSDP1"):
+        return shard_flat(model, layout, mesh)
+    replicas = mesh["replicate"] if mesh.size(0) > 1 else None
+    fsdp_mesh = mesh if layout.startswith("hsdp") else mesh["shard"]
+    for module in (*model.blocks, model):
+        if layout == "replicate":
+            replicate(module, mesh=mesh["replicate"])
+        else:
+            kept = {"reshard_after_forward": False} if "kept" in layout else {}
+            fully_shard(module, mesh=fsdp_mesh, **kept)
+    if "reduced by FSDP" in layout:
+        return model, None
+    return keep_gradients_local(model), replicas
+
+
+def shard_flat(model, layout, mesh):
+    strategy = layout.partition("FSDP1 ")[2] or "FULL_SHARD"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+        model = FullyShardedDataParallel(
+            model,
+            process_group=mesh.get_group("shard"),
+            sharding_strategy=ShardingStrategy[strategy],
+            # FSDP1 has zeros for what is unused in a unit that is used: experts are units.
+            auto_wrap_policy=ModuleWrapPolicy({transformer.Block, transformer.Expert}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+    return declare_flat_shards(model), mesh["replicate"] if mesh.size(0) > 1 else None
+
+
+def mesh_of(layout):
+    return init_device_mesh("cpu", LAYOUTS[layout], mesh_dim_names=("replicate", "shard"))
+
+
+def full_weights(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return transformer.weights(model)
+    return {
+        name: p.full_tensor() if hasattr(p, "full_tensor") else p
+        for name, p in transformer.weights(model).items()
+    }
+
+
+def some_replicas(step, replica):
+    """Who uses the experts: all, the first replica, nobody."""
+    return (True, replica == 0, False)[step % 3]
+
+
+def train(rank, layout, schedule, options, *, clip=None, sparing=False):
+    """Weights after the steps, drifts and clipped norms on the way, weights once synchronised."""
+    mesh = mesh_of(layout)
+    replica = mesh.get_local_rank("replicate")
+    model, replicas = shard(transformer.build(), layout, mesh)
+    optimizer = make(model, replicas, schedule, options)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        expert = some_replicas(step, replica) if sparing else True
+        transformer.loss_of(model, step, rank, expert).backward()
+        if clip is not None:
+            seen.append(clip_(model, clip))
+        optimizer.step()
+        seen.append(optimizer.drift())
+    own = full_weights(model)
+    optimizer.synchronize()
+    return own, seen, full_weights(model)
+
+
+def make(model, replicas, schedule, options):
+    gate = {"gate": Scheduled(schedule)} if schedule else {}
+    optimizer_class = CurvaDion if schedule else Dion
+    return optimizer_class(transformer.groups(model), replicas=replicas, **gate, **options)
+
+
+def clip_(model, clip):
+    if isinstance(model, FullyShardedDataParallel):
+        return float(model.clip_grad_norm_(clip))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def whole_replicas(rank, shards, schedule, options, *, clip=None, sparing=False):
+    """What ``train`` returns of replicas that are one process each and read all its batches."""
+    model = transformer.build()
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    optimizer = make(model, group, schedule, options)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        expert = some_replicas(step, rank) if sparing else True
+        for place in range(rank * shards, (rank + 1) * shards):
+            (transformer.loss_of(model, step, place, expert) / shards).backward()
+        if clip is not None:
+            seen.append(clip_(model, clip))
+        optimizer.step()
+        seen.append(optimizer.drift())
+    own = transformer.weights(model)
+    optimizer.synchronize()
+    return own, seen, transformer.weights(model)
+
+
+def compare(layout, schedule=None, options=None, **how):
+    """All ranks of a layout against whole replicas that read the same batches."""
+    replicas, shards = LAYOUTS[layout]
+    if "reduced by FSDP" in layout:
+        replicas, shards = 1, replicas * shards
+    arguments = (schedule, options or {}, how)
+    actual = distributed.run(dist_size(layout), train_with, layout, *arguments)
+    expected = expected_of(replicas, shards, repr(arguments), lambda: arguments)
+    for rank, (own, seen, synchronized) in enumerate(actual):
+        own_whole, seen_whole, synchronized_whole = expected[rank // shards]
+        assert transformer.worst(own, own_whole)[0] < 1e-5, transformer.worst(own, own_whole)
+        assert seen == pytest.approx(seen_whole, rel=1e-3, abs=1e-6)
+        assert transformer.worst(synchronized, synchronized_whole)[0] < 1e-5
+
+
+def dist_size(layout):
+    replicas, shards = LAYOUTS[layout]
+    return replicas * shards
+
+
+_expected = {}
+
+
+def expected_of(replicas, shards, key, arguments):
+    key = (replicas, shards, key)
+    if key not in _expected:
+        _expected[key] = distributed.run(replicas, whole_with, shards, *arguments())
+    return _expected[key]
+
+
+def train_with(rank, layout, schedule, options, how):
+    return train(rank, layout, schedule, options, **how)
+
+
+def whole_with(rank, shards, schedule, options, how):
+    return whole_replicas(rank, shards, schedule, options, **how)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_open_gate_trains_to_the_weights_of_one_process(layout):
+    actual = distributed.run(dist_size(layout), train_with, layout, None, {}, {})
+    expected = single(dist_size(layout))
+    for own, seen, _ in actual:
+        assert transformer.worst(own, expected)[0] < 1e-5, transformer.worst(own, expected)
+        assert max(seen) < 1e-6  # replicas stay together
+
+
+@functools.cache
+def single(places):
+    return transformer.single(Dion, range(places), STEPS)
+
+
+SOME = ["hsdp 2x2", "replicas outside FSDP's mesh", "FSDP1, replicas outside"]
+
+
+@pytest.mark.parametrize("local_step", ["gradient", "dion"])
+@pytest.mark.parametrize("layout", SOME)
+def test_a_schedule_of_gates_drifts_and_meets_as_whole_replicas_do(layout, local_step):
+    compare(layout, OPEN_STEPS, {"local_step": local_step, "local_lr": 0.1})
+
+
+@pytest.mark.parametrize("layout", ["fsdp 4", *SOME])
+def test_clipping_takes_the_norm_of_the_replicas_gradient(layout):
+    compare(layout, OPEN_STEPS, {"local_step": "dion"}, clip=0.5)
+
+
+@pytest.mark.parametrize("schedule", [None, OPEN_STEPS])
+@pytest.mark.parametrize("layout", ["fsdp 2", *SOME])
+def test_experts_that_some_replicas_or_nobody_uses(layout, schedule):
+    compare(layout, schedule, {}, sparing=True)
+
+
+# -------------------------------------------------------------------- gradients of replicas
+
+
+def two_backwards(rank, layout, keep):
+    """Errors of the gradients against those of whole replicas, and what the backwards sent."""
+    mesh = mesh_of(layout)
+    replica, shards = mesh.get_local_rank("replicate"), mesh.size(1)
+    model, _ = shard(transformer.build(), layout if keep else "hsdp, reduced by FSDP", mesh)
+    with WireMeter() as meter:
+        for step in range(2):
+            transformer.loss_of(model, step, rank).backward()
+    readers = range(replica * shards, (replica + 1) * shards) if keep else range(mesh.size())
+    whole = transformer.build()
+    for step in range(2):
+        for place in readers:
+            (transformer.loss_of(whole, step, place) / len(readers)).backward()
+    error = transformer.worst(
+        {name: p.grad.full_tensor() for name, p in model.named_parameters()},
+        {name: p.grad for name, p in whole.named_parameters()},
+    )
+    names = {mesh.get_group(d).group_name: d for d in ("replicate", "shard")}
+    sent = {
+        f"{collective} over {names[group]}": count.bytes
+        for (group, collective), count in meter.records.items()
+        if count.bytes
+    }
+    return error, sent
+
+
+def padded_bytes(shards):
+    """What is reduce-scattered of one backward: FSDP pads the first dimension."""
+    shapes = [p.shape for p in transformer.build().parameters()]
+    return sum(4 * -(-s[0] // shards) * shards * s[1:].numel() for s in shapes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["hsdp 2x2", "hsdp 2x2, kept gathered", "replicas outside FSDP's mesh", "replicate"],
+)
+def test_gradients_are_those_of_the_replica_and_nothing_crosses_between_replicas(layout):
+    shards = LAYOUTS[layout][1]
+    for (error, name), sent in distributed.run(dist_size(layout), two_backwards, layout, True):
+        assert error < 1e-5, name
+        assert not [how for how in sent if how.endswith("replicate")]
+        if shards > 1:
+            assert sent["reduce_scatter over shard"] == 2 * padded_bytes(shards)
+
+
+def test_without_the_integration_fsdp_averages_over_the_replicas():
+    for (error, name), sent in distributed.run(4, two_backwards, "hsdp 2x2", False):
+        assert error < 1e-5, name
+        assert sent["all_reduce over replicate"] == padded_bytes(2)
+
+
+def after_a_forgotten_call(rank, accumulate):
+    """What the first step raises."""
+    mesh = mesh_of("hsdp 2x2")
+    model, _ = shard(transformer.build(), "hsdp, reduced by FSDP", mesh)
+    optimizer = Dion(transformer.groups(model), replicas=mesh["replicate"])
+    for micro in range(accumulate):
+        transformer.loss_of(model, micro, rank).backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_synchronizing_twice_is_an_error_on_every_rank(accumulate):
+    for message in distributed.run(4, after_a_forgotten_call, accumulate):
+        assert "identical" in message and "curvadion.integrations.fsdp" in message
+
+
+def late_and_repeated(rank):
+    """Gradients after a call between two steps, and after another."""
+    mesh = mesh_of("hsdp 2x2")
+    model, _ = shard(transformer.build(), "hsdp, reduced by FSDP", mesh)
+    found = []
+    for calls in range(3):
+        model.zero_grad()
+        transformer.loss_of(model, 0, rank).backward()
+        found.append({n: p.grad.to_local().clone() for n, p in model.named_parameters()})
+        groups = [m._get_fsdp_state()._fsdp_param_groups[0].mesh_info for m in modules_of(model)]
+        keep_gradients_local(model)
+        after = [m._get_fsdp_state()._fsdp_param_groups[0].mesh_info for m in modules_of(model)]
+        assert (groups == after) == (calls > 0)
+    return found
+
+
+def modules_of(model):
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def test_the_call_may_come_late_and_twice():
+    averaged, own, again = zip(*distributed.run(4, late_and_repeated), strict=True)
+    for name in own[0]:
+        for shard_place in (0, 1):
+            ranks = shard_place, shard_place + 2
+            mean = (own[ranks[0]][name] + own[ranks[1]][name]) / 2
+            for rank in ranks:
+                torch.testing.assert_close(averaged[rank][name], mean)
+                assert torch.equal(again[rank][name], own[rank][name])
+
+
+# -------------------------------------------------------------------- errors
+
+
+def misuse(rank):
+    """Each of these raises and names what to do."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    process_group = mesh.get_group("replicate")
+    cpu = {"device_id": torch.device("cpu"), "process_group": process_group}
+    line = functools.partial(nn.Linear, 4, 6)
+
+    with pytest.raises(TypeError, match="fully_shard"):
+        keep_gradients_local(line())
+    with pytest.raises(TypeError, match="FullyShardedDataParallel, FSDP1"):
+        keep_gradients_local(FullyShardedDataParallel(line(), use_orig_params=True, **cpu))
+    with pytest.raises(TypeError, match="str"):
+        keep_gradients_local("model")
+
+    hooked = fully_shard(line(), mesh=mesh)
+    hooked.set_all_reduce_hook(lambda tensor: None)
+    with pytest.raises(RuntimeError, match="set_all_reduce_hook"):
+        keep_gradients_local(hooked)
+
+    held_back = fully_shard(line(), mesh=mesh)
+    held_back.set_requires_all_reduce(False)
+    held_back(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="before the first backward"):
+        keep_gradients_local(held_back)
+
+    other_torch = fully_shard(line(), mesh=mesh)
+    del other_torch._get_fsdp_state()._fsdp_param_groups[0].mesh_info
+    with pytest.raises(RuntimeError, match=r"FSDPParamGroup\.mesh_info"):
+        keep_gradients_local(other_torch)
+
+    with pytest.raises(TypeError, match="DTensors"):
+        declare_flat_shards(fully_shard(line(), mesh=mesh))
+    with pytest.raises(TypeError, match="str"):
+        declare_flat_shards("model")
+    with pytest.raises(ValueError, match="use_orig_params=True"):
+        declare_flat_shards(FullyShardedDataParallel(line(), use_orig_params=False, **cpu))
+
+    transposed = line()
+    transposed.weight = nn.Parameter(torch.ones(4, 6).mT)
+    with pytest.raises(ValueError, match=r"weight .* contiguous"):
+        declare_flat_shards(FullyShardedDataParallel(transposed, use_orig_params=True, **cpu))
+
+    flat = FullyShardedDataParallel(line(), use_orig_params=True, **cpu)
+    with pytest.raises(ValueError, match="declare_flat_shards"):
+        transformer.groups(flat)
+    with pytest.raises(ValueError, match="declare_flat_shards"):
+        Dion(flat.parameters())
+    with pytest.raises(RuntimeError, match="_shard_param_infos"):
+        del flat._handle.flat_param._shard_param_infos
+        declare_flat_shards(flat)
+
+
+def test_misuse_is_told():
+    distributed.run(2, misuse)
+
+
+# -------------------------------------------------------------------- what a step sends and holds
+
+RANK = 3
+
+
+class Stack(nn.Module):
+    """Matrices whose products with their transposes make a loss, and a norm."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.layers = nn.ModuleList([transformer.Expert(n, m, bias=False) for m, n in shapes])
+        self.norm = nn.LayerNorm(30)
+
+    def forward(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        x = self.norm(torch.randn(4, 30, generator=generator)).mean()
+        for layer in self.layers:
+            x = x + layer(torch.randn(4, layer.in_features, generator=generator)).square().mean()
+        return x
+
+
+def steps_of_a_stack(rank, layout, shapes, r, measure):
+    """``measure`` of the second open-gate step; the first also verifies the setup."""
+    mesh = mesh_of(layout)
+    torch.manual_seed(0)
+    model = Stack(shapes)
+    model.blocks = []
+    model, replicas = shard(model, layout, mesh)
+    groups = [
+        {"params": list(model.layers.parameters()), "rank_multiple_of": r},
+        {"params": list(model.norm.parameters()), "algorithm": "adamw"},
+    ]
+    optimizer = CurvaDion(
+        groups, replicas=replicas, threshold=0.0, local_step="gradient", rank_fraction=1e-3
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        model(10 * step + rank).backward()
+        result = measure(optimizer, mesh)
+        assert optimizer.report.gate_open
+    return result
+
+
+def messages(optimizer, mesh):
+    """Bytes sent, the largest message, and what the formulas say of both."""
+    with WireMeter() as meter:
+        optimizer.step()
+    (replicas, shards), place = mesh.shape, mesh.get_local_rank("shard")
+    everything = [
+        formulas.held(tuple(x.shape), RANK, m_cuts=[(shards, place)], replicas=replicas)
+        for x in optimizer.param_groups[0]["params"]
+    ]
+    norms = sum(x.to_local().numel() for x in optimizer.param_groups[1]["params"])
+    return (
+        (meter.total_bytes, meter.largest),
+        (
+            formulas.open_step(everything, elementwise=norms, reads_momentum=True),
+            formulas.largest_message(everything),
+        ),
+    )
+
+
+@pytest.mark.parametrize("layout", ["fsdp 4", "hsdp 2x2"])
+def test_only_low_rank_factors_are_sent(layout):
+    shapes = [(50, 30), (30, 50), (40, 40), (41, 30)]
+    for actual, expected in distributed.run(4, steps_of_a_stack, layout, shapes, RANK, messages):
+        assert actual == expected
+        assert actual[1] < min(4 * m * n for m, n in shapes)
+
+
+def peak_memory(optimizer, mesh):
+    """The most that a step holds at once of what it allocates itself, in bytes."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        optimizer.step()
+    changes = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("layout", ["fsdp 4", "hsdp 2x2", "FSDP1 FULL_SHARD"])
+def test_a_step_holds_no_more_than_one_shard_and_the_buckets(layout):
+    shapes = [(401, 301), (301, 401)] * 8
+    # P, R, the next Q, this replica's own R, and float64 copies of the P's of one stack.
+    buckets = 6 * sum(4 * (m + n) for m, n in shapes)
+    piece = 4 * 101 * 401 if layout != "hsdp 2x2" else 4 * 201 * 401
+    # FSDP1 cuts through rows: padded copies of one X and of one M.
+    largest = 2 * piece if layout.startswith("FSDP1") else piece
+    assert largest + buckets < 0.4 * len(shapes) * piece
+    for peak in distributed.run(4, steps_of_a_stack, layout, shapes, 1, peak_memory):
+        assert peak < largest + buckets
