@@ -112,7 +112,8 @@ def agree(
     """
     if signals.numel() == 0:
         signals, owners = norms.new_zeros(1), torch.zeros_like(norms[:1], dtype=torch.int64)
-    signal, matrix = signals.float().clamp_min(0).max(dim=0)
+    # abs() takes the sign off a negative zero, whose bits would sort below everything.
+    signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
     finite = torch.isfinite(norms).all() & ~torch.isnan(signal)
     bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
     word = (bits << 32) | ((norms > 0).any().long() << 31) | owners[matrix]

@@ -22,13 +22,13 @@ from run_log import read
 
 EXAMPLES = Path(__file__).resolve().parent
 SHARED = (
-    "--steps 500 --dim 128 --layers 4 --heads 4 --context 128 --batch-size 8 "
+    "--steps 400 --dim 128 --layers 4 --heads 4 --context 128 --batch-size 8 "
     "--validate-every 50 --validation-tokens 16384"
 )
 RUNS = {
-    "AdamW-DDP": "--optimizer adamw --lr 4e-3",
+    "AdamW-DDP": "--optimizer adamw --lr 3e-3",
     "Dion": "--optimizer dion --lr 0.02",
-    "CurvaDion": "--optimizer curvadion --lr 0.02",
+    "CurvaDion": "--optimizer curvadion --lr 0.02 --max-local-steps 10",
 }
 
 
