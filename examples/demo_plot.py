@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 
@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, LogLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
 # Okabe and Ito's palette: distinct for every kind of colour vision.
 COLOURS = {"AdamW-DDP": "#666666", "Dion": "#0072B2", "CurvaDion": "#D55E00"}
@@ -45,6 +45,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
         label_bytes(by_bytes, runs)
         by_bytes.set(title="Held-out loss by bytes", xlabel="bytes sent per replica", xscale="log")
         momentum_change(gate, runs[-1])
+        by_tokens.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
         by_tokens.xaxis.set_major_formatter(EngFormatter())
         by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
         figure.savefig(path, dpi=160)
@@ -69,7 +70,8 @@ def label_ends(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     for run in sorted(runs, key=lambda run: run["summary"]["val_loss"]):
         summary = run["summary"]
         placed = max(summary["val_loss"], placed + line)
-        write(axes, f"{summary['name']}  {summary['val_loss']:.3f}", (1, placed), (4, 0), run)
+        end = f"{summary['name']}  {summary['val_loss']:.3f}"
+        write(axes, run, end, (1, placed), (4, 0), xycoords=axes.get_yaxis_transform())
 
 
 def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
@@ -78,33 +80,33 @@ def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     reference = runs[0]["summary"]["wire_bytes"]
     for run in runs:
         start, summary = run["validation"][0], run["summary"]
-        where = (start["wire_bytes"], start["val_loss"])
-        write(axes, summary["name"], where, (0, 10), run, ha="center")
-        share = f"{summary['wire_bytes'] / reference:.0%}"
+        beginning = (start["wire_bytes"], start["val_loss"])
         end = (summary["wire_bytes"], summary["val_loss"])
-        write(axes, share, end, (0, -12), run, ha="center")
+        # The curve furthest to the right leaves the room on its left to the others.
+        side = "left" if run is runs[0] else "center"
+        write(axes, run, summary["name"], beginning, (0, 10), ha=side)
+        write(axes, run, f"{end[0] / reference:.0%}", end, (0, -12), ha="center")
 
 
 def write(
     axes: Axes,
+    run: dict[str, Any],
     text: str,
     where: tuple[float, float],
     offset: tuple[float, float],
-    run: dict[str, Any],
-    ha: Literal["left", "center"] = "left",
+    **options: Any,
 ) -> None:
-    """Write in a run's colour, offset points away from a place; left-aligned at x as a share."""
+    """Write in a run's colour, ``offset`` points away from a place."""
     axes.annotate(
         text,
         where,
-        xycoords=axes.get_yaxis_transform() if ha == "left" else "data",
         xytext=offset,
         textcoords="offset points",
-        ha=ha,
         va="center",
         color=colour(run),
         weight="bold",
         annotation_clip=False,
+        **options,
     )
 
 

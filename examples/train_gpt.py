@@ -6,6 +6,7 @@ Every process is a replica with its own data. It runs on GPUs (NCCL) where there
 CPUs (gloo) otherwise, and writes a log, checkpoints and a summary below ``--out``.
 """
 
+import gc
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group: its functions' defaults keep one
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -191,6 +193,9 @@ def process_group() -> Iterator[torch.device]:
     finally:
         if joins:
             dist.destroy_process_group()
+            # Gloo's threads end with the last reference to the group, and reference cycles hold
+            # some. A thread that still frees a tensor when the interpreter ends aborts it.
+            gc.collect()
 
 
 def load_data(config: Config) -> tuple[TrainingBatches, list[tuple[Tensor, Tensor]], int]:

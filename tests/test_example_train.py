@@ -1,7 +1,10 @@
 """examples/train_gpt.py on real process groups: schedules, what is sent, resuming."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -153,6 +156,20 @@ def test_a_resumed_log_drops_what_came_after_its_checkpoint(tmp_path):
             file.write('{"cut sho')
     runs = [(record["step"], record["run"]) for record in read(tmp_path / "log.jsonl")]
     assert runs == [(1, 0), (2, 0), (3, 2), (4, 2)]
+
+
+def test_no_thread_of_the_process_group_outlives_the_training(tmp_path):
+    script = f"""
+import pathlib, train_gpt
+train_gpt.main({[*TINY, "--steps", "2", "--out", str(tmp_path)]})
+print([task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")])
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    printed = subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    assert "'python" in printed
+    assert "gloo" not in printed
 
 
 def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -393,6 +393,7 @@ def check_agreement(found, signals, norms, complete):
 
 
 @settings(max_examples=300, deadline=None)
+@example([-0.0], [0.0], True)
 @given(SIGNALS, NORMS, st.booleans())
 def test_agreement_with_oneself(signals, norms, complete):
     check_agreement(agreed(signals, norms, complete), [signals], [norms], [complete])
