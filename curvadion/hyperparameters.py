@@ -80,8 +80,13 @@ def learning_rate(key: str, value: object) -> None:
             raise ValueError(
                 f"{key} is a tensor of shape {tuple(value.shape)}: give it one element"
             )
-        return
+        value = value.item()
     number(key, value)
+
+
+def without_dimensions(value: Any) -> Any:
+    """A tensor of one element as a zero-dimensional view, which promotes no dtype; else as is."""
+    return value.view(()) if isinstance(value, Tensor) else value
 
 
 def _local_lr(key: str, value: object) -> None:

@@ -16,13 +16,16 @@ NEGLIGIBLE_COLUMN = 1e-6
 
 
 def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """Frobenius norms of mu M + G, one per tensor: (len(M),), float32 or wider.
+    """Frobenius norms of mu M + G as M's dtype holds it, (len(M),), float32 or wider.
 
     Reads only: a step that must not happen (a non-finite gradient on some rank) leaves nothing to
     undo.
     """
     return torch.stack(
-        [_norm(torch.add(g, m, alpha=decay)) for m, g, decay in zip(M, G, mu, strict=True)]
+        [
+            _norm(torch.add(g, m, alpha=decay).to(m.dtype))
+            for m, g, decay in zip(M, G, mu, strict=True)
+        ]
     )
 
 
@@ -32,7 +35,9 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
-    """M <- mu M + G, in place, per tensor."""
+    """M <- mu M + G, in place, per tensor; there may be none."""
+    if not M:
+        return
     if any(decay != 1.0 for decay in mu):
         torch._foreach_mul_(list(M), list(mu))
     torch._foreach_add_(list(M), list(G))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -16,7 +17,7 @@ from curvadion import ops, reconcile, wire
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import mean_
 from curvadion.elementwise import elementwise_step
-from curvadion.gate import RMMC, AlwaysOpen, Gate
+from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
 from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step
@@ -111,7 +112,7 @@ class CurvaDion(Optimizer):
         check.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
             check.integer("max_local_steps", max_local_steps, 1)
-        self.gate = _gate(gate, threshold)
+        self.gate = _gate(gate, threshold, max_local_steps)
         self.local_step: str = local_step
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
@@ -121,7 +122,7 @@ class CurvaDion(Optimizer):
         self._replicas = ReplicaGroup(replicas)
         self._cached: tuple[object, Plan] | None = None
         self._verified = False
-        self._wire_bytes = wire.active_bytes()
+        self._wire_bytes, _ = wire.counted_bytes()
         defaults = {
             "algorithm": "dion",
             "lr": lr,
@@ -238,7 +239,7 @@ class CurvaDion(Optimizer):
         norms = [ops.norms(gradients)] if gradients else []
         signals = torch.empty(0, device=plan.device)
         if before is not None and after is not None:
-            signals = self.gate.signal(before, after)
+            signals = self._signals(plan, before, after)
             norms.append(after)
         if not norms:
             norms.append(torch.zeros(1, device=plan.device))
@@ -250,6 +251,19 @@ class CurvaDion(Optimizer):
             complete=all(p.G is not None or p.local.numel() == 0 for p in plan.parameters),
             group=plan.everyone,
         )
+
+    def _signals(self, plan: Plan, before: Tensor, after: Tensor) -> Tensor:
+        """The gate's signals; the momentum of a matrix without a gradient is as it was."""
+        held = [m.parameter.G is not None for m in plan.matrices]
+        if not all(held):
+            after = torch.where(torch.tensor(held, device=after.device), after, before)
+        signals = self.gate.signal(before, after)
+        if signals.shape != after.shape:
+            raise ValueError(
+                f"gate={self.gate!r}: signal() returned the shape {tuple(signals.shape)}, but "
+                f"there is one signal per matrix: {tuple(after.shape)}"
+            )
+        return signals
 
     def _reason_to_open(self, agreement: Agreement) -> str | None:
         """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
@@ -280,9 +294,11 @@ class CurvaDion(Optimizer):
     def _verify(self, plan: Plan) -> None:
         if self._verified:
             return
-        settings = (self.local_step, self.reconcile, type(self.gate).__name__, self.warmup_steps)
+        settings = (self.local_step, self.reconcile, self.warmup_steps, self.max_local_steps)
+        own_repr = type(self.gate).__repr__ is not object.__repr__
+        gate = repr(self.gate) if own_repr else type(self.gate).__name__
         self._verified = verify_replicas(
-            plan.description(*settings, self.max_local_steps, repr(self.gate.state_dict())),
+            plan.description(*settings, gate, repr(self.gate.state_dict()), repr(self.progress)),
             [p.G for p in plan.parameters if p.G is not None],
             plan.device,
             replicas=self._replicas.process_group,
@@ -291,17 +307,18 @@ class CurvaDion(Optimizer):
 
     def _report(self, reason: str, gate_open: bool, agreement: Agreement | None) -> None:
         read = agreement is not None and self.gate.reads_momentum
-        total = wire.active_bytes()
-        sent = None if total is None else total - (self._wire_bytes or 0)
+        total, metered = wire.counted_bytes()
+        sent = total - self._wire_bytes if metered else None
         self._wire_bytes = total
+        plan = self._plan()
         self.report = StepReport(
             step=self.progress.steps,
             gate_open=gate_open,
             reason=reason,
             rmmc=agreement.signal if agreement is not None and read else None,
             rmmc_parameter=(
-                self._plan().parameters[agreement.parameter].name
-                if agreement is not None and read
+                plan.parameters[agreement.parameter].name
+                if agreement is not None and read and plan.dion
                 else None
             ),
             local_steps=self.progress.local_steps,
@@ -353,6 +370,8 @@ class CurvaDion(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         check.check_group(param_group, self.defaults)
+        if "params" not in param_group:
+            raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
         dtypes: dict[str, Any] = {
             key: check.dtype_name(key, param_group[key])
             for key in ("momentum_dtype", "q_dtype")
@@ -360,16 +379,21 @@ class CurvaDion(Optimizer):
         }
         super().add_param_group({**param_group, **dtypes})
         try:
-            for X, name in zip(
-                self.param_groups[-1]["params"],
-                names(self.param_groups[-1], len(self.param_groups) - 1),
-                strict=True,
-            ):
-                check_parameter(X, name, self.param_groups[-1])
+            self._check_last_group()
         except ValueError:
             self.param_groups.pop()
             raise
         self._forget()
+
+    def _check_last_group(self) -> None:
+        group = self.param_groups[-1]
+        X, X_names = group["params"], names(group, len(self.param_groups) - 1)
+        if len(X) != len(X_names):
+            raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
+        for x, name in zip(X, X_names, strict=True):
+            check_parameter(x, name, group)
+        for key in ("lr", "local_lr"):
+            group[key] = check.without_dimensions(group[key])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; every group also holds ``progress``: the gate's memory and the counters.
@@ -411,7 +435,7 @@ class CurvaDion(Optimizer):
         """Drop what is derived from the groups; it is rebuilt at the next use."""
         self._cached = None
         self._verified = False
-        self._wire_bytes = wire.active_bytes()
+        self._wire_bytes, _ = wire.counted_bytes()
 
     def _plan(self) -> Plan:
         """The plan of the groups as they are now: frameworks replace parameters after __init__."""
@@ -426,7 +450,8 @@ class CurvaDion(Optimizer):
         ] + [id(self.state)]
         if self._cached is None or self._cached[0] != key:
             plan = Plan.of(self.param_groups, self.state, self._replicas.process_group)
-            if self.gate.reads_momentum and not plan.matrices:
+            dion = [g for g in self.param_groups if g["algorithm"] == "dion" and g["params"]]
+            if self.gate.reads_momentum and not dion:
                 raise ValueError(
                     f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
                     f"use gate=FixedPeriod(...) or AlwaysOpen()."
@@ -499,7 +524,7 @@ class Dion(CurvaDion):
         )
 
 
-def _gate(gate: Gate | None, threshold: float | None) -> Gate:
+def _gate(gate: Gate | None, threshold: float | None, max_local_steps: int | None) -> Gate:
     if gate is None:
         return RMMC(0.3 if threshold is None else threshold)
     if threshold is not None:
@@ -509,6 +534,12 @@ def _gate(gate: Gate | None, threshold: float | None) -> Gate:
         )
     if not isinstance(gate, Gate):
         raise TypeError(f"gate={gate!r} must be a Gate, got {type(gate).__name__}")
+    longest = math.inf if max_local_steps is None else max_local_steps
+    if isinstance(gate, FixedPeriod) and gate.period - 1 > longest:
+        raise ValueError(
+            f"gate={gate!r} takes {gate.period - 1} local steps, but "
+            f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
+        )
     return gate
 
 

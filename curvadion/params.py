@@ -14,7 +14,7 @@ from curvadion.sharding import global_shape
 # What a parameter is, by the module that owns it.
 KINDS = ("matrix", "embedding", "head", "vector")
 # Modules other than nn.Linear whose 2-D weights are matrices to multiply activations with.
-MATRIX_MODULES = ("Conv1D", "MultiheadAttention")
+MATRIX_MODULES = ("Conv1D",)
 # Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "score", "classifier", "output_projection")
@@ -65,6 +65,11 @@ def param_groups(
         for kind in kinds:
             if kind not in KINDS:
                 raise ValueError(f"{argument} names the kind {kind!r}; kinds are {KINDS}")
+    for kind, keys in options.items():
+        if taken := {"params", "param_names"} & set(keys):
+            raise ValueError(
+                f"options[{kind!r}] has {sorted(taken)}: the model gives the parameters"
+            )
 
     members: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
     matched = set()
@@ -144,12 +149,16 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
 
 
 def _is_matrix(module: nn.Module, parameter: Tensor) -> bool:
-    owner = isinstance(module, nn.Linear) or type(module).__name__ in MATRIX_MODULES
-    return owner and len(global_shape(parameter)) == 2
+    known = isinstance(module, (nn.Linear, nn.MultiheadAttention))
+    return (known or type(module).__name__ in MATRIX_MODULES) and len(global_shape(parameter)) == 2
 
 
 def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
-    """Named like an output head outside the numbered blocks, or as wide as a vocabulary."""
+    """Outside the numbered blocks, and named like an output head or as wide as a vocabulary.
+
+    Inside them a width may equal the number of entries of a table of positions.
+    """
     *parents, last = prefix.split(".")
-    named = last in HEAD_NAMES and not any(part.isdigit() for part in parents)
-    return named or getattr(module, "out_features", None) in vocabularies
+    if any(part.isdigit() for part in parents):
+        return False
+    return last in HEAD_NAMES or getattr(module, "out_features", None) in vocabularies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -173,6 +173,7 @@ class Plan:
         matrices: those of ``dion``, in its order.
         inside: all ranks of this replica's shards; None if the replica is one rank.
         everyone: all ranks of all replicas; None for this process alone.
+        device: where the ranks agree.
     """
 
     def __init__(
@@ -181,7 +182,9 @@ class Plan:
         elementwise: Sequence[Parameter],
         inside: dist.ProcessGroup | None,
         everyone: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.dion, self.elementwise = list(dion), list(elementwise)
         self.parameters = [*self.dion, *self.elementwise]
         self.matrices = [m for p in self.dion for m in p.matrices]
@@ -190,7 +193,7 @@ class Plan:
     @classmethod
     def of(
         cls,
-        param_groups: Iterable[dict[str, Any]],
+        param_groups: Sequence[dict[str, Any]],
         states: States,
         replicas: dist.ProcessGroup | None,
     ) -> Plan:
@@ -210,11 +213,10 @@ class Plan:
                     elementwise.append(Parameter(X, group, states, name))
         cuts = [g for p in [*dion, *elementwise] for g in sharding.groups_of(p.X)]
         inside = unions.of(cuts)
-        return cls(dion, elementwise, inside, unions.of([inside, replicas]))
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameters[0].local.device
+        # Frozen parameters count: where all are, the replicas still have to agree somewhere.
+        devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
+        device = devices[0] if devices else torch.device("cpu")
+        return cls(dion, elementwise, inside, unions.of([inside, replicas]), device)
 
     def select(self, keep: Sequence[bool]) -> Plan:
         """The plan of the kept parameters, given in the order of ``parameters``."""
@@ -226,6 +228,7 @@ class Plan:
             [p for p in self.elementwise if id(p) in kept],
             self.inside,
             self.everyone,
+            self.device,
         )
 
     def stack_positions(self) -> list[list[int]]:

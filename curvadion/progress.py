@@ -48,6 +48,8 @@ def read_record(state_dict: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
     Raises:
         ValueError: if the state was saved by an optimizer that is not ours.
     """
+    if not state_dict.get("param_groups"):
+        raise ValueError("state_dict has no param_groups: it holds no optimizer's state.")
     for group in state_dict["param_groups"]:
         for key in ("algorithm", "progress"):
             if key not in group:

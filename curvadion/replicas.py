@@ -185,7 +185,8 @@ def verify_replicas(
         raise RuntimeError(
             "The replicas' optimizers differ in their parameters' shapes, order or algorithms, or "
             "in rank_fraction, momentum_rule, right_factor, local_step, reconcile, gate or their "
-            "limits: build the optimizer from the same arguments on every rank."
+            "limits, or have not loaded the same checkpoint: build the optimizer from the same "
+            "arguments on every rank, and load on all of them or on none."
         )
     if some_identical and not some_different:
         raise RuntimeError(

@@ -39,9 +39,7 @@ class StepReport:
     def as_dict(self) -> dict[str, Any]:
         """JSON-able: an infinite RMMC becomes the string "inf"."""
         record = asdict(self)
-        if self.rmmc is not None and not math.isfinite(self.rmmc):
-            record["rmmc"] = str(self.rmmc)
-        return record
+        return {key: _strict(value) for key, value in record.items()}
 
 
 @dataclass
@@ -70,6 +68,11 @@ class Summary:
         return {**asdict(self), "open_gate_share": self.open_gate_share}
 
 
+def _strict(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: these become strings."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class ScalarWriter(Protocol):
     """The part of torch.utils.tensorboard.SummaryWriter that is used here."""
 
@@ -77,8 +80,9 @@ class ScalarWriter(Protocol):
 
 
 def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any) -> None:
-    """Append a report and any further JSON-able values as one line."""
-    line = json.dumps({**report.as_dict(), **extra}) + "\n"
+    """Append a report and any further JSON-able values as one line; NaN becomes "nan"."""
+    values = {key: _strict(value) for key, value in extra.items()}
+    line = json.dumps({**report.as_dict(), **values}, allow_nan=False) + "\n"
     if isinstance(file, (str, Path)):
         with open(file, "a", encoding="utf-8") as opened:
             opened.write(line)

@@ -173,16 +173,20 @@ class WireMeter:
         return totals
 
 
-def active_bytes() -> int | None:
-    """``total_bytes`` of the innermost active meter, paused or not; None if none is active."""
+def counted_bytes() -> tuple[int, bool]:
+    """What innermost active meters have counted in this process, and whether one is active.
+
+    The number never falls, whichever meters come and go between two readings.
+    """
     with _lock:
-        return _active[-1].total_bytes if _active else None
+        return _counted, bool(_active)
 
 
 # One installation per process serves all active meters, the innermost last. The lock is
 # re-entrant: garbage collected while counting may communicate.
 _lock = threading.RLock()
 _active: list[WireMeter] = []
+_counted = 0
 _library: Any = None
 
 
@@ -203,6 +207,15 @@ def _deactivate(meter: WireMeter) -> None:
         if not _active:
             _library._destroy()
             _library = None
+
+
+def _count(key: tuple[str, str], call: WireCount) -> None:
+    global _counted
+    with _lock:
+        for meter in _active:
+            meter._count(key, call)
+        if _active and not _active[-1]._pauses:
+            _counted += call.bytes
 
 
 class _Operator(NamedTuple):
@@ -255,9 +268,7 @@ def _counting(overload: Any, operator: _Operator) -> Callable[..., Any]:
         group = dist.ProcessGroup.unbox(args[group_position])
         payload = _payload(operator, args, group.size())
         call = WireCount(calls=1, bytes=payload, largest=payload)
-        with _lock:
-            for meter in _active:
-                meter._count((group.group_name, operator.collective), call)
+        _count((group.group_name, operator.collective), call)
         return result
 
     return kernel

@@ -242,7 +242,9 @@ def rmmc(param_groups):
 
 
 def never(param_groups):
-    return CurvaDion(param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(1000))
+    return CurvaDion(
+        param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(1000), max_local_steps=None
+    )
 
 
 @pytest.mark.parametrize("make", [dion, rmmc, never], ids=["dion", "rmmc", "closed"])
@@ -329,7 +331,9 @@ def test_a_missing_gradient_is_a_zero_gradient_of_that_replica(make, rule):
 
 def run_drift(rank):
     def make(param_groups):
-        return CurvaDion(param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(100))
+        return CurvaDion(
+            param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(100), max_local_steps=None
+        )
 
     X, _, _, optimizer = train(rank, make, 5)
     stacked = torch.cat([x.flatten().double() for x in X])

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
-from curvadion.wire import WireCount, WireMeter, active_bytes
+from curvadion.wire import WireCount, WireMeter, counted_bytes
 
 F32 = 4
 
@@ -399,6 +399,7 @@ def test_a_call_that_raises_is_not_counted():
 
 
 def pause(rank):
+    start, _ = counted_bytes()
     with WireMeter() as outer, WireMeter() as inner:
         reduce()
         with inner.paused():
@@ -406,7 +407,7 @@ def pause(rank):
             with inner.paused():
                 reduce()
             reduce()
-            while_paused = active_bytes()
+            while_paused = counted_bytes()[0] - start
         reduce()
     return outer.total_calls, inner.total_calls, while_paused
 
@@ -415,22 +416,28 @@ def test_paused_meter_leaves_out_and_others_do_not():
     assert distributed.run(2, pause) == [(5, 2, 40)] * 2
 
 
-def ask_for_active_bytes(rank):
-    answers = [active_bytes()]
+def ask_for_counted_bytes(rank):
+    start, _ = counted_bytes()
+    answers = [counted_bytes()]
     with WireMeter():
         reduce()
-        answers.append(active_bytes())
+        answers.append(counted_bytes())
         with WireMeter():
-            answers.append(active_bytes())
             reduce(2)
-            answers.append(active_bytes())
-        answers.append(active_bytes())
-    answers.append(active_bytes())
-    return answers
+            answers.append(counted_bytes())
+        answers.append(counted_bytes())
+    reduce()
+    answers.append(counted_bytes())
+    with WireMeter():
+        answers.append(counted_bytes())
+        reduce()
+        answers.append(counted_bytes())
+    return [(total - start, active) for total, active in answers]
 
 
-def test_active_bytes_are_the_innermost_meters():
-    assert distributed.run(2, ask_for_active_bytes) == [[None, 40, 0, 8, 48, None]] * 2
+def test_counted_bytes_only_grow_whichever_meters_come_and_go():
+    expected = [(0, False), *[(n, True) for n in (40, 48, 48)], (48, False), (48, True), (88, True)]
+    assert distributed.run(2, ask_for_counted_bytes) == [expected] * 2
 
 
 def take_steps(rank):
