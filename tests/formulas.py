@@ -16,7 +16,10 @@ GATE = 16
 
 @dataclass(frozen=True)
 class Held:
-    """One matrix as one rank holds it; shared: rows or columns that a cut runs through."""
+    """One matrix as one rank holds it; shared: rows or columns that a cut runs through.
+
+    B is the transpose if ``flipped``.
+    """
 
     rows: int
     columns: int
@@ -26,6 +29,7 @@ class Held:
     replicas: int = 1
     shared_rows: int = 0
     shared_columns: int = 0
+    flipped: bool = False
 
 
 def chunk(size, pieces, place):
@@ -40,8 +44,11 @@ def held(shape, r, *, m_cuts=(), n_cuts=(), replicas=1):
     for dim, cuts in enumerate((m_cuts, n_cuts)):
         for pieces, place in cuts:
             sizes[dim], ranks[dim] = chunk(sizes[dim], pieces, place), ranks[dim] * pieces
-    order = (1, 0) if shape[0] < shape[1] else (0, 1)
-    return Held(*(sizes[d] for d in order), r, *(ranks[d] for d in order), replicas)
+    flipped = shape[0] < shape[1]
+    order = (1, 0) if flipped else (0, 1)
+    return Held(
+        *(sizes[d] for d in order), r, *(ranks[d] for d in order), replicas, flipped=flipped
+    )
 
 
 def left_product(x: Held) -> int:
@@ -104,14 +111,16 @@ def largest_message(matrices: Iterable[Held]) -> int:
     """
     messages: dict[tuple[object, ...], int] = {}
     for x in matrices:
-        rows, columns, both = x.row_ranks, x.column_ranks, x.row_ranks * x.column_ranks
+        # Rows of B are rows of the matrix, dimension 0, or its columns, dimension 1.
+        rows = (int(x.flipped),) if x.row_ranks > 1 else ()
+        columns = (1 - int(x.flipped),) if x.column_ranks > 1 else ()
         for kind, ranks in (
             (left_product, (columns, x.replicas)),
             (right_product, (rows, x.replicas)),
-            (shared_products, (both,)),
-            (gram, (rows,)),
-            (column_norms, (columns,)),
-            (norm, (both,)),
+            (shared_products, tuple(sorted(rows + columns))),
+            (gram, rows),
+            (column_norms, columns),
+            (norm, tuple(sorted(rows + columns))),
         ):
             messages[kind, ranks] = messages.get((kind, ranks), 0) + kind(x)
     return max(GATE, *messages.values())
