@@ -163,7 +163,7 @@ def test_gradients_are_brought_to_their_parameters_placements(given, wanted, col
 
 
 def native_data_parallel(rank):
-    """Weights trained on a batch that is a DTensor cut over the replicas, and bytes per step."""
+    """Weights and momentum after a batch cut over the replicas as a DTensor, and bytes a step."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     X = nn.Parameter(distribute_tensor(torch.randn(9, 6), mesh, [Replicate()]))
@@ -174,7 +174,8 @@ def native_data_parallel(rank):
         (x @ X.mT).tanh().square().mean().full_tensor().backward()
         with WireMeter() as meter:
             optimizer.step()
-    return X.detach().to_local(), meter.total_bytes
+    momentum = optimizer.state[X]["momentum"]
+    return X.detach().to_local(), momentum.to_local(), meter.total_bytes
 
 
 def inputs(step):
@@ -190,9 +191,13 @@ def test_summands_on_the_replicas_are_their_own_gradients():
         (inputs(step) @ X.mT).tanh().square().mean().backward()
         optimizer.step()
     low_rank = formulas.open_step([formulas.held((9, 6), 3, replicas=2)])
-    for actual, sent in distributed.run(2, native_data_parallel):
+    weights, momenta, sent = zip(*distributed.run(2, native_data_parallel), strict=True)
+    for actual in weights:
         torch.testing.assert_close(actual, X.detach(), rtol=1e-5, atol=1e-6)
-        assert sent == low_rank
+    # The update does not see the gradient's scale; the momenta do, and their mean is the whole's.
+    mean = (momenta[0] + momenta[1]) / 2
+    torch.testing.assert_close(mean, optimizer.state[X]["momentum"], rtol=1e-4, atol=1e-6)
+    assert sent == (low_rank, low_rank)
 
 
 # -------------------------------------------------------------------- what a step sends
