@@ -229,8 +229,9 @@ class CurvaDion(Optimizer):
                 G[i] = m.elements(gradient)
             else:  # mu M + 0 = (mu - 1) M + M, without a tensor of zeros
                 decays[i] -= 1.0
-        after = plan.norms_over_shards(ops.momentum_norms(M, G, decays))
-        return plan.stored_norms(), after
+        before = plan.stored_norms()
+        # A rank that holds none of the experts has no norms, but takes part in the decision.
+        return before, plan.norms_over_shards(ops.momentum_norms(M, G, decays) if M else before)
 
     def _agree(self, plan: Plan, before: Tensor | None, after: Tensor | None) -> Agreement:
         covered = plan.elementwise if after is not None else plan.parameters
@@ -240,7 +241,7 @@ class CurvaDion(Optimizer):
         if before is not None and after is not None:
             signals = self.gate.signal(before, after)
             norms.append(after)
-        if not norms:
+        if not sum(n.numel() for n in norms):
             norms.append(torch.zeros(1, device=plan.device))
         return agree(
             signals,
@@ -326,7 +327,7 @@ class CurvaDion(Optimizer):
             tensors += [local(p.state[key]) for key in sorted(own)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
-        if ready.dion:
+        if ready.matrices:
             here = ops.norms([m.elements(m.parameter.M) for m in ready.matrices])
             ready.store_norms(ready.norms_over_shards(here))
         self.progress.local_steps = 0
@@ -426,7 +427,7 @@ class CurvaDion(Optimizer):
         ] + [id(self.state)]
         if self._cached is None or self._cached[0] != key:
             plan = Plan.of(self.param_groups, self.state, self._replicas.process_group)
-            if self.gate.reads_momentum and not plan.matrices:
+            if self.gate.reads_momentum and not plan.dion:
                 raise ValueError(
                     f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
                     f"use gate=FixedPeriod(...) or AlwaysOpen()."

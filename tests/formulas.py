@@ -18,7 +18,7 @@ GATE = 16
 class Held:
     """One matrix as one rank holds it; shared: rows or columns that a cut runs through.
 
-    B is the transpose if ``flipped``.
+    row_axes, column_axes: names of the mesh axes that cut them, to tell groups of ranks apart.
     """
 
     rows: int
@@ -29,7 +29,8 @@ class Held:
     replicas: int = 1
     shared_rows: int = 0
     shared_columns: int = 0
-    flipped: bool = False
+    row_axes: tuple[object, ...] = ()
+    column_axes: tuple[object, ...] = ()
 
 
 def chunk(size, pieces, place):
@@ -39,16 +40,15 @@ def chunk(size, pieces, place):
 
 
 def held(shape, r, *, m_cuts=(), n_cuts=(), replicas=1):
-    """An (m, n) matrix; cuts: (pieces, place of this rank) of each mesh axis, the first first."""
-    sizes, ranks = list(shape), [1, 1]
+    """An (m, n) matrix; cuts: (axis, its size, this rank's place on it), the first to cut first."""
+    sizes, ranks, axes = list(shape), [1, 1], [(), ()]
     for dim, cuts in enumerate((m_cuts, n_cuts)):
-        for pieces, place in cuts:
+        for axis, pieces, place in cuts:
             sizes[dim], ranks[dim] = chunk(sizes[dim], pieces, place), ranks[dim] * pieces
-    flipped = shape[0] < shape[1]
-    order = (1, 0) if flipped else (0, 1)
-    return Held(
-        *(sizes[d] for d in order), r, *(ranks[d] for d in order), replicas, flipped=flipped
-    )
+            axes[dim] += (axis,)
+    if shape[0] < shape[1]:
+        sizes, ranks, axes = sizes[::-1], ranks[::-1], axes[::-1]
+    return Held(*sizes, r, *ranks, replicas, row_axes=axes[0], column_axes=axes[1])
 
 
 def left_product(x: Held) -> int:
@@ -111,16 +111,14 @@ def largest_message(matrices: Iterable[Held]) -> int:
     """
     messages: dict[tuple[object, ...], int] = {}
     for x in matrices:
-        # Rows of B are rows of the matrix, dimension 0, or its columns, dimension 1.
-        rows = (int(x.flipped),) if x.row_ranks > 1 else ()
-        columns = (1 - int(x.flipped),) if x.column_ranks > 1 else ()
-        for kind, ranks in (
+        rows, columns = frozenset(x.row_axes), frozenset(x.column_axes)
+        for kind, axes in (
             (left_product, (columns, x.replicas)),
             (right_product, (rows, x.replicas)),
-            (shared_products, tuple(sorted(rows + columns))),
+            (shared_products, rows | columns),
             (gram, rows),
             (column_norms, columns),
-            (norm, tuple(sorted(rows + columns))),
+            (norm, rows | columns),
         ):
-            messages[kind, ranks] = messages.get((kind, ranks), 0) + kind(x)
+            messages[kind, axes] = messages.get((kind, axes), 0) + kind(x)
     return max(GATE, *messages.values())

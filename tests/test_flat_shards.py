@@ -13,15 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 import formulas
-from curvadion import RMMC, CurvaDion, Dion, WireMeter
+from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout import MatrixLayout
 from curvadion.sharding import block_sizes, declare_flat_shard
 from reference import DionReference
-from test_layouts import Scheduled, gradient, weights
+from test_layouts import gradient, weights
+from training import OPEN_STEPS, STEPS, Watching
 
 FRACTION = 0.3
-STEPS = 10
-OPEN_STEPS = (1, 2, 5, 9)
 
 # Shape, where the ranks' ranges end, group options.
 CUT_4 = {
@@ -51,23 +50,6 @@ CUT_2 = {
     "between rows": ((6, 5), (10, 30), {}),
     "row blocks": ((12, 5), (41, 60), {"row_blocks": [7, 2, 3]}),
 }
-
-
-class Watching(Scheduled):
-    """Opens as scheduled, and remembers the RMMC that it saw."""
-
-    reads_momentum = True
-
-    def __init__(self, steps):
-        super().__init__(steps)
-        self.seen = []
-
-    def signal(self, before, after):
-        return RMMC(0.0).signal(before, after)
-
-    def opens(self, signal, local_steps):
-        self.seen.append(signal)
-        return super().opens(signal, local_steps)
 
 
 def matrices_of(full, options):

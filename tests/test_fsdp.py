@@ -33,6 +33,7 @@ LAYOUTS = {
     "fsdp 4": (1, 4),
     "hsdp 2x2": (2, 2),
     "hsdp 2x2, kept gathered": (2, 2),
+    "hsdp 2x4, gathered in pairs": (2, 4),
     "hsdp 2x2, reduced by FSDP": (2, 2),
     "replicas outside FSDP's mesh": (2, 2),
     "replicate": (2, 1),
@@ -53,8 +54,8 @@ def shard(model, layout, mesh):
         if layout == "replicate":
             replicate(module, mesh=mesh["replicate"])
         else:
-            kept = {"reshard_after_forward": False} if "kept" in layout else {}
-            fully_shard(module, mesh=fsdp_mesh, **kept)
+            reshard = False if "kept" in layout else 2 if "pairs" in layout else True
+            fully_shard(module, mesh=fsdp_mesh, reshard_after_forward=reshard)
     if "reduced by FSDP" in layout:
         return model, None
     return keep_gradients_local(model), replicas
@@ -140,7 +141,7 @@ def two_backwards(rank, layout, keep):
     )
     names = {mesh.get_group(d).group_name: d for d in ("replicate", "shard")}
     sent = {
-        f"{collective} over {names[group]}": count.bytes
+        f"{collective} over {names.get(group, 'pairs')}": count.bytes
         for (group, collective), count in meter.records.items()
         if count.bytes
     }
@@ -155,7 +156,13 @@ def padded_bytes(shards):
 
 @pytest.mark.parametrize(
     "layout",
-    ["hsdp 2x2", "hsdp 2x2, kept gathered", "replicas outside FSDP's mesh", "replicate"],
+    [
+        "hsdp 2x2",
+        "hsdp 2x2, kept gathered",
+        "hsdp 2x4, gathered in pairs",
+        "replicas outside FSDP's mesh",
+        "replicate",
+    ],
 )
 def test_gradients_are_those_of_the_replica_and_nothing_crosses_between_replicas(layout):
     shards = LAYOUTS[layout][1]
@@ -331,7 +338,7 @@ def messages(optimizer, mesh):
         optimizer.step()
     (replicas, shards), place = mesh.shape, mesh.get_local_rank("shard")
     everything = [
-        formulas.held(tuple(x.shape), RANK, m_cuts=[(shards, place)], replicas=replicas)
+        formulas.held(tuple(x.shape), RANK, m_cuts=[("shard", shards, place)], replicas=replicas)
         for x in optimizer.param_groups[0]["params"]
     ]
     norms = sum(x.to_local().numel() for x in optimizer.param_groups[1]["params"])

@@ -12,11 +12,28 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distributed
 import transformer
-from curvadion import CurvaDion, Dion
+from curvadion import RMMC, CurvaDion, Dion
 from test_layouts import Scheduled
 
 STEPS = 10
 OPEN_STEPS = (1, 2, 5, 9)
+
+
+class Watching(Scheduled):
+    """Opens as scheduled, and remembers the RMMC that it saw."""
+
+    reads_momentum = True
+
+    def __init__(self, steps):
+        super().__init__(steps)
+        self.seen = []
+
+    def signal(self, before, after):
+        return RMMC(0.0).signal(before, after)
+
+    def opens(self, signal, local_steps):
+        self.seen.append(signal)
+        return super().opens(signal, local_steps)
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,7 @@ class Setting:
 
 
 def train(rank, setup, layout, setting):
-    """Weights after the steps, drifts and clipped norms on the way, weights once synchronised.
+    """Weights after the steps; drifts, clipped norms and RMMCs on the way; weights synchronised.
 
     setup(layout): the model, the optimizer's replicas, this replica's and this reader's number.
     """
@@ -51,9 +68,9 @@ def train_whole(rank, shards, setting):
 
 
 def steps_of(model, replicas, replica, readers, setting):
-    gate = {"gate": Scheduled(setting.schedule)} if setting.schedule else {}
-    optimizer = (CurvaDion if setting.schedule else Dion)(
-        transformer.groups(model), replicas=replicas, **gate, **dict(setting.options)
+    gate = Watching(setting.schedule or range(1, STEPS + 1))
+    optimizer = CurvaDion(
+        transformer.groups(model), replicas=replicas, gate=gate, **dict(setting.options)
     )
     seen = []
     for step in range(STEPS):
@@ -66,6 +83,7 @@ def steps_of(model, replicas, replica, readers, setting):
             seen.append(clip_(model, setting.clip))
         optimizer.step()
         seen.append(optimizer.drift())
+    seen += gate.seen
     own = full_weights(model)
     optimizer.synchronize()
     return own, seen, full_weights(model)
@@ -111,7 +129,7 @@ def assert_trains_like_one_process(setup, layout, readers, copies=1):
     expected = one_process(readers)
     for own, seen, _ in actual:
         assert transformer.worst(own, expected)[0] < 1e-5, transformer.worst(own, expected)
-        assert max(seen) < 1e-6  # replicas stay together
+        assert max(seen[:STEPS]) < 1e-6  # the drifts: replicas stay together
 
 
 @functools.cache
