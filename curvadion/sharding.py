@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from curvadion.collectives import group_size
-from curvadion.groups import Group, Unions, group_of_ranks
+from curvadion.groups import Group, Unions, group_of_ranks, same_ranks
 from curvadion.layout import Extent, MatrixLayout
 from curvadion.pieces import Block, FlatRange, Piece
 
@@ -146,7 +146,7 @@ def groups_of(X: Tensor) -> list[Group]:
 
 def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
     """Raise ValueError if the parameter is cut over the ranks that should hold it alike."""
-    if replicas is not None and replicas in groups_of(X):
+    if replicas is not None and any(same_ranks(group, replicas) for group in groups_of(X)):
         raise ValueError(
             f"replicas is a process group over which {name} of shape {global_shape(X)} is sharded: "
             f"pass the group that replicates it, or None."

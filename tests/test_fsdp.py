@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    DataParallelMeshDims,
     FSDPModule,
     FullyShardedDataParallel,
     ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import distributed
 import formulas
@@ -179,6 +181,23 @@ def test_without_the_integration_fsdp_averages_over_the_replicas():
     for (error, name), sent in distributed.run(4, two_backwards, "hsdp 2x2", False):
         assert error < 1e-5, name
         assert sent["all_reduce over replicate"] == padded_bytes(2)
+
+
+def of_a_whole_mesh(rank):
+    """The first gradient where FSDP is told which dimensions of a model's mesh are its own."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    model = nn.Linear(4, 6, bias=False)
+    everywhere = [Replicate()] * 3
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, everywhere))
+    dimensions = DataParallelMeshDims(shard="shard", replicate="replicate")
+    keep_gradients_local(fully_shard(model, mesh=mesh, dp_mesh_dims=dimensions))
+    x = DTensor.from_local(torch.full((1, 4), rank + 1.0), mesh, everywhere, run_check=False)
+    model(x).to_local().sum().backward()
+    return model.weight.grad.to_local().unique().tolist()
+
+
+def test_a_mesh_that_fsdp_shares_with_the_model():
+    assert distributed.run(4, of_a_whole_mesh) == [[1.5], [1.5], [3.5], [3.5]]
 
 
 def after_a_forgotten_call(rank, accumulate):
