@@ -207,9 +207,8 @@ class CurvaDion(Optimizer):
 
     def _local_step(self, plan: Plan, norms: Tensor | None, *, complete: bool) -> None:
         if not complete:
-            # A replica's shards take a Dion step together, so they must agree on its parameters.
-            together = plan.inside if self.local_step == "dion" else None
-            plan, norms = _with_gradient(plan, norms, together)
+            # A replica's shards are one matrix: a piece that some of them miss is a piece of zeros.
+            plan, norms = _with_gradient(plan, norms, plan.inside)
         if self.local_step == "dion":
             local_dion_step(plan, norms)
         else:

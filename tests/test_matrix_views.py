@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
-from curvadion import CurvaDion, Dion
+from curvadion import AlwaysOpen, CurvaDion, Dion
 from reference import DionReference
 from shards import piece, shard
 from test_flat_shards import FRACTION, matrices_of, ranks_of
@@ -143,6 +143,48 @@ def test_a_rank_may_hold_no_matrix_at_all(threshold):
     errors, held = zip(*distributed.run(4, experts_alone, threshold), strict=True)
     assert max(errors) < 1e-5
     assert held == (1, 1, 1, 0)
+
+
+def missing_pieces(rank, options):
+    """Distances of X from the references after steps at which some ranks miss their gradients.
+
+    A missing piece of a gradient is a piece of zeros, and a gradient that all miss is none.
+    """
+    shapes = [(9, 6), (6, 9), (8, 3)]
+    mesh = init_device_mesh("cpu", (2,))
+    X = [nn.Parameter(shard(weights(shape), ("0",), mesh)) for shape in shapes]
+    schedule = (1, 2, 6)
+    optimizer = CurvaDion(
+        [{"params": X[:2]}, {"params": X[2:], "algorithm": "adamw"}],
+        gate=Watching(schedule), rank_fraction=FRACTION, **options,
+    )  # fmt: skip
+    references = [DionReference(weights(shape), 1, 2, **options) for shape in shapes[:2]]
+    moments = nn.Parameter(weights(shapes[2]))
+    adamw = CurvaDion([{"params": [moments], "algorithm": "adamw"}], gate=AlwaysOpen())
+    for step in range(8):
+        has_gradient = [(True, True), (True, False), (False, True), (False, False)][step % 4]
+        whole = []
+        for x, shape in zip(X, shapes, strict=True):
+            G = shard(gradient(shape, step, 0), ("0",), mesh)
+            x.grad = G if has_gradient[rank] else None
+            present = shard(torch.ones(shape) * has_gradient[rank], ("0",), mesh)
+            whole.append(G.full_tensor() * present.full_tensor())
+        optimizer.step()
+        if any(has_gradient):
+            for reference, G in zip(references, whole, strict=False):
+                reference.step([G], step + 1 in schedule)
+        moments.grad = whole[2] if any(has_gradient) else None
+        adamw.step()
+    wanted = [*(reference.X[0] for reference in references), moments.detach()]
+    return [
+        ((x.full_tensor() - w).norm() / w.norm()).item() for x, w in zip(X, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("local_step", ["gradient", "dion"])
+def test_a_rank_may_miss_its_piece_of_a_gradient(local_step):
+    for errors in distributed.run(2, missing_pieces, {"local_step": local_step}):
+        assert max(errors) < 1e-5
 
 
 # -------------------------------------------------------------------- errors
