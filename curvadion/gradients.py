@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from curvadion.collectives import Buckets, Slot, group_size
-from curvadion.groups import Group
+from curvadion.groups import Group, same_ranks
 from curvadion.sharding import group_over, local
 
 
@@ -27,7 +27,7 @@ def settle_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup |
     A gradient whose summands lie on the replicas themselves becomes this replica's own gradient,
     the summand times the number of replicas, without a collective.
     """
-    groups = _Groups()
+    groups = _Groups(replicas)
     summands = []
     for X in parameters:
         gradient = X.grad
@@ -35,7 +35,7 @@ def settle_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup |
             continue
         if gradient.placements == X.placements:
             continue
-        gradient = _own(gradient, replicas, groups)
+        gradient = _own(gradient, groups)
         axes = _axes_to_sum(gradient, X)
         if axes:
             summands.append(_Summand(X, gradient, groups.over(gradient.device_mesh, axes)))
@@ -53,8 +53,10 @@ class _Summand(NamedTuple):
 class _Groups:
     """Looks each group up once: a model has many parameters on few meshes."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Group | None) -> None:
+        self.replicas = replicas
         self._known: dict[tuple[DeviceMesh, tuple[int, ...]], Group | None] = {}
+        self._replicated: dict[tuple[DeviceMesh, int], bool] = {}
 
     def over(self, mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
         key = (mesh, tuple(axes))
@@ -62,20 +64,25 @@ class _Groups:
             self._known[key] = group_over(mesh, axes)
         return self._known[key]
 
+    def replicate(self, mesh: DeviceMesh, axis: int) -> bool:
+        """Whether a mesh axis is that of the replicas."""
+        if self.replicas is None:
+            return False
+        if (mesh, axis) not in self._replicated:
+            self._replicated[mesh, axis] = same_ranks(self.over(mesh, [axis]), self.replicas)
+        return self._replicated[mesh, axis]
 
-def _own(gradient: DTensor, replicas: dist.ProcessGroup | None, groups: _Groups) -> DTensor:
+
+def _own(gradient: DTensor, groups: _Groups) -> DTensor:
     """Without summands on the replicas, whose sum is the mean of the replicas' own gradients."""
+    mesh = gradient.device_mesh
     placements = [
-        Replicate()
-        if replicas is not None
-        and _is_summand(placement)
-        and groups.over(gradient.device_mesh, [axis]) is replicas
-        else placement
+        Replicate() if _is_summand(placement) and groups.replicate(mesh, axis) else placement
         for axis, placement in enumerate(gradient.placements)
     ]
     if placements == list(gradient.placements):
         return gradient
-    return _placed(local(gradient) * group_size(replicas), gradient, placements)
+    return _placed(local(gradient) * group_size(groups.replicas), gradient, placements)
 
 
 def _axes_to_sum(gradient: DTensor, X: DTensor) -> list[int]:

@@ -14,18 +14,30 @@ Group = dist.ProcessGroup
 def group_of_ranks(ranks: Iterable[int]) -> Group | None:
     """A process group of these global ranks: an existing one, else a new one; None for one rank.
 
-    Every rank of the group must call this at the same point.
+    Only groups with the default group's backends are taken: programs that compute elsewhere often
+    keep another over the same ranks for the CPU. Every rank of the group must call this at the
+    same point.
     """
     wanted = sorted(set(ranks))
     if len(wanted) == 1:
         return None
     for group in dist.distributed_c10d._world.pg_map:
-        if sorted(dist.get_process_group_ranks(group)) == wanted:
+        if sorted(dist.get_process_group_ranks(group)) == wanted and (
+            dist.get_backend_config(group) == dist.get_backend_config()
+        ):
             return group
     created = dist.new_group(wanted, use_local_synchronization=True)
     if not isinstance(created, Group):
         raise RuntimeError(f"torch.distributed.new_group({wanted}) gave no group on a member")
     return created
+
+
+def same_ranks(one: Group | None, other: Group | None) -> bool:
+    """Whether two groups have the same members, though they may be two communicators."""
+    if one is None or other is None:
+        return one is other
+    members = [set(dist.get_process_group_ranks(group)) for group in (one, other)]
+    return one is other or members[0] == members[1]
 
 
 class Unions:

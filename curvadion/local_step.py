@@ -16,7 +16,10 @@ def local_dion_step(plan: Plan, norms: Tensor | None) -> None:
 
 
 def local_gradient_step(plan: Plan, norms: Tensor | None) -> None:
-    """X <- (1 - lr wd) X - local_lr G (CurvaDion); the momentum keeps the gradient for later."""
+    """X <- (1 - lr wd) X - local_lr G (CurvaDion); the momentum keeps the gradient for later.
+
+    A gradient that this rank misses is zero: another shard of the replica has one.
+    """
     accumulate_momenta(plan)
     stepped = [(p, G) for p in plan.dion if (G := p.G) is not None]
     ops.gradient_step_(
@@ -25,5 +28,8 @@ def local_gradient_step(plan: Plan, norms: Tensor | None) -> None:
         step=[p.local_lr for p, _ in stepped],
         decay=[p.decay for p, _ in stepped],
     )
+    for p in plan.dion:
+        if p.G is None:
+            p.local.mul_(p.decay)
     if norms is not None and plan.matrices:
         plan.store_norms(norms)

@@ -18,9 +18,10 @@ def accumulate_momenta(plan: Plan) -> None:
     A gradient that this replica misses counts as zero.
     """
     pushed = [(p, G) for p in plan.dion if (G := p.G) is not None]
-    ops.accumulate_(
-        [p.M for p, _ in pushed], [G for _, G in pushed], [p.momentum_decay for p, _ in pushed]
-    )
+    if pushed:
+        ops.accumulate_(
+            [p.M for p, _ in pushed], [G for _, G in pushed], [p.momentum_decay for p, _ in pushed]
+        )
     for p in plan.dion:
         if p.G is None and p.momentum_decay != 1.0:
             p.M.mul_(p.momentum_decay)

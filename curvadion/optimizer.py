@@ -208,9 +208,8 @@ class CurvaDion(Optimizer):
 
     def _local_step(self, plan: Plan, norms: Tensor | None, *, complete: bool) -> None:
         if not complete:
-            # A replica's shards take a Dion step together, so they must agree on its parameters.
-            together = plan.inside if self.local_step == "dion" else None
-            plan, norms = _with_gradient(plan, norms, together)
+            # A replica's shards are one matrix: a piece that some of them miss is a piece of zeros.
+            plan, norms = _with_gradient(plan, norms, plan.inside)
         if self.local_step == "dion":
             local_dion_step(plan, norms)
         else:
@@ -230,8 +229,9 @@ class CurvaDion(Optimizer):
                 G[i] = m.elements(gradient)
             else:  # mu M + 0 = (mu - 1) M + M, without a tensor of zeros
                 decays[i] -= 1.0
-        after = plan.norms_over_shards(ops.momentum_norms(M, G, decays))
-        return plan.stored_norms(), after
+        before = plan.stored_norms()
+        # A rank that holds none of the experts has no norms, but takes part in the decision.
+        return before, plan.norms_over_shards(ops.momentum_norms(M, G, decays) if M else before)
 
     def _agree(self, plan: Plan, before: Tensor | None, after: Tensor | None) -> Agreement:
         covered = plan.elementwise if after is not None else plan.parameters
@@ -241,7 +241,7 @@ class CurvaDion(Optimizer):
         if before is not None and after is not None:
             signals = self._signals(plan, before, after)
             norms.append(after)
-        if not norms:
+        if not sum(n.numel() for n in norms):
             norms.append(torch.zeros(1, device=plan.device))
         return agree(
             signals,
@@ -343,7 +343,7 @@ class CurvaDion(Optimizer):
             tensors += [local(p.state[key]) for key in sorted(own)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
-        if ready.dion:
+        if ready.matrices:
             here = ops.norms([m.elements(m.parameter.M) for m in ready.matrices])
             ready.store_norms(ready.norms_over_shards(here))
         self.progress.local_steps = 0

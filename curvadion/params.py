@@ -53,7 +53,7 @@ def param_groups(
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: for an unknown kind, a pattern that matches nothing, a pattern that makes a
-            matrix of a parameter that is not 2-D, flat weights whose shapes nobody has declared,
+            matrix of a vector, flat weights whose shapes nobody has declared,
             or a model without trainable parameters.
     """
     if not isinstance(model, nn.Module):
@@ -79,8 +79,8 @@ def param_groups(
                 matched.add(pattern)
                 kind = wanted
                 break
-        if kind == "matrix" and len(global_shape(parameter)) != 2:
-            raise ValueError(f"{name} of shape {global_shape(parameter)} cannot be a 2-D 'matrix'")
+        if kind == "matrix" and len(global_shape(parameter)) < 2:
+            raise ValueError(f"{name} of shape {global_shape(parameter)} cannot be a 'matrix'")
         members[kind].append((name, parameter))
     if unmatched := [p for p in patterns if p not in matched]:
         raise ValueError(

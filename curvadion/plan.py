@@ -205,7 +205,10 @@ class Plan:
                     continue
                 sharding.check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
-                    parts = tuple(sharding.matrices_of(X, group, replicas, unions))
+                    try:
+                        parts = tuple(sharding.matrices_of(X, group, replicas, unions))
+                    except ValueError as error:
+                        raise ValueError(f"{name}: {error}") from error
                     parameter = Parameter(X, group, states, name, parts)
                     parameter.matrices.extend(Matrix(parameter, part) for part in parts)
                     dion.append(parameter)
@@ -290,7 +293,7 @@ class Plan:
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """One number per matrix, (k,): the sums over the ranks that hold the matrix's pieces."""
-        if self.inside is None:
+        if self.inside is None or not self.matrices:
             return values
         slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in self.matrices]
         buckets = Buckets(slots)

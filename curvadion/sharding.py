@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from curvadion.collectives import group_size
-from curvadion.groups import Group, Unions, group_of_ranks
+from curvadion.groups import Group, Unions, group_of_ranks, same_ranks
 from curvadion.layout import Extent, MatrixLayout
 from curvadion.pieces import Block, FlatRange, Piece
 
@@ -146,7 +146,7 @@ def groups_of(X: Tensor) -> list[Group]:
 
 def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
     """Raise ValueError if the parameter is cut over the ranks that should hold it alike."""
-    if replicas is not None and replicas in groups_of(X):
+    if replicas is not None and any(same_ranks(group, replicas) for group in groups_of(X)):
         raise ValueError(
             f"replicas is a process group over which {name} of shape {global_shape(X)} is sharded: "
             f"pass the group that replicates it, or None."
@@ -201,7 +201,7 @@ def _dimensions(X: Tensor) -> list[_Dimension]:
     expected, actual = [len(d.held) for d in dimensions], list(local(X).shape)
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
-            f"A DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
+            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
             f"rank {dist.get_rank()} where {expected} was expected: uneven shards must be those of "
             f"torch.chunk."
         )
@@ -288,15 +288,16 @@ def _block_parts(
 def _check_inner(X: Tensor, columns: _Dimension, inner: Sequence[_Dimension]) -> None:
     if any(d.axes for d in inner):
         raise ValueError(
-            f"A parameter of shape {tuple(X.shape)} is cut by {_placements(X)}: "
-            f"only rows, columns and stacked dimensions can be cut."
+            f"a parameter of shape {tuple(X.shape)} is cut by {_placements(X)}, but only rows, "
+            f"columns and stacked dimensions can be"
         )
     pieces = 1
     if isinstance(X, DTensor):
         pieces = math.prod(X.device_mesh.size(axis) for axis in columns.axes)
     if inner and len(columns.held) * pieces != X.shape[-len(inner) - 1]:
         raise ValueError(
-            f"A parameter of shape {tuple(X.shape)} is sharded unevenly over its input channels."
+            f"a parameter of shape {tuple(X.shape)} is cut by {_placements(X)} into uneven numbers "
+            f"of input channels: shard it over its output channels"
         )
 
 
@@ -484,7 +485,7 @@ def _ranges(shard: FlatShard) -> list[tuple[int, int]]:
     stops = [0, *(stop for _, stop in held)]
     if [start for start, _ in held] != stops[:-1] or stops[-1] != math.prod(shard.shape):
         raise ValueError(
-            f"The flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
+            f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
             f"{math.prod(shard.shape)} elements once: declare each rank's own range."
         )
     return held

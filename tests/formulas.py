@@ -16,7 +16,10 @@ GATE = 16
 
 @dataclass(frozen=True)
 class Held:
-    """One matrix as one rank holds it; shared: rows or columns that a cut runs through."""
+    """One matrix as one rank holds it; shared: rows or columns that a cut runs through.
+
+    row_axes, column_axes: names of the mesh axes that cut them, to tell groups of ranks apart.
+    """
 
     rows: int
     columns: int
@@ -26,6 +29,8 @@ class Held:
     replicas: int = 1
     shared_rows: int = 0
     shared_columns: int = 0
+    row_axes: tuple[object, ...] = ()
+    column_axes: tuple[object, ...] = ()
 
 
 def chunk(size, pieces, place):
@@ -35,13 +40,15 @@ def chunk(size, pieces, place):
 
 
 def held(shape, r, *, m_cuts=(), n_cuts=(), replicas=1):
-    """An (m, n) matrix; cuts: (pieces, place of this rank) of each mesh axis, the first first."""
-    sizes, ranks = list(shape), [1, 1]
+    """An (m, n) matrix; cuts: (axis, its size, this rank's place on it), the first to cut first."""
+    sizes, ranks, axes = list(shape), [1, 1], [(), ()]
     for dim, cuts in enumerate((m_cuts, n_cuts)):
-        for pieces, place in cuts:
+        for axis, pieces, place in cuts:
             sizes[dim], ranks[dim] = chunk(sizes[dim], pieces, place), ranks[dim] * pieces
-    order = (1, 0) if shape[0] < shape[1] else (0, 1)
-    return Held(*(sizes[d] for d in order), r, *(ranks[d] for d in order), replicas)
+            axes[dim] += (axis,)
+    if shape[0] < shape[1]:
+        sizes, ranks, axes = sizes[::-1], ranks[::-1], axes[::-1]
+    return Held(*sizes, r, *ranks, replicas, row_axes=axes[0], column_axes=axes[1])
 
 
 def left_product(x: Held) -> int:
@@ -104,14 +111,14 @@ def largest_message(matrices: Iterable[Held]) -> int:
     """
     messages: dict[tuple[object, ...], int] = {}
     for x in matrices:
-        rows, columns, both = x.row_ranks, x.column_ranks, x.row_ranks * x.column_ranks
-        for kind, ranks in (
+        rows, columns = frozenset(x.row_axes), frozenset(x.column_axes)
+        for kind, axes in (
             (left_product, (columns, x.replicas)),
             (right_product, (rows, x.replicas)),
-            (shared_products, (both,)),
-            (gram, (rows,)),
-            (column_norms, (columns,)),
-            (norm, (both,)),
+            (shared_products, rows | columns),
+            (gram, rows),
+            (column_norms, columns),
+            (norm, rows | columns),
         ):
-            messages[kind, ranks] = messages.get((kind, ranks), 0) + kind(x)
+            messages[kind, axes] = messages.get((kind, axes), 0) + kind(x)
     return max(GATE, *messages.values())

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -13,15 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 import formulas
-from curvadion import RMMC, CurvaDion, Dion, WireMeter
+from curvadion import CurvaDion, Dion, WireMeter
+from curvadion.groups import group_of_ranks, same_ranks
 from curvadion.layout import MatrixLayout
 from curvadion.sharding import block_sizes, declare_flat_shard
 from reference import DionReference
-from test_layouts import Scheduled, gradient, weights
+from test_layouts import gradient, weights
+from training import OPEN_STEPS, STEPS, Watching
 
 FRACTION = 0.3
-STEPS = 10
-OPEN_STEPS = (1, 2, 5, 9)
 
 # Shape, where the ranks' ranges end, group options.
 CUT_4 = {
@@ -51,23 +52,6 @@ CUT_2 = {
     "between rows": ((6, 5), (10, 30), {}),
     "row blocks": ((12, 5), (41, 60), {"row_blocks": [7, 2, 3]}),
 }
-
-
-class Watching(Scheduled):
-    """Opens as scheduled, and remembers the RMMC that it saw."""
-
-    reads_momentum = True
-
-    def __init__(self, steps):
-        super().__init__(steps)
-        self.seen = []
-
-    def signal(self, before, after):
-        return RMMC(0.0).signal(before, after)
-
-    def opens(self, signal, local_steps):
-        self.seen.append(signal)
-        return super().opens(signal, local_steps)
 
 
 def matrices_of(full, options):
@@ -353,3 +337,15 @@ def first_step(rank, ends, replicas):
 def test_shards_must_cover_the_tensor_once_and_alike_on_all_replicas(ends, replicas, message):
     for raised in distributed.run(4, first_step, ends, replicas):
         assert message in raised
+
+
+def other_communicators(rank):
+    """Of two groups over the same ranks, which is found; and whether they count as the same."""
+    for_the_cpu = dist.new_group([0, 1], backend="cpu:gloo")
+    mine = dist.new_group([0, 1])
+    found = group_of_ranks([1, 0])
+    return found is for_the_cpu, found in (mine, dist.group.WORLD), same_ranks(mine, for_the_cpu)
+
+
+def test_a_group_of_other_backends_is_not_taken():
+    assert distributed.run(2, other_communicators) == [(False, True, True)] * 2

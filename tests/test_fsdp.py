@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 
 import pytest
@@ -12,22 +13,21 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    DataParallelMeshDims,
     FSDPModule,
     FullyShardedDataParallel,
     ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import distributed
 import formulas
 import transformer
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
-from test_layouts import Scheduled
-
-STEPS = 10
-OPEN_STEPS = (1, 2, 5, 9)
+from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
 
 # Replicas, shards of each.
 LAYOUTS = {
@@ -35,6 +35,7 @@ LAYOUTS = {
     "fsdp 4": (1, 4),
     "hsdp 2x2": (2, 2),
     "hsdp 2x2, kept gathered": (2, 2),
+    "hsdp 2x4, gathered in pairs": (2, 4),
     "hsdp 2x2, reduced by FSDP": (2, 2),
     "replicas outside FSDP's mesh": (2, 2),
     "replicate": (2, 1),
@@ -55,8 +56,8 @@ def shard(model, layout, mesh):
         if layout == "replicate":
             replicate(module, mesh=mesh["replicate"])
         else:
-            kept = {"reshard_after_forward": False} if "kept" in layout else {}
-            fully_shard(module, mesh=fsdp_mesh, **kept)
+            reshard = False if "kept" in layout else 2 if "pairs" in layout else True
+            fully_shard(module, mesh=fsdp_mesh, reshard_after_forward=reshard)
     if "reduced by FSDP" in layout:
         return model, None
     return keep_gradients_local(model), replicas
@@ -82,124 +83,15 @@ def mesh_of(layout):
     return init_device_mesh("cpu", LAYOUTS[layout], mesh_dim_names=("replicate", "shard"))
 
 
-def full_weights(model):
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            return transformer.weights(model)
-    return {
-        name: p.full_tensor() if hasattr(p, "full_tensor") else p
-        for name, p in transformer.weights(model).items()
-    }
-
-
-def some_replicas(step, replica):
-    """Who uses the experts: all, the first replica, nobody."""
-    return (True, replica == 0, False)[step % 3]
-
-
-def train(rank, layout, schedule, options, *, clip=None, sparing=False):
-    """Weights after the steps, drifts and clipped norms on the way, weights once synchronised."""
+def setup(layout):
     mesh = mesh_of(layout)
-    replica = mesh.get_local_rank("replicate")
     model, replicas = shard(transformer.build(), layout, mesh)
-    optimizer = make(model, replicas, schedule, options)
-    seen = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        expert = some_replicas(step, replica) if sparing else True
-        transformer.loss_of(model, step, rank, expert).backward()
-        if clip is not None:
-            seen.append(clip_(model, clip))
-        optimizer.step()
-        seen.append(optimizer.drift())
-    own = full_weights(model)
-    optimizer.synchronize()
-    return own, seen, full_weights(model)
-
-
-def make(model, replicas, schedule, options):
-    gate = {"gate": Scheduled(schedule)} if schedule else {}
-    optimizer_class = CurvaDion if schedule else Dion
-    return optimizer_class(transformer.groups(model), replicas=replicas, **gate, **options)
-
-
-def clip_(model, clip):
-    if isinstance(model, FullyShardedDataParallel):
-        return float(model.clip_grad_norm_(clip))
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def whole_replicas(rank, shards, schedule, options, *, clip=None, sparing=False):
-    """What ``train`` returns of replicas that are one process each and read all its batches."""
-    model = transformer.build()
-    group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    optimizer = make(model, group, schedule, options)
-    seen = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        expert = some_replicas(step, rank) if sparing else True
-        for place in range(rank * shards, (rank + 1) * shards):
-            (transformer.loss_of(model, step, place, expert) / shards).backward()
-        if clip is not None:
-            seen.append(clip_(model, clip))
-        optimizer.step()
-        seen.append(optimizer.drift())
-    own = transformer.weights(model)
-    optimizer.synchronize()
-    return own, seen, transformer.weights(model)
-
-
-def compare(layout, schedule=None, options=None, **how):
-    """All ranks of a layout against whole replicas that read the same batches."""
-    replicas, shards = LAYOUTS[layout]
-    if "reduced by FSDP" in layout:
-        replicas, shards = 1, replicas * shards
-    arguments = (schedule, options or {}, how)
-    actual = distributed.run(dist_size(layout), train_with, layout, *arguments)
-    expected = expected_of(replicas, shards, repr(arguments), lambda: arguments)
-    for rank, (own, seen, synchronized) in enumerate(actual):
-        own_whole, seen_whole, synchronized_whole = expected[rank // shards]
-        assert transformer.worst(own, own_whole)[0] < 1e-5, transformer.worst(own, own_whole)
-        assert seen == pytest.approx(seen_whole, rel=1e-3, abs=1e-6)
-        assert transformer.worst(synchronized, synchronized_whole)[0] < 1e-5
-
-
-def dist_size(layout):
-    replicas, shards = LAYOUTS[layout]
-    return replicas * shards
-
-
-_expected = {}
-
-
-def expected_of(replicas, shards, key, arguments):
-    key = (replicas, shards, key)
-    if key not in _expected:
-        _expected[key] = distributed.run(replicas, whole_with, shards, *arguments())
-    return _expected[key]
-
-
-def train_with(rank, layout, schedule, options, how):
-    return train(rank, layout, schedule, options, **how)
-
-
-def whole_with(rank, shards, schedule, options, how):
-    return whole_replicas(rank, shards, schedule, options, **how)
+    return model, replicas, mesh.get_local_rank("replicate"), dist.get_rank()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_open_gate_trains_to_the_weights_of_one_process(layout):
-    actual = distributed.run(dist_size(layout), train_with, layout, None, {}, {})
-    expected = single(dist_size(layout))
-    for own, seen, _ in actual:
-        assert transformer.worst(own, expected)[0] < 1e-5, transformer.worst(own, expected)
-        assert max(seen) < 1e-6  # replicas stay together
-
-
-@functools.cache
-def single(places):
-    return transformer.single(Dion, range(places), STEPS)
+    assert_trains_like_one_process(setup, layout, math.prod(LAYOUTS[layout]))
 
 
 SOME = ["hsdp 2x2", "replicas outside FSDP's mesh", "FSDP1, replicas outside"]
@@ -208,18 +100,25 @@ SOME = ["hsdp 2x2", "replicas outside FSDP's mesh", "FSDP1, replicas outside"]
 @pytest.mark.parametrize("local_step", ["gradient", "dion"])
 @pytest.mark.parametrize("layout", SOME)
 def test_a_schedule_of_gates_drifts_and_meets_as_whole_replicas_do(layout, local_step):
-    compare(layout, OPEN_STEPS, {"local_step": local_step, "local_lr": 0.1})
+    options = (("local_step", local_step), ("local_lr", 0.1))
+    assert_trains_like_whole_replicas(
+        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, options=options
+    )
 
 
 @pytest.mark.parametrize("layout", ["fsdp 4", *SOME])
 def test_clipping_takes_the_norm_of_the_replicas_gradient(layout):
-    compare(layout, OPEN_STEPS, {"local_step": "dion"}, clip=0.5)
+    assert_trains_like_whole_replicas(
+        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, clip=0.5
+    )
 
 
 @pytest.mark.parametrize("schedule", [None, OPEN_STEPS])
 @pytest.mark.parametrize("layout", ["fsdp 2", *SOME])
 def test_experts_that_some_replicas_or_nobody_uses(layout, schedule):
-    compare(layout, schedule, {}, sparing=True)
+    assert_trains_like_whole_replicas(
+        setup, layout, *LAYOUTS[layout], schedule=schedule, sparing=True
+    )
 
 
 # -------------------------------------------------------------------- gradients of replicas
@@ -244,7 +143,7 @@ def two_backwards(rank, layout, keep):
     )
     names = {mesh.get_group(d).group_name: d for d in ("replicate", "shard")}
     sent = {
-        f"{collective} over {names[group]}": count.bytes
+        f"{collective} over {names.get(group, 'pairs')}": count.bytes
         for (group, collective), count in meter.records.items()
         if count.bytes
     }
@@ -259,11 +158,19 @@ def padded_bytes(shards):
 
 @pytest.mark.parametrize(
     "layout",
-    ["hsdp 2x2", "hsdp 2x2, kept gathered", "replicas outside FSDP's mesh", "replicate"],
+    [
+        "hsdp 2x2",
+        "hsdp 2x2, kept gathered",
+        "hsdp 2x4, gathered in pairs",
+        "replicas outside FSDP's mesh",
+        "replicate",
+    ],
 )
 def test_gradients_are_those_of_the_replica_and_nothing_crosses_between_replicas(layout):
     shards = LAYOUTS[layout][1]
-    for (error, name), sent in distributed.run(dist_size(layout), two_backwards, layout, True):
+    for (error, name), sent in distributed.run(
+        math.prod(LAYOUTS[layout]), two_backwards, layout, True
+    ):
         assert error < 1e-5, name
         assert not [how for how in sent if how.endswith("replicate")]
         if shards > 1:
@@ -274,6 +181,23 @@ def test_without_the_integration_fsdp_averages_over_the_replicas():
     for (error, name), sent in distributed.run(4, two_backwards, "hsdp 2x2", False):
         assert error < 1e-5, name
         assert sent["all_reduce over replicate"] == padded_bytes(2)
+
+
+def of_a_whole_mesh(rank):
+    """The first gradient where FSDP is told which dimensions of a model's mesh are its own."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    model = nn.Linear(4, 6, bias=False)
+    everywhere = [Replicate()] * 3
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, everywhere))
+    dimensions = DataParallelMeshDims(shard="shard", replicate="replicate")
+    keep_gradients_local(fully_shard(model, mesh=mesh, dp_mesh_dims=dimensions))
+    x = DTensor.from_local(torch.full((1, 4), rank + 1.0), mesh, everywhere, run_check=False)
+    model(x).to_local().sum().backward()
+    return model.weight.grad.to_local().unique().tolist()
+
+
+def test_a_mesh_that_fsdp_shares_with_the_model():
+    assert distributed.run(4, of_a_whole_mesh) == [[1.5], [1.5], [3.5], [3.5]]
 
 
 def after_a_forgotten_call(rank, accumulate):
@@ -303,10 +227,12 @@ def late_and_repeated(rank):
         model.zero_grad()
         transformer.loss_of(model, 0, rank).backward()
         found.append({n: p.grad.to_local().clone() for n, p in model.named_parameters()})
-        groups = [m._get_fsdp_state()._fsdp_param_groups[0].mesh_info for m in modules_of(model)]
+        groups = [m._get_fsdp_state()._fsdp_param_groups[0] for m in modules_of(model)]
+        before = [group.mesh_info for group in groups]
         keep_gradients_local(model)
-        after = [m._get_fsdp_state()._fsdp_param_groups[0].mesh_info for m in modules_of(model)]
-        assert (groups == after) == (calls > 0)
+        assert (before == [group.mesh_info for group in groups]) == (calls > 0)
+        # Two meshes would mean another copy of the shards between forward and backward.
+        assert not any(group._use_post_forward_mesh for group in groups)
     return found
 
 
@@ -433,7 +359,7 @@ def messages(optimizer, mesh):
         optimizer.step()
     (replicas, shards), place = mesh.shape, mesh.get_local_rank("shard")
     everything = [
-        formulas.held(tuple(x.shape), RANK, m_cuts=[(shards, place)], replicas=replicas)
+        formulas.held(tuple(x.shape), RANK, m_cuts=[("shard", shards, place)], replicas=replicas)
         for x in optimizer.param_groups[0]["params"]
     ]
     norms = sum(x.to_local().numel() for x in optimizer.param_groups[1]["params"])

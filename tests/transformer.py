@@ -118,19 +118,6 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def single(optimizer_class, places, steps, use_expert=None, **options):
-    """Weights after one process has read all batches; use_expert(step, place) says who uses it."""
-    model = build()
-    optimizer = optimizer_class(groups(model), **options)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for place in places:
-            expert = True if use_expert is None else use_expert(step, place)
-            (loss_of(model, step, place, expert) / len(places)).backward()
-        optimizer.step()
-    return weights(model)
-
-
 def worst(actual, expected):
     """The largest distance relative to the norm, with the parameter's name."""
     assert list(actual) == list(expected)
