@@ -20,9 +20,15 @@ def test_demo_compares_three_runs(tmp_path, capsys):
     for summary in summaries:
         assert {name: type(value) for name, value in summary.items()} == {
             "name": str,
+            "parallel": str,
+            "replicas": int,
+            "shards": int,
+            "tensor": int,
+            "tokens_per_step": int,
             "val_loss": float,
             "wire_bytes": int,
             "wire_bytes_per_step": float,
+            "optimizer_bytes_per_step": float,
             "open_gate_share": float,
             "drift": float,
             "seconds": float,
