@@ -17,7 +17,7 @@ from demo import aligned, train
 from demo_layouts_plot import draw
 
 SHARED = (
-    "--optimizer dion --steps 60 --dim 64 --layers 2 --heads 4 --context 64 --warmup-steps 10 "
+    "--optimizer dion --steps 60 --dim 96 --layers 2 --heads 4 --context 64 --warmup-steps 10 "
     "--validate-every 0 --validation-tokens 4096 --data-bytes 2000000"
 )
 SEQUENCES = 8  # that all processes together read in a step
