@@ -119,6 +119,16 @@ def test_torchs_own_adamw_has_the_curve_of_one_process(tmp_path, one_process, la
     assert summary["drift"] == 0
 
 
+@pytest.mark.parametrize("layout", ["tp 2", "hsdp_tp 1x2x2"])
+def test_a_tied_head_stays_tied(tmp_path, layout):
+    processes, flags = LAYOUTS[layout]
+    whole, _ = run(tmp_path / "whole", 1, 1, *DION, "--tie")
+    log, _ = run(
+        tmp_path / "cut", processes, sizes_of(layout).readers, *flags.split(), *DION, "--tie"
+    )
+    assert [r["loss"] for r in log] == pytest.approx([r["loss"] for r in whole], rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["hsdp 2x2", "hsdp_tp 2x1x2"])
 def test_sharded_replicas_drift_apart_as_whole_ones_do(tmp_path, layout):
     processes, flags = LAYOUTS[layout]
