@@ -1,6 +1,7 @@
-# make demo   train three small GPTs on this machine and compare them: runs/demo/
-# make test   formatting, types and every test
-# make clean  remove the environment and whatever was built or run
+# make demo          train three small GPTs on this machine and compare them: runs/demo/
+# make demo-layouts  train one small GPT under every layout: runs/demo-layouts/
+# make test          formatting, types and every test
+# make clean         remove the environment and whatever was built or run
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,10 +9,13 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test clean
+.PHONY: demo demo-layouts test clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
+
+demo-layouts: .venv/installed
+	$(BIN)/python examples/demo_layouts.py
 
 test: .venv/installed
 	$(BIN)/ruff check .

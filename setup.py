@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-TRAIN = ["tqdm", "tensorboard", "matplotlib", "safetensors"]
+TRAIN = ["tqdm", "tensorboard", "matplotlib"]
 TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", *TRAIN]
 
 

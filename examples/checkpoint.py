@@ -1,15 +1,16 @@
-"""Checkpoints: a folder per step, complete or absent; any number of replicas can resume it."""
+"""Checkpoints: a folder per step, complete or absent, that any layout can resume."""
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-
-from optional import need
 
 
 @dataclasses.dataclass
@@ -19,7 +20,9 @@ class Progress:
     step: int = 0
     """Steps done."""
     wire_bytes: int = 0
-    """Bytes that one replica sent in training."""
+    """Bytes that the first rank sent in training."""
+    optimizer_bytes: int = 0
+    """Those of them that the optimizer sent."""
     seconds: float = 0.0
     """Time spent training, without evaluation and checkpoints."""
     open_gates: int = 0
@@ -31,18 +34,22 @@ class Progress:
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress) -> Path:
-    """Write ``folder/step-N``; a crash leaves nothing that :func:`latest` would find."""
-    safetensors = need("safetensors.torch", "--checkpoint-every")
+    """Write ``folder/step-N``; collective. A crash leaves nothing that :func:`latest` would find.
+
+    Every rank writes the pieces it holds, one of several that hold the same.
+    """
     final = folder / f"step-{progress.step:08d}"
     unfinished = folder / f".{final.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    safetensors.save_model(model, str(unfinished / "model.safetensors"))
-    torch.save(
-        {"optimizer": optimizer.state_dict(), "progress": dataclasses.asdict(progress)},
-        unfinished / "optimizer.pt",
-    )
-    os.replace(unfinished, final)
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()
+    weights, state = get_state_dict(model, optimizer)
+    state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=unfinished)
+    if first:
+        progress_file = unfinished / "progress.json"
+        progress_file.write_text(json.dumps(dataclasses.asdict(progress)) + "\n")
+        os.replace(unfinished, final)
     return final
 
 
@@ -52,9 +59,8 @@ def latest(folder: Path) -> Path | None:
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
-    """Read a checkpoint into the model and the optimizer, on whatever devices they are."""
-    safetensors = need("safetensors.torch", "--resume")
-    safetensors.load_model(model, str(path / "model.safetensors"))
-    state = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    return Progress(**state["progress"])
+    """Read a checkpoint into the model and the optimizer, as they are laid out; collective."""
+    weights, state = get_state_dict(model, optimizer)
+    state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return Progress(**json.loads((path / "progress.json").read_text()))

@@ -95,6 +95,11 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
             for summary in summaries
         ),
     ]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         row[0].ljust(widths[0])

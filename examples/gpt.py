@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.heads = config.heads
+        self.head_dim = config.dim // config.heads
         self.query = nn.Linear(config.dim, config.dim, bias=False)
         self.key = nn.Linear(config.dim, config.dim, bias=False)
         self.value = nn.Linear(config.dim, config.dim, bias=False)
@@ -54,7 +54,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Mix x, (batch, time, dim), over the positions before each one."""
         q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            # Under tensor parallelism a rank has some of the heads.
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         q, k = (rotate(F.rms_norm(y, y.shape[-1:]), rotation) for y in (q, k))

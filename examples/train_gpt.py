@@ -1,9 +1,10 @@
-"""Train a small GPT with AdamW, Dion or CurvaDion on one or more data-parallel processes.
+"""Train a small GPT with AdamW, Dion or CurvaDion on one or more processes.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --optimizer curvadion
 
-Every process is a replica with its own data. It runs on GPUs (NCCL) where there are any, on
-CPUs (gloo) otherwise, and writes a log, checkpoints and a summary below ``--out``.
+Every process is a replica with its own data, unless ``--parallel`` lays the model out otherwise.
+It runs on GPUs (NCCL) where there are any, on CPUs (gloo) otherwise, and writes a log,
+checkpoints and a summary below ``--out``.
 """
 
 import gc
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group: its functions' defaults keep one
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import checkpoint
@@ -29,10 +30,10 @@ import curvadion
 from checkpoint import Progress
 from command_line import option, parse
 from curvadion import RMMC, CurvaDion, Dion, FixedPeriod
-from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.reconcile import drift
 from gpt import GPT, GPTConfig
 from optional import need
+from parallel import Layout, Parallel, Sizes, mesh_sizes, unsynchronized
 from run_log import RunLog
 from token_data import TrainingBatches, load, split, validation_batches
 
@@ -61,9 +62,14 @@ class Config:
     vocab_size: int | None = option(None, "default: 256 for bytes, 50304 for token files")
     tie: bool = option(False, "use the embedding as the output head")
 
+    # Processes
+    parallel: Parallel = option("ddp", "how the model is laid out over the processes")
+    shards: int | None = option(None, "hsdp, hsdp_tp: FSDP shards of a replica; default: 2")
+    tensor: int | None = option(None, "fsdp_tp, hsdp_tp: ranks that share a layer; default: 2")
+
     # Steps
     steps: int = option(1000, "optimizer steps")
-    batch_size: int = option(16, "sequences in a micro-batch of one replica")
+    batch_size: int = option(16, "sequences in a micro-batch of one data-parallel rank")
     accumulation: int = option(1, "micro-batches in a step")
     schedule: Literal["wsd", "cosine"] = option("wsd", "warmup-stable-warmdown, or cosine")
     warmup_steps: int = option(20, "steps of linear learning-rate warm-up")
@@ -103,9 +109,14 @@ class Config:
     compile: bool = option(False, "torch.compile the model")
 
     @property
+    def sizes(self) -> Sizes:
+        """The mesh of the processes there are."""
+        return mesh_sizes(self.parallel, dist.get_world_size(), self.shards, self.tensor)
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens that all replicas together read in one step."""
-        return self.accumulation * self.batch_size * self.context * dist.get_world_size()
+        """Tokens that all processes together read in one step."""
+        return self.accumulation * self.batch_size * self.context * self.sizes.readers
 
 
 def lr_scale(step: int, config: Config) -> float:
@@ -132,8 +143,8 @@ def set_learning_rates(optimizer: Optimizer, highest: list[dict[str, float]], sc
         group.update({key: scale * rate for key, rate in rates.items()})
 
 
-def build_optimizer(config: Config, model: GPT) -> Optimizer:
-    """Return the optimizer that the configuration names, for replicas on all ranks."""
+def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | None) -> Optimizer:
+    """Return the optimizer that the configuration names, for these replicas."""
     groups = curvadion.param_groups(
         model,
         options={
@@ -149,7 +160,7 @@ def build_optimizer(config: Config, model: GPT) -> Optimizer:
         return torch.optim.AdamW(plain, lr=3e-3 if lr is None else lr, betas=betas)
     shared: dict[str, Any] = dict(
         lr=0.02 if lr is None else lr,
-        replicas=dist.group.WORLD,
+        replicas=replicas,
         mu=config.mu,
         betas=betas,
         weight_decay=config.weight_decay,
@@ -206,7 +217,7 @@ def load_data(config: Config) -> tuple[TrainingBatches, list[tuple[Tensor, Tenso
         training,
         config.context,
         config.batch_size,
-        dist.get_world_size(),
+        config.sizes.readers,
         config.accumulation,
         config.seed,
     )
@@ -216,32 +227,40 @@ def load_data(config: Config) -> tuple[TrainingBatches, list[tuple[Tensor, Tenso
     return batches, fixed, tokens.vocab_size
 
 
-def mean_over_replicas(value: Tensor) -> float:
-    """Return the mean of a number over the replicas."""
+def whole(parameter: Tensor) -> Tensor:
+    """Return a parameter with all its pieces; collective."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Return the mean of a number over all ranks; each data-parallel one counts equally often."""
     total = value.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
 class Trainer:
-    """A model, its optimizer and its data: one replica's share of the training."""
+    """A model, its optimizer and its data: one rank's share of the training."""
 
     def __init__(self, config: Config, device: torch.device):
-        if config.checkpoint_every:  # learn of it now, not at the first checkpoint
-            need("safetensors.torch", "--checkpoint-every")
         self.config, self.device = config, device
+        self.meter = curvadion.WireMeter()
         self.checkpoints = Path(config.out) / "checkpoints"
         self.batches, self.held_out, vocab_size = load_data(config)
         torch.manual_seed(config.seed)
         shape = GPTConfig(vocab_size, config.layers, config.heads, config.dim, config.tie)
         self.model = GPT(shape).to(device)
         if config.compile:
+            if config.parallel != "ddp":
+                raise ValueError(f"compile with parallel={config.parallel!r}: only with 'ddp'")
             self.model.compile()
-        self.optimizer = build_optimizer(config, self.model)
+        self.layout = Layout(config.parallel, config.sizes, device)
+        communicates = config.optimizer != "adamw"
+        self.wrapped = self.layout.wrap(
+            self.model, config.context, gradients_stay_local=communicates
+        )
+        self.optimizer = build_optimizer(config, self.model, self.layout.replicas)
         self.highest_lr = learning_rates(self.optimizer)
-        self.ddp = DistributedDataParallel(self.model)
-        if config.optimizer != "adamw":
-            keep_gradients_local(self.ddp)
 
     def loss(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch."""
@@ -250,24 +269,26 @@ class Trainer:
         return loss
 
     def step(self, step: int) -> dict[str, Any]:
-        """Take an optimizer step; return its training loss, learning rate and gate."""
+        """Take a step; return its loss, learning rate, gate, and what the optimizer sent."""
         set_learning_rates(self.optimizer, self.highest_lr, lr_scale(step, self.config))
         mean_loss = torch.zeros((), device=self.device)
-        for i, batch in enumerate(self.batches(step, dist.get_rank()), start=1):
+        for i, batch in enumerate(self.batches(step, self.layout.reader), start=1):
             last = i == self.config.accumulation
-            with nullcontext() if last else self.ddp.no_sync():
-                loss = self.loss(self.ddp, *batch) / self.config.accumulation
+            with nullcontext() if last else unsynchronized(self.wrapped):
+                loss = self.loss(self.wrapped, *batch) / self.config.accumulation
                 loss.backward()
             mean_loss += loss.detach()
         if self.config.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        sent = self.meter.total_bytes
         self.optimizer.step()
+        sent = self.meter.total_bytes - sent
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]  # of the matrices
-        return {"loss": mean_loss, "lr": lr, **self.gate()}
+        return {"loss": mean_loss, "lr": lr, **self.gate(), "optimizer_bytes": sent}
 
     def gate(self) -> dict[str, Any]:
-        """Return what the last step's gate did; DDP with AdamW synchronises at every step."""
+        """Return what the last step's gate did; with AdamW every step synchronises."""
         if not isinstance(self.optimizer, CurvaDion) or self.optimizer.report is None:
             return {"gate_open": True, "rmmc": None, "local_steps": 0, "skipped": False}
         report = self.optimizer.report.as_dict()
@@ -283,13 +304,14 @@ class Trainer:
         losses = [self.loss(self.model, *batch) * len(batch[0]) for batch in self.held_out]
         self.model.train()
         sequences = sum(len(inputs) for inputs, _ in self.held_out)
-        return mean_over_replicas(torch.stack(losses).sum() / sequences)
+        return mean_over_ranks(torch.stack(losses).sum() / sequences)
 
     def drift(self) -> float:
         """Return how far the replicas' weights are from their mean, relative to its norm."""
         if isinstance(self.optimizer, CurvaDion):
             return self.optimizer.drift()
-        return drift(((p.detach(), 1) for p in self.model.parameters()), dist.group.WORLD, None)
+        weights = ((whole(p.detach()), 1) for p in self.model.parameters())
+        return drift(weights, self.layout.replicas, None)
 
     def resume(self) -> Progress:
         """Load the newest checkpoint, if there is one and the configuration asks for it."""
@@ -303,13 +325,15 @@ class Trainer:
             )
         return checkpoint.load(newest, self.model, self.optimizer)
 
-    def save(self, progress: Progress, meter: curvadion.WireMeter) -> None:
-        """Bring the replicas together, where they may differ, and let the first one write."""
+    def save(self, progress: Progress) -> None:
+        """Bring the replicas together, where they may differ, and write a checkpoint."""
         if isinstance(self.optimizer, CurvaDion):
-            before = meter.total_bytes
+            sent = self.meter.total_bytes
             self.optimizer.synchronize()
-            progress.wire_bytes += meter.total_bytes - before
-        if dist.get_rank() == 0:
+            sent = self.meter.total_bytes - sent
+            progress.wire_bytes += sent
+            progress.optimizer_bytes += sent
+        with self.meter.paused():
             checkpoint.save(self.checkpoints, self.model, self.optimizer, progress)
 
 
@@ -323,9 +347,9 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
     if first:
         write_json(out / "config.json", asdict(config))
     # The meter counts all that training sends once it runs; evaluation and logging pause it.
-    with log, curvadion.WireMeter() as meter:
+    with log, trainer.meter as meter:
         while progress.step < config.steps:
-            record = train_step(trainer, progress, meter)
+            record = train_step(trainer, progress)
             log.write("train", progress.step, **record, **position(config, progress))
             if bar:
                 bar.set_postfix(loss=f"{record['loss']:.3f}", sent=f"{progress.wire_bytes:.2e} B")
@@ -336,22 +360,23 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
                 judged = {"val_loss": progress.val_loss, "drift": progress.drift}
                 log.write("validation", progress.step, **judged, **position(config, progress))
             if config.checkpoint_every and is_due(config.checkpoint_every, config, progress):
-                trainer.save(progress, meter)
+                trainer.save(progress)
     summary = summarise(config, progress)
     if first:
         write_json(out / "summary.json", summary)
     return summary
 
 
-def train_step(trainer: Trainer, progress: Progress, meter: curvadion.WireMeter) -> dict[str, Any]:
+def train_step(trainer: Trainer, progress: Progress) -> dict[str, Any]:
     """Take one step, bring the progress up to date and return what to log."""
-    started, sent = time.perf_counter(), meter.total_bytes
+    started, sent = time.perf_counter(), trainer.meter.total_bytes
     record = trainer.step(progress.step)
-    with meter.paused():
-        record["loss"] = mean_over_replicas(record["loss"])
+    with trainer.meter.paused():
+        record["loss"] = mean_over_ranks(record["loss"])
     progress.step += 1
     progress.seconds += time.perf_counter() - started
-    progress.wire_bytes += meter.total_bytes - sent
+    progress.wire_bytes += trainer.meter.total_bytes - sent
+    progress.optimizer_bytes += record["optimizer_bytes"]
     progress.open_gates += record["gate_open"]
     return record
 
@@ -378,8 +403,12 @@ def summarise(config: Config, progress: Progress) -> dict[str, Any]:
     steps = max(1, progress.step)
     return {
         "name": config.optimizer,
+        "parallel": config.parallel,
+        **config.sizes._asdict(),
         "val_loss": progress.val_loss,
+        "tokens_per_step": config.tokens_per_step,
         "wire_bytes_per_step": progress.wire_bytes / steps,
+        "optimizer_bytes_per_step": progress.optimizer_bytes / steps,
         "open_gate_share": progress.open_gates / steps,
         "drift": progress.drift,
         "seconds": progress.seconds,

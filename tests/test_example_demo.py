@@ -1,10 +1,11 @@
-"""examples/demo.py from its command line to its picture, at a size that takes seconds."""
+"""The demos from their command lines to their pictures, at sizes that take seconds."""
 
 import json
 
 import pytest
 
 import demo
+import demo_layouts
 
 TINY = (
     "--steps 4 --validate-every 2 --dim 16 --heads 2 --layers 1 --context 16 --batch-size 2 "
@@ -20,9 +21,15 @@ def test_demo_compares_three_runs(tmp_path, capsys):
     for summary in summaries:
         assert {name: type(value) for name, value in summary.items()} == {
             "name": str,
+            "parallel": str,
+            "replicas": int,
+            "shards": int,
+            "tensor": int,
+            "tokens_per_step": int,
             "val_loss": float,
             "wire_bytes": int,
             "wire_bytes_per_step": float,
+            "optimizer_bytes_per_step": float,
             "open_gate_share": float,
             "drift": float,
             "seconds": float,
@@ -44,3 +51,19 @@ def test_a_failed_run_fails_the_demo_with_its_log(tmp_path):
     with pytest.raises(SystemExit, match=r"(?s)dim=17 must be a multiple.*AdamW-DDP failed"):
         demo.main(["--out", str(tmp_path), "--processes", "1", *TINY, "--dim", "17"])
     assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.timeout(300)
+def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys):
+    flags = ["--heads", "2", "--layers", "1", "--dim", "16", "--context", "16", "--steps", "2"]
+    flags += ["--data-bytes", "50000", "--validation-tokens", "64", "--processes", "2"]
+    summaries = demo_layouts.main(["--out", str(tmp_path), *flags])
+    assert json.loads((tmp_path / "summary.json").read_text()) == summaries
+    names = [summary["name"] for summary in summaries]
+    assert names == ["one process", "DDP 2", "FSDP 2", "TP 2"]
+    assert {summary["tokens_per_step"] for summary in summaries} == {8 * 16}
+    assert all(summary["largest_difference"] < 1e-5 for summary in summaries)
+    for summary in summaries[1:]:
+        assert 0 < summary["optimizer_bytes_per_step"] <= summary["wire_bytes_per_step"]
+    assert (tmp_path / "demo_layouts.png").read_bytes().startswith(b"\x89PNG")
+    assert "TP 2" in capsys.readouterr().out
