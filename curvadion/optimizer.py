@@ -310,15 +310,15 @@ class CurvaDion(Optimizer):
         total, metered = wire.counted_bytes()
         sent = total - self._wire_bytes if metered else None
         self._wire_bytes = total
-        plan = self._plan()
+        told = agreement is not None and read and bool(self._plan().dion)
         self.report = StepReport(
             step=self.progress.steps,
             gate_open=gate_open,
             reason=reason,
             rmmc=agreement.signal if agreement is not None and read else None,
             rmmc_parameter=(
-                plan.parameters[agreement.parameter].name
-                if agreement is not None and read and plan.dion
+                self._plan().parameters[agreement.parameter].name
+                if agreement is not None and told
                 else None
             ),
             local_steps=self.progress.local_steps,

@@ -88,7 +88,7 @@ def test_every_layout_has_the_curve_of_one_process_and_resumes_bitwise(
 
 def bytes_of_a_step(parallel, sizes):
     """What the optimizer sends on the first rank at a step with the gate open."""
-    shard, tensor = (sizes.shards, 0), (sizes.tensor, 0)
+    shard, tensor = ("shard", sizes.shards, 0), ("tensor", sizes.tensor, 0)
     rows_cut, columns_cut = ([tensor, shard], []), ([shard], [tensor])
     block = [
         *3 * [((DIM, DIM), rows_cut)],  # query, key, value
