@@ -20,16 +20,18 @@ def local_gradient_step(plan: Plan, norms: Tensor | None) -> None:
 
     A gradient that this rank misses is zero: another shard of the replica has one.
     """
-    accumulate_momenta(plan)
     stepped = [(p, G) for p in plan.dion if (G := p.G) is not None]
-    ops.gradient_step_(
+    ops.local_step_(
         [p.local for p, _ in stepped],
         [G for _, G in stepped],
-        step=[p.local_lr for p, _ in stepped],
-        decay=[p.decay for p, _ in stepped],
+        [p.local_lr for p, _ in stepped],
+        [p.decay for p, _ in stepped],
+        [p.M for p, _ in stepped],
+        [p.momentum_decay for p, _ in stepped],
     )
     for p in plan.dion:
         if p.G is None:
             p.local.mul_(p.decay)
+            p.M.mul_(p.momentum_decay)
     if norms is not None and plan.matrices:
         plan.store_norms(norms)

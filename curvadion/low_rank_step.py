@@ -55,12 +55,14 @@ def _update(matrices: Sequence[Matrix], low_rank: LowRank) -> None:
         here = slice(first, first + len(batch))
         ops.low_rank_update_(
             X,
-            list(P[here]),
-            list(Q[here]),
-            step=[m.group["lr"] * m.layout.update_scale for m in batch],
-            decay=[m.parameter.decay for m in batch],
+            P[here].unbind(),
+            Q[here].unbind(),
+            [m.group["lr"] * m.layout.update_scale for m in batch],
+            [m.parameter.decay for m in batch],
+            M,
+            R[here].unbind(),
+            [m.feedback for m in batch],
         )
-        ops.error_feedback_(M, list(P[here]), list(R[here]), [m.feedback for m in batch])
         for m, X_piece, M_piece in zip(batch, X, M, strict=True):
             m.write(X_piece, M_piece)
     for m, q in zip(matrices, Q, strict=True):

@@ -1,108 +1,354 @@
-"""The fused operations of an optimizer step, in plain PyTorch.
+"""The fused operations of an optimizer step, and which backend runs them.
 
-Each works on lists of tensors of different sizes; data may be bfloat16, float16, float32 or
-float64, sums are taken in float32 or wider. These are the reference of every faster backend.
+Each works on lists of tensors of different sizes and alignments, empty ones included. Data may be
+bfloat16, float16, float32 or float64; sums are taken in float32 or wider. Lists that are the same
+at many steps may be :class:`curvadion.tensors.Tensors`, which saves looking at them each time.
+
+Backends, chosen by the tensors' device: Triton kernels, else CUDA C++, on an NVIDIA GPU; C++ on
+the CPU; plain PyTorch anywhere, for what the others cannot take, and as their reference.
+``CURVADION_BACKEND=torch|triton|cuda|cpu`` or :class:`use_backend` force one; operations and
+dtypes that it does not have still fall to plain PyTorch.
+
+Under torch.compile these are operators ``torch.ops.curvadion.<name>``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# A column of R shorter than this, relative to the longest, holds rounding errors only.
-NEGLIGIBLE_COLUMN = 1e-6
+from curvadion import plain
+from curvadion.native import Unavailable
+from curvadion.plain import NEGLIGIBLE_COLUMN as NEGLIGIBLE_COLUMN
+from curvadion.tensors import Unsupported
+
+Lists = Sequence[Tensor]
+Numbers = Sequence[float]
+NumbersOrTensors = Sequence[float | Tensor]
+
+# Where each backend's operations are, and the devices whose tensors it takes.
+BACKENDS = {
+    "torch": "curvadion.plain",
+    "cpu": "curvadion.cpu",
+    "cuda": "curvadion.cuda",
+    "triton": "curvadion_kernels",
+}
+
+# Which arguments hold step sizes and decays: numbers, or tensors that only plain PyTorch takes.
+_STEPS = {"local_step_": slice(2, 4), "low_rank_update_": slice(3, 5)}
+# Which lists an operation writes.
+_WRITES = {
+    "momentum_norms_": slice(0, 1),
+    "accumulate_": slice(0, 1),
+    "local_step_": slice(0, 5, 4),
+    "column_normalize_": slice(0, 1),
+    "low_rank_update_": slice(0, 6, 5),
+}
+_NONE = slice(0, 0)
+
+logger = logging.getLogger("curvadion")
+_forced: str | None = None
 
 
-def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """Frobenius norms of mu M + G as M's dtype holds it, (len(M),), float32 or wider.
+class use_backend:
+    """Force a backend from here on, or inside a ``with`` block; None chooses by device again.
 
-    Reads only: a step that must not happen (a non-finite gradient on some rank) leaves nothing to
-    undo.
+        curvadion.ops.use_backend("torch")
+        with curvadion.ops.use_backend("cpu"): ...
+
+    Raises:
+        ValueError: for an unknown name. RuntimeError: if the backend is not available, saying
+            what it lacks.
     """
-    return torch.stack(
-        [
-            _norm(torch.add(g, m, alpha=decay).to(m.dtype))
-            for m, g, decay in zip(M, G, mu, strict=True)
-        ]
-    )
+
+    def __init__(self, name: str | None) -> None:
+        global _forced
+        if name is not None:
+            _check_available(name)
+        self._before = _forced
+        _forced = name
+
+    def __enter__(self) -> use_backend:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _forced
+        _forced = self._before
 
 
-def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Frobenius norms, one per tensor: (len(tensors),), float32 or wider."""
-    return torch.stack([_norm(t) for t in tensors])
+def backend_for(device: torch.device) -> str:
+    """The backend that tensors on ``device`` take.
+
+    Raises:
+        ValueError, RuntimeError: if a backend is forced that is unknown, is not available or does
+            not take tensors on this device.
+    """
+    name = _forced or os.environ.get("CURVADION_BACKEND")
+    if not name:
+        return _automatic(device.type)
+    _check_available(name)
+    if not _takes(name, device.type):
+        raise RuntimeError(
+            f"backend {name!r} is forced, but a tensor is on {device}, which it does not take: "
+            f"move it, or let the device choose the backend."
+        )
+    return name
 
 
-def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
-    """M <- mu M + G, in place, per tensor; there may be none."""
-    if not M:
-        return
-    if any(decay != 1.0 for decay in mu):
-        torch._foreach_mul_(list(M), list(mu))
-    torch._foreach_add_(list(M), list(G))
+def _check_available(name: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"backend {name!r} must be one of {tuple(BACKENDS)}")
+    lacks = lacking(name)
+    if lacks is not None:
+        raise RuntimeError(f"backend {name!r} is forced but not available: {lacks}")
+
+
+@lru_cache
+def lacking(name: str) -> str | None:
+    """What a backend needs and does not find; None if it can run."""
+    if name == "torch":
+        return None
+    if name == "triton":
+        # Kernels are imported where they run and nowhere else: torch needs no triton.
+        try:
+            kernels = importlib.import_module(BACKENDS[name])
+        except ImportError as error:
+            return f"{error}: install triton"
+        if not (torch.cuda.is_available() or kernels.INTERPRETED):
+            return "there is no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU)"
+        return None
+    if name == "cuda" and not torch.cuda.is_available():
+        return "there is no CUDA device"
+    try:
+        importlib.import_module(BACKENDS[name]).load()
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+def _takes(name: str, device_type: str) -> bool:
+    if name == "triton" and importlib.import_module(BACKENDS[name]).INTERPRETED:
+        return device_type in ("cpu", "cuda")
+    return name == "torch" or device_type == ("cpu" if name == "cpu" else "cuda")
+
+
+@lru_cache
+def _automatic(device_type: str) -> str:
+    candidates = {"cpu": ["cpu"], "cuda": [] if torch.version.hip else ["triton", "cuda"]}
+    reasons = []
+    for name in candidates.get(device_type, []):
+        lacks = lacking(name)
+        if lacks is None:
+            return name
+        reasons.append(f"{name}: {lacks}")
+    if reasons:
+        logger.warning(
+            "curvadion runs in plain PyTorch on the %s (%s)", device_type, "; ".join(reasons)
+        )
+    return "torch"
+
+
+def _call(name: str, *args: Any) -> Any:
+    """Run an operation: directly, or as an operator where PyTorch traces or wraps tensors."""
+    first = _first(args)
+    if first is None:
+        return getattr(plain, name)(*args)
+    if torch.compiler.is_compiling() or type(first) not in (Tensor, torch.nn.Parameter):
+        if any(isinstance(v, Tensor) for list_ in args[_STEPS.get(name, _NONE)] for v in list_):
+            return getattr(plain, name)(*args)
+        return getattr(torch.ops.curvadion, name)(*args)
+    return _run(name, first, args)
+
+
+def _first(args: tuple[Any, ...]) -> Tensor | None:
+    given = args[0]
+    return given if isinstance(given, Tensor) else next(iter(given), None)
+
+
+def _run(name: str, first: Tensor, args: tuple[Any, ...]) -> Any:
+    operation = _operation(backend_for(first.device), name)
+    if operation is not None:
+        try:
+            result = operation(*args)
+        except Unsupported:
+            pass
+        else:
+            for written in args[_WRITES.get(name, _NONE)]:
+                if not first.is_inference():
+                    # Autograd must notice a weight that changes between forward and backward.
+                    torch.autograd.graph.increment_version(written)
+            return result
+    return getattr(plain, name)(*args)
+
+
+@lru_cache
+def _operation(backend: str, name: str) -> Callable[..., Any] | None:
+    return getattr(importlib.import_module(BACKENDS[backend]), name, None)
+
+
+# ---------------------------------------------------------------- the operations
+
+
+def norms(X: Lists) -> Tensor:
+    """Frobenius norms, one per tensor: (len(X),), float32 or wider."""
+    result: Tensor = _call("norms", X)
+    return result
+
+
+def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
+    """Frobenius norms of mu M + G, one per tensor: (len(M),), float32 or wider.
+
+    Reads only: a step that must not happen (a non-finite gradient on some rank, which gives a
+    norm that is NaN or infinite) leaves nothing to undo.
+    """
+    result: Tensor = _call("momentum_norms", M, G, mu)
+    return result
+
+
+def momentum_norms_(M: Lists, G: Lists, mu: Numbers) -> Tensor:
+    """M <- mu M + G, in place, and the norms of the new M as :func:`momentum_norms`: one pass."""
+    result: Tensor = _call("momentum_norms_", M, G, mu)
+    return result
+
+
+def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
+    """M <- mu M + G, in place, per tensor."""
+    _call("accumulate_", M, G, mu)
+
+
+def local_step_(
+    X: Lists,
+    G: Lists,
+    step: NumbersOrTensors,
+    decay: NumbersOrTensors,
+    M: Lists = (),
+    mu: Numbers = (),
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """X <- decay X - step G and, where M is given, M <- mu M + G; in place, in one pass.
+
+    X, G and M are equally long lists; tensors at the same place have the same shape. step, decay
+    and mu are a number per tensor; step and decay may be zero-dimensional tensors. With seeds, one
+    per tensor and below 2**32, bfloat16 X are rounded up or down with the probabilities that make
+    the mean exact; the same seeds give the same bits on every replica.
+    """
+    _call("local_step_", X, G, step, decay, M, mu, seeds)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """(..., n, r) -> (..., r): what crosses the column group before a normalisation."""
-    return R.square().sum(dim=-2)
+    result: Tensor = _call("column_sum_of_squares", R)
+    return result
 
 
-def column_normalize(R: Tensor, sum_of_squares: Tensor, epsilon: float) -> Tensor:
-    """Q = R / (column norms + epsilon), given the norms' squares over ALL rows.
+def column_normalize(R: Tensor, sum_of_squares: Tensor | None, epsilon: float) -> Tensor:
+    """As :func:`column_normalize_`, into a new tensor of R's shape (..., n, r) and dtype."""
+    Q = torch.empty_like(R, memory_format=torch.contiguous_format)
+    k, n, r = R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
+    sums = None if sum_of_squares is None else sum_of_squares.reshape(k, r)
+    column_normalize_(Q.view(k, n, r).unbind(), R.reshape(k, n, r), sums, epsilon)
+    return Q
 
-    R: (..., n, r), sum_of_squares: (..., r) -> Q (..., n, r). Columns of negligible length
-    relative to the longest become zero: normalising rounding errors would turn them into
-    full-size updates.
+
+def column_normalize_(
+    Q: Lists, R: Tensor, sum_of_squares: Tensor | None = None, epsilon: float = 1e-8
+) -> None:
+    """Q <- R / (column norms + epsilon), in Q's own dtype.
+
+    Q: k tensors (n, r). R: (k, n, r). sum_of_squares: (k, r), the norms' squares over ALL rows,
+    where other ranks hold some of them; None takes those of R.
+
+    Columns of negligible length relative to the longest become zero: normalising rounding
+    errors would turn them into full-size updates.
     """
-    lengths = sum_of_squares.sqrt()
-    longest = lengths.amax(dim=-1, keepdim=True)
-    inverse = torch.where(lengths > NEGLIGIBLE_COLUMN * longest, 1.0 / (lengths + epsilon), 0.0)
-    return R * inverse.unsqueeze(-2)
+    _call("column_normalize_", Q, R, sum_of_squares, epsilon)
 
 
 def low_rank_update_(
-    X: Sequence[Tensor],
-    P: Sequence[Tensor],
-    Q: Sequence[Tensor],
-    *,
-    step: Sequence[float | Tensor],
-    decay: Sequence[float | Tensor],
+    X: Lists,
+    P: Lists,
+    Q: Lists,
+    step: NumbersOrTensors,
+    decay: NumbersOrTensors,
+    M: Lists = (),
+    R: Lists = (),
+    feedback: Numbers = (),
+    seeds: Sequence[int] | None = None,
 ) -> None:
-    """X <- decay X - step P Q^T, in place, per matrix.
+    """X <- decay X - step P Q^T and, where M is given, M <- M - feedback P R^T; in place.
 
-    X: k tensors (m, n), any strides and floating dtype. P: k of (m, r), Q: k of (n, r).
-    step, decay: k numbers or zero-dimensional tensors.
+    X and M are k tensors (m, n) each, with any strides: a transposed view is updated without a
+    copy. P: k of (m, r). Q, R: k of (n, r). step, decay and feedback are a number per matrix; step
+    and decay may be zero-dimensional tensors. seeds: as in :func:`local_step_`.
     """
-    for x, p, q, eta, beta in zip(X, P, Q, step, decay, strict=True):
-        # The step size goes into the small factor: a tensor lr is then never read by the host.
-        small = q * -eta
-        if x.dtype == p.dtype:
-            x.mul_(beta).addmm_(p, small.mT)
-        else:
-            x.copy_(torch.addmm(x.to(p.dtype) * beta, p, small.mT))
+    _call("low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds)
 
 
-def error_feedback_(
-    M: Sequence[Tensor], P: Sequence[Tensor], R: Sequence[Tensor], c: Sequence[float]
-) -> None:
-    """M <- M - c P R^T, in place, per matrix; shapes as in low_rank_update_."""
-    low_rank_update_(M, P, R, step=c, decay=[1.0] * len(M))
+# ---------------------------------------------------------------- operators for torch.compile
+
+_LIBRARY = torch.library.Library("curvadion", "DEF")
 
 
-def gradient_step_(
-    X: Sequence[Tensor],
-    G: Sequence[Tensor],
-    *,
-    step: Sequence[float | Tensor],
-    decay: Sequence[float | Tensor],
-) -> None:
-    """X <- decay X - step G, in place, per tensor."""
-    for x, g, eta, beta in zip(X, G, step, decay, strict=True):
-        x.mul_(beta).sub_(g * eta)
+def _sum_dtype(X: Lists) -> torch.dtype:
+    dtype = torch.float32
+    for x in X:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-    return norm
+def _fake_norms(X: Lists, *_: Any) -> Tensor:
+    return torch.empty(len(X), dtype=_sum_dtype(X), device=X[0].device if X else None)
+
+
+def _fake_column_sum_of_squares(R: Tensor) -> Tensor:
+    return R.new_empty(*R.shape[:-2], R.shape[-1])
+
+
+def _fake_nothing(*_: Any) -> None:
+    return None
+
+
+def _register(schema: str, fake: Callable[..., Any]) -> None:
+    name = schema.split("(")[0]
+
+    def implementation(*args: Any) -> Any:
+        first = _first(args)
+        return getattr(plain, name)(*args) if first is None else _run(name, first, args)
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"curvadion::{name}", fake, lib=_LIBRARY)
+
+
+_register("norms(Tensor[] X) -> Tensor", _fake_norms)
+_register("momentum_norms(Tensor[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
+_register("momentum_norms_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
+_register("accumulate_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> ()", _fake_nothing)
+_register(
+    "local_step_(Tensor(a!)[] X, Tensor[] G, float[] step, float[] decay, Tensor(b!)[] M, "
+    "float[] mu, int[]? seeds) -> ()",
+    _fake_nothing,
+)
+_register("column_sum_of_squares(Tensor R) -> Tensor", _fake_column_sum_of_squares)
+_register(
+    "column_normalize_(Tensor(a!)[] Q, Tensor R, Tensor? sum_of_squares, float epsilon) -> ()",
+    _fake_nothing,
+)
+_register(
+    "low_rank_update_(Tensor(a!)[] X, Tensor[] P, Tensor[] Q, float[] step, float[] decay, "
+    "Tensor(b!)[] M, Tensor[] R, float[] feedback, int[]? seeds) -> ()",
+    _fake_nothing,
+)

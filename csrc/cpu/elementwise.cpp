@@ -1,0 +1,173 @@
+// Momentum, norms and the local step over lists of tensors of different sizes.
+//
+// Work is cut into blocks of BLOCK elements, whichever tensor they belong to, so that many small
+// tensors and few large ones keep the threads equally busy. A norm is the sum of its blocks in
+// their order: the number of threads changes no bit.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "numbers.h"
+
+namespace curvadion {
+namespace {
+
+constexpr int64_t BLOCK = 64 * STRIP;
+constexpr int LANES = 32;
+// Below that many elements starting threads costs more than it saves.
+constexpr int64_t SERIAL = 1 << 15;
+
+struct Block {
+    int64_t tensor;
+    int64_t start;
+    int64_t length;
+};
+
+std::vector<Block> blocks_of(int64_t count, const int64_t* numel) {
+    std::vector<Block> blocks;
+    blocks.reserve(count);
+    for (int64_t t = 0; t < count; ++t) {
+        for (int64_t start = 0; start < numel[t]; start += BLOCK) {
+            blocks.push_back({t, start, std::min(BLOCK, numel[t] - start)});
+        }
+    }
+    return blocks;
+}
+
+template <typename Work>
+void for_each_block(const std::vector<Block>& blocks, int threads, Work work) {
+    int64_t elements = 0;
+    for (const Block& block : blocks) elements += block.length;
+    const int64_t n = int64_t(blocks.size());
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && elements > SERIAL)
+    for (int64_t b = 0; b < n; ++b) work(b, blocks[b]);
+}
+
+// Sum of squares of n <= STRIP numbers. Separate lanes, because the compiler may not reorder sums.
+INLINE float sum_of_squares(const float* x, int64_t n) {
+    float lanes[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int j = 0; j < LANES; ++j) lanes[j] += x[i + j] * x[i + j];
+    }
+    for (int j = 0; i + j < n; ++j) lanes[j] += x[i + j] * x[i + j];
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+    }
+    return lanes[0];
+}
+
+// mu m + g of one block, written to m if `write`; returns its sum of squares.
+VECTOR_CLONES double accumulate_block(
+    void* m, DType m_dtype, const void* g, DType g_dtype, Block block, float mu, bool write
+) {
+    float m_buffer[STRIP], g_buffer[STRIP], sums[STRIP];
+    double total = 0;
+    for (int64_t at = block.start; at < block.start + block.length; at += STRIP) {
+        const int64_t n = std::min(STRIP, block.start + block.length - at);
+        const float* old = load(m, m_dtype, at, n, m_buffer);
+        const float* push = load(g, g_dtype, at, n, g_buffer);
+        for (int64_t i = 0; i < n; ++i) sums[i] = mu * old[i] + push[i];
+        total += sum_of_squares(sums, n);
+        if (write) store(m, m_dtype, at, n, sums);
+    }
+    return total;
+}
+
+VECTOR_CLONES double norm_block(const void* x, DType dtype, Block block) {
+    float buffer[STRIP];
+    double total = 0;
+    for (int64_t at = block.start; at < block.start + block.length; at += STRIP) {
+        const int64_t n = std::min(STRIP, block.start + block.length - at);
+        total += sum_of_squares(load(x, dtype, at, n, buffer), n);
+    }
+    return total;
+}
+
+// x <- decay x - step g, and m <- mu m + g where there is an m.
+VECTOR_CLONES void local_step_block(
+    void* x, DType x_dtype, const void* g, DType g_dtype, void* m, DType m_dtype, Block block,
+    float step, float decay, float mu, const uint32_t* seed
+) {
+    float x_buffer[STRIP], g_buffer[STRIP], m_buffer[STRIP], now[STRIP];
+    for (int64_t at = block.start; at < block.start + block.length; at += STRIP) {
+        const int64_t n = std::min(STRIP, block.start + block.length - at);
+        const float* push = load(g, g_dtype, at, n, g_buffer);
+        const float* old = load(x, x_dtype, at, n, x_buffer);
+        for (int64_t i = 0; i < n; ++i) now[i] = decay * old[i] - step * push[i];
+        if (seed != nullptr) {
+            store_stochastic(x, x_dtype, at, n, now, *seed);
+        } else {
+            store(x, x_dtype, at, n, now);
+        }
+        if (m == nullptr) continue;
+        const float* momentum = load(m, m_dtype, at, n, m_buffer);
+        for (int64_t i = 0; i < n; ++i) now[i] = mu * momentum[i] + push[i];
+        store(m, m_dtype, at, n, now);
+    }
+}
+
+void write_norms(
+    const std::vector<Block>& blocks, const std::vector<double>& sums, int64_t count, float* norms
+) {
+    std::vector<double> totals(count, 0.0);
+    for (size_t b = 0; b < blocks.size(); ++b) totals[blocks[b].tensor] += sums[b];
+    for (int64_t t = 0; t < count; ++t) norms[t] = float(std::sqrt(totals[t]));
+}
+
+}  // namespace
+}  // namespace curvadion
+
+using namespace curvadion;
+
+extern "C" {
+
+// norms[t] = || mu[t] M[t] + G[t] ||; if write, M[t] becomes that sum.
+void curvadion_momentum_norms(
+    int64_t count, const int64_t* numel, void* const* M, const uint8_t* M_dtype,
+    const void* const* G, const uint8_t* G_dtype, const float* mu, int write, float* norms,
+    int threads
+) {
+    const std::vector<Block> blocks = blocks_of(count, numel);
+    std::vector<double> sums(blocks.size());
+    for_each_block(blocks, threads, [&](int64_t b, Block block) {
+        const int64_t t = block.tensor;
+        sums[b] = accumulate_block(
+            M[t], DType(M_dtype[t]), G[t], DType(G_dtype[t]), block, mu[t], write != 0
+        );
+    });
+    write_norms(blocks, sums, count, norms);
+}
+
+// norms[t] = || X[t] ||
+void curvadion_norms(
+    int64_t count, const int64_t* numel, const void* const* X, const uint8_t* X_dtype,
+    float* norms, int threads
+) {
+    const std::vector<Block> blocks = blocks_of(count, numel);
+    std::vector<double> sums(blocks.size());
+    for_each_block(blocks, threads, [&](int64_t b, Block block) {
+        sums[b] = norm_block(X[block.tensor], DType(X_dtype[block.tensor]), block);
+    });
+    write_norms(blocks, sums, count, norms);
+}
+
+// X[t] <- decay[t] X[t] - step[t] G[t]; with M also M[t] <- mu[t] M[t] + G[t]. With seeds,
+// bfloat16 X are rounded stochastically.
+void curvadion_local_step(
+    int64_t count, const int64_t* numel, void* const* X, const uint8_t* X_dtype,
+    const void* const* G, const uint8_t* G_dtype, void* const* M, const uint8_t* M_dtype,
+    const float* step, const float* decay, const float* mu, const uint32_t* seeds, int threads
+) {
+    for_each_block(blocks_of(count, numel), threads, [&](int64_t, Block block) {
+        const int64_t t = block.tensor;
+        local_step_block(
+            X[t], DType(X_dtype[t]), G[t], DType(G_dtype[t]), M ? M[t] : nullptr,
+            M ? DType(M_dtype[t]) : FLOAT32, block, step[t], decay[t], mu ? mu[t] : 1.0f,
+            seeds ? &seeds[t] : nullptr
+        );
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,160 @@
+"""The operations on the CPU, in C++ (csrc/cpu): one pass over the data, all tensors in one call.
+
+What each computes is documented in :mod:`curvadion.ops`. Raises Unsupported for what plain PyTorch
+has to take: float64, tensors with gaps in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion import native
+from curvadion.plain import NEGLIGIBLE_COLUMN
+from curvadion.tensors import Facts, Unsupported, elementwise_facts, facts_of
+
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int64
+_FLOAT = ctypes.c_float
+_THREADS = ctypes.c_int
+
+_SIGNATURES: dict[str, list[Any]] = {
+    # count, numel, M, dtypes, G, dtypes, mu, write, norms, threads
+    "curvadion_momentum_norms": [_INT, *[_POINTER] * 6, ctypes.c_int, _POINTER, _THREADS],
+    # count, numel, X, dtypes, norms, threads
+    "curvadion_norms": [_INT, *[_POINTER] * 4, _THREADS],
+    # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, threads
+    "curvadion_local_step": [_INT, *[_POINTER] * 11, _THREADS],
+    # R, k, n, r, sums, threads
+    "curvadion_column_sum_of_squares": [_POINTER, _INT, _INT, _INT, _POINTER, _THREADS],
+    # Q, dtypes, R, sums, k, n, r, epsilon, negligible, threads
+    "curvadion_column_normalize": [*[_POINTER] * 4, *[_INT] * 3, _FLOAT, _FLOAT, _THREADS],
+}
+
+
+@lru_cache
+def load() -> ctypes.CDLL:
+    """The library, with its functions' types declared.
+
+    Raises:
+        native.Unavailable: naming what is missing.
+    """
+    library = native.library("cpu")
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    return library
+
+
+def norms(X: Sequence[Tensor]) -> Tensor:
+    """See :func:`curvadion.ops.norms`."""
+    (x,) = elementwise_facts([X])
+    result = torch.empty(len(X))
+    load().curvadion_norms(len(X), *_list(x), result.data_ptr(), torch.get_num_threads())
+    return result
+
+
+def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
+    """See :func:`curvadion.ops.momentum_norms`."""
+    return _momentum_norms(M, G, mu, write=False)
+
+
+def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
+    """See :func:`curvadion.ops.momentum_norms_`."""
+    return _momentum_norms(M, G, mu, write=True)
+
+
+def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
+    """See :func:`curvadion.ops.accumulate_`."""
+    _momentum_norms(M, G, mu, write=True)
+
+
+def _momentum_norms(
+    M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float], *, write: bool
+) -> Tensor:
+    m, g = elementwise_facts([M], [G])
+    decay = _floats(mu, len(M))
+    result = torch.empty(len(M))
+    load().curvadion_momentum_norms(
+        len(M), *_list(m), *_tensors(g), _start(decay), write, result.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return result
+
+
+def local_step_(
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    step: Sequence[float],
+    decay: Sequence[float],
+    M: Sequence[Tensor] = (),
+    mu: Sequence[float] = (),
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """See :func:`curvadion.ops.local_step_`."""
+    x, *momenta, g = elementwise_facts([X, M] if M else [X], [G])
+    factors = [_floats(values, len(X)) for values in (step, decay)]
+    momentum_decay = _floats(mu, len(X)) if M else None
+    noise = None if seeds is None else array("I", seeds)
+    load().curvadion_local_step(
+        len(X), *_list(x), *_tensors(g), *(_tensors(momenta[0]) if M else (None, None)),
+        *map(_start, factors), _start(momentum_decay), _start(noise), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def column_sum_of_squares(R: Tensor) -> Tensor:
+    """See :func:`curvadion.ops.column_sum_of_squares`."""
+    stack = _float32_stack(R)
+    sums = torch.empty(*R.shape[:-2], R.shape[-1])
+    load().curvadion_column_sum_of_squares(
+        R.data_ptr(), *stack, sums.data_ptr(), torch.get_num_threads()
+    )
+    return sums
+
+
+def column_normalize_(
+    Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
+) -> None:
+    """See :func:`curvadion.ops.column_normalize_`."""
+    stack = _float32_stack(R)
+    sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares
+    q = facts_of(Q)
+    if not (q.supported and q.sizes.contiguous and sums.dtype == torch.float32):
+        raise Unsupported
+    sums = sums.contiguous()
+    load().curvadion_column_normalize(
+        *_tensors(q), R.data_ptr(), sums.data_ptr(), *stack, epsilon, NEGLIGIBLE_COLUMN,
+        torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _float32_stack(R: Tensor) -> tuple[int, int, int]:
+    """(k, n, r) of a contiguous float32 tensor (..., n, r)."""
+    if R.dtype != torch.float32 or not R.is_contiguous():
+        raise Unsupported
+    return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
+
+
+def _list(facts: Facts) -> tuple[int, int, int]:
+    return _start(facts.sizes.numel), *_tensors(facts)
+
+
+def _tensors(facts: Facts) -> tuple[int, int]:
+    return _start(facts.pointers), _start(facts.codes)
+
+
+def _floats(values: Sequence[float], count: int) -> array[float]:
+    if len(values) != count:
+        raise ValueError(f"{len(values)} numbers for {count} tensors: give one for each")
+    return array("f", values)
+
+
+def _start(values: array[Any] | None) -> Any:
+    """The address of an array's first element, valid as long as the array lives."""
+    return None if values is None else values.buffer_info()[0]

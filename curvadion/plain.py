@@ -1,0 +1,163 @@
+"""The operations of an optimizer step in plain PyTorch: the reference of every other backend.
+
+What each computes is documented in :mod:`curvadion.ops`. These run on any device and take any
+floating dtype, any strides, and learning rates that are tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# A column of R shorter than this, relative to the longest, holds rounding errors only.
+NEGLIGIBLE_COLUMN = 1e-6
+
+
+def norms(X: Sequence[Tensor]) -> Tensor:
+    """See :func:`curvadion.ops.norms`."""
+    return torch.stack([_norm(x) for x in X]) if X else torch.empty(0)
+
+
+def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
+    """See :func:`curvadion.ops.momentum_norms`."""
+    return norms([_sum(m, g, decay).to(m.dtype) for m, g, decay in zip(M, G, mu, strict=True)])
+
+
+def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
+    """See :func:`curvadion.ops.momentum_norms_`."""
+    sums = [_sum(m, g, decay) for m, g, decay in zip(M, G, mu, strict=True)]
+    for m, total in zip(M, sums, strict=True):
+        m.copy_(total)
+    return norms(sums)
+
+
+def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
+    """See :func:`curvadion.ops.accumulate_`."""
+    if M and all(decay == 1.0 for decay in mu):
+        torch._foreach_add_(list(M), list(G))
+        return
+    for m, g, decay in zip(M, G, mu, strict=True):
+        m.copy_(_sum(m, g, decay))
+
+
+def local_step_(
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    step: Sequence[float | Tensor],
+    decay: Sequence[float | Tensor],
+    M: Sequence[Tensor] = (),
+    mu: Sequence[float] = (),
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """See :func:`curvadion.ops.local_step_`."""
+    for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
+        wide = _wide(x)
+        if wide is x:
+            x.mul_(beta).sub_(g.to(x.dtype) * eta)
+        else:
+            _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
+    if M:
+        accumulate_(M, G, mu)
+
+
+def column_sum_of_squares(R: Tensor) -> Tensor:
+    """See :func:`curvadion.ops.column_sum_of_squares`."""
+    return R.square().sum(dim=-2)
+
+
+def column_normalize_(
+    Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
+) -> None:
+    """See :func:`curvadion.ops.column_normalize_`."""
+    lengths = (column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares).sqrt()
+    longest = lengths.amax(dim=-1, keepdim=True)
+    inverse = torch.where(lengths > NEGLIGIBLE_COLUMN * longest, 1.0 / (lengths + epsilon), 0.0)
+    for q, factor in zip(Q, R * inverse.unsqueeze(-2), strict=True):
+        q.copy_(factor)
+
+
+def low_rank_update_(
+    X: Sequence[Tensor],
+    P: Sequence[Tensor],
+    Q: Sequence[Tensor],
+    step: Sequence[float | Tensor],
+    decay: Sequence[float | Tensor],
+    M: Sequence[Tensor] = (),
+    R: Sequence[Tensor] = (),
+    feedback: Sequence[float] = (),
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """See :func:`curvadion.ops.low_rank_update_`."""
+    for t, (x, p, q, eta, beta) in enumerate(zip(X, P, Q, step, decay, strict=True)):
+        _low_rank(x, p, q, eta, beta, None if seeds is None else seeds[t])
+    if M:
+        for m, p, r, c in zip(M, P, R, feedback, strict=True):
+            _low_rank(m, p, r, c, 1.0, None)
+
+
+def _low_rank(
+    x: Tensor, p: Tensor, q: Tensor, eta: float | Tensor, beta: float | Tensor, seed: int | None
+) -> None:
+    if isinstance(eta, Tensor) or isinstance(beta, Tensor):
+        # The step size goes into the small factor: a tensor lr is then never read by the host.
+        if x.dtype == p.dtype:
+            x.mul_(beta).addmm_(p, (q * -eta).mT)
+        else:
+            _write(x, torch.addmm(x.to(p.dtype) * beta, p, (q * -eta).mT), seed)
+    elif x.dtype == p.dtype:
+        x.addmm_(p, q.mT, beta=beta, alpha=-eta)
+    else:
+        _write(x, torch.addmm(x.to(p.dtype), p, q.mT, beta=beta, alpha=-eta), seed)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
+    """mu m + g, in float32 or wider."""
+    wide = _wide(m)
+    return torch.add(g.to(torch.promote_types(g.dtype, wide.dtype)), wide, alpha=mu)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+    return norm
+
+
+def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
+    if seed is None or x.dtype != torch.bfloat16:
+        x.copy_(value)
+    else:
+        x.copy_(round_stochastic(value, memory_offsets(x), seed))
+
+
+def memory_offsets(x: Tensor) -> Tensor:
+    """Where each element of x lies in memory, counted from the first: int64 of x's shape."""
+    offsets = torch.zeros((), dtype=torch.int64, device=x.device)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
+    return offsets
+
+
+def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
+    """Round to bfloat16, up or down, so that the mean over seeds is the value.
+
+    value: any floating dtype, taken as float32. offsets: int64 of value's shape. seed: below 2**32.
+    The choice is a function of seed and offset alone: replicas that hold the same value keep the
+    same bits.
+    """
+    noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
+    bits = value.float().view(torch.int32).long()
+    rounded = ((bits + noise) & 0xFFFF0000).to(torch.int32).view(torch.float32)
+    return torch.where(torch.isfinite(value), rounded, value.float()).to(torch.bfloat16)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers whose outputs look random."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -1,0 +1,217 @@
+"""Lists of tensors as the fused operations see them: addresses, sizes and dtypes in arrays.
+
+Asking every tensor of a model for its address, size, dtype and strides takes longer than a fused
+operation on small tensors. What cannot have changed is therefore asked once: lists that live as
+long as a plan are :class:`Tensors` and remember; gradients, which are new at each step, are
+:class:`Gradients` and take over from their parameters what autograd guarantees.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import repeat
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor
+
+# The dtypes that compiled kernels take, and their codes there.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_address = Tensor.data_ptr
+_contiguous = Tensor.is_contiguous
+_dtype = attrgetter("dtype")
+_grad = attrgetter("grad")
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """Shapes and strides of a list; equal lists share one object while it is in use."""
+
+    shapes: tuple[tuple[torch.Size, tuple[int, ...]], ...]
+
+    @cached_property
+    def numel(self) -> array[int]:
+        return array("q", [shape.numel() for shape, _ in self.shapes])
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every tensor fills its stretch of memory without gaps or overlaps."""
+        return all(_dense(shape, strides) for shape, strides in self.shapes)
+
+    @cached_property
+    def contiguous(self) -> bool:
+        """Whether every tensor is dense and row-major."""
+        return self.dense and all(
+            list(strides) == sorted(strides, reverse=True) for _, strides in self.shapes
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What compiled kernels need to know of a list of tensors.
+
+    Attributes:
+        tensors: the list itself, kept alive by its facts.
+        addresses: of the first elements.
+        sizes: shapes and strides.
+        dtypes: their set; codes: one byte of DTYPE_CODES each, 255 for other dtypes.
+        device: the common device; None if there are several, or no tensor.
+    """
+
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+    sizes: Sizes
+    dtypes: frozenset[torch.dtype]
+    codes: array[int]
+    device: torch.device | None
+
+    @property
+    def supported(self) -> bool:
+        """Whether compiled kernels take the dtypes, and all tensors are on one device."""
+        return self.device is not None and self.dtypes <= DTYPE_CODES.keys()
+
+    @cached_property
+    def pointers(self) -> array[int]:
+        return array("Q", self.addresses)
+
+    def moved(self, tensors: Sequence[Tensor], addresses: list[int]) -> Facts:
+        """The same facts of tensors that differ in nothing but their addresses."""
+        return Facts(tensors, addresses, self.sizes, self.dtypes, self.codes, self.device)
+
+
+class Tensors(tuple[Tensor, ...]):
+    """A list of tensors that remembers the facts; a tensor that moves is looked at again."""
+
+    _facts: Facts | None = None
+
+    @property
+    def facts(self) -> Facts:
+        addresses = list(map(_address, self))
+        if self._facts is None or self._facts.addresses != addresses:
+            self._facts = _inspect(self, addresses)
+        return self._facts
+
+
+class Gradients(Tensors):
+    """The gradients of parameters that all have one; build it with :meth:`of`.
+
+    Autograd has checked shape and device against the parameter. dtype and strides may differ.
+    """
+
+    _parameters: Tensors
+
+    @classmethod
+    def of(cls, parameters: Tensors) -> Gradients | None:
+        """``.grad`` of each parameter as it is now; None if one has none."""
+        gradients = list(map(_grad, parameters))
+        if any(map(is_, gradients, repeat(None))):
+            return None
+        made = cls(gradients)
+        made._parameters = parameters
+        return made
+
+    @property
+    def facts(self) -> Facts:
+        if self._facts is None:
+            addresses = list(map(_address, self))
+            of = self._parameters._facts or self._parameters.facts
+            alike = (
+                of.sizes.contiguous
+                and len(of.dtypes) == 1
+                and set(map(_dtype, self)) == of.dtypes
+                and all(map(_contiguous, self))
+            )
+            self._facts = of.moved(self, addresses) if alike else _inspect(self, addresses)
+        return self._facts
+
+
+class Unsupported(Exception):
+    """A backend cannot take these tensors; plain PyTorch can."""
+
+
+def facts_of(tensors: Sequence[Tensor]) -> Facts:
+    """The facts of any list; remembered if it is a :class:`Tensors`."""
+    if isinstance(tensors, Tensors):
+        return tensors.facts
+    return _inspect(tensors, list(map(_address, tensors)))
+
+
+def elementwise_facts(
+    written: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]] = ()
+) -> list[Facts]:
+    """Facts of lists whose tensors run through memory in step.
+
+    A tensor that is only read and whose strides differ from those of the first list's is replaced
+    by a copy with these strides (autograd gives such gradients rarely).
+
+    Raises:
+        ValueError: if lengths or shapes differ.
+        Unsupported: if dtypes or devices do not suit compiled kernels, or a tensor has gaps.
+    """
+    every = [facts_of(list_) for list_ in (*written, *read)]
+    first = every[0]
+    for i, (one, list_) in enumerate(zip(every, (*written, *read), strict=True)):
+        if not one.supported or one.device != first.device:
+            raise Unsupported
+        if one.sizes is first.sizes or one.sizes.shapes == first.sizes.shapes:
+            continue
+        lists = written or read
+        check_shapes(lists[0], list_)
+        if i < len(written):
+            raise Unsupported
+        every[i] = facts_of(_with_strides_of(lists[0], list_))
+    if not first.sizes.dense:
+        raise Unsupported
+    return every
+
+
+def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> Tensors:
+    return Tensors(
+        y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)
+        for x, y in zip(X, Y, strict=True)
+    )
+
+
+def check_shapes(X: Sequence[Tensor], Y: Sequence[Tensor]) -> None:
+    """Raise ValueError unless both lists have the same shapes."""
+    if len(X) != len(Y):
+        raise ValueError(f"lists of {len(X)} and {len(Y)} tensors: they must be equally long")
+    for i, (x, y) in enumerate(zip(X, Y, strict=True)):
+        if x.shape != y.shape:
+            raise ValueError(
+                f"tensors {i} of two lists have shapes {tuple(x.shape)} and {tuple(y.shape)}: "
+                f"they must be equal"
+            )
+
+
+def _inspect(tensors: Sequence[Tensor], addresses: list[int]) -> Facts:
+    devices = {t.device for t in tensors}
+    return Facts(
+        tensors,
+        addresses,
+        _sizes(tuple((t.shape, t.stride()) for t in tensors)),
+        frozenset(map(_dtype, tensors)),
+        array("B", [DTYPE_CODES.get(t.dtype, 255) for t in tensors]),
+        devices.pop() if len(devices) == 1 else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _sizes(shapes: tuple[tuple[torch.Size, tuple[int, ...]], ...]) -> Sizes:
+    return Sizes(shapes)
+
+
+def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,325 @@
+"""Which backend runs, what happens where it cannot, and the operators under PyTorch's tracers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from curvadion import cpu, native, ops, plain
+from curvadion.tensors import Tensors
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+needs_compiler = pytest.mark.skipif(ops.lacking("cpu") is not None, reason="no C++ compiler")
+
+
+def lists(k=4):
+    generator = torch.Generator().manual_seed(0)
+    draw = [[torch.randn(20 + i, 3, generator=generator) for i in range(k)] for _ in range(3)]
+    return [*draw, [1.0] * k]
+
+
+def python(code, **environment):
+    """Run code in a fresh process; its output."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **environment}
+    env = {key: value for key, value in env.items() if value is not None}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+# ---------------------------------------------------------------- selection
+
+
+@needs_compiler
+def test_the_cpu_takes_compiled_operations(monkeypatch):
+    M, G, X, ones = lists()
+    R = torch.randn(2, 9, 4)
+    for name in ("norms", "momentum_norms", "momentum_norms_", "accumulate_", "local_step_",
+                 "column_sum_of_squares", "column_normalize_"):  # fmt: skip
+        monkeypatch.setattr(plain, name, None)
+    monkeypatch.delenv("CURVADION_BACKEND", raising=False)
+    assert ops.backend_for(CPU) == "cpu"
+    ops.norms(X)
+    ops.momentum_norms(M, G, ones)
+    ops.momentum_norms_(M, G, ones)
+    ops.accumulate_(M, G, ones)
+    ops.local_step_(X, G, ones, ones, M, ones)
+    ops.column_normalize(R, ops.column_sum_of_squares(R), 1e-8)
+
+
+@needs_compiler
+def test_what_it_cannot_take_falls_to_plain_pytorch():
+    M, G, _, ones = lists()
+    M64, G64 = [m.double() for m in M], [g.double() for g in G]
+    with ops.use_backend("cpu"):
+        norms = ops.momentum_norms(M64, G64, ones)
+    assert norms.dtype == torch.float64
+    assert torch.equal(norms, plain.momentum_norms(M64, G64, ones))
+
+
+def test_backends_are_forced_by_argument_and_by_environment(monkeypatch):
+    monkeypatch.setenv("CURVADION_BACKEND", "torch")
+    assert ops.backend_for(CPU) == "torch"
+    monkeypatch.setenv("CURVADION_BACKEND", "numpy")
+    with pytest.raises(ValueError, match=r"'numpy' must be one of .*'torch', 'cpu'"):
+        ops.norms([torch.ones(1)])
+    with ops.use_backend("torch"):
+        assert ops.backend_for(CPU) == "torch"
+    monkeypatch.delenv("CURVADION_BACKEND")
+    before = ops.backend_for(CPU)
+    with ops.use_backend("torch"), ops.use_backend(None):
+        assert ops.backend_for(CPU) == before
+    ops.use_backend("torch")
+    assert ops.backend_for(CPU) == "torch"
+    ops.use_backend(None)
+    assert ops.backend_for(CPU) == before
+    with pytest.raises(ValueError, match="'fast'"):
+        ops.use_backend("fast")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_forcing_an_absent_backend_says_what_is_missing():
+    for name in ("cuda", "triton"):
+        with pytest.raises(RuntimeError, match=f"'{name}' is forced.*(no CUDA device|triton)"):
+            ops.use_backend(name)
+
+
+@needs_compiler
+def test_a_forced_backend_refuses_other_devices():
+    with (
+        ops.use_backend("cpu"),
+        pytest.raises(RuntimeError, match=r"'cpu' is forced.*on meta"),
+    ):
+        ops.backend_for(torch.device("meta"))
+
+
+USE = """
+    import torch
+    from curvadion import ops
+    print(ops.momentum_norms([torch.full((4,), 3.0)], [torch.zeros(4)], [0.5]).item())
+    print(ops.norms([torch.ones(4)]).item())
+"""
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path):
+    said = python(USE, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
+    assert said.startswith("3.0\n2.0\n")
+    assert said.count("\n") == 3 and "no C++ compiler was found: install g++" in said
+
+
+def test_without_a_compiler_forcing_is_an_error(tmp_path):
+    code = """
+        from curvadion import ops
+        try:
+            ops.use_backend("cpu")
+        except RuntimeError as error:
+            print(error)
+    """
+    said = python(code, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
+    assert "'cpu' is forced but not available: no C++ compiler was found" in said
+
+
+def test_a_failing_compiler_is_quoted(tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: out of ink' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    said = python(USE, CXX=str(compiler), CURVADION_CACHE=str(tmp_path / "cache"))
+    assert "out of ink" in said and "3.0\n2.0\n" in said and said.count("\n") == 3
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = python(USE, CURVADION_CACHE=str(tmp_path / "file"))
+    assert "set CURVADION_CACHE" in said and said.count("\n") == 3
+
+
+def test_torch_needs_no_triton():
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from curvadion import CurvaDion, ops
+        X = torch.nn.Parameter(torch.ones(3, 2))
+        X.grad = torch.ones(3, 2)
+        CurvaDion([X]).step()
+        print(ops.lacking("triton"))
+    """
+    assert "install triton" in python(code)
+
+
+# ---------------------------------------------------------------- building
+
+
+@needs_compiler
+@pytest.mark.parametrize("ninja", [True, False])
+def test_builds_with_and_without_ninja(ninja, tmp_path, monkeypatch):
+    if not ninja:
+        monkeypatch.setattr(native, "_ninja", lambda: None)
+    target = tmp_path / "a folder: with $ odd 'names'" / native.file_name("cpu")
+    native.build("cpu", target)
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert native._digest_in(native._load(target)) == native.source_digest("cpu")
+
+
+@needs_compiler
+def test_processes_that_build_at_once_share_one_build(tmp_path):
+    code = "from curvadion import native; native.library('cpu')"
+    said = []
+    threads = [
+        threading.Thread(target=lambda: said.append(python(code, CURVADION_CACHE=str(tmp_path))))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 2
+    (folder,) = tmp_path.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == [native.file_name("cpu"), "lock"]
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
+    native.build("cpu", tmp_path / native.file_name("cpu"))
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    native.library.cache_clear()
+    try:
+        assert native.library("cpu")._name == str(tmp_path / native.file_name("cpu"))
+        native.library.cache_clear()
+        monkeypatch.setattr(native, "source_digest", lambda name: "0" * 16)
+        monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
+        assert native.library("cpu")._name.startswith(str(tmp_path / "cache"))
+    finally:
+        native.library.cache_clear()
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_no_bit():
+    M = [torch.randn(300_001), torch.randn(17), torch.randn(90_000)]
+    G = [torch.randn_like(m) for m in M]
+    R = torch.randn(3, 1000, 300)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            momenta = [m.clone() for m in M]
+            sums = cpu.column_sum_of_squares(R)
+            Q = [torch.empty(1000, 300) for _ in R]
+            cpu.column_normalize_(Q, R, sums, 1e-8)
+            results.append([cpu.momentum_norms_(momenta, G, [0.9] * 3), *momenta, sums, *Q])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_lists_that_do_not_match_are_refused(backend):
+    if ops.lacking(backend):
+        pytest.skip(ops.lacking(backend))
+    with ops.use_backend(backend):
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.momentum_norms_([torch.ones(3)], [torch.ones(4)], [1.0])
+        with pytest.raises(ValueError):
+            ops.momentum_norms_([torch.ones(3)] * 2, [torch.ones(3)], [1.0] * 2)
+        with pytest.raises(ValueError):
+            ops.momentum_norms_([torch.ones(3)], [torch.ones(3)], [])
+        with pytest.raises(ValueError):
+            ops.local_step_([torch.ones(3)], [torch.ones(3)], [1.0], [1.0, 1.0])
+
+
+def test_writing_counts_as_a_change_for_autograd():
+    """A weight changed between forward and backward must not pass silently."""
+    X = torch.ones(3, requires_grad=True)
+    loss = (X * X).sum()
+    with torch.no_grad():
+        ops.local_step_([X], [torch.ones(3)], [0.1], [1.0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---------------------------------------------------------------- operators
+
+
+def operator_calls():
+    M, G, X, ones = lists(2)
+    R = torch.randn(2, 9, 4)
+    Q = [torch.empty(9, 4) for _ in R]
+    P = [torch.randn(20 + i, 2) for i in range(2)]
+    V = [torch.randn(3, 2) for _ in range(2)]
+    library = torch.ops.curvadion
+    return {
+        "norms": (library.norms, (X,)),
+        "momentum_norms": (library.momentum_norms, (M, G, ones)),
+        "momentum_norms_": (library.momentum_norms_, (M, G, ones)),
+        "accumulate_": (library.accumulate_, (M, G, ones)),
+        "local_step_": (library.local_step_, (X, G, ones, ones, M, ones, None)),
+        "local_step_ seeded": (library.local_step_, (X, G, ones, ones, [], [], [1, 2])),
+        "column_sum_of_squares": (library.column_sum_of_squares, (R,)),
+        "column_normalize_": (library.column_normalize_, (Q, R, None, 1e-8)),
+        "low_rank_update_": (library.low_rank_update_, (X, P, V, ones, ones, M, V, ones, None)),
+    }
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", list(operator_calls()))
+def test_operators_are_registered_as_pytorch_wants_them(name, backend):
+    if ops.lacking(backend):
+        pytest.skip(ops.lacking(backend))
+    operator, arguments = operator_calls()[name]
+    with ops.use_backend(backend):
+        torch.library.opcheck(operator, arguments)
+
+
+def whole_step(M, G, X, P, V, R, ones):
+    norms = ops.momentum_norms(M, G, ones)
+    after = ops.momentum_norms_(M, G, ones)
+    ops.accumulate_(M, G, ones)
+    ops.local_step_(X, G, ones, ones, M, ones)
+    Q = ops.column_normalize(R, ops.column_sum_of_squares(R), 1e-8)
+    ops.low_rank_update_(X, P, V, ones, ones, M, V, ones)
+    return norms + after + ops.norms(X), Q
+
+
+def test_they_compile_as_one_graph():
+    def arguments():
+        M, G, X, ones = lists(2)
+        P, V = [torch.ones(20 + i, 2) for i in range(2)], [torch.ones(3, 2) for _ in range(2)]
+        return M, G, X, P, V, torch.arange(72.0).view(2, 9, 4), ones
+
+    eager, compiled = arguments(), arguments()
+    expected = whole_step(*eager)
+    actual = torch.compile(whole_step, fullgraph=True)(*compiled)
+    for e, a in zip(expected, actual, strict=True):
+        torch.testing.assert_close(a, e)
+    for i in (0, 2):
+        for e, a in zip(eager[i], compiled[i], strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_lists_that_remember_are_lists():
+    M, G, _, ones = lists()
+    plainly = ops.momentum_norms(M, G, ones)
+    assert torch.equal(ops.momentum_norms(Tensors(M), Tensors(G), ones), plainly)
