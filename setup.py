@@ -1,13 +1,20 @@
 """Packaging of curvadion; pyproject.toml holds the build requirements and the tools' settings."""
 
+import importlib.util
 import re
+import shutil
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
+TRITON = ["triton; platform_system == 'Linux'"]
 TRAIN = ["tqdm", "tensorboard", "matplotlib"]
-TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", *TRAIN]
+TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", "ninja", *TRAIN, *TRITON]
 
 
 def version() -> str:
@@ -23,6 +30,55 @@ def long_description() -> str:
     """Return the README, or nothing in a tree without one."""
     readme = ROOT / "README.md"
     return readme.read_text() if readme.exists() else ""
+
+
+def native_builder():
+    """Return the module curvadion.native, without importing the package around it."""
+    spec = importlib.util.spec_from_file_location("native", ROOT / "curvadion" / "native.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["native"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildLibraries(build_ext):
+    """Compile csrc/; what cannot be compiled here is left to its first use, or to PyTorch."""
+
+    def run(self):
+        native = native_builder()
+        folder = ROOT if self.inplace else Path(self.build_lib)
+        self.built = []
+        for name in () if self.editable_mode else ("cpu", "cuda"):
+            target = folder / "curvadion" / native.file_name(name)
+            try:
+                native.build(name, target)
+            except native.Unavailable as reason:
+                print(f"curvadion: the {name} operations are not built: {reason}")
+            else:
+                self.built.append(str(target))
+
+    def get_outputs(self):
+        return getattr(self, "built", [])
+
+    def get_output_mapping(self):
+        return {}
+
+
+class BuildPackages(build_py):
+    """Take the sources along, so that an installed package can compile what is missing."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "curvadion" / "csrc"
+            shutil.copytree(ROOT / "csrc", target, dirs_exist_ok=True)
+
+
+class Wheel(bdist_wheel):
+    """For a platform, but for every Python: the libraries do not link it."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
 
 
 packages = find_packages(include=["curvadion", "curvadion.*"])
@@ -42,11 +98,13 @@ setup(
     license_files=["LICENSE"],
     packages=packages,
     package_dir=package_dir,
+    ext_modules=[Extension("curvadion.libraries", [])],
+    cmdclass={"build_ext": BuildLibraries, "build_py": BuildPackages, "bdist_wheel": Wheel},
     package_data={package: ["py.typed"] for package in package_dir},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "numpy"],
     extras_require={
-        "triton": ["triton"],
+        "triton": TRITON,
         "deepspeed": ["deepspeed"],
         "train": TRAIN,
         "test": TEST,

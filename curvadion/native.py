@@ -82,6 +82,7 @@ def build(name: str, target: Path) -> None:
     """
     if source_folder(name) is None:
         raise Unavailable(f"the sources csrc/{name} are not installed")
+    target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         steps = build_steps(name, Path(folder))

@@ -23,6 +23,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _address = Tensor.data_ptr
 _contiguous = Tensor.is_contiguous
+_numel = Tensor.numel
 _dtype = attrgetter("dtype")
 _grad = attrgetter("grad")
 
@@ -84,7 +85,11 @@ class Facts:
 
 
 class Tensors(tuple[Tensor, ...]):
-    """A list of tensors that remembers the facts; a tensor that moves is looked at again."""
+    """A list of tensors that remembers its facts.
+
+    For tensors that keep their sizes and dtypes: nobody sets their ``.data``. They may move; a
+    list with one that has is looked at again.
+    """
 
     _facts: Facts | None = None
 
@@ -96,16 +101,30 @@ class Tensors(tuple[Tensor, ...]):
         return self._facts
 
 
+class Parameters(Tensors):
+    """As Tensors, for those whose ``.data`` may be set, to other dtypes and sizes as well."""
+
+    _seen: tuple[list[torch.dtype], list[int]] | None = None
+
+    @property
+    def facts(self) -> Facts:
+        # New data may lie where older data lay: the addresses alone do not tell.
+        seen = list(map(_dtype, self)), list(map(_numel, self))
+        if seen != self._seen:
+            self._facts, self._seen = None, seen
+        return super().facts
+
+
 class Gradients(Tensors):
     """The gradients of parameters that all have one; build it with :meth:`of`.
 
     Autograd has checked shape and device against the parameter. dtype and strides may differ.
     """
 
-    _parameters: Tensors
+    _parameters: Parameters
 
     @classmethod
-    def of(cls, parameters: Tensors) -> Gradients | None:
+    def of(cls, parameters: Parameters) -> Gradients | None:
         """``.grad`` of each parameter as it is now; None if one has none."""
         gradients = list(map(_grad, parameters))
         if any(map(is_, gradients, repeat(None))):
@@ -118,7 +137,7 @@ class Gradients(Tensors):
     def facts(self) -> Facts:
         if self._facts is None:
             addresses = list(map(_address, self))
-            of = self._parameters._facts or self._parameters.facts
+            of = self._parameters.facts
             alike = (
                 of.sizes.contiguous
                 and len(of.dtypes) == 1

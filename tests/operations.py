@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from curvadion import ops
-from curvadion.tensors import Tensors
+from curvadion.tensors import Parameters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Spacing of numbers near 1. Arithmetic in float32 takes a few roundings; a narrower result one
@@ -131,7 +131,7 @@ def check_strides(name, device):
 def check_moved_tensors(name, device):
     """A list that remembers must notice tensors that have moved, and gradients that are new."""
     M = [torch.nn.Parameter(numbers((50, 3), torch.float32, device, i)) for i in range(3)]
-    remembered = Tensors(M)
+    remembered = Parameters(M)
     with backend(name), torch.no_grad():
         for turn in range(3):
             M[turn].data = numbers((50, 3), torch.float32, device, 10 + turn)

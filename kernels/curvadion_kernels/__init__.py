@@ -1,0 +1,28 @@
+"""The operations of :mod:`curvadion.ops` as Triton kernels: one launch for a whole list.
+
+Tensors of a list may differ in size and alignment; those of one dtype share a launch. Raises
+Unsupported for what plain PyTorch has to take.
+"""
+
+from curvadion_kernels.columns import column_normalize_, column_sum_of_squares
+from curvadion_kernels.local_step import local_step_
+from curvadion_kernels.low_rank import low_rank_update_
+from curvadion_kernels.momentum import (
+    accumulate_,
+    momentum_norms,
+    momentum_norms_,
+    norms,
+)
+from curvadion_kernels.numbers import INTERPRETED
+
+__all__ = [
+    "INTERPRETED",
+    "accumulate_",
+    "column_normalize_",
+    "column_sum_of_squares",
+    "local_step_",
+    "low_rank_update_",
+    "momentum_norms",
+    "momentum_norms_",
+    "norms",
+]

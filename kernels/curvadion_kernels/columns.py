@@ -1,0 +1,104 @@
+"""Column norms of R, and the right factor Q they normalise to: one launch each."""
+
+# Device functions get their types from Triton.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from curvadion.plain import NEGLIGIBLE_COLUMN
+from curvadion.tensors import Unsupported, facts_of
+from curvadion_kernels.launch import on, to_device
+from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
+
+ROWS = 512 if INTERPRETED else 64
+COLUMNS = 32
+MOST_COLUMNS = 8192
+# Elements that a block normalises at a time.
+TILE = 65536 if INTERPRETED else 4096
+
+
+@triton.jit
+def column_sums_kernel(R, sums, n, r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """sums[t, j] = sum over i of R[t, i, j]^2, for some columns of one matrix."""
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for top in range(0, n, ROWS):
+        i = top + tl.arange(0, ROWS)
+        here = (i[:, None] < n) & (j[None, :] < r)
+        values = tl.load(R + t * n * r + i[:, None].to(tl.int64) * r + j[None, :], here, 0.0)
+        total += values * values
+    tl.store(sums + t * r + j, tl.sum(total, axis=0), j < r)
+
+
+@triton.jit
+def normalize_kernel(
+    table, R, sums, n, r, epsilon, NEGLIGIBLE: tl.constexpr, Q_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some rows of Q[t] = R[t] diag(1 / (sqrt(sums[t]) + epsilon)); COLUMNS >= r."""
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, COLUMNS)
+    lengths = tl.sqrt(tl.load(sums + t * r + j, j < r, 0.0))
+    inverse = tl.where(lengths > NEGLIGIBLE * tl.max(lengths), 1.0 / (lengths + epsilon), 0.0)
+    q = pointer(table, t, Q_DTYPE)
+    top = tl.program_id(1) * ROWS
+    for step in range(0, ROWS, AT_ONCE):
+        i = top + step + tl.arange(0, AT_ONCE)
+        here = (i[:, None] < n) & (j[None, :] < r)
+        at = i[:, None].to(tl.int64) * r + j[None, :]
+        values = tl.load(R + t * n * r + at, here, 0.0) * inverse[None, :]
+        tl.store(q + at, to_nearest(values, Q_DTYPE), here)
+
+
+def column_sum_of_squares(R: Tensor) -> Tensor:
+    """See :func:`curvadion.ops.column_sum_of_squares`."""
+    k, n, r = _float32_stack(R)
+    sums = torch.empty(*R.shape[:-2], r, device=R.device)
+    if sums.numel():
+        with on(R.device):
+            column_sums_kernel[(k, triton.cdiv(r, COLUMNS))](
+                R, sums, n, r, ROWS=ROWS, COLUMNS=COLUMNS
+            )
+    return sums
+
+
+def column_normalize_(
+    Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
+) -> None:
+    """See :func:`curvadion.ops.column_normalize_`."""
+    k, n, r = _float32_stack(R)
+    sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares
+    q = facts_of(Q)
+    if not (q.supported and len(q.dtypes) == 1 and q.sizes.contiguous and q.device == R.device):
+        raise Unsupported
+    if sums.dtype != torch.float32 or r > MOST_COLUMNS:
+        raise Unsupported
+    if len(Q) != k or any(shape != (n, r) for shape, _ in q.sizes.shapes):
+        raise ValueError(f"Q must be {k} tensors of shape {(n, r)}")
+    if R.numel() == 0:
+        return
+    columns = triton.next_power_of_2(r)
+    at_once = max(1, TILE // columns)
+    rows = max(ROWS, at_once)
+    with on(R.device):
+        normalize_kernel[(k, triton.cdiv(n, rows))](
+            to_device(array("Q", q.addresses), R.device), R, sums.contiguous(), n, r, epsilon,
+            NEGLIGIBLE=NEGLIGIBLE_COLUMN, Q_DTYPE=CODES[q.codes[0]], ROWS=rows, AT_ONCE=at_once,
+            COLUMNS=columns,
+        )  # fmt: skip
+
+
+def _float32_stack(R: Tensor) -> tuple[int, int, int]:
+    """(k, n, r) of a contiguous float32 tensor (..., n, r)."""
+    if R.dtype != torch.float32 or not R.is_contiguous():
+        raise Unsupported
+    return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]

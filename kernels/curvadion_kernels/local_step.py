@@ -1,0 +1,113 @@
+"""The local step: X <- decay X - step G, and M <- mu M + G, over a list, in one pass and launch."""
+
+# Device functions get their types from Triton.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from curvadion.tensors import Unsupported, elementwise_facts
+from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
+from curvadion_kernels.numbers import CODES, numbers, stochastically, to_nearest
+
+
+@triton.jit
+def local_step_kernel(
+    table, numel, of, chunk, count,
+    X_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, HAS_M: tl.constexpr,
+    SEEDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one tensor. The table: X, M if any, G; step, decay, mu, seeds."""
+    block = tl.program_id(0)
+    t = tl.load(of + block)
+    start = tl.load(chunk + block).to(tl.int64) * CHUNK
+    n = tl.load(numel + t)
+    x_address = tl.load(table + t)
+    m_address = tl.load(table + count + t)
+    g_address = tl.load(table + (2 if HAS_M else 1) * count + t)
+    scalars = table + (3 if HAS_M else 2) * count
+    step = tl.load(numbers(scalars, 0) + t)
+    decay = tl.load(numbers(scalars, count) + t)
+    mu = tl.load(numbers(scalars, 2 * count) + t)
+    seed = tl.zeros((), tl.uint32)
+    if SEEDED:
+        seed = tl.load(scalars + 3 * count + t).to(tl.uint32)
+    addresses = x_address | g_address
+    if HAS_M:
+        addresses |= m_address
+    if (start + CHUNK <= n) & ((addresses & 15) == 0):
+        # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
+        x = tl.multiple_of(x_address.to(tl.pointer_type(X_DTYPE)), 16)
+        g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
+        m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
+        for i in range(0, CHUNK, BLOCK):
+            at = start + i + tl.arange(0, BLOCK)
+            push = tl.load(g + at).to(tl.float32)
+            weights = decay * tl.load(x + at).to(tl.float32) - step * push
+            if SEEDED:
+                tl.store(x + at, stochastically(weights, at, seed, X_DTYPE))
+            else:
+                tl.store(x + at, to_nearest(weights, X_DTYPE))
+            if HAS_M:
+                momentum = mu * tl.load(m + at).to(tl.float32) + push
+                tl.store(m + at, to_nearest(momentum, M_DTYPE))
+    else:
+        x = x_address.to(tl.pointer_type(X_DTYPE))
+        g = g_address.to(tl.pointer_type(G_DTYPE))
+        m = m_address.to(tl.pointer_type(M_DTYPE))
+        for i in range(0, CHUNK, BLOCK):
+            at = start + i + tl.arange(0, BLOCK)
+            here = at < n
+            push = tl.load(g + at, here, 0.0).to(tl.float32)
+            weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * push
+            if SEEDED:
+                tl.store(x + at, stochastically(weights, at, seed, X_DTYPE), here)
+            else:
+                tl.store(x + at, to_nearest(weights, X_DTYPE), here)
+            if HAS_M:
+                momentum = mu * tl.load(m + at, here, 0.0).to(tl.float32) + push
+                tl.store(m + at, to_nearest(momentum, M_DTYPE), here)
+
+
+def local_step_(
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    step: Sequence[float | Tensor],
+    decay: Sequence[float | Tensor],
+    M: Sequence[Tensor] = (),
+    mu: Sequence[float] = (),
+    seeds: Sequence[int] | None = None,
+) -> None:
+    """See :func:`curvadion.ops.local_step_`."""
+    facts = elementwise_facts([X, M] if M else [X], [G])
+    numbers = [
+        plain_numbers(step, len(X)),
+        plain_numbers(decay, len(X)),
+        plain_numbers(mu, len(X)) if M else None,
+    ]
+    for launch, codes in launches(facts):
+        table = launch.table(facts, numbers, seeds)
+        with on(table.device):
+            local_step_kernel[(launch.blocks,)](
+                table, launch.numel, launch.of, launch.chunk, launch.count,
+                X_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], M_DTYPE=CODES[codes[1]],
+                HAS_M=bool(M), SEEDED=seeds is not None, CHUNK=CHUNK, BLOCK=BLOCK,
+            )  # fmt: skip
+
+
+def plain_numbers(values: Sequence[float | Tensor], count: int) -> list[float]:
+    """One number per tensor, checked.
+
+    Raises:
+        Unsupported: for learning rates that are tensors, which the host must not wait for.
+    """
+    if len(values) != count:
+        raise ValueError(f"{len(values)} numbers for {count} tensors: give one for each")
+    if any(isinstance(value, Tensor) for value in values):
+        raise Unsupported
+    return list(values)  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""What the kernels share on the device: loads and stores of the data types, and random bits."""
+
+# Device functions get their types from Triton.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# A global that kernels read must be a constexpr.
+_SOFTWARE_ROUNDING = tl.constexpr(INTERPRETED)
+
+# By the codes of curvadion.tensors.DTYPE_CODES.
+CODES = [tl.float32, tl.bfloat16, tl.float16]
+
+
+@triton.jit
+def pointer(table, index, dtype: tl.constexpr):
+    """An address of the table as a pointer."""
+    return tl.load(table + index).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def numbers(table, index):
+    """A pointer to the float32 numbers that begin at the table's cell ``index``."""
+    return (table + index).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def to_nearest(value, dtype: tl.constexpr):
+    """float32 -> dtype. The interpreter truncates to bfloat16, so it rounds in software."""
+    if _SOFTWARE_ROUNDING and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        bits = tl.where((bits & 0x7F800000) == 0x7F800000, bits, rounded)
+        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    return value.to(dtype)
+
+
+@triton.jit
+def _mixed(x):
+    x = (x ^ (x >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def stochastically(value, offsets, seed, dtype: tl.constexpr):
+    """float32 -> dtype; a bfloat16 is one of two neighbours, as curvadion.plain defines it."""
+    if dtype != tl.bfloat16:
+        return to_nearest(value, dtype)
+    noise = _mixed(_mixed(offsets.to(tl.uint32)) ^ seed) & 0xFFFF
+    bits = value.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    bits = tl.where(finite, (bits + noise) & 0xFFFF0000, bits)
+    return to_nearest(bits.to(tl.float32, bitcast=True), dtype)

@@ -1,0 +1,92 @@
+"""The Triton kernels without a GPU: numbers by the interpreter, code by ahead-of-time compilation.
+
+Both run in processes of their own: TRITON_INTERPRET counts when kernels are imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+# Tests of the optimizer that make every kernel run, on matrices small enough to interpret.
+OPTIMIZER_TESTS = ("test_rules_and_right_factors or test_local_steps_between",)
+
+
+def run(arguments, **environment):
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    env.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**env, **environment},
+        timeout=115,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    return result.stdout
+
+
+def test_interpreted_kernels_compute_what_float64_does():
+    said = run(["-m", "pytest", "-q", "-x", TESTS / "test_ops.py"], TRITON_INTERPRET="1")
+    assert " passed" in said and "skipped" not in said
+
+
+def test_the_optimizer_runs_on_interpreted_kernels():
+    said = run(
+        [
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            TESTS / "test_dion_reference.py",
+            "-k",
+            *OPTIMIZER_TESTS,
+        ],
+        TRITON_INTERPRET="1",
+        CURVADION_BACKEND="triton",
+    )
+    assert " passed" in said and "skipped" not in said
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return [json.loads(line) for line in run([TESTS / "triton_ahead_of_time.py"]).splitlines()]
+
+
+def test_every_kernel_compiles_for_every_target(compiled):
+    kernels = {record["kernel"] for record in compiled}
+    assert len(kernels) >= 12
+    assert {(r["kernel"], r["target"]) for r in compiled} == {
+        (kernel, f"sm_{target}") for kernel in kernels for target in (80, 90, 100)
+    }
+
+
+def test_no_kernel_spills_registers(compiled):
+    assert [r for r in compiled if r["spilled_bytes"]] == []
+
+
+def test_kernels_store_and_multiply(compiled):
+    """A kernel may compile to a bare trap without an error."""
+    assert [r for r in compiled if r["stores"] == 0] == []
+    update = [r for r in compiled if r["kernel"].startswith("low_rank")]
+    assert update and all(r["mma"] > 0 for r in update)
+
+
+def test_bulk_data_moves_in_128_bits(compiled):
+    wide = ("momentum", "accumulate", "local_step", "low_rank_update_", "norms")
+    chosen = [
+        r for r in compiled if r["kernel"].startswith(wide) and "unaligned" not in r["kernel"]
+    ]
+    assert chosen and all(r["wide_loads"] for r in chosen)
+    writing = [r for r in chosen if not r["kernel"].endswith("norms")]
+    assert writing and all(r["wide_stores"] for r in writing)

@@ -1,0 +1,156 @@
+"""Compiles every Triton kernel for GPUs that need not be here; prints one JSON record a variant.
+
+Run as a script, in a process of its own: TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from curvadion_kernels import columns, launch, local_step, low_rank, momentum
+
+F32, BF16 = triton.language.float32, triton.language.bfloat16
+TARGETS = (80, 90, 100)
+
+
+def elementwise(**more):
+    return {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, **more}
+
+
+def low_rank_constants(**more):
+    given = {"HAS_M": True, "ALIGNED": True, "PRECISION": "tf32x3", **more}
+    height = low_rank.TILE_M[given["ALIGNED"]]
+    return {
+        **given,
+        "TILE_M": height,
+        "TILE_N": low_rank.TILE_N,
+        "TILE_K": low_rank.TILE_K,
+    }
+
+
+# Kernel, its constants, launch options, and whether tensor cores are due.
+VARIANTS = {
+    "norms": (
+        momentum.momentum_kernel,
+        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=False, WRITE=False, NORM=True, SUMS=1024),
+    ),
+    "momentum_norms": (
+        momentum.momentum_kernel,
+        elementwise(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False, NORM=True, SUMS=1024),
+    ),
+    "momentum_norms_": (
+        momentum.momentum_kernel,
+        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=True, WRITE=True, NORM=True, SUMS=1024),
+    ),
+    "accumulate_": (
+        momentum.momentum_kernel,
+        elementwise(M_DTYPE=F32, G_DTYPE=BF16, HAS_G=True, WRITE=True, NORM=False, SUMS=1024),
+    ),
+    "local_step_": (
+        local_step.local_step_kernel,
+        elementwise(X_DTYPE=F32, G_DTYPE=F32, M_DTYPE=F32, HAS_M=True, SEEDED=False),
+    ),
+    "local_step_ seeded": (
+        local_step.local_step_kernel,
+        elementwise(X_DTYPE=BF16, G_DTYPE=BF16, M_DTYPE=BF16, HAS_M=False, SEEDED=True),
+    ),
+    "column_sum_of_squares": (
+        columns.column_sums_kernel,
+        {"ROWS": columns.ROWS, "COLUMNS": columns.COLUMNS},
+    ),
+    "column_normalize_": (
+        columns.normalize_kernel,
+        {"NEGLIGIBLE": 1e-6, "Q_DTYPE": BF16, "ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
+    ),
+    "low_rank_update_": (
+        low_rank.low_rank_kernel,
+        low_rank_constants(X_DTYPE=F32, M_DTYPE=F32, SEEDED=False, SWAPPED=False),
+    ),
+    "low_rank_update_ swapped": (
+        low_rank.low_rank_kernel,
+        low_rank_constants(X_DTYPE=BF16, M_DTYPE=BF16, SEEDED=True, SWAPPED=True),
+    ),
+    "low_rank_update_ unaligned": (
+        low_rank.low_rank_kernel,
+        low_rank_constants(X_DTYPE=BF16, M_DTYPE=F32, SEEDED=False, SWAPPED=False, ALIGNED=False),
+    ),
+    "low_rank_update_ fast": (
+        low_rank.low_rank_kernel,
+        low_rank_constants(X_DTYPE=F32, M_DTYPE=F32, SEEDED=False, SWAPPED=False, PRECISION="tf32"),
+    ),
+}
+POINTERS = {
+    "table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "first": "*i32",
+    "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp32", "norms": "*fp32",
+    "R": "*fp32", "sums": "*fp32", "epsilon": "fp32",
+}  # fmt: skip
+
+
+def resources(name: str, capability: int) -> dict[str, object]:
+    kernel, constants = VARIANTS[name]
+    signature, attributes = {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        signature[argument] = POINTERS.get(argument, "i32")
+        if signature[argument].startswith("*"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    options = low_rank.OPTIONS if kernel is low_rank.low_rank_kernel else {}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, values, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+    ptx = compiled.asm["ptx"]
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        said = subprocess.run(
+            [
+                get_ptxas(capability).path,
+                "-v",
+                f"--gpu-name={target}",
+                source,
+                "-o",
+                "/dev/null",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    return {
+        "kernel": name,
+        "target": f"sm_{capability}",
+        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
+        "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+        "shared_bytes": compiled.metadata.shared,
+        "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|cp\.async[\w.]* .*0x10,", ptx)),
+        "stores": len(re.findall(r"\bst\.global", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx)),
+        "mma": len(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
+    }
+
+
+def main() -> None:
+    jobs = [(name, capability) for name in VARIANTS for capability in TARGETS]
+    with ThreadPoolExecutor(2) as pool:
+        for record in pool.map(lambda job: resources(*job), jobs):
+            print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
