@@ -16,25 +16,23 @@ import torch
 from torch import Tensor
 
 from curvadion import native
+from curvadion.arguments import FLOAT, INT, POINTER, addressed, counted, declare, floats, start
 from curvadion.plain import NEGLIGIBLE_COLUMN
-from curvadion.tensors import Facts, Unsupported, elementwise_facts, facts_of
+from curvadion.tensors import Unsupported, elementwise_facts, facts_of
 
-_POINTER = ctypes.c_void_p
-_INT = ctypes.c_int64
-_FLOAT = ctypes.c_float
 _THREADS = ctypes.c_int
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, M, dtypes, G, dtypes, mu, write, norms, threads
-    "curvadion_momentum_norms": [_INT, *[_POINTER] * 6, ctypes.c_int, _POINTER, _THREADS],
+    "curvadion_momentum_norms": [INT, *[POINTER] * 6, ctypes.c_int, POINTER, _THREADS],
     # count, numel, X, dtypes, norms, threads
-    "curvadion_norms": [_INT, *[_POINTER] * 4, _THREADS],
+    "curvadion_norms": [INT, *[POINTER] * 4, _THREADS],
     # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, threads
-    "curvadion_local_step": [_INT, *[_POINTER] * 11, _THREADS],
+    "curvadion_local_step": [INT, *[POINTER] * 11, _THREADS],
     # R, k, n, r, sums, threads
-    "curvadion_column_sum_of_squares": [_POINTER, _INT, _INT, _INT, _POINTER, _THREADS],
+    "curvadion_column_sum_of_squares": [POINTER, INT, INT, INT, POINTER, _THREADS],
     # Q, dtypes, R, sums, k, n, r, epsilon, negligible, threads
-    "curvadion_column_normalize": [*[_POINTER] * 4, *[_INT] * 3, _FLOAT, _FLOAT, _THREADS],
+    "curvadion_column_normalize": [*[POINTER] * 4, *[INT] * 3, FLOAT, FLOAT, _THREADS],
 }
 
 
@@ -45,18 +43,14 @@ def load() -> ctypes.CDLL:
     Raises:
         native.Unavailable: naming what is missing.
     """
-    library = native.library("cpu")
-    for name, types in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
-    return library
+    return declare(native.library("cpu"), _SIGNATURES, None)
 
 
 def norms(X: Sequence[Tensor]) -> Tensor:
     """See :func:`curvadion.ops.norms`."""
     (x,) = elementwise_facts([X])
     result = torch.empty(len(X))
-    load().curvadion_norms(len(X), *_list(x), result.data_ptr(), torch.get_num_threads())
+    load().curvadion_norms(len(X), *counted(x), result.data_ptr(), torch.get_num_threads())
     return result
 
 
@@ -79,10 +73,10 @@ def _momentum_norms(
     M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float], *, write: bool
 ) -> Tensor:
     m, g = elementwise_facts([M], [G])
-    decay = _floats(mu, len(M))
+    decay = floats(mu, len(M))
     result = torch.empty(len(M))
     load().curvadion_momentum_norms(
-        len(M), *_list(m), *_tensors(g), _start(decay), write, result.data_ptr(),
+        len(M), *counted(m), *addressed(g), start(decay), write, result.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return result
@@ -99,12 +93,12 @@ def local_step_(
 ) -> None:
     """See :func:`curvadion.ops.local_step_`."""
     x, *momenta, g = elementwise_facts([X, M] if M else [X], [G])
-    factors = [_floats(values, len(X)) for values in (step, decay)]
-    momentum_decay = _floats(mu, len(X)) if M else None
+    factors = [floats(values, len(X)) for values in (step, decay)]
+    momentum_decay = floats(mu, len(X)) if M else None
     noise = None if seeds is None else array("I", seeds)
     load().curvadion_local_step(
-        len(X), *_list(x), *_tensors(g), *(_tensors(momenta[0]) if M else (None, None)),
-        *map(_start, factors), _start(momentum_decay), _start(noise), torch.get_num_threads(),
+        len(X), *counted(x), *addressed(g), *(addressed(momenta[0]) if M else (None, None)),
+        *map(start, factors), start(momentum_decay), start(noise), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -129,7 +123,7 @@ def column_normalize_(
         raise Unsupported
     sums = sums.contiguous()
     load().curvadion_column_normalize(
-        *_tensors(q), R.data_ptr(), sums.data_ptr(), *stack, epsilon, NEGLIGIBLE_COLUMN,
+        *addressed(q), R.data_ptr(), sums.data_ptr(), *stack, epsilon, NEGLIGIBLE_COLUMN,
         torch.get_num_threads(),
     )  # fmt: skip
 
@@ -139,22 +133,3 @@ def _float32_stack(R: Tensor) -> tuple[int, int, int]:
     if R.dtype != torch.float32 or not R.is_contiguous():
         raise Unsupported
     return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
-
-
-def _list(facts: Facts) -> tuple[int, int, int]:
-    return _start(facts.sizes.numel), *_tensors(facts)
-
-
-def _tensors(facts: Facts) -> tuple[int, int]:
-    return _start(facts.pointers), _start(facts.codes)
-
-
-def _floats(values: Sequence[float], count: int) -> array[float]:
-    if len(values) != count:
-        raise ValueError(f"{len(values)} numbers for {count} tensors: give one for each")
-    return array("f", values)
-
-
-def _start(values: array[Any] | None) -> Any:
-    """The address of an array's first element, valid as long as the array lives."""
-    return None if values is None else values.buffer_info()[0]

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
+SOURCES, HEADERS = (".cpp", ".cu"), (".h", ".cuh")
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wall", "-Wextra"]
 # Machine code for A100, H100 and B200, and PTX for what comes after.
 CUDA_TARGETS = ["80", "90", "100"]
 NVCC_FLAGS = [
-    *("-O3", "-std=c++17", "-Xcompiler=-fPIC", "-cudart=static"),
+    *("-O3", "-std=c++17", "-Xcompiler=-fPIC", "-cudart=static", "--threads=4"),
     *(f"-gencode=arch=compute_{t},code=sm_{t}" for t in CUDA_TARGETS),
     f"-gencode=arch=compute_{CUDA_TARGETS[-1]},code=compute_{CUDA_TARGETS[-1]}",
 ]
@@ -100,11 +101,11 @@ def build(name: str, target: Path) -> None:
 def build_steps(name: str, folder: Path) -> list[Step]:
     """The commands that build the library in ``folder``; the last one writes the library."""
     if name == "cuda":
-        compiler, flags, suffix, link = _nvcc(), NVCC_FLAGS, ".cu", ["-cudart=static"]
+        compiler, flags, link = _nvcc(), NVCC_FLAGS, ["-cudart=static"]
     else:
-        compiler, flags, suffix, link = _cxx(), CXX_FLAGS, ".cpp", ["-fopenmp"]
-    sources = [path for path in source_files(name) if path.suffix == suffix]
-    headers = [path for path in source_files(name) if path.suffix != suffix]
+        compiler, flags, link = _cxx(), CXX_FLAGS, ["-fopenmp"]
+    sources = [path for path in source_files(name) if path.suffix in SOURCES]
+    headers = [path for path in source_files(name) if path.suffix in HEADERS]
     digest = f'-DCURVADION_SOURCES="{source_digest(name)}"'
     steps = []
     for source in sources:
@@ -129,7 +130,7 @@ def source_files(name: str) -> list[Path]:
     """Sources and headers of a library, in a fixed order; none without a source folder."""
     folder = source_folder(name)
     files = [] if folder is None else folder.iterdir()
-    return sorted(f for f in files if f.suffix in {".cpp", ".cu", ".h", ".cuh"})
+    return sorted(f for f in files if f.suffix in SOURCES + HEADERS)
 
 
 @lru_cache
