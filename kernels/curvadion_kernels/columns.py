@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from curvadion.plain import NEGLIGIBLE_COLUMN
 from curvadion.tensors import Unsupported, facts_of
-from curvadion_kernels.launch import on, to_device
+from curvadion_kernels.launch import Table, on, stream_of
 from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
 
 ROWS = 512 if INTERPRETED else 64
@@ -89,12 +90,18 @@ def column_normalize_(
     columns = triton.next_power_of_2(r)
     at_once = max(1, TILE // columns)
     rows = max(ROWS, at_once)
+    table = _table(k, R.device, stream_of(R.device)).write(array("Q", q.addresses))
     with on(R.device):
         normalize_kernel[(k, triton.cdiv(n, rows))](
-            to_device(array("Q", q.addresses), R.device), R, sums.contiguous(), n, r, epsilon,
+            table, R, sums.contiguous(), n, r, epsilon,
             NEGLIGIBLE=NEGLIGIBLE_COLUMN, Q_DTYPE=CODES[q.codes[0]], ROWS=rows, AT_ONCE=at_once,
             COLUMNS=columns,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _table(cells: int, device: torch.device, stream: int) -> Table:
+    return Table(cells, device)
 
 
 def _float32_stack(R: Tensor) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +28,41 @@ BLOCK = 16384 if INTERPRETED else 2048
 _captured: list[Tensor] = []
 
 
+class Table:
+    """64-bit cells on the device, written only when they change, without waiting for the copy.
+
+    size: number of cells. One host copy is set aside for a CUDA graph, because memory cannot be
+    pinned while a stream is captured.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self._cells: array[int] | None = None
+        self._on_device = torch.empty(0, dtype=torch.int64)
+        self._spare = [self._pinned(size)] if device.type == "cuda" else []
+
+    def write(self, cells: array[int]) -> Tensor:
+        """The cells as an int64 tensor on the device."""
+        if cells == self._cells:
+            return self._on_device
+        host = torch.frombuffer(cells, dtype=torch.int64)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # This copy happens when the graph is replayed: nothing that a launch now could use.
+            pinned = self._spare.pop() if self._spare else self._pinned(len(cells))
+            _captured.append(pinned.copy_(host))
+            return pinned.to(self._device, non_blocking=True)
+        if self._device.type == "cuda":
+            pinned = self._pinned(len(cells)).copy_(host)
+            self._on_device = pinned.to(self._device, non_blocking=True)
+        else:
+            self._on_device = host.clone()
+        self._cells = cells
+        return self._on_device
+
+    def _pinned(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int64, pin_memory=True)
+
+
 @dataclass(eq=False)
 class Launch:
     """Tensors of a list that share a launch.
@@ -40,6 +75,7 @@ class Launch:
         slots: their places in the list, int32, on the device.
         numel: elements of each tensor, int64, on the device.
         tickets: per tensor, how many blocks have finished; zero between launches.
+        cells: the device's copy of what :meth:`table` gives.
     """
 
     members: list[int]
@@ -51,13 +87,12 @@ class Launch:
     slots: Tensor
     numel: Tensor
     tickets: Tensor
-    _key: tuple[Any, ...] = ()
-    _table: Tensor | None = field(default=None)
+    cells: Table
 
     def table(
         self,
         facts: Sequence[Facts],
-        numbers: Sequence[Sequence[float] | None],
+        numbers: Sequence[array[float] | None],
         seeds: Sequence[int] | None = None,
     ) -> Tensor:
         """Addresses of every list, float32 numbers and seeds, as one int64 tensor.
@@ -65,32 +100,27 @@ class Launch:
         Each list takes ``count`` cells, in this order; numbers leave the second half of theirs
         empty, and those that are None leave all.
         """
-        key = (*(one.addresses for one in facts), numbers, seeds)
-        if self._table is None or self._key != key:
-            cells = array("Q")
-            for one in facts:
-                cells.extend(self._chosen(one.addresses))
-            for values in numbers:
-                packed = array("f", self._chosen(values or []))
-                packed.extend([0.0] * (2 * self.count - len(packed)))
-                cells.frombytes(packed.tobytes())
-            if seeds is not None:
-                cells.extend(self._chosen(seeds))
-            self._table = to_device(cells, self.of.device)
-            self._key = key
-        return self._table
+        cells = array("Q")
+        for one in facts:
+            cells.extend(self._chosen(one.addresses))
+        for values in numbers:
+            packed = array("f", [] if values is None else self._chosen(values))
+            packed.frombytes(bytes(8 * self.count - 4 * len(packed)))
+            cells.frombytes(packed.tobytes())
+        if seeds is not None:
+            cells.extend(self._chosen(seeds))
+        return self.cells.write(cells)
 
     def _chosen(self, values: Sequence[Any]) -> Sequence[Any]:
-        return [values[i] for i in self.members] if self.members and values else values
+        return [values[i] for i in self.members] if self.members else values
 
 
 def launches(facts: Sequence[Facts]) -> list[tuple[Launch, tuple[int, ...]]]:
     """The launches for lists that run in step, each with its lists' dtype codes."""
     device = facts[0].device
     assert device is not None
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
     codes = tuple(one.codes.tobytes() for one in facts)
-    return _launches(facts[0].sizes, codes, device, stream)
+    return _launches(facts[0].sizes, codes, device, stream_of(device))
 
 
 @lru_cache(maxsize=256)
@@ -100,13 +130,17 @@ def _launches(
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, combination in enumerate(zip(*codes, strict=True)):
         groups.setdefault(combination, []).append(i)
+    # Addresses, at most three numbers and a seed.
+    cells = len(codes) + 4
     return [
-        (_launch(sizes, members, device, everything=len(groups) == 1), combination)
+        (_launch(sizes, members, device, len(groups) == 1, cells), combination)
         for combination, members in groups.items()
     ]
 
 
-def _launch(sizes: Sizes, members: list[int], device: torch.device, *, everything: bool) -> Launch:
+def _launch(
+    sizes: Sizes, members: list[int], device: torch.device, everything: bool, cells: int
+) -> Launch:
     numel = torch.tensor([sizes.numel[i] for i in members])
     # An empty tensor gets a block too: someone must write its norm.
     blocks = ((numel + CHUNK - 1) // CHUNK).clamp_min(1)
@@ -123,18 +157,13 @@ def _launch(sizes: Sizes, members: list[int], device: torch.device, *, everythin
         torch.tensor(members, dtype=torch.int32).to(device),
         numel.to(device),
         torch.zeros(len(members), dtype=torch.int32, device=device),
+        Table(cells * len(members), device),
     )
 
 
-def to_device(cells: array[int], device: torch.device) -> Tensor:
-    """64-bit cells as an int64 tensor on the device, without waiting for the copy."""
-    host = torch.frombuffer(cells, dtype=torch.int64)
-    if device.type == "cpu":
-        return host.clone()
-    pinned = host.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        _captured.append(pinned)
-    return pinned.to(device, non_blocking=True)
+def stream_of(device: torch.device) -> int:
+    """The stream that launches go to: what is kept between launches belongs to one stream."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from curvadion.arguments import floats
 from curvadion.tensors import Unsupported, elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
 from curvadion_kernels.numbers import CODES, numbers, stochastically, to_nearest
@@ -86,9 +88,9 @@ def local_step_(
     """See :func:`curvadion.ops.local_step_`."""
     facts = elementwise_facts([X, M] if M else [X], [G])
     numbers = [
-        plain_numbers(step, len(X)),
-        plain_numbers(decay, len(X)),
-        plain_numbers(mu, len(X)) if M else None,
+        host_numbers(step, len(X)),
+        host_numbers(decay, len(X)),
+        floats(mu, len(X)) if M else None,
     ]
     for launch, codes in launches(facts):
         table = launch.table(facts, numbers, seeds)
@@ -100,14 +102,13 @@ def local_step_(
             )  # fmt: skip
 
 
-def plain_numbers(values: Sequence[float | Tensor], count: int) -> list[float]:
-    """One number per tensor, checked.
+def host_numbers(values: Sequence[float | Tensor], count: int) -> array[float]:
+    """float32 numbers, one for each of ``count`` tensors.
 
     Raises:
         Unsupported: for learning rates that are tensors, which the host must not wait for.
     """
-    if len(values) != count:
-        raise ValueError(f"{len(values)} numbers for {count} tensors: give one for each")
-    if any(isinstance(value, Tensor) for value in values):
+    numbers = [value for value in values if not isinstance(value, Tensor)]
+    if len(numbers) < len(values):
         raise Unsupported
-    return list(values)  # type: ignore[arg-type]
+    return floats(numbers, count)

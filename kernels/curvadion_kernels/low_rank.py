@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from curvadion.arguments import floats
 from curvadion.tensors import Facts, Unsupported, check_shapes, facts_of
-from curvadion_kernels.launch import on, to_device
-from curvadion_kernels.local_step import plain_numbers
+from curvadion_kernels.launch import Table, on, stream_of
+from curvadion_kernels.local_step import host_numbers
 from curvadion_kernels.numbers import CODES, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers: two accumulators live through the loop, and narrow
@@ -113,8 +114,8 @@ def low_rank_update_(
     seeds: Sequence[int] | None = None,
 ) -> None:
     """See :func:`curvadion.ops.low_rank_update_`."""
-    numbers = [plain_numbers(step, len(X)), plain_numbers(decay, len(X))]
-    numbers.append(plain_numbers(feedback, len(X)) if M else [0.0] * len(X))
+    fed = floats(feedback, len(X)) if M else floats([0.0] * len(X), len(X))
+    numbers = [host_numbers(step, len(X)), host_numbers(decay, len(X)), fed]
     P, Q, R = ([t.contiguous() for t in factors] for factors in (P, Q, R))
     x, m = facts_of(X), facts_of(M) if M else facts_of(X)
     factors = [facts_of(P), facts_of(Q), facts_of(R) if M else facts_of(Q)]
@@ -133,9 +134,10 @@ def low_rank_update_(
     for (x_code, m_code, swapped), members in groups.items():
         aligned = all(_aligned(one, members) for one in (x, m, *factors))
         shapes = tuple(_shape(x, i, swapped) for i in members)
-        tiles = _tiles(shapes, TILE_M[aligned], X[0].device)
-        table = to_device(_cells(members, swapped, x, m, factors, numbers, seeds), X[0].device)
-        with on(table.device):
+        device = X[0].device
+        tiles, kept = _tiles(shapes, TILE_M[aligned], device, stream_of(device))
+        table = kept.write(_cells(members, swapped, x, m, factors, numbers, seeds))
+        with on(device):
             low_rank_kernel[(len(tiles),)](
                 table, tiles, X_DTYPE=CODES[x_code], M_DTYPE=CODES[m_code], HAS_M=bool(M),
                 SEEDED=seeds is not None, SWAPPED=swapped, ALIGNED=aligned,
@@ -192,7 +194,7 @@ def _cells(
     x: Facts,
     m: Facts,
     factors: list[Facts],
-    numbers: list[list[float]],
+    numbers: list[array[float]],
     seeds: Sequence[int] | None,
 ) -> array[int]:
     """The table, 16 cells a matrix.
@@ -211,9 +213,12 @@ def _cells(
 
 
 @lru_cache(maxsize=64)
-def _tiles(shapes: tuple[tuple[int, int], ...], height: int, device: torch.device) -> Tensor:
-    """Per tile its matrix and its place there, int32 (tiles, 2)."""
+def _tiles(
+    shapes: tuple[tuple[int, int], ...], height: int, device: torch.device, stream: int
+) -> tuple[Tensor, Table]:
+    """Per tile its matrix and its place there, int32 (tiles, 2); a table for the matrices."""
     counts = torch.tensor([triton.cdiv(m, height) * triton.cdiv(n, TILE_N) for m, n in shapes])
     matrix = torch.repeat_interleave(torch.arange(len(shapes)), counts)
     place = torch.arange(len(matrix)) - (counts.cumsum(0) - counts)[matrix]
-    return torch.stack([matrix, place], dim=1).int().to(device)
+    tiles = torch.stack([matrix, place], dim=1).int().to(device)
+    return tiles, Table(CELLS.value * len(shapes), device)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from curvadion.arguments import floats
 from curvadion.tensors import Facts, elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
 from curvadion_kernels.numbers import CODES, numbers, to_nearest
@@ -107,8 +108,7 @@ def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -
 
 def _run(facts: list[Facts], mu: Sequence[float], *, write: bool, norm: bool = True) -> Tensor:
     has_g = len(facts) == 2
-    if has_g and len(mu) != len(facts[0].addresses):
-        raise ValueError(f"{len(mu)} numbers for {len(facts[0].addresses)} tensors")
+    numbers = [floats(mu, len(facts[0].addresses))] if has_g else []
     device = facts[0].device
     assert device is not None
     result = torch.empty(len(facts[0].addresses) if norm else 0, device=device)
@@ -116,7 +116,7 @@ def _run(facts: list[Facts], mu: Sequence[float], *, write: bool, norm: bool = T
         partial = torch.empty(launch.blocks if norm else 0, device=device)
         with on(device):
             momentum_kernel[(launch.blocks,)](
-                launch.table(facts, [mu] if has_g else []),
+                launch.table(facts, numbers),
                 launch.numel, launch.of, launch.chunk, launch.first, launch.slots, launch.tickets,
                 partial, result, launch.count,
                 M_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], HAS_G=has_g, WRITE=write,
