@@ -18,7 +18,7 @@ from torch import Tensor
 from curvadion import native
 from curvadion.arguments import FLOAT, INT, POINTER, addressed, counted, declare, floats, start
 from curvadion.plain import NEGLIGIBLE_COLUMN
-from curvadion.tensors import Unsupported, elementwise_facts, facts_of
+from curvadion.tensors import Unsupported, elementwise_facts, factors_facts
 
 _THREADS = ctypes.c_int
 
@@ -117,11 +117,8 @@ def column_normalize_(
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
     stack = _float32_stack(R)
-    sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares
-    q = facts_of(Q)
-    if not (q.supported and q.sizes.contiguous and sums.dtype == torch.float32):
-        raise Unsupported
-    sums = sums.contiguous()
+    q = factors_facts(Q, R, sum_of_squares)
+    sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares.contiguous()
     load().curvadion_column_normalize(
         *addressed(q), R.data_ptr(), sums.data_ptr(), *stack, epsilon, NEGLIGIBLE_COLUMN,
         torch.get_num_threads(),

@@ -188,6 +188,25 @@ def elementwise_facts(
     return every
 
 
+def factors_facts(Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None) -> Facts:
+    """Facts of Q: k tensors (n, r), for R (k, n, r) and, where given, sums (k, r).
+
+    Raises:
+        ValueError: if shapes do not fit.
+        Unsupported: if dtypes, devices or strides do not suit compiled kernels.
+    """
+    k, n, r = R.shape
+    facts = facts_of(Q)
+    sums_fit = sum_of_squares is None or sum_of_squares.shape == (k, r)
+    if len(Q) != k or any(shape != (n, r) for shape, _ in facts.sizes.shapes) or not sums_fit:
+        raise ValueError(f"R has shape {(k, n, r)}: give {k} Q of {(n, r)} and sums of {(k, r)}")
+    if not (facts.supported and facts.sizes.contiguous and facts.device == R.device):
+        raise Unsupported
+    if sum_of_squares is not None and sum_of_squares.dtype != torch.float32:
+        raise Unsupported
+    return facts
+
+
 def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> Tensors:
     return Tensors(
         y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)

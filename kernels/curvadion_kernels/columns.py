@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.plain import NEGLIGIBLE_COLUMN
-from curvadion.tensors import Unsupported, facts_of
+from curvadion.tensors import Unsupported, factors_facts
 from curvadion_kernels.launch import Table, on, stream_of
 from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
 
@@ -77,23 +77,19 @@ def column_normalize_(
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
     k, n, r = _float32_stack(R)
-    sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares
-    q = facts_of(Q)
-    if not (q.supported and len(q.dtypes) == 1 and q.sizes.contiguous and q.device == R.device):
+    q = factors_facts(Q, R, sum_of_squares)
+    if len(q.dtypes) > 1 or r > MOST_COLUMNS:
         raise Unsupported
-    if sums.dtype != torch.float32 or r > MOST_COLUMNS:
-        raise Unsupported
-    if len(Q) != k or any(shape != (n, r) for shape, _ in q.sizes.shapes):
-        raise ValueError(f"Q must be {k} tensors of shape {(n, r)}")
     if R.numel() == 0:
         return
+    sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares.contiguous()
     columns = triton.next_power_of_2(r)
     at_once = max(1, TILE // columns)
     rows = max(ROWS, at_once)
     table = _table(k, R.device, stream_of(R.device)).write(array("Q", q.addresses))
     with on(R.device):
         normalize_kernel[(k, triton.cdiv(n, rows))](
-            table, R, sums.contiguous(), n, r, epsilon,
+            table, R, sums, n, r, epsilon,
             NEGLIGIBLE=NEGLIGIBLE_COLUMN, Q_DTYPE=CODES[q.codes[0]], ROWS=rows, AT_ONCE=at_once,
             COLUMNS=columns,
         )  # fmt: skip
