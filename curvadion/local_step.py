@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step
-from curvadion.plan import Plan
+from curvadion.plan import Plan, Pushed
 
 
-def local_dion_step(plan: Plan, norms: Tensor | None) -> None:
+def local_dion_step(plan: Plan, pushed: Pushed, norms: Tensor | None) -> None:
     """A Dion step inside the replica, with its own momentum, P, R and Q."""
-    accumulate_momenta(plan)
+    accumulate_momenta(plan, pushed)
     low_rank_step(plan, norms, inside_replica=True)
 
 
-def local_gradient_step(plan: Plan, norms: Tensor | None) -> None:
+def local_gradient_step(plan: Plan, pushed: Pushed, norms: Tensor | None) -> None:
     """X <- (1 - lr wd) X - local_lr G (CurvaDion); the momentum keeps the gradient for later.
 
     A gradient that this rank misses is zero: another shard of the replica has one.
     """
-    stepped = [(p, G) for p in plan.dion if (G := p.G) is not None]
     ops.local_step_(
-        [p.local for p, _ in stepped],
-        [G for _, G in stepped],
-        [p.local_lr for p, _ in stepped],
-        [p.decay for p, _ in stepped],
-        [p.M for p, _ in stepped],
-        [p.momentum_decay for p, _ in stepped],
+        pushed.X,
+        pushed.G,
+        pushed.each(attrgetter("local_lr")),
+        pushed.each(attrgetter("decay")),
+        pushed.M,
+        pushed.each(attrgetter("momentum_decay")),
     )
-    for p in plan.dion:
-        if p.G is None:
-            p.local.mul_(p.decay)
-            p.M.mul_(p.momentum_decay)
+    if not pushed.everyone:
+        for p in plan.dion:
+            if p.G is None:
+                p.local.mul_(p.decay)
+                p.M.mul_(p.momentum_decay)
     if norms is not None and plan.matrices:
         plan.store_norms(norms)

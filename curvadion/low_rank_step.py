@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.plan import Matrix, Plan, as_stack
+from curvadion.plan import Matrix, Plan, Pushed, as_stack
 from curvadion.power_iteration import LowRank, power_iteration
 
+momentum_decay = attrgetter("momentum_decay")
 
-def accumulate_momenta(plan: Plan) -> None:
+
+def accumulate_momenta(plan: Plan, pushed: Pushed) -> None:
     """M <- M + G (error feedback) or M <- mu M + G (plain), with the local gradient.
 
     A gradient that this replica misses counts as zero.
     """
-    pushed = [(p, G) for p in plan.dion if (G := p.G) is not None]
-    if pushed:
-        ops.accumulate_(
-            [p.M for p, _ in pushed], [G for _, G in pushed], [p.momentum_decay for p, _ in pushed]
-        )
-    for p in plan.dion:
-        if p.G is None and p.momentum_decay != 1.0:
-            p.M.mul_(p.momentum_decay)
+    ops.accumulate_(pushed.M, pushed.G, pushed.each(momentum_decay))
+    if not pushed.everyone:
+        for p in plan.dion:
+            if p.G is None and p.momentum_decay != 1.0:
+                p.M.mul_(p.momentum_decay)
 
 
 def low_rank_step(plan: Plan, norms: Tensor | None, *, inside_replica: bool) -> None:
@@ -38,35 +40,52 @@ def low_rank_step(plan: Plan, norms: Tensor | None, *, inside_replica: bool) -> 
     """
     stacks = plan.stacks()
     factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
-    for matrices, low_rank in zip(stacks, factors, strict=True):
-        _update(matrices, low_rank)
+    _update(stacks, factors)
     if norms is not None and stacks:
-        order = [i for stack in plan.stack_positions() for i in stack]
+        order = [i for stack in plan.stack_positions for i in stack]
         drops = torch.cat([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
         plan.store_norms(_norms_after(plan, norms, drops[torch.tensor(order).argsort()]))
 
 
-def _update(matrices: Sequence[Matrix], low_rank: LowRank) -> None:
-    P, R, Q, _ = low_rank
-    # One at a time where a piece is a padded copy, so that never more than one such copy exists.
-    batches = [matrices] if matrices[0].is_view else [[m] for m in matrices]
-    for batch, first in zip(batches, range(len(matrices)), strict=False):
-        X, M = [m.X for m in batch], [m.M for m in batch]
-        here = slice(first, first + len(batch))
+def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank]) -> None:
+    together: list[_Update] = []
+    for matrices, (P, R, Q, _) in zip(stacks, factors, strict=True):
+        updates = [_Update(*one) for one in zip(matrices, P, Q, R, strict=True)]
+        if matrices[0].is_view:
+            together += updates
+        else:  # padded copies, of which never more than one shall exist
+            for update in updates:
+                _apply([update])
+        torch._foreach_copy_([m.Q for m in matrices], list(Q))
+    _apply(together)
+
+
+class _Update(NamedTuple):
+    matrix: Matrix
+    P: Tensor
+    Q: Tensor
+    R: Tensor
+
+
+def _apply(updates: Sequence[_Update]) -> None:
+    """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
+    # The plain rule feeds nothing back: its momenta need not be read again.
+    for feeds_back, chosen in groupby(updates, key=lambda u: u.matrix.parameter.error_feedback):
+        matrices, P, Q, R = zip(*chosen, strict=True)
+        X = [m.X for m in matrices]
+        M = [m.M for m in matrices] if feeds_back else []
         ops.low_rank_update_(
             X,
-            P[here].unbind(),
-            Q[here].unbind(),
-            [m.group["lr"] * m.layout.update_scale for m in batch],
-            [m.parameter.decay for m in batch],
+            P,
+            Q,
+            [m.group["lr"] * m.layout.update_scale for m in matrices],
+            [m.parameter.decay for m in matrices],
             M,
-            R[here].unbind(),
-            [m.feedback for m in batch],
+            R if feeds_back else (),
+            [m.feedback for m in matrices] if feeds_back else (),
         )
-        for m, X_piece, M_piece in zip(batch, X, M, strict=True):
-            m.write(X_piece, M_piece)
-    for m, q in zip(matrices, Q, strict=True):
-        m.Q.copy_(q)
+        for i, m in enumerate(matrices):
+            m.write(X[i], M[i] if feeds_back else None)
 
 
 def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:

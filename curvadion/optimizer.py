@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Literal, overload
 
 import torch
@@ -20,8 +21,8 @@ from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
 from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
-from curvadion.low_rank_step import accumulate_momenta, low_rank_step
-from curvadion.plan import Plan, check_parameter, names
+from curvadion.low_rank_step import accumulate_momenta, low_rank_step, momentum_decay
+from curvadion.plan import Plan, Pushed, check_parameter, names
 from curvadion.progress import Progress, read_record, record
 from curvadion.replicas import Agreement, ReplicaGroup, agree, held_anywhere, verify_replicas
 from curvadion.sharding import FLAT_SHARD_START, local
@@ -30,6 +31,8 @@ from curvadion.telemetry import StepReport
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 MOST_SKIPS_IN_A_ROW = 10
+
+requires_grad = attrgetter("requires_grad")
 
 
 class CurvaDion(Optimizer):
@@ -169,93 +172,102 @@ class CurvaDion(Optimizer):
                 loss = closure()
         plan = self._plan()
         created = self._create_state(plan)
-        settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+        if plan.sharded:
+            settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         scaled = self._unscale(plan)
 
-        before, after = self._momentum_norms(plan)
-        agreement = self._agree(plan, before, after)
+        pushed = plan.pushed()
+        before, after = self._momentum_norms(plan, pushed)
+        agreement = self._agree(plan, pushed, before, after)
         if created and agreement.all_zero and self._lr_is_zero():
             return loss
         if not agreement.finite:
-            self._skip(tolerate=scaled)
+            self._skip(plan, tolerate=scaled)
             return loss
         self._verify(plan)
 
         reason = self._reason_to_open(agreement)
         if reason is not None:
-            self._synchronized_step(plan, after, complete=agreement.complete)
+            self._synchronized_step(plan, pushed, after, complete=agreement.complete)
             self.progress.local_steps = 0
         else:
-            self._local_step(plan, after, complete=agreement.complete)
+            self._local_step(plan, pushed, after, complete=agreement.complete)
             self.progress.local_steps += 1
         self.progress.steps += 1
         self.progress.skipped_in_a_row = 0
-        self._report(reason or "closed", reason is not None, agreement)
+        self._report(plan, reason or "closed", reason is not None, agreement)
         return loss
 
-    def _synchronized_step(self, plan: Plan, norms: Tensor | None, *, complete: bool) -> None:
+    def _synchronized_step(
+        self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
+    ) -> None:
         group = self._replicas.process_group
         if self.reconcile == "average" and self.progress.local_steps:
             weights = [p.local for p in plan.parameters]
             reconcile.average_(weights + plan.moments(), plan.counters(), group)
         if not complete:
             plan, norms = _with_gradient(plan, norms, plan.everyone)
+            pushed = plan.pushed()
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         mean_(gradients, group)
-        accumulate_momenta(plan)
+        accumulate_momenta(plan, pushed)
         low_rank_step(plan, norms, inside_replica=False)
         _elementwise_steps(plan, gradients)
 
-    def _local_step(self, plan: Plan, norms: Tensor | None, *, complete: bool) -> None:
+    def _local_step(
+        self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
+    ) -> None:
         if not complete:
             # A replica's shards are one matrix: a piece that some of them miss is a piece of zeros.
             plan, norms = _with_gradient(plan, norms, plan.inside)
+            pushed = plan.pushed()
         if self.local_step == "dion":
-            local_dion_step(plan, norms)
+            local_dion_step(plan, pushed, norms)
         else:
-            local_gradient_step(plan, norms)
+            local_gradient_step(plan, pushed, norms)
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         _elementwise_steps(plan, gradients)
 
-    def _momentum_norms(self, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+    def _momentum_norms(self, plan: Plan, pushed: Pushed) -> tuple[Tensor | None, Tensor | None]:
         """Norms of the momenta before and after this step's gradient; None if no gate asks."""
         if not (self.gate.reads_momentum and plan.dion):
             return None, None
-        M = [m.elements(m.parameter.M) for m in plan.matrices]
-        decays = [m.parameter.momentum_decay for m in plan.matrices]
-        G = list(M)
-        for i, m in enumerate(plan.matrices):
-            if (gradient := m.parameter.G) is not None:
-                G[i] = m.elements(gradient)
-            else:  # mu M + 0 = (mu - 1) M + M, without a tensor of zeros
-                decays[i] -= 1.0
         before = plan.stored_norms()
-        # A rank that holds none of the experts has no norms, but takes part in the decision.
-        return before, plan.norms_over_shards(ops.momentum_norms(M, G, decays) if M else before)
+        if not plan.matrices:
+            # A rank that holds none of the experts has no norms, but takes part in the decision.
+            after = before
+        elif pushed.everyone and plan.one_matrix_each:
+            after = ops.momentum_norms(pushed.M, pushed.G, pushed.each(momentum_decay))
+        else:
+            after = ops.momentum_norms(*plan.matrices_with_gradients())
+        return before, plan.norms_over_shards(after)
 
-    def _agree(self, plan: Plan, before: Tensor | None, after: Tensor | None) -> Agreement:
+    def _agree(
+        self, plan: Plan, pushed: Pushed, before: Tensor | None, after: Tensor | None
+    ) -> Agreement:
         covered = plan.elementwise if after is not None else plan.parameters
         gradients = [p.G for p in covered if p.G is not None]
         norms = [ops.norms(gradients)] if gradients else []
         signals = torch.empty(0, device=plan.device)
         if before is not None and after is not None:
-            signals = self._signals(plan, before, after)
+            signals = self._signals(plan, pushed, before, after)
             norms.append(after)
         if not sum(n.numel() for n in norms):
             norms.append(torch.zeros(1, device=plan.device))
+        unsure = plan.elementwise if pushed.everyone else plan.parameters
         return agree(
             signals,
             plan.owners,
             torch.cat(norms),
             # FSDP1 gives no gradient to a parameter of which it holds nothing here.
-            complete=all(p.G is not None or p.local.numel() == 0 for p in plan.parameters),
+            complete=all(p.G is not None or p.local.numel() == 0 for p in unsure),
             group=plan.everyone,
         )
 
-    def _signals(self, plan: Plan, before: Tensor, after: Tensor) -> Tensor:
+    def _signals(self, plan: Plan, pushed: Pushed, before: Tensor, after: Tensor) -> Tensor:
         """The gate's signals; the momentum of a matrix without a gradient is as it was."""
-        held = [m.parameter.G is not None for m in plan.matrices]
-        if not all(held):
+        if not pushed.everyone:
+            held = [m.parameter.G is not None for m in plan.matrices]
             after = torch.where(torch.tensor(held, device=after.device), after, before)
         signals = self.gate.signal(before, after)
         if signals.shape != after.shape:
@@ -278,11 +290,11 @@ class CurvaDion(Optimizer):
             return "longest local run"
         return None
 
-    def _skip(self, *, tolerate: bool) -> None:
+    def _skip(self, plan: Plan, *, tolerate: bool) -> None:
         """Count a step at which some replica had a non-finite gradient; touch nothing else."""
         self.progress.steps += 1
         self.progress.skipped_in_a_row += 1
-        self._report("non-finite gradient", False, None)
+        self._report(plan, "non-finite gradient", False, None)
         if self.progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW and not tolerate:
             raise RuntimeError(
                 f"{self.progress.skipped_in_a_row} steps in a row had a NaN or an Inf in a "
@@ -305,20 +317,21 @@ class CurvaDion(Optimizer):
             everyone=plan.everyone,
         )
 
-    def _report(self, reason: str, gate_open: bool, agreement: Agreement | None) -> None:
+    def _report(
+        self, plan: Plan, reason: str, gate_open: bool, agreement: Agreement | None
+    ) -> None:
         read = agreement is not None and self.gate.reads_momentum
         total, metered = wire.counted_bytes()
         sent = total - self._wire_bytes if metered else None
         self._wire_bytes = total
-        told = agreement is not None and read and bool(self._plan().dion)
         self.report = StepReport(
             step=self.progress.steps,
             gate_open=gate_open,
             reason=reason,
             rmmc=agreement.signal if agreement is not None and read else None,
             rmmc_parameter=(
-                self._plan().parameters[agreement.parameter].name
-                if agreement is not None and told
+                plan.parameters[agreement.parameter].name
+                if agreement is not None and read and plan.dion
                 else None
             ),
             local_steps=self.progress.local_steps,
@@ -444,7 +457,8 @@ class CurvaDion(Optimizer):
                 id(g),
                 g["algorithm"],
                 g["right_factor"],
-                *((id(X), X.requires_grad) for X in g["params"]),
+                *map(id, g["params"]),
+                *map(requires_grad, g["params"]),
             ]
             for g in self.param_groups
         ] + [id(self.state)]
@@ -461,11 +475,13 @@ class CurvaDion(Optimizer):
 
     def _create_state(self, plan: Plan) -> bool:
         """Give every parameter its state, with or without a gradient; True if none had any."""
-        had_none = not any(p.state for p in plan.parameters)
-        for p in plan.parameters:
-            if not p.state:
-                p.create_state()
-        return had_none
+        states = plan.look_up_states()
+        without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
+        for p in without:
+            p.create_state()
+        if without:
+            plan.look_up_states()
+        return len(without) == len(plan.parameters)
 
     def _lr_is_zero(self) -> bool:
         return all(float(group["lr"]) == 0 for group in self.param_groups)
@@ -473,9 +489,10 @@ class CurvaDion(Optimizer):
     def _unscale(self, plan: Plan) -> bool:
         """Divide the gradients by a GradScaler's scale, if one drives this step."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        gradients = [p.G for p in plan.parameters if p.G is not None]
-        if scale is not None and gradients:
-            torch._foreach_mul_(gradients, scale.to(plan.device).double().reciprocal().float())
+        if scale is not None:
+            gradients = [p.G for p in plan.parameters if p.G is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(plan.device).double().reciprocal().float())
         return hasattr(self, "found_inf")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import chain, groupby, repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,10 @@ from curvadion.groups import Unions
 from curvadion.layout import MatrixLayout
 from curvadion.power_iteration import RightFactor, Stack
 from curvadion.sharding import Part, global_shape, local
+from curvadion.tensors import Parameters, Settled, Tensors
 
 States = MutableMapping[Tensor, dict[str, Any]]
+Number = TypeVar("Number")
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,10 +152,12 @@ class Matrix:
         """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
         return self.part.piece.elements(tensor)
 
-    def write(self, X: Tensor, M: Tensor) -> None:
-        """Store updated pieces that are not views."""
-        self.part.piece.write(self.parameter.local, self._oriented(X))
-        self.part.piece.write(self.parameter.M, self._oriented(M))
+    def write(self, X: Tensor, M: Tensor | None) -> None:
+        """Store updated pieces that are not views; a momentum that is None was not updated."""
+        if not self.is_view:
+            self.part.piece.write(self.parameter.local, self._oriented(X))
+            if M is not None:
+                self.part.piece.write(self.parameter.M, self._oriented(M))
 
     def _oriented(self, piece: Tensor) -> Tensor:
         return piece.mT if self.layout.transposed else piece
@@ -162,6 +168,27 @@ def _dtype(name: str | None, X: Tensor) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a dtype of torch")
     return dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Pushed:
+    """The parameters of a plan's ``dion`` that have a gradient at this step, piece by piece.
+
+    Attributes:
+        X, M, G: weights, momenta and gradients.
+        everyone: whether these are all of ``dion``.
+        runs: parameters of one group in a row, by the first of them and their number.
+    """
+
+    X: Sequence[Tensor]
+    M: Sequence[Tensor]
+    G: Sequence[Tensor]
+    everyone: bool
+    runs: Sequence[tuple[Parameter, int]]
+
+    def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
+        """What follows from a parameter's group, for every parameter."""
+        return list(chain.from_iterable(repeat(number(first), k) for first, k in self.runs))
 
 
 class Plan:
@@ -189,6 +216,8 @@ class Plan:
         self.parameters = [*self.dion, *self.elementwise]
         self.matrices = [m for p in self.dion for m in p.matrices]
         self.inside, self.everyone = inside, everyone
+        self._X, self._M, self._norms = Parameters(), Tensors(), _Norms()
+        self._states: list[dict[str, Any]] = []
 
     @classmethod
     def of(
@@ -226,14 +255,17 @@ class Plan:
         if all(keep):
             return self
         kept = {id(p) for p, k in zip(self.parameters, keep, strict=True) if k}
-        return Plan(
+        selected = Plan(
             [p for p in self.dion if id(p) in kept],
             [p for p in self.elementwise if id(p) in kept],
             self.inside,
             self.everyone,
             self.device,
         )
+        selected.look_up_states()
+        return selected
 
+    @cached_property
     def stack_positions(self) -> list[list[int]]:
         """Indices into ``matrices``, batched where all ranks batch alike."""
         stacks: dict[Any, list[int]] = {}
@@ -245,7 +277,7 @@ class Plan:
 
     def stacks(self) -> list[list[Matrix]]:
         """The matrices of ``stack_positions``."""
-        return [[self.matrices[i] for i in stack] for stack in self.stack_positions()]
+        return [[self.matrices[i] for i in stack] for stack in self.stack_positions]
 
     def elementwise_by_group(self) -> list[list[Parameter]]:
         by_group: dict[int, list[Parameter]] = {}
@@ -276,16 +308,75 @@ class Plan:
         pieces = math.prod(group_size(g) for g in sharding.groups_of(parameter.X))
         return group_size(self.inside) // pieces
 
+    @cached_property
+    def one_matrix_each(self) -> bool:
+        """Whether each parameter of ``dion`` is one matrix, whose piece is all that is held."""
+        return all(
+            len(p.matrices) == 1 and p.matrices[0].elements(p.local).numel() == p.local.numel()
+            for p in self.dion
+        )
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether parameters are DTensors, of which pieces are held here."""
+        return any(local(p.X) is not p.X for p in self.parameters)
+
+    def look_up_states(self) -> list[dict[str, Any]]:
+        """What the optimizer remembers of each parameter, empty if nothing; kept for the step."""
+        states = self.parameters[0].states if self.parameters else {}
+        self._states = [states.get(p.X, {}) for p in self.parameters]
+        return self._states
+
+    def pushed(self) -> Pushed:
+        """The step's gradients with their weights and momenta, each list looked at once.
+
+        Lists of hundreds of tensors stay the same objects as long as they hold the same tensors:
+        most of what fused operations must know of them is then known already.
+        """
+        X: Sequence[Tensor] = [p.X for p in self.dion]
+        M = list(map(itemgetter("momentum"), self._states[: len(self.dion)]))
+        if self.sharded:
+            X, M = list(map(local, X)), list(map(local, M))
+        self._X = self._X if _same(self._X, X) else Parameters(X)
+        self._M = self._M if _same(self._M, M) else Tensors(M)
+        gradients = [p.X.grad for p in self.dion]
+        missing = any(map(is_, gradients, repeat(None)))
+        if not (missing or self.sharded or any(map(attrgetter("is_sparse"), gradients))):
+            weights = Settled.of(self._X)
+            pushes = Settled.gradients(gradients, weights)  # type: ignore[arg-type]
+            return Pushed(weights, Settled.of(self._M), pushes, True, self._runs)
+        held = [i for i, p in enumerate(self.dion) if p.G is not None]
+        return Pushed(
+            [X[i] for i in held],
+            [M[i] for i in held],
+            [G for p in self.dion if (G := p.G) is not None],
+            not missing,
+            _runs([self.dion[i] for i in held]),
+        )
+
+    def matrices_with_gradients(self) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        """Per matrix the held elements of its momentum and gradient, and the momentum's decay."""
+        M = [m.elements(m.parameter.M) for m in self.matrices]
+        decays = [m.parameter.momentum_decay for m in self.matrices]
+        G = list(M)
+        for i, m in enumerate(self.matrices):
+            if (gradient := m.parameter.G) is not None:
+                G[i] = m.elements(gradient)
+            else:  # mu M + 0 = (mu - 1) M + M, without a tensor of zeros
+                decays[i] -= 1.0
+        return M, G, decays
+
+    @cached_property
+    def _runs(self) -> list[tuple[Parameter, int]]:
+        return _runs(self.dion)
+
     def stored_norms(self) -> Tensor:
         """Norms of the momenta as the last step left them, one per matrix, (k,)."""
-        return torch.cat([local(p.state["momentum_norm"]).reshape(-1) for p in self.dion])
+        return self._norms.read(self._states[: len(self.dion)])
 
     def store_norms(self, norms: Tensor) -> None:
         """Remember one norm per matrix, (k,), for the next step's gate."""
-        sizes = [len(p.matrices) for p in self.dion]
-        for p, piece in zip(self.dion, norms.split(sizes), strict=True):
-            stored = local(p.state["momentum_norm"])
-            stored.copy_(piece.view(stored.shape))
+        self._norms.write(self._states[: len(self.dion)], norms)
 
     def norms_over_shards(self, pieces: Tensor) -> Tensor:
         """Norms of whole matrices from those of the pieces held here, (k,) -> (k,)."""
@@ -325,6 +416,50 @@ def names(group: dict[str, Any], position: int) -> list[str]:
 def product_dtype(X: Tensor) -> torch.dtype:
     """The dtype of products with X's momentum: float32 or wider."""
     return torch.promote_types(X.dtype, torch.float32)
+
+
+class _Norms:
+    """Every state's "momentum_norm" as one tensor, (k,): the states hold views of it.
+
+    Hundreds of copies of one number each would take longer than the norms themselves. States that
+    are sharded, or that have come from elsewhere, are read and written one by one.
+    """
+
+    def __init__(self) -> None:
+        self._views: list[Tensor] = []
+        self._all = torch.empty(0)
+
+    def read(self, states: Sequence[dict[str, Any]]) -> Tensor:
+        stored = list(map(itemgetter("momentum_norm"), states))
+        if not _same(self._views, stored):
+            pieces = [local(norm) for norm in stored]
+            self._all = torch.cat([piece.reshape(-1) for piece in pieces])
+            if not _same(pieces, stored):
+                return self._all
+            split = self._all.split([piece.numel() for piece in pieces])
+            self._views = [view.view(p.shape) for view, p in zip(split, pieces, strict=True)]
+            for state, view in zip(states, self._views, strict=True):
+                state["momentum_norm"] = view
+        return self._all
+
+    def write(self, states: Sequence[dict[str, Any]], norms: Tensor) -> None:
+        stored = list(map(itemgetter("momentum_norm"), states))
+        if _same(self._views, stored):
+            self._all.copy_(norms)
+            return
+        pieces = [local(norm) for norm in stored]
+        split = norms.split([piece.numel() for piece in pieces])
+        for piece, values in zip(pieces, split, strict=True):
+            piece.copy_(values.view(piece.shape))
+
+
+def _same(these: Sequence[object], those: Sequence[object]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
+def _runs(parameters: Sequence[Parameter]) -> list[tuple[Parameter, int]]:
+    runs = [list(run) for _, run in groupby(parameters, key=lambda p: id(p.group))]
+    return [(run[0], len(run)) for run in runs]
 
 
 class _Momenta(Sequence[Tensor]):

@@ -12,8 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ _address = Tensor.data_ptr
 _contiguous = Tensor.is_contiguous
 _numel = Tensor.numel
 _dtype = attrgetter("dtype")
-_grad = attrgetter("grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,37 +113,38 @@ class Parameters(Tensors):
         return super().facts
 
 
-class Gradients(Tensors):
-    """The gradients of parameters that all have one; build it with :meth:`of`.
+class Settled(Tensors):
+    """Tensors that stay where they are as long as this list is used: for one step."""
 
-    Autograd has checked shape and device against the parameter. dtype and strides may differ.
-    """
-
-    _parameters: Parameters
+    _given: Facts
 
     @classmethod
-    def of(cls, parameters: Parameters) -> Gradients | None:
-        """``.grad`` of each parameter as it is now; None if one has none."""
-        gradients = list(map(_grad, parameters))
-        if any(map(is_, gradients, repeat(None))):
-            return None
-        made = cls(gradients)
-        made._parameters = parameters
+    def of(cls, tensors: Tensors) -> Settled:
+        """The same list, looked at now."""
+        made = cls(tensors)
+        made._given = tensors.facts
+        return made
+
+    @classmethod
+    def gradients(cls, gradients: Sequence[Tensor], of: Settled) -> Settled:
+        """The gradients of parameters, in their order.
+
+        Autograd has checked shapes and devices. dtypes and strides may differ.
+        """
+        made, known = cls(gradients), of.facts
+        addresses = list(map(_address, gradients))
+        alike = (
+            known.sizes.contiguous
+            and len(known.dtypes) == 1
+            and set(map(_dtype, gradients)) == known.dtypes
+            and all(map(_contiguous, gradients))
+        )
+        made._given = known.moved(made, addresses) if alike else _inspect(made, addresses)
         return made
 
     @property
     def facts(self) -> Facts:
-        if self._facts is None:
-            addresses = list(map(_address, self))
-            of = self._parameters.facts
-            alike = (
-                of.sizes.contiguous
-                and len(of.dtypes) == 1
-                and set(map(_dtype, self)) == of.dtypes
-                and all(map(_contiguous, self))
-            )
-            self._facts = of.moved(self, addresses) if alike else _inspect(self, addresses)
-        return self._facts
+        return self._given
 
 
 class Unsupported(Exception):
