@@ -1,6 +1,7 @@
 # make demo          train three small GPTs on this machine and compare them: runs/demo/
 # make demo-layouts  train one small GPT under every layout: runs/demo-layouts/
 # make test          formatting, types and every test
+# make test-plain    every test without compiled operations
 # make clean         remove the environment and whatever was built or run
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-layouts test clean
+.PHONY: demo demo-layouts test test-plain clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -22,6 +23,9 @@ test: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q
+
+test-plain: .venv/installed
+	CURVADION_BACKEND=torch $(BIN)/python -m pytest -q
 
 # torch goes first and alone, so that a CPU build offered locally is taken without resolving the rest.
 .venv/installed: constraints.txt setup.py pyproject.toml

@@ -6,7 +6,7 @@ floating dtype, any strides, and learning rates that are tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,20 +17,22 @@ NEGLIGIBLE_COLUMN = 1e-6
 
 def norms(X: Sequence[Tensor]) -> Tensor:
     """See :func:`curvadion.ops.norms`."""
-    return torch.stack([_norm(x) for x in X]) if X else torch.empty(0)
+    return _stacked(_norm(x) for x in X)
 
 
 def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms`."""
-    return norms([_sum(m, g, decay).to(m.dtype) for m, g, decay in zip(M, G, mu, strict=True)])
+    # One after the other: never more than one sum takes memory.
+    return _stacked(_norm(_sum(*one).to(one[0].dtype)) for one in zip(M, G, mu, strict=True))
 
 
 def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms_`."""
-    sums = [_sum(m, g, decay) for m, g, decay in zip(M, G, mu, strict=True)]
-    for m, total in zip(M, sums, strict=True):
-        m.copy_(total)
-    return norms(sums)
+    found = []
+    for m, g, decay in zip(M, G, mu, strict=True):
+        m.copy_(_sum(m, g, decay))
+        found.append(_norm(m))
+    return _stacked(found)
 
 
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
@@ -120,6 +122,11 @@ def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
     """mu m + g, in float32 or wider."""
     wide = _wide(m)
     return torch.add(g.to(torch.promote_types(g.dtype, wide.dtype)), wide, alpha=mu)
+
+
+def _stacked(norms: Iterable[Tensor]) -> Tensor:
+    found = list(norms)
+    return torch.stack(found) if found else torch.empty(0)
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ def lists(k=4):
 
 def python(code, **environment):
     """Run code in a fresh process; its output."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **environment}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CURVADION_BACKEND": None}
+    env |= environment
     env = {key: value for key, value in env.items() if value is not None}
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -258,6 +259,22 @@ def test_writing_counts_as_a_change_for_autograd():
         ops.local_step_([X], [torch.ones(3)], [0.1], [1.0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_the_optimizer_follows_the_equations_on_each_backend(backend):
+    if ops.lacking(backend):
+        pytest.skip(ops.lacking(backend))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/test_dion_reference.py"]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CURVADION_BACKEND": backend},
+        cwd=ROOT,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
 
 
 # ---------------------------------------------------------------- operators
