@@ -13,8 +13,7 @@
 namespace curvadion {
 namespace {
 
-constexpr int64_t BLOCK = 64 * STRIP;
-constexpr int LANES = 32;
+constexpr int64_t BLOCK = 128 * STRIP;
 // Below that many elements starting threads costs more than it saves.
 constexpr int64_t SERIAL = 1 << 15;
 
@@ -44,18 +43,44 @@ void for_each_block(const std::vector<Block>& blocks, int threads, Work work) {
     for (int64_t b = 0; b < n; ++b) work(b, blocks[b]);
 }
 
-// Sum of squares of n <= STRIP numbers. Separate lanes, because the compiler may not reorder sums.
-INLINE float sum_of_squares(const float* x, int64_t n) {
-    float lanes[LANES] = {};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int j = 0; j < LANES; ++j) lanes[j] += x[i + j] * x[i + j];
-    }
-    for (int j = 0; i + j < n; ++j) lanes[j] += x[i + j] * x[i + j];
+INLINE float sum_of_lanes(float (&lanes)[LANES]) {
     for (int width = LANES / 2; width > 0; width /= 2) {
         for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
     }
     return lanes[0];
+}
+
+// sums = mu m + g for n <= STRIP numbers, and the sum of their squares.
+INLINE float accumulate_strip(
+    const float* m, const float* g, float mu, float* sums, int64_t n, Ahead m_ahead, Ahead g_ahead
+) {
+    float lanes[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        m_ahead.fetch(i);
+        g_ahead.fetch(i);
+        for (int j = 0; j < LANES; ++j) {
+            const float sum = mu * m[i + j] + g[i + j];
+            sums[i + j] = sum;
+            lanes[j] += sum * sum;
+        }
+    }
+    for (int j = 0; i + j < n; ++j) {
+        sums[i + j] = mu * m[i + j] + g[i + j];
+        lanes[j] += sums[i + j] * sums[i + j];
+    }
+    return sum_of_lanes(lanes);
+}
+
+INLINE float sum_of_squares(const float* x, int64_t n, Ahead ahead) {
+    float lanes[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        ahead.fetch(i);
+        for (int j = 0; j < LANES; ++j) lanes[j] += x[i + j] * x[i + j];
+    }
+    for (int j = 0; i + j < n; ++j) lanes[j] += x[i + j] * x[i + j];
+    return sum_of_lanes(lanes);
 }
 
 // mu m + g of one block, written to m if `write`; returns its sum of squares.
@@ -68,8 +93,9 @@ VECTOR_CLONES double accumulate_block(
         const int64_t n = std::min(STRIP, block.start + block.length - at);
         const float* old = load(m, m_dtype, at, n, m_buffer);
         const float* push = load(g, g_dtype, at, n, g_buffer);
-        for (int64_t i = 0; i < n; ++i) sums[i] = mu * old[i] + push[i];
-        total += sum_of_squares(sums, n);
+        total += accumulate_strip(
+            old, push, mu, sums, n, Ahead(m, m_dtype, at), Ahead(g, g_dtype, at)
+        );
         if (write) store(m, m_dtype, at, n, sums);
     }
     return total;
@@ -80,9 +106,23 @@ VECTOR_CLONES double norm_block(const void* x, DType dtype, Block block) {
     double total = 0;
     for (int64_t at = block.start; at < block.start + block.length; at += STRIP) {
         const int64_t n = std::min(STRIP, block.start + block.length - at);
-        total += sum_of_squares(load(x, dtype, at, n, buffer), n);
+        total += sum_of_squares(load(x, dtype, at, n, buffer), n, Ahead(x, dtype, at));
     }
     return total;
+}
+
+// to = a x + b y for n <= STRIP numbers; to is a buffer of STRIP.
+INLINE void combine_strip(
+    float a, const float* x, float b, const float* y, float* to, int64_t n, Ahead x_ahead,
+    Ahead y_ahead
+) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        x_ahead.fetch(i);
+        y_ahead.fetch(i);
+        for (int j = 0; j < LANES; ++j) to[i + j] = a * x[i + j] + b * y[i + j];
+    }
+    for (; i < n; ++i) to[i] = a * x[i] + b * y[i];
 }
 
 // x <- decay x - step g, and m <- mu m + g where there is an m.
@@ -95,7 +135,8 @@ VECTOR_CLONES void local_step_block(
         const int64_t n = std::min(STRIP, block.start + block.length - at);
         const float* push = load(g, g_dtype, at, n, g_buffer);
         const float* old = load(x, x_dtype, at, n, x_buffer);
-        for (int64_t i = 0; i < n; ++i) now[i] = decay * old[i] - step * push[i];
+        const Ahead g_ahead(g, g_dtype, at);
+        combine_strip(decay, old, -step, push, now, n, Ahead(x, x_dtype, at), g_ahead);
         if (seed != nullptr) {
             store_stochastic(x, x_dtype, at, n, now, *seed);
         } else {
@@ -103,7 +144,7 @@ VECTOR_CLONES void local_step_block(
         }
         if (m == nullptr) continue;
         const float* momentum = load(m, m_dtype, at, n, m_buffer);
-        for (int64_t i = 0; i < n; ++i) now[i] = mu * momentum[i] + push[i];
+        combine_strip(mu, momentum, 1.0f, push, now, n, Ahead(m, m_dtype, at), g_ahead);
         store(m, m_dtype, at, n, now);
     }
 }

@@ -7,6 +7,7 @@
 
 // Inlined into each of a kernel's clones, so that it is compiled for that clone's vector unit.
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 // One portable library: the loader picks the widest vectors that the machine has.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -20,7 +21,9 @@ namespace curvadion {
 enum DType : uint8_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // Elements that are worked on at a time: small enough for the first cache, a multiple of LANES.
-constexpr int64_t STRIP = 1024;
+constexpr int64_t STRIP = 512;
+// Sums run in as many lanes, because the compiler may not reorder them.
+constexpr int LANES = 32;
 
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
@@ -88,6 +91,24 @@ INLINE void store(void* data, DType dtype, int64_t start, int64_t n, const float
         for (int64_t i = 0; i < n; ++i) to[i] = to_float16(buffer[i]);
     }
 }
+
+// Asks for the memory that is read a little later: hardware prefetchers stop at page boundaries.
+struct Ahead {
+    static constexpr int64_t DISTANCE = 256;
+    const char* start;
+    int64_t width;
+
+    INLINE_MEMBER Ahead(const void* data, DType dtype, int64_t at)
+        : width(dtype == FLOAT32 ? 4 : 2) {
+        start = static_cast<const char*>(data) + (at + DISTANCE) * width;
+    }
+
+    // For LANES elements from the i-th on.
+    INLINE_MEMBER void fetch(int64_t i) const {
+        __builtin_prefetch(start + i * width);
+        if (width == 4) __builtin_prefetch(start + i * width + 64);
+    }
+};
 
 INLINE uint32_t mixed(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
