@@ -139,6 +139,11 @@ def lacking(name: str) -> str | None:
     return None
 
 
+def implements(backend: str, operation: str) -> bool:
+    """Whether the backend has an operation of its own, rather than leaving it to PyTorch."""
+    return _operation(backend, operation) is not None
+
+
 def _takes(name: str, device_type: str) -> bool:
     if name == "triton" and importlib.import_module(BACKENDS[name]).INTERPRETED:
         return device_type in ("cpu", "cuda")

@@ -1,0 +1,252 @@
+"""Every fused operation on model shapes, against eager foreach, torch.compile and memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py --models gpt2-160m --dtype float32
+    python benchmarks/kernels.py --device cuda
+
+Each record has the seconds of an operation under one contender, the bytes it must move at least,
+and their share of the bound: the time that a copy of as many bytes took in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
+
+from curvadion import ops, plain
+from curvadion.tensors import Settled, Tensors
+from measure import Contenders, copy_of, interleaved, summary, write
+from models import MODELS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BACKENDS = ("torch", "cpu", "triton", "cuda")
+
+
+class Problem:
+    """Weights, momenta, gradients and factors of some matrices."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], rank: float, dtype: torch.dtype, where: Any
+    ) -> None:
+        def draw() -> Settled:
+            return Settled.of(Tensors(torch.randn(s, device=where).to(dtype) for s in shapes))
+
+        self.X, self.M, self.G = draw(), draw(), draw()
+        ranks = [max(1, round(rank * min(shape))) for shape in shapes]
+        self.P = [torch.randn(m, r, device=where) for (m, _), r in zip(shapes, ranks, strict=True)]
+        self.Q = [torch.randn(n, r, device=where) for (_, n), r in zip(shapes, ranks, strict=True)]
+        # Matrices of one shape are batched, as the optimizer does.
+        stacks: dict[tuple[int, ...], list[Tensor]] = {}
+        for q in self.Q:
+            stacks.setdefault(tuple(q.shape), []).append(q)
+        self.R = [torch.stack(stack) for stack in stacks.values()]
+        self.next_Q = [torch.zeros_like(R).unbind() for R in self.R]
+        self.mu, self.step, self.decay, self.feedback = (
+            [number] * len(shapes) for number in (0.95, 1e-9, 1 - 1e-9, 1e-9)
+        )
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
+    """Per operation a call on a module that has it (ops or plain), and the bytes it must move."""
+
+    def columns(backend: Any) -> None:
+        for Q, R in zip(p.next_Q, p.R, strict=True):
+            backend.column_normalize_(Q, R, None, 1e-8)
+
+    def low_rank(backend: Any) -> None:
+        backend.low_rank_update_(p.X, p.P, p.Q, p.step, p.decay, p.M, p.Q, p.feedback)
+
+    matrix, factors = _size(p.X), _size(p.P) + 2 * _size(p.Q)
+    return {
+        "momentum_norms": (lambda b: b.momentum_norms(p.M, p.G, p.mu), 2 * matrix),
+        "momentum_norms_": (lambda b: b.momentum_norms_(p.M, p.G, p.mu), 3 * matrix),
+        "column_normalize_": (columns, 2 * _size(p.R)),
+        "low_rank_update_": (low_rank, 4 * matrix + factors),
+        "local_step_": (
+            lambda b: b.local_step_(p.X, p.G, p.step, p.decay, p.M, p.mu),
+            5 * matrix,
+        ),
+    }
+
+
+def _foreach(p: Problem) -> Contenders:
+    """What one would write with torch._foreach; nothing where there is no such form."""
+    X, M, G = list(p.X), list(p.M), list(p.G)
+
+    def momentum_norms() -> object:
+        return torch._foreach_norm(torch._foreach_add(G, M, alpha=0.95))
+
+    def momentum_norms_() -> object:
+        torch._foreach_mul_(M, 0.95)
+        torch._foreach_add_(M, G)
+        return torch._foreach_norm(M)
+
+    def local_step_() -> None:
+        torch._foreach_mul_(X, p.decay[0])
+        torch._foreach_add_(X, G, alpha=-p.step[0])
+        torch._foreach_mul_(M, 0.95)
+        torch._foreach_add_(M, G)
+
+    return {f.__name__: f for f in (momentum_norms, momentum_norms_, local_step_)}
+
+
+def _forced(backend: str, call: Callable[[Any], object]) -> Callable[[], object]:
+    def forced() -> object:
+        with ops.use_backend(backend):
+            return call(ops)
+
+    return forced
+
+
+class _Lists:
+    """The plain operations on lists: torch.compile does not know Tensors."""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*given: Any) -> object:
+            lists = [list(g) if isinstance(g, tuple) else g for g in given]
+            return getattr(plain, name)(*lists)
+
+        return call
+
+
+def _compiled(call: Callable[[Any], object]) -> Callable[[], object]:
+    return torch.compile(lambda: call(_Lists()), dynamic=False)
+
+
+def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of one model."""
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    shapes = MODELS[name].matrices(options.blocks)
+    problem = Problem(shapes, options.rank_fraction, dtype, device)
+    foreach = _foreach(problem)
+    records = []
+    for operation, (call, total_bytes) in _operations(problem).items():
+        if options.operations and operation not in options.operations:
+            continue
+        contenders: Contenders = {"copy": copy_of(total_bytes, device)}
+        if operation in foreach:
+            contenders["foreach"] = foreach[operation]
+        for backend in BACKENDS:
+            if _has(backend, operation, device):
+                contenders[backend] = _forced(backend, call)
+        if options.compile:
+            contenders["torch.compile"] = _compiled(call)
+        times = interleaved(contenders, device, rounds=options.rounds, seconds=options.seconds)
+        bound = min(times["copy"])
+        for contender, seconds in times.items():
+            found = summary(seconds)
+            records.append(
+                {
+                    "model": name,
+                    "blocks": options.blocks or MODELS[name].blocks,
+                    "operation": operation,
+                    "contender": contender,
+                    "device": options.device,
+                    "dtype": options.dtype,
+                    "tensors": len(shapes),
+                    "elements": sum(m * n for m, n in shapes),
+                    **found,
+                    "gigabytes_per_second": total_bytes / found["seconds"] / 1e9,
+                    "share_of_copy": bound / found["seconds"],
+                    "times_faster_than_foreach": (
+                        min(times["foreach"]) / found["seconds"] if "foreach" in times else None
+                    ),
+                }
+            )
+            print(_line(records[-1]), flush=True)
+    return records
+
+
+def _has(backend: str, operation: str, device: torch.device) -> bool:
+    """Whether the backend itself runs the operation here, rather than leaving it to PyTorch."""
+    suits = (
+        backend == "torch"
+        or backend == "cpu" == device.type
+        or (backend in ("triton", "cuda") and device.type == "cuda")
+    )
+    return suits and ops.lacking(backend) is None and ops.implements(backend, operation)
+
+
+def _line(r: dict[str, Any]) -> str:
+    faster = r["times_faster_than_foreach"]
+    return (
+        f"{r['model']:14}{r['operation']:19}{r['contender']:15}{1e3 * r['seconds']:10.3f} ms"
+        f"{r['gigabytes_per_second']:9.1f} GB/s{100 * r['share_of_copy']:7.0f} % of a copy"
+        + ("" if faster is None else f"{faster:7.2f} x foreach")
+    )
+
+
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bars: each contender's share of the memory bound, by model and operation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    chosen = [r for r in records if r["contender"] != "copy"]
+    groups = list(dict.fromkeys((r["model"], r["operation"]) for r in chosen))
+    names = list(dict.fromkeys(r["contender"] for r in chosen))
+    figure, axes = pyplot.subplots(figsize=(2 + 1.1 * len(groups), 4))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        bars = {(r["model"], r["operation"]): r for r in chosen if r["contender"] == name}
+        places = [g for g, group in enumerate(groups) if group in bars]
+        heights = [bars[groups[g]]["share_of_copy"] for g in places]
+        axes.bar(
+            [g + (i - len(names) / 2 + 0.5) * width for g in places], heights, width, label=name
+        )
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(groups)), [f"{m}\n{o}" for m, o in groups], fontsize=7)
+    axes.set_ylabel("share of the speed of a copy")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """The records as a table."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", default=["gpt2-160m"], choices=list(MODELS))
+    parser.add_argument("--operations", nargs="+", default=[])
+    parser.add_argument("--blocks", type=int, help="take that many blocks of each model")
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--rank-fraction", type=float, default=0.25)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=20, help="limit for one operation")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile the reference")
+    parser.add_argument("--output", type=Path, help="JSON file; CSV and plot go beside it")
+    options = parser.parse_args()
+    records = []
+    with torch.no_grad():
+        for name in options.models:
+            records += measured(name, options)
+    if options.output is not None:
+        write(options.output, torch.device(options.device), records)
+        write_csv(records, options.output.with_suffix(".csv"))
+        plot(records, options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

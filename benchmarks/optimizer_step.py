@@ -1,0 +1,229 @@
+"""A whole optimizer step, gate open and gate closed, beside AdamW, Muon and Microsoft's Dion.
+
+    OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py --models gpt2-160m
+    python benchmarks/optimizer_step.py --device cuda
+
+Besides seconds, a record counts what a step launches and reads back. On a GPU: kernels, copies to
+the host, and peak memory above what lives between steps. On a CPU: PyTorch operators that are
+dispatched, and those that hand a number to Python. "fused operations alone" calls what a closed
+step with the gradient local step consists of, on lists prepared beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler_util import DeviceType
+from torch.optim import AdamW, Optimizer
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
+
+from curvadion import RMMC, CurvaDion, ops
+from curvadion.elementwise import elementwise_step
+from curvadion.tensors import Parameters, Settled, Tensors
+from measure import Contenders, interleaved, summary, write
+from models import MODELS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Weights = list[torch.nn.Parameter]
+
+
+def _weights(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, where: Any) -> Weights:
+    return [torch.nn.Parameter(torch.randn(s, device=where).mul_(0.02).to(dtype)) for s in shapes]
+
+
+def _curvadion(matrices: Weights, others: Weights, **options: Any) -> CurvaDion:
+    groups: list[dict[str, Any]] = [{"params": matrices, "algorithm": "dion", "lr": 1e-3}]
+    if others:
+        groups.append({"params": others, "algorithm": "adamw", "lr": 1e-4})
+    return CurvaDion(groups, max_local_steps=None, **options)
+
+
+def _microsoft(matrices: Weights, others: Weights) -> Optimizer | None:
+    """Microsoft's Dion, if it is installed."""
+    try:
+        dion = importlib.import_module("dion")
+    except ImportError:
+        return None
+    groups: list[dict[str, Any]] = [{"params": matrices, "rank_fraction": 0.25}]
+    if others:
+        groups.append({"params": others, "algorithm": "adamw"})
+    optimizer: Optimizer = dion.Dion(groups, lr=1e-3)
+    return optimizer
+
+
+class _Several:
+    """Optimizers that step together."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def _alone(matrices: Weights, others: Weights) -> Callable[[], object]:
+    """The operations of a closed step with the gradient local step, and nothing around them."""
+    X = Settled.of(Parameters(matrices))
+    M = Settled.of(Tensors(torch.zeros_like(x) for x in matrices))
+    gradients = [x.grad for x in matrices if x.grad is not None]
+    G = Settled.gradients(gradients, X)
+    ones, step, decay = ([n] * len(X) for n in (1.0, 1e-3, 1 - 1e-5))
+    E, E_grad = list[Tensor](others), [x.grad for x in others if x.grad is not None]
+    moments = [
+        {"step": torch.zeros(()), "exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}
+        for x in others
+    ]
+    options = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+
+    @torch.no_grad()
+    def call() -> None:
+        ops.momentum_norms(M, G, ones)
+        if others:
+            ops.norms(E_grad)
+        ops.local_step_(X, G, step, decay, M, ones)
+        if others:
+            elementwise_step("adamw", E, E_grad, moments, options)
+
+    return call
+
+
+def contenders(matrices: Weights, others: Weights, chosen: Sequence[str]) -> Contenders:
+    """What is compared, by name."""
+    both = [*matrices, *others]
+    build: dict[str, Callable[[], Any]] = {
+        "closed gate, gradient step": lambda: _curvadion(
+            matrices, others, gate=RMMC(1e30), local_step="gradient"
+        ),
+        "closed gate, Dion step": lambda: _curvadion(
+            matrices, others, gate=RMMC(1e30), local_step="dion"
+        ),
+        "open gate": lambda: _curvadion(matrices, others, gate=RMMC(0.0)),
+        "AdamW, fused": lambda: AdamW(both, fused=True),
+        "AdamW, foreach": lambda: AdamW(both, foreach=True),
+        "Muon and AdamW": lambda: _Several(
+            torch.optim.Muon(matrices), *([AdamW(others)] if others else [])
+        ),
+        "Microsoft's Dion": lambda: _microsoft(matrices, others),
+    }
+    made: Contenders = {}
+    for name, make in build.items():
+        optimizer = make() if not chosen or name in chosen else None
+        if optimizer is not None:
+            made[name] = optimizer.step
+    made["fused operations alone"] = _alone(matrices, others)
+    return made
+
+
+class _Counter(TorchDispatchMode):
+    """Counts dispatched operators, and those whose result goes to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls, self.reads = 0, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.calls += 1
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
+    """What one call launches and reads back, and its peak memory on a GPU."""
+    if device.type != "cuda":
+        with _Counter() as counter:
+            call()
+        return {"dispatched_operators": counter.calls, "host_reads": counter.reads}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    names = [e.name for e in record.events() if e.device_type == DeviceType.CUDA]
+    return {
+        "launches": sum(not name.startswith(("Memcpy", "Memset")) for name in names),
+        "host_reads": sum(name.startswith("Memcpy DtoH") for name in names),
+        "peak_bytes": peak,
+    }
+
+
+def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of one model."""
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    model = MODELS[name]
+    matrices = _weights(model.matrices(options.blocks), dtype, device)
+    shapes = [] if options.matrices_only else model.others(options.blocks)
+    others = _weights(shapes, dtype, device)
+    for x in [*matrices, *others]:
+        x.grad = torch.randn_like(x).mul_(0.01)
+    calls = contenders(matrices, others, options.contenders)
+    for call in calls.values():
+        call()  # creates the states, and compiles what is compiled
+    times = interleaved(calls, device, rounds=options.rounds, seconds=options.seconds)
+    alone = min(times["fused operations alone"])
+    records = []
+    for contender, seconds in times.items():
+        found = summary(seconds)
+        counted = counts(calls[contender], device)
+        record = {
+            "model": name,
+            "blocks": options.blocks or model.blocks,
+            "matrices_only": options.matrices_only,
+            "contender": contender,
+            "device": options.device,
+            "dtype": options.dtype,
+            "backend": ops.backend_for(device),
+            "tensors": len(matrices) + len(others),
+            "elements": sum(x.numel() for x in [*matrices, *others]),
+            **found,
+            "times_the_fused_operations_alone": found["seconds"] / alone,
+            **counted,
+        }
+        records.append(record)
+        print(
+            f"{name:14}{contender:27}{1e3 * found['seconds']:10.3f} ms"
+            f"{found['seconds'] / alone:8.2f} x the fused operations alone  {counted}",
+            flush=True,
+        )
+    return records
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", default=["gpt2-160m"], choices=list(MODELS))
+    parser.add_argument("--blocks", type=int, help="take that many blocks of each model")
+    parser.add_argument("--matrices-only", action="store_true", help="no embeddings, no norms")
+    parser.add_argument("--contenders", nargs="+", default=[], help="all if none is named")
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=60, help="limit for one model")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args()
+    records = []
+    for name in options.models:
+        records += measured(name, options)
+    if options.output is not None:
+        write(options.output, torch.device(options.device), records)
+
+
+if __name__ == "__main__":
+    main()
