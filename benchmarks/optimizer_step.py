@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler_util import DeviceType
 from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,7 +155,7 @@ def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         call()
         torch.cuda.synchronize()
-    names = [e.name for e in record.events() if e.device_type == DeviceType.CUDA]
+    names = [e.name for e in record.events() if e.device_type.name == "CUDA"]
     return {
         "launches": sum(not name.startswith(("Memcpy", "Memset")) for name in names),
         "host_reads": sum(name.startswith("Memcpy DtoH") for name in names),

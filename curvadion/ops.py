@@ -214,7 +214,7 @@ def norms(X: Lists) -> Tensor:
 
 
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
-    """Frobenius norms of mu M + G, one per tensor: (len(M),), float32 or wider.
+    """Frobenius norms of mu M + G as M's dtype holds it, (len(M),), float32 or wider.
 
     Reads only: a step that must not happen (a non-finite gradient on some rank, which gives a
     norm that is NaN or infinite) leaves nothing to undo.

@@ -84,7 +84,8 @@ def check_momentum(name, device, shapes, M_dtypes, G_dtypes, *, aligned=True):
     G = tensors(shapes, G_dtypes, device, 2, aligned=aligned)
     mu = scalars(len(M), 0.5, 1.0)
     sums = [decay * m + g for decay, m, g in zip(mu, wide(M), wide(G), strict=True)]
-    expected = torch.stack([s.norm() for s in sums])
+    held = [s.to(m.dtype).double() for s, m in zip(sums, M, strict=True)]
+    expected = torch.stack([s.norm() for s in held])
     untouched, unread = [m.clone() for m in M], [m.clone() for m in M]
     gradients = [g.clone() for g in G]
     with backend(name):
@@ -111,6 +112,15 @@ def check_non_finite(name, device):
             for form in (ops.momentum_norms, ops.momentum_norms_):
                 assert torch.isfinite(form(M, G, [1.0] * 3)).tolist() == [False, True, False]
             assert torch.isfinite(ops.norms(G)).tolist() == [False, True, True]
+
+
+def check_overflow(name, device):
+    """Finite numbers whose sum M's dtype cannot hold."""
+    M = [torch.full((3000,), 60000.0, dtype=dtype, device=device) for dtype in DTYPES]
+    G = [torch.full((3000,), 30000.0, dtype=dtype, device=device) for dtype in DTYPES]
+    with backend(name):
+        for form in (ops.momentum_norms, ops.momentum_norms_):
+            assert torch.isfinite(form(M, G, [1.0] * 3)).tolist() == [True, True, False]
 
 
 def check_strides(name, device):

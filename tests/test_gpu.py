@@ -67,6 +67,7 @@ def test_local_step(backend, X_dtypes, M_dtypes, sizes, aligned):
     "check",
     [
         operations.check_non_finite,
+        operations.check_overflow,
         operations.check_strides,
         operations.check_moved_tensors,
         operations.check_tensor_lr,

@@ -50,6 +50,10 @@ def test_a_norm_flags_non_finite_numbers(backend):
     operations.check_non_finite(backend, CPU)
 
 
+def test_a_norm_flags_what_the_momentum_cannot_hold(backend):
+    operations.check_overflow(backend, CPU)
+
+
 def test_strides(backend):
     operations.check_strides(backend, CPU)
 

@@ -83,20 +83,27 @@ INLINE float sum_of_squares(const float* x, int64_t n, Ahead ahead) {
     return sum_of_lanes(lanes);
 }
 
-// mu m + g of one block, written to m if `write`; returns its sum of squares.
+// mu m + g of one block, written to m if `write`; returns its sum of squares, as m's type holds it.
 VECTOR_CLONES double accumulate_block(
     void* m, DType m_dtype, const void* g, DType g_dtype, Block block, float mu, bool write
 ) {
     float m_buffer[STRIP], g_buffer[STRIP], sums[STRIP];
+    uint16_t narrow[STRIP];
     double total = 0;
     for (int64_t at = block.start; at < block.start + block.length; at += STRIP) {
         const int64_t n = std::min(STRIP, block.start + block.length - at);
         const float* old = load(m, m_dtype, at, n, m_buffer);
         const float* push = load(g, g_dtype, at, n, g_buffer);
-        total += accumulate_strip(
-            old, push, mu, sums, n, Ahead(m, m_dtype, at), Ahead(g, g_dtype, at)
-        );
-        if (write) store(m, m_dtype, at, n, sums);
+        const Ahead m_ahead(m, m_dtype, at), g_ahead(g, g_dtype, at);
+        const float squares = accumulate_strip(old, push, mu, sums, n, m_ahead, g_ahead);
+        if (m_dtype == FLOAT32) {
+            total += squares;
+            if (write) store(m, m_dtype, at, n, sums);
+            continue;
+        }
+        store(narrow, m_dtype, 0, n, sums);
+        total += sum_of_squares(load(narrow, m_dtype, 0, n, m_buffer), n, m_ahead);
+        if (write) std::memcpy(static_cast<uint16_t*>(m) + at, narrow, size_t(n) * sizeof *narrow);
     }
     return total;
 }
@@ -164,7 +171,7 @@ using namespace curvadion;
 
 extern "C" {
 
-// norms[t] = || mu[t] M[t] + G[t] ||; if write, M[t] becomes that sum.
+// norms[t] = || mu[t] M[t] + G[t] || as M's type holds it; if write, M[t] becomes that sum.
 void curvadion_momentum_norms(
     int64_t count, const int64_t* numel, void* const* M, const uint8_t* M_dtype,
     const void* const* G, const uint8_t* G_dtype, const float* mu, int write, float* norms,

@@ -44,7 +44,8 @@ __device__ void finish_norm(
     }
 }
 
-// M <- mu M + G if write; norms of mu M + G (of M, if there is no G) if norms.
+// M <- mu M + G if write; norms of mu M + G as M's type holds it (of M, if there is no G) if
+// norms.
 __global__ void __launch_bounds__(THREADS) momentum(
     const __grid_constant__ Batch<2, 1> batch, bool has_g, bool write, float* norms, float* partial,
     int* tickets
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(THREADS) momentum(
             load_wide(m, m_dtype, at, sums);
             if (has_g) {
                 load_wide(g, g_dtype, at, push);
-                for (int i = 0; i < WIDTH; ++i) sums[i] = mu * sums[i] + push[i];
+                for (int i = 0; i < WIDTH; ++i) sums[i] = rounded(mu * sums[i] + push[i], m_dtype);
             }
             if (write) store_wide(m, m_dtype, at, sums);
             for (int i = 0; i < WIDTH; ++i) squares += sums[i] * sums[i];
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(THREADS) momentum(
     }
     for (at += threadIdx.x; at < stop; at += THREADS) {
         float sum = load(m, m_dtype, at);
-        if (has_g) sum = mu * sum + load(g, g_dtype, at);
+        if (has_g) sum = rounded(mu * sum + load(g, g_dtype, at), m_dtype);
         if (write) store(m, m_dtype, at, sum);
         squares += sum * sum;
     }

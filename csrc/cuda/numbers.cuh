@@ -80,6 +80,11 @@ __device__ inline void store(void* data, DType dtype, int64_t at, float value) {
     }
 }
 
+// The number that dtype holds for a value.
+__device__ inline float rounded(float value, DType dtype) {
+    return dtype == FLOAT32 ? value : widen(uint16_t(narrow(value, 0.0f, dtype)), dtype);
+}
+
 __device__ inline uint32_t mixed(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
     x = (x ^ (x >> 15)) * 0x846CA68Bu;

@@ -45,8 +45,10 @@ def momentum_kernel(
             sums = tl.load(m + at).to(tl.float32)
             if HAS_G:
                 sums = mu * sums + tl.load(g + at).to(tl.float32)
+            held = to_nearest(sums, M_DTYPE)
             if WRITE:
-                tl.store(m + at, to_nearest(sums, M_DTYPE))
+                tl.store(m + at, held)
+            sums = held.to(tl.float32)
             squares += sums * sums
         # Summed here, so that both branches may lay out their numbers as suits them.
         total = tl.sum(squares)
@@ -60,8 +62,10 @@ def momentum_kernel(
             sums = tl.load(m + at, here, 0.0).to(tl.float32)
             if HAS_G:
                 sums = mu * sums + tl.load(g + at, here, 0.0).to(tl.float32)
+            held = to_nearest(sums, M_DTYPE)
             if WRITE:
-                tl.store(m + at, to_nearest(sums, M_DTYPE), here)
+                tl.store(m + at, held, here)
+            sums = held.to(tl.float32)
             squares += tl.where(here, sums * sums, 0.0)
         total = tl.sum(squares)
     if NORM:
