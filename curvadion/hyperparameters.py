@@ -73,6 +73,12 @@ def number(
         raise ValueError(f"{key}={value!r} must be finite, >= {least}{bound}")
 
 
+def boolean(key: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{key}={value!r} must be True or False")
+
+
 def learning_rate(key: str, value: object) -> None:
     """Raise unless ``value`` is a number >= 0 or a tensor of one element."""
     if isinstance(value, Tensor):
@@ -133,4 +139,5 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "right_factor": lambda k, v: one_of(k, v, ("column_normalized", "qr")),
     "momentum_dtype": dtype_name,
     "q_dtype": dtype_name,
+    "stochastic_rounding": boolean,
 }

@@ -11,25 +11,27 @@ from curvadion.low_rank_step import accumulate_momenta, low_rank_step
 from curvadion.plan import Plan, Pushed
 
 
-def local_dion_step(plan: Plan, pushed: Pushed, norms: Tensor | None) -> None:
+def local_dion_step(plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int) -> None:
     """A Dion step inside the replica, with its own momentum, P, R and Q."""
     accumulate_momenta(plan, pushed)
-    low_rank_step(plan, norms, inside_replica=True)
+    low_rank_step(plan, norms, step=step, inside_replica=True)
 
 
-def local_gradient_step(plan: Plan, pushed: Pushed, norms: Tensor | None) -> None:
+def local_gradient_step(plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int) -> None:
     """X <- (1 - lr wd) X - local_lr G (CurvaDion); the momentum keeps the gradient for later.
 
     A gradient that this rank misses is zero: another shard of the replica has one.
     """
-    ops.local_step_(
-        pushed.X,
-        pushed.G,
-        pushed.each(attrgetter("local_lr")),
-        pushed.each(attrgetter("decay")),
-        pushed.M,
-        pushed.each(attrgetter("momentum_decay")),
-    )
+    for chosen, seeds in pushed.by_rounding(step):
+        ops.local_step_(
+            chosen.X,
+            chosen.G,
+            chosen.each(attrgetter("local_lr")),
+            chosen.each(attrgetter("decay")),
+            chosen.M,
+            chosen.each(attrgetter("momentum_decay")),
+            seeds,
+        )
     if not pushed.everyone:
         for p in plan.dion:
             if p.G is None:

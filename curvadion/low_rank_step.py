@@ -29,25 +29,26 @@ def accumulate_momenta(plan: Plan, pushed: Pushed) -> None:
                 p.M.mul_(p.momentum_decay)
 
 
-def low_rank_step(plan: Plan, norms: Tensor | None, *, inside_replica: bool) -> None:
+def low_rank_step(plan: Plan, norms: Tensor | None, *, step: int, inside_replica: bool) -> None:
     """Power iteration on the accumulated momenta, then the update of X, M and Q.
 
     Args:
         plan: the matrices that take part.
         norms: Frobenius norms of the accumulated momenta, in the plan's order, (k,); None if no
             gate reads them.
+        step: how many steps were taken before, which seeds a stochastic rounding.
         inside_replica: leave the other replicas out.
     """
     stacks = plan.stacks()
     factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
-    _update(stacks, factors)
+    _update(stacks, factors, step)
     if norms is not None and stacks:
         order = [i for stack in plan.stack_positions for i in stack]
         drops = torch.cat([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
         plan.store_norms(_norms_after(plan, norms, drops[torch.tensor(order).argsort()]))
 
 
-def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank]) -> None:
+def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
     together: list[_Update] = []
     for matrices, (P, R, Q, _) in zip(stacks, factors, strict=True):
         updates = [_Update(*one) for one in zip(matrices, P, Q, R, strict=True)]
@@ -55,9 +56,9 @@ def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank]) -> N
             together += updates
         else:  # padded copies, of which never more than one shall exist
             for update in updates:
-                _apply([update])
+                _apply([update], step)
         torch._foreach_copy_([m.Q for m in matrices], list(Q))
-    _apply(together)
+    _apply(together, step)
 
 
 class _Update(NamedTuple):
@@ -67,10 +68,10 @@ class _Update(NamedTuple):
     R: Tensor
 
 
-def _apply(updates: Sequence[_Update]) -> None:
+def _apply(updates: Sequence[_Update], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
     # The plain rule feeds nothing back: its momenta need not be read again.
-    for feeds_back, chosen in groupby(updates, key=lambda u: u.matrix.parameter.error_feedback):
+    for (feeds_back, random), chosen in groupby(updates, key=_kind):
         matrices, P, Q, R = zip(*chosen, strict=True)
         X = [m.X for m in matrices]
         M = [m.M for m in matrices] if feeds_back else []
@@ -83,9 +84,15 @@ def _apply(updates: Sequence[_Update]) -> None:
             M,
             R if feeds_back else (),
             [m.feedback for m in matrices] if feeds_back else (),
+            [m.rounding_seed(step) for m in matrices] if random else None,
         )
         for i, m in enumerate(matrices):
             m.write(X[i], M[i] if feeds_back else None)
+
+
+def _kind(update: _Update) -> tuple[bool, bool]:
+    parameter = update.matrix.parameter
+    return parameter.error_feedback, parameter.stochastic_rounding
 
 
 def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:

@@ -76,6 +76,8 @@ class CurvaDion(Optimizer):
         momentum_rule: "error_feedback" (Dion) or "plain": M <- mu M + G, nothing fed back.
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341).
         momentum_dtype, q_dtype: of the state, a torch.dtype or its name; None takes X's.
+        stochastic_rounding: round bfloat16 matrices up or down at random, so that updates smaller
+            than their spacing count on average. Replicas that agree keep the same bits.
 
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.
@@ -109,6 +111,7 @@ class CurvaDion(Optimizer):
         right_factor: Literal["column_normalized", "qr"] = "column_normalized",
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check.one_of("local_step", local_step, ("dion", "gradient"))
         check.one_of("reconcile", reconcile, ("average", "none"))
@@ -142,6 +145,7 @@ class CurvaDion(Optimizer):
             "right_factor": right_factor,
             "momentum_dtype": check.dtype_name("momentum_dtype", momentum_dtype),
             "q_dtype": check.dtype_name("q_dtype", q_dtype),
+            "stochastic_rounding": stochastic_rounding,
             # A key of all groups, since checkpoint tools save and load the keys of groups.
             "progress": record(self.progress, self.gate),
         }
@@ -211,7 +215,7 @@ class CurvaDion(Optimizer):
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         mean_(gradients, group)
         accumulate_momenta(plan, pushed)
-        low_rank_step(plan, norms, inside_replica=False)
+        low_rank_step(plan, norms, step=self.progress.steps, inside_replica=False)
         _elementwise_steps(plan, gradients)
 
     def _local_step(
@@ -222,9 +226,9 @@ class CurvaDion(Optimizer):
             plan, norms = _with_gradient(plan, norms, plan.inside)
             pushed = plan.pushed()
         if self.local_step == "dion":
-            local_dion_step(plan, pushed, norms)
+            local_dion_step(plan, pushed, norms, step=self.progress.steps)
         else:
-            local_gradient_step(plan, pushed, norms)
+            local_gradient_step(plan, pushed, norms, step=self.progress.steps)
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         _elementwise_steps(plan, gradients)
 
@@ -520,6 +524,7 @@ class Dion(CurvaDion):
         right_factor: Literal["column_normalized", "qr"] = "column_normalized",
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -538,6 +543,7 @@ class Dion(CurvaDion):
             right_factor=right_factor,
             momentum_dtype=momentum_dtype,
             q_dtype=q_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, groupby, repeat
+from itertools import chain, compress, groupby, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar
 
@@ -32,13 +32,15 @@ Number = TypeVar("Number")
 class Parameter:
     """A parameter X with its group's hyperparameters, all states and its name in reports.
 
-    Tensors are handed out as the pieces held here: ``local`` of X, ``G``, ``M``.
+    Tensors are handed out as the pieces held here: ``local`` of X, ``G``, ``M``. ``number`` is the
+    place among all that take Dion, the same on every rank.
     """
 
     X: Tensor
     group: dict[str, Any]
     states: States
     name: str
+    number: int = 0
     parts: tuple[Part, ...] = ()
     matrices: list[Matrix] = field(default_factory=list)
 
@@ -92,6 +94,14 @@ class Parameter:
         local_lr: float | Tensor | None = self.group["local_lr"]
         return self.group["lr"] if local_lr is None else local_lr
 
+    @property
+    def stochastic_rounding(self) -> bool:
+        return bool(self.group["stochastic_rounding"])
+
+    def rounding_seed(self, step: int, matrix: int = 0) -> int:
+        """Below 2**32; the same on every replica, others at other steps and for other matrices."""
+        return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
+
     def create_state(self) -> None:
         """Fill the state as the algorithm needs it before its first step."""
         place = sharding.place_of_flat_shard(self.X)
@@ -110,10 +120,14 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix of a parameter; pieces are oriented: no fewer rows than columns globally."""
+    """One matrix of a parameter; pieces are oriented: no fewer rows than columns globally.
+
+    ``index`` is its place among those of the parameter that are held here.
+    """
 
     parameter: Parameter
     part: Part
+    index: int
 
     @property
     def group(self) -> dict[str, Any]:
@@ -148,6 +162,9 @@ class Matrix:
         """The factor 1 - mu of the error feedback; 0 under the plain rule."""
         return 1.0 - self.group["mu"] if self.parameter.error_feedback else 0.0
 
+    def rounding_seed(self, step: int) -> int:
+        return self.parameter.rounding_seed(step, self.index)
+
     def elements(self, tensor: Tensor) -> Tensor:
         """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
         return self.part.piece.elements(tensor)
@@ -175,11 +192,13 @@ class Pushed:
     """The parameters of a plan's ``dion`` that have a gradient at this step, piece by piece.
 
     Attributes:
+        parameters: whose they are.
         X, M, G: weights, momenta and gradients.
         everyone: whether these are all of ``dion``.
         runs: parameters of one group in a row, by the first of them and their number.
     """
 
+    parameters: Sequence[Parameter]
     X: Sequence[Tensor]
     M: Sequence[Tensor]
     G: Sequence[Tensor]
@@ -189,6 +208,20 @@ class Pushed:
     def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
         """What follows from a parameter's group, for every parameter."""
         return list(chain.from_iterable(repeat(number(first), k) for first, k in self.runs))
+
+    def by_rounding(self, step: int) -> Iterator[tuple[Pushed, list[int] | None]]:
+        """Those that are rounded stochastically with their seeds, and the others without."""
+        kinds = {first.stochastic_rounding for first, _ in self.runs}
+        for random in sorted(kinds):
+            chosen = self._chosen(random) if len(kinds) == 2 else self
+            seeds = [p.rounding_seed(step) for p in chosen.parameters] if random else None
+            yield chosen, seeds
+
+    def _chosen(self, random: bool) -> Pushed:
+        keep = [p.stochastic_rounding == random for p in self.parameters]
+        parameters = list(compress(self.parameters, keep))
+        X, M, G = (list(compress(tensors, keep)) for tensors in (self.X, self.M, self.G))
+        return Pushed(parameters, X, M, G, False, _runs(parameters))
 
 
 class Plan:
@@ -227,7 +260,8 @@ class Plan:
         replicas: dist.ProcessGroup | None,
     ) -> Plan:
         """Collective where parameters are sharded: every rank must hold the same parameters."""
-        dion, elementwise, unions = [], [], Unions()
+        dion: list[Parameter] = []
+        elementwise, unions = [], Unions()
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
@@ -238,8 +272,10 @@ class Plan:
                         parts = tuple(sharding.matrices_of(X, group, replicas, unions))
                     except ValueError as error:
                         raise ValueError(f"{name}: {error}") from error
-                    parameter = Parameter(X, group, states, name, parts)
-                    parameter.matrices.extend(Matrix(parameter, part) for part in parts)
+                    parameter = Parameter(X, group, states, name, len(dion), parts)
+                    parameter.matrices.extend(
+                        Matrix(parameter, part, i) for i, part in enumerate(parts)
+                    )
                     dion.append(parameter)
                 else:
                     elementwise.append(Parameter(X, group, states, name))
@@ -344,14 +380,16 @@ class Plan:
         if not (missing or self.sharded or any(map(attrgetter("is_sparse"), gradients))):
             weights = Settled.of(self._X)
             pushes = Settled.gradients(gradients, weights)  # type: ignore[arg-type]
-            return Pushed(weights, Settled.of(self._M), pushes, True, self._runs)
+            return Pushed(self.dion, weights, Settled.of(self._M), pushes, True, self._runs)
         held = [i for i, p in enumerate(self.dion) if p.G is not None]
+        parameters = [self.dion[i] for i in held]
         return Pushed(
+            parameters,
             [X[i] for i in held],
             [M[i] for i in held],
             [G for p in self.dion if (G := p.G) is not None],
             not missing,
-            _runs([self.dion[i] for i in held]),
+            _runs(parameters),
         )
 
     def matrices_with_gradients(self) -> tuple[list[Tensor], list[Tensor], list[float]]:
@@ -395,7 +433,7 @@ class Plan:
     def description(self, *settings: object) -> int:
         """A number below 2**32 that differs where optimizers are set up differently."""
         keys = ("algorithm", "rank_fraction", "rank_multiple_of", "momentum_rule", "right_factor")
-        more = ("stack_dims", "row_blocks")
+        more = ("stack_dims", "row_blocks", "stochastic_rounding")
         text = [repr(settings)]
         for p in self.parameters:
             options = [p.group[key] for key in (*keys, *more)]

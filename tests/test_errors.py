@@ -76,6 +76,8 @@ GROUP_KEYS = [
     ("momentum_dtype", 32, TypeError),
     ("q_dtype", torch.complex64, ValueError),
     ("q_dtype", True, TypeError),
+    ("stochastic_rounding", 1, TypeError),
+    ("stochastic_rounding", "bfloat16", TypeError),
 ]
 
 # Arguments of the optimizer alone.

@@ -1,0 +1,140 @@
+"""The option stochastic_rounding: bfloat16 weights follow small updates, alike on all replicas."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distributed
+from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod
+
+STEPS = 32
+SPACING = 2**-7  # of bfloat16 between 1 and 2
+LR = SPACING / 16
+NEVER = FixedPeriod(10**6)
+STEPS_OF_ALL_KINDS = {
+    "closed, gradient": {"gate": NEVER, "local_step": "gradient"},
+    "closed, Dion": {"gate": NEVER, "local_step": "dion"},
+    "open": {"gate": AlwaysOpen()},
+}
+
+
+def signs(shape):
+    """A matrix of rank one, of +1 and -1: so are its gradients, and Dion's updates of size lr."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (torch.randint(2, (n,), generator=generator) * 2.0 - 1 for n in shape)
+    return rows.unsqueeze(1) * columns
+
+
+def trained(dtype, kind, shape=(96, 64), count=1, steps=STEPS, **options):
+    """Weights that start at 1.5 everywhere, after steps of size LR along -signs."""
+    X = [nn.Parameter(torch.full(shape, 1.5, dtype=dtype)) for _ in range(count)]
+    n = shape[1]
+    # P Q^T has entries of size 1 / sqrt(m n), and is scaled by sqrt(m / n).
+    lr = LR if kind == "closed, gradient" else LR * n
+    optimizer = CurvaDion(
+        X, lr, weight_decay=0.0, rank_fraction=1 / n, momentum_dtype=torch.float32,
+        q_dtype=torch.float32, max_local_steps=None,
+        **copy.deepcopy(STEPS_OF_ALL_KINDS[kind]), **options,
+    )  # fmt: skip
+    G = signs(shape).to(dtype)
+    for _ in range(steps):
+        for x in X:
+            x.grad = G.clone()
+        optimizer.step()
+    return [x.detach().float() for x in X]
+
+
+@pytest.mark.parametrize("kind", list(STEPS_OF_ALL_KINDS))
+def test_updates_smaller_than_the_spacing_count_on_average(kind):
+    (wide,) = trained(torch.float32, kind)
+    (to_nearest,) = trained(torch.bfloat16, kind)
+    (stochastic,) = trained(torch.bfloat16, kind, stochastic_rounding=True)
+    moved = wide - 1.5
+    torch.testing.assert_close(moved, -signs(moved.shape) * LR * STEPS, rtol=1e-3, atol=1e-6)
+    assert (to_nearest == 1.5).all()
+    followed = ((stochastic - 1.5) * moved).sum() / moved.square().sum()
+    # Its standard deviation: sqrt(spacing / (step size * steps * elements)) = 0.009.
+    assert abs(followed - 1) < 0.05
+    # An element moves with probability 1/16 a step, not 1/16 of them at all steps.
+    assert 0.8 < (stochastic != 1.5).float().mean() < 0.95
+
+
+@pytest.mark.parametrize("kind", list(STEPS_OF_ALL_KINDS))
+def test_equal_weights_are_not_rounded_alike_but_equal_runs_are(kind):
+    first, second = trained(torch.bfloat16, kind, count=2, stochastic_rounding=True)
+    again, _ = trained(torch.bfloat16, kind, count=2, stochastic_rounding=True)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("local_step", ["gradient", "dion"])
+def test_groups_choose_for_themselves(local_step):
+    def run(*chosen):
+        generator = torch.Generator().manual_seed(0)
+        X = [torch.randn(40, 24, generator=generator).bfloat16() for _ in range(3)]
+        X = [nn.Parameter(x) for x in X]
+        groups = [{"params": [x], "stochastic_rounding": i in chosen} for i, x in enumerate(X)]
+        optimizer = CurvaDion(groups, lr=1e-3, gate=FixedPeriod(3), local_step=local_step)
+        for _ in range(7):
+            for x in X:
+                x.grad = torch.randn(x.shape, generator=generator).bfloat16()
+            optimizer.step()
+        return [x.detach() for x in X]
+
+    none, middle, every = run(), run(1), run(0, 1, 2)
+    for i, (a, b, c) in enumerate(zip(none, middle, every, strict=True)):
+        assert torch.equal(a, b) == (i != 1)
+        assert torch.equal(b, c) == (i == 1)
+
+
+def test_a_resumed_run_rounds_as_the_whole_run_does():
+    def make():
+        X = nn.Parameter(torch.full((40, 24), 1.5).bfloat16())
+        return X, Dion([X], lr=1e-3, stochastic_rounding=True)
+
+    def go(X, optimizer, begin, end):
+        for step in range(begin, end):
+            generator = torch.Generator().manual_seed(step)
+            X.grad = torch.randn(X.shape, generator=generator).bfloat16()
+            optimizer.step()
+
+    whole, optimizer = make()
+    go(whole, optimizer, 0, 3)
+    resumed, other = make()
+    with torch.no_grad():
+        resumed.copy_(whole)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    go(whole, optimizer, 3, 6)
+    go(resumed, other, 3, 6)
+    assert torch.equal(whole, resumed)
+
+
+def run_replica(rank):
+    X = [nn.Parameter(torch.full(shape, 1.5).bfloat16()) for shape in [(24, 16), (16, 24)]]
+    X.append(nn.Parameter(torch.full((3, 8, 8), 1.5).bfloat16()))
+    groups = [{"params": X[:2]}, {"params": X[2:], "stack_dims": 1}]
+    optimizer = CurvaDion(
+        groups, lr=1e-3, replicas=dist.group.WORLD, gate=FixedPeriod(3), stochastic_rounding=True
+    )
+    seen = []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        for x in X:
+            x.grad = torch.randn(x.shape, generator=generator).bfloat16()
+        optimizer.step()
+        seen.append((optimizer.report.gate_open, [x.detach().clone() for x in X]))
+    return seen
+
+
+def test_replicas_keep_the_same_bits():
+    first, *others = distributed.run(2, run_replica)
+    assert [is_open for is_open, _ in first] == [False, False, True] * 2
+    for other in others:
+        for (is_open, mine), (_, theirs) in zip(first, other, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert torch.equal(a, b) == is_open
