@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import ops, plain
 from curvadion.tensors import Settled, Tensors
-from measure import Contenders, copy_of, interleaved, summary, write
+from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,13 +126,12 @@ def _compiled(call: Callable[[Any], object]) -> Callable[[], object]:
     return torch.compile(lambda: call(_Lists()), dynamic=False)
 
 
-def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of one model."""
+def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """The records of one model, operation by operation."""
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     shapes = MODELS[name].matrices(options.blocks)
     problem = Problem(shapes, options.rank_fraction, dtype, device)
     foreach = _foreach(problem)
-    records = []
     for operation, (call, total_bytes) in _operations(problem).items():
         if options.operations and operation not in options.operations:
             continue
@@ -146,6 +145,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             contenders["torch.compile"] = _compiled(call)
         times = interleaved(contenders, device, rounds=options.rounds, seconds=options.seconds)
         bound = min(times["copy"])
+        records = []
         for contender, seconds in times.items():
             found = summary(seconds)
             records.append(
@@ -156,6 +156,8 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                     "contender": contender,
                     "device": options.device,
                     "dtype": options.dtype,
+                    "precision": options.precision,
+                    "rank_fraction": options.rank_fraction,
                     "tensors": len(shapes),
                     "elements": sum(m * n for m, n in shapes),
                     **found,
@@ -167,7 +169,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
             print(_line(records[-1]), flush=True)
-    return records
+        yield records
 
 
 def _has(backend: str, operation: str, device: torch.device) -> bool:
@@ -191,29 +193,21 @@ def _line(r: dict[str, Any]) -> str:
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Bars: each contender's share of the memory bound, by model and operation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     chosen = [r for r in records if r["contender"] != "copy"]
     groups = list(dict.fromkeys((r["model"], r["operation"]) for r in chosen))
     names = list(dict.fromkeys(r["contender"] for r in chosen))
-    figure, axes = pyplot.subplots(figsize=(2 + 1.1 * len(groups), 4))
     width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        bars = {(r["model"], r["operation"]): r for r in chosen if r["contender"] == name}
-        places = [g for g, group in enumerate(groups) if group in bars]
-        heights = [bars[groups[g]]["share_of_copy"] for g in places]
-        axes.bar(
-            [g + (i - len(names) / 2 + 0.5) * width for g in places], heights, width, label=name
-        )
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(groups)), [f"{m}\n{o}" for m, o in groups], fontsize=7)
-    axes.set_ylabel("share of the speed of a copy")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with axes_to_save(path, (2 + 1.1 * len(groups), 4)) as axes:
+        for i, name in enumerate(names):
+            bars = {(r["model"], r["operation"]): r for r in chosen if r["contender"] == name}
+            places = [g for g, group in enumerate(groups) if group in bars]
+            heights = [bars[groups[g]]["share_of_copy"] for g in places]
+            shift = (i - len(names) / 2 + 0.5) * width
+            axes.bar([g + shift for g in places], heights, width, label=name)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(groups)), [f"{m}\n{o}" for m, o in groups], fontsize=7)
+        axes.set_ylabel("bytes a second, as a share of a copy's")
+        axes.legend(fontsize=7)
 
 
 def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -233,19 +227,24 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, help="take that many blocks of each model")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rank-fraction", type=float, default=0.25)
+    parser.add_argument("--precision", default="highest", choices=["highest", "high"])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=20, help="limit for one operation")
     parser.add_argument("--compile", action="store_true", help="also torch.compile the reference")
-    parser.add_argument("--output", type=Path, help="JSON file; CSV and plot go beside it")
+    parser.add_argument("--output", type=Path, help="JSON file; CSV goes beside it")
+    parser.add_argument("--plot", type=Path, help="picture of the records")
     options = parser.parse_args()
+    torch.set_float32_matmul_precision(options.precision)
     records = []
     with torch.no_grad():
         for name in options.models:
-            records += measured(name, options)
-    if options.output is not None:
-        write(options.output, torch.device(options.device), records)
-        write_csv(records, options.output.with_suffix(".csv"))
-        plot(records, options.output.with_suffix(".png"))
+            for more in measured(name, options):
+                records += more
+                if options.output is not None:  # each time: whoever stops this keeps the records
+                    write(options.output, torch.device(options.device), records)
+                    write_csv(records, options.output.with_suffix(".csv"))
+    if options.plot is not None:
+        plot(records, options.plot)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,22 @@ def write(path: Path, device: torch.device, records: Sequence[dict[str, Any]]) -
         command = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {command}"
     result = {"command": command, "environment": environment(device), "records": list(records)}
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@contextmanager
+def axes_to_save(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes of a picture of ``size`` inches, written to ``path`` at the end; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=size)
+    yield axes
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def _version(module: str) -> str | None:

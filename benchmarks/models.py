@@ -51,6 +51,6 @@ MODELS = {
     "llama-1.3b": _llama(2048, 2048, 5504, 32000, 24),
     "llama-8b": _llama(4096, 1024, 14336, 128256, 32),
     # No models: where launches and Python count, and where memory alone does.
-    "500 x 2000": Model([(40, 50)], [], [], 500),
-    "100 x 500000": Model([(500, 1000)], [], [], 100),
+    "500x2000": Model([(40, 50)], [], [], 500),
+    "100x500000": Model([(500, 1000)], [], [], 100),
 }

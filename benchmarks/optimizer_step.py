@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py --models gpt2-160m
     python benchmarks/optimizer_step.py --device cuda
 
-Besides seconds, a record counts what a step launches and reads back. On a GPU: kernels, copies to
-the host, and peak memory above what lives between steps. On a CPU: PyTorch operators that are
-dispatched, and those that hand a number to Python. "fused operations alone" calls what a closed
-step with the gradient local step consists of, on lists prepared beforehand.
+Besides seconds, a record counts what a step launches and reads back, and its peak memory above what
+lives between steps. Launches on a GPU are kernels, and reads are copies to the host; on a CPU they
+are PyTorch operators (compiled operations, one call each, are not among them), and those that hand
+a number to Python. "fused operations alone" calls what a closed step with the gradient local step
+consists of, on lists prepared beforehand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 from curvadion import RMMC, CurvaDion, ops
 from curvadion.elementwise import elementwise_step
 from curvadion.tensors import Parameters, Settled, Tensors
-from measure import Contenders, interleaved, summary, write
+from measure import Contenders, axes_to_save, interleaved, summary, write
 from models import MODELS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -141,11 +143,12 @@ class _Counter(TorchDispatchMode):
 
 
 def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """What one call launches and reads back, and its peak memory on a GPU."""
+    """What one call launches and reads back, and its peak memory above that before it."""
     if device.type != "cuda":
         with _Counter() as counter:
             call()
-        return {"dispatched_operators": counter.calls, "host_reads": counter.reads}
+        peak = _peak_on_the_cpu(call)
+        return {"launches": counter.calls, "host_reads": counter.reads, "peak_bytes": peak}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -161,6 +164,17 @@ def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
         "host_reads": sum(name.startswith("Memcpy DtoH") for name in names),
         "peak_bytes": peak,
     }
+
+
+def _peak_on_the_cpu(call: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    assert record.profiler is not None
+    events = record.profiler.kineto_results.events()
+    changes = [e for e in events if e.name() == "[memory]"]
+    changes.sort(key=lambda e: e.start_ns())
+    peak: int = max(accumulate((e.nbytes() for e in changes), initial=0))
+    return peak
 
 
 def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -204,6 +218,24 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bars: seconds of each contender's step, by model."""
+    names = list(dict.fromkeys(r["contender"] for r in records))
+    models = list(dict.fromkeys(r["model"] for r in records))
+    width = 0.8 / len(names)
+    with axes_to_save(path, (3 + 3.0 * len(models), 4)) as axes:
+        for i, name in enumerate(names):
+            seconds = {r["model"]: r["seconds"] for r in records if r["contender"] == name}
+            shift = (i - len(names) / 2 + 0.5) * width
+            places = [m + shift for m, model in enumerate(models) if model in seconds]
+            bars = axes.bar(places, list(seconds.values()), width, label=name)
+            axes.bar_label(bars, [f"{1e3 * s:.3g}" for s in seconds.values()], fontsize=6)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(models)), models)
+        axes.set_ylabel("seconds a step (labels: milliseconds)")
+        axes.legend(fontsize=7)
+
+
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -216,12 +248,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=60, help="limit for one model")
     parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--plot", type=Path, help="picture of the records")
     options = parser.parse_args()
     records = []
     for name in options.models:
         records += measured(name, options)
-    if options.output is not None:
-        write(options.output, torch.device(options.device), records)
+        if options.output is not None:
+            write(options.output, torch.device(options.device), records)
+    if options.plot is not None:
+        plot(records, options.plot)
 
 
 if __name__ == "__main__":
