@@ -218,8 +218,8 @@ def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
         writer.writerows(records)
 
 
-def main() -> None:
-    """Measure what the command line asks for."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=["gpt2-160m"], choices=list(MODELS))
@@ -233,7 +233,12 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also torch.compile the reference")
     parser.add_argument("--output", type=Path, help="JSON file; CSV goes beside it")
     parser.add_argument("--plot", type=Path, help="picture of the records")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    options = command_line().parse_args()
     torch.set_float32_matmul_precision(options.precision)
     records = []
     with torch.no_grad():

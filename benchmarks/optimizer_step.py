@@ -218,6 +218,10 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Bars: seconds of each contender's step, by model."""
     names = list(dict.fromkeys(r["contender"] for r in records))
@@ -229,15 +233,15 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
             shift = (i - len(names) / 2 + 0.5) * width
             places = [m + shift for m, model in enumerate(models) if model in seconds]
             bars = axes.bar(places, list(seconds.values()), width, label=name)
-            axes.bar_label(bars, [f"{1e3 * s:.3g}" for s in seconds.values()], fontsize=6)
+            axes.bar_label(bars, [_milliseconds(s) for s in seconds.values()], fontsize=6)
         axes.set_yscale("log")
         axes.set_xticks(range(len(models)), models)
         axes.set_ylabel("seconds a step (labels: milliseconds)")
         axes.legend(fontsize=7)
 
 
-def main() -> None:
-    """Measure what the command line asks for."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=["gpt2-160m"], choices=list(MODELS))
@@ -249,7 +253,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="limit for one model")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="picture of the records")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    options = command_line().parse_args()
     records = []
     for name in options.models:
         records += measured(name, options)

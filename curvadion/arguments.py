@@ -7,7 +7,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from curvadion.tensors import Facts
+from torch import Tensor
+
+from curvadion.tensors import Facts, Unsupported
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
@@ -37,6 +39,18 @@ def floats(values: Sequence[float], count: int) -> array[float]:
     if len(values) != count:
         raise ValueError(f"{len(values)} numbers for {count} tensors: give one for each")
     return array("f", values)
+
+
+def host_numbers(values: Sequence[float | Tensor], count: int) -> array[float]:
+    """As :func:`floats`, one for each of ``count`` tensors.
+
+    Raises:
+        Unsupported: for learning rates that are tensors, which the host must not wait for.
+    """
+    numbers = [value for value in values if not isinstance(value, Tensor)]
+    if len(numbers) < len(values):
+        raise Unsupported
+    return floats(numbers, count)
 
 
 def start(values: array[Any] | None) -> Any:

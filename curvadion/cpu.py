@@ -18,7 +18,7 @@ from torch import Tensor
 from curvadion import native
 from curvadion.arguments import FLOAT, INT, POINTER, addressed, counted, declare, floats, start
 from curvadion.plain import NEGLIGIBLE_COLUMN
-from curvadion.tensors import Unsupported, elementwise_facts, factors_facts
+from curvadion.tensors import elementwise_facts, factors_facts, float32_stack
 
 _THREADS = ctypes.c_int
 
@@ -104,7 +104,7 @@ def local_step_(
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
-    stack = _float32_stack(R)
+    stack = float32_stack(R)
     sums = torch.empty(*R.shape[:-2], R.shape[-1])
     load().curvadion_column_sum_of_squares(
         R.data_ptr(), *stack, sums.data_ptr(), torch.get_num_threads()
@@ -116,17 +116,10 @@ def column_normalize_(
     Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
-    stack = _float32_stack(R)
+    stack = float32_stack(R)
     q = factors_facts(Q, R, sum_of_squares)
     sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares.contiguous()
     load().curvadion_column_normalize(
         *addressed(q), R.data_ptr(), sums.data_ptr(), *stack, epsilon, NEGLIGIBLE_COLUMN,
         torch.get_num_threads(),
     )  # fmt: skip
-
-
-def _float32_stack(R: Tensor) -> tuple[int, int, int]:
-    """(k, n, r) of a contiguous float32 tensor (..., n, r)."""
-    if R.dtype != torch.float32 or not R.is_contiguous():
-        raise Unsupported
-    return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]

@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 
 from curvadion import native
-from curvadion.arguments import INT, POINTER, addressed, counted, declare, floats, start
-from curvadion.tensors import Facts, Unsupported, elementwise_facts
+from curvadion.arguments import (
+    INT,
+    POINTER,
+    addressed,
+    counted,
+    declare,
+    floats,
+    host_numbers,
+    start,
+)
+from curvadion.tensors import Facts, elementwise_facts
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, device, stream
@@ -101,7 +110,7 @@ def local_step_(
 ) -> None:
     """See :func:`curvadion.ops.local_step_`."""
     x, *momenta, g = elementwise_facts([X, M] if M else [X], [G])
-    factors = [floats(_on_the_host(values), len(X)) for values in (step, decay)]
+    factors = [host_numbers(values, len(X)) for values in (step, decay)]
     momentum_decay = floats(mu, len(X)) if M else None
     noise = None if seeds is None else array("I", seeds)
     kept = addressed(momenta[0]) if M else (None, None)
@@ -112,14 +121,6 @@ def local_step_(
             start(noise), x.device.index, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
     _check(code)
-
-
-def _on_the_host(values: Sequence[float | Tensor]) -> list[float]:
-    """The numbers; Unsupported for tensors, which the host must not wait for."""
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    if len(numbers) < len(values):
-        raise Unsupported
-    return numbers
 
 
 @lru_cache

@@ -42,13 +42,13 @@ def _adamw(
     options: Mapping[str, Any],
 ) -> None:
     beta1, beta2 = options["betas"]
+    lists = list(X), list(G), [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
     adamw(
-        list(X),
-        list(G),
-        [s["exp_avg"] for s in states],
-        [s["exp_avg_sq"] for s in states],
+        *lists,
         [],
         [s["step"] for s in states],
+        # PyTorch fuses nothing on the CPU unless told to.
+        fused=True if all(map(_fusible, *lists)) else None,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -56,6 +56,14 @@ def _adamw(
         weight_decay=options["weight_decay"],
         eps=options["eps"],
         maximize=False,
+    )
+
+
+def _fusible(*together: Tensor) -> bool:
+    """Whether PyTorch's fused CPU kernel takes a parameter, its gradient and its moments."""
+    first = together[0]
+    return first.device.type == "cpu" and all(
+        t.dtype == first.dtype and t.is_contiguous() for t in together
     )
 
 

@@ -206,6 +206,13 @@ def factors_facts(Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None)
     return facts
 
 
+def float32_stack(R: Tensor) -> tuple[int, int, int]:
+    """(k, n, r) of a tensor (..., n, r); Unsupported unless it is contiguous and float32."""
+    if R.dtype != torch.float32 or not R.is_contiguous():
+        raise Unsupported
+    return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
+
+
 def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> Tensors:
     return Tensors(
         y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)

@@ -49,7 +49,7 @@ DEFAULTS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 def test_adamw_is_torchs_to_the_bit(dtype, settings):
     X, optimizer = ours("adamw", dtype, **settings)
     Y = parameters(dtype)
-    reference = torch.optim.AdamW(Y, **{**DEFAULTS, **settings})
+    reference = torch.optim.AdamW(Y, fused=True, **{**DEFAULTS, **settings})
     for x, y in zip(run(optimizer, X), run(reference, Y), strict=True):
         assert torch.equal(x, y)
     for x, y in zip(X, Y, strict=True):
@@ -58,6 +58,21 @@ def test_adamw_is_torchs_to_the_bit(dtype, settings):
         for key, tensor in expected.items():
             assert state[key].dtype == tensor.dtype
             assert torch.equal(state[key], tensor)
+
+
+def test_adamw_takes_what_the_fused_kernel_does_not():
+    """A transposed weight and a gradient with other strides."""
+    generator = torch.Generator().manual_seed(0)
+    start, G = (torch.randn(5, 3, generator=generator) for _ in range(2))
+    x, y = nn.Parameter(start.t().contiguous().t()), nn.Parameter(start.clone())
+    assert not x.is_contiguous()
+    ours = CurvaDion([{"params": [x], "algorithm": "adamw"}], gate=AlwaysOpen())
+    reference = torch.optim.AdamW([y], **DEFAULTS)
+    for step in range(STEPS):
+        x.grad, y.grad = G * (step + 1), G * (step + 1)
+        ours.step()
+        reference.step()
+    torch.testing.assert_close(x.detach(), y.detach())
 
 
 def lion(X, lr, beta1, beta2, weight_decay):
@@ -171,6 +186,7 @@ def test_groups_keep_their_own_settings():
             {"params": Y[2:], "lr": 0.01, "weight_decay": 0.4},
         ],
         betas=(0.9, 0.95),
+        fused=True,
     )
     for x, y in zip(run(optimizer, X), run(reference, Y), strict=True):
         assert torch.equal(x, y)

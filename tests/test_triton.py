@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 # Tests of the optimizer that make every kernel run, on matrices small enough to interpret.
-OPTIMIZER_TESTS = ("test_rules_and_right_factors or test_local_steps_between",)
+OPTIMIZER_TESTS = "test_rules_and_right_factors or test_local_steps_between"
 
 
 def run(arguments, **environment):
@@ -43,15 +43,7 @@ def test_interpreted_kernels_compute_what_float64_does():
 
 def test_the_optimizer_runs_on_interpreted_kernels():
     said = run(
-        [
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            TESTS / "test_dion_reference.py",
-            "-k",
-            *OPTIMIZER_TESTS,
-        ],
+        ["-m", "pytest", "-q", "-x", TESTS / "test_dion_reference.py", "-k", OPTIMIZER_TESTS],
         TRITON_INTERPRET="1",
         CURVADION_BACKEND="triton",
     )

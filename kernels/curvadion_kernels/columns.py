@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.plain import NEGLIGIBLE_COLUMN
-from curvadion.tensors import Unsupported, factors_facts
+from curvadion.tensors import Unsupported, factors_facts, float32_stack
 from curvadion_kernels.launch import Table, on, stream_of
 from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
 
@@ -62,7 +62,7 @@ def normalize_kernel(
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
-    k, n, r = _float32_stack(R)
+    k, n, r = float32_stack(R)
     sums = torch.empty(*R.shape[:-2], r, device=R.device)
     if sums.numel():
         with on(R.device):
@@ -76,7 +76,7 @@ def column_normalize_(
     Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
-    k, n, r = _float32_stack(R)
+    k, n, r = float32_stack(R)
     q = factors_facts(Q, R, sum_of_squares)
     if len(q.dtypes) > 1 or r > MOST_COLUMNS:
         raise Unsupported
@@ -98,10 +98,3 @@ def column_normalize_(
 @lru_cache(maxsize=64)
 def _table(cells: int, device: torch.device, stream: int) -> Table:
     return Table(cells, device)
-
-
-def _float32_stack(R: Tensor) -> tuple[int, int, int]:
-    """(k, n, r) of a contiguous float32 tensor (..., n, r)."""
-    if R.dtype != torch.float32 or not R.is_contiguous():
-        raise Unsupported
-    return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.arguments import floats
-from curvadion.tensors import Unsupported, elementwise_facts
+from curvadion.arguments import floats, host_numbers
+from curvadion.tensors import elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
 from curvadion_kernels.numbers import CODES, numbers, stochastically, to_nearest
 
@@ -100,15 +99,3 @@ def local_step_(
                 X_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], M_DTYPE=CODES[codes[1]],
                 HAS_M=bool(M), SEEDED=seeds is not None, CHUNK=CHUNK, BLOCK=BLOCK,
             )  # fmt: skip
-
-
-def host_numbers(values: Sequence[float | Tensor], count: int) -> array[float]:
-    """float32 numbers, one for each of ``count`` tensors.
-
-    Raises:
-        Unsupported: for learning rates that are tensors, which the host must not wait for.
-    """
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    if len(numbers) < len(values):
-        raise Unsupported
-    return floats(numbers, count)

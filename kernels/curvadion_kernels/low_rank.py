@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.arguments import floats
+from curvadion.arguments import floats, host_numbers
 from curvadion.tensors import Facts, Unsupported, check_shapes, facts_of
 from curvadion_kernels.launch import Table, on, stream_of
-from curvadion_kernels.local_step import host_numbers
 from curvadion_kernels.numbers import CODES, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers: two accumulators live through the loop, and narrow

@@ -1,0 +1,72 @@
+"""The benchmarks of kernels and steps run, and write what their documentation promises."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from curvadion import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *arguments], cwd=ROOT, timeout=110,
+        env={**os.environ, "CURVADION_BACKEND": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def records(script, path, *arguments):
+    result = run(script, *arguments, "--device", "cpu", "--rounds", "2", "--output", path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    written = json.loads(path.read_text())
+    assert written["command"].startswith("OMP_NUM_THREADS=") and written["environment"]["torch"]
+    return written["records"]
+
+
+def test_kernels(tmp_path):
+    found = records("kernels.py", tmp_path / "a.json", "--models", "500x2000", "--blocks", "20")
+    contenders = {(r["operation"], r["contender"]) for r in found}
+    for operation in ("momentum_norms_", "local_step_"):
+        wanted = {"copy", "foreach", "torch"} | ({"cpu"} if ops.lacking("cpu") is None else set())
+        assert {c for o, c in contenders if o == operation} == wanted
+    for r in found:
+        if r["operation"] == "momentum_norms_":  # reads M and G, writes M
+            moved = 1e9 * r["gigabytes_per_second"] * r["seconds"]
+            assert moved == pytest.approx(3 * 4 * 20 * 2000)
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == len(found) + 1
+
+
+def test_optimizer_step(tmp_path):
+    arguments = ["--models", "500x2000", "--blocks", "20"]
+    found = records("optimizer_step.py", tmp_path / "a.json", *arguments)
+    by_name = {r["contender"]: r for r in found}
+    assert {"open gate", "closed gate, gradient step", "AdamW, fused"} <= set(by_name)
+    closed = by_name["closed gate, gradient step"]
+    # Nothing of the size of a weight is made, and one number tells the host what to do.
+    assert closed["peak_bytes"] < 2000 * 4 and closed["host_reads"] == 1
+    assert by_name["open gate"]["peak_bytes"] > 2000 * 4
+
+
+def test_the_report_of_a_gpu_passes_options_that_exist(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    report = importlib.import_module("gpu_report")
+    for arguments in report.BENCHMARKS.values():
+        script, *options = arguments.split()
+        importlib.import_module(script.removesuffix(".py")).command_line().parse_args(options)
+
+
+def test_the_report_of_a_gpu_needs_one(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("has a CUDA device")
+    result = run("gpu_report.py", "--output", tmp_path / "a.json")
+    assert result.returncode == 2 and "there is no CUDA device" in result.stderr
