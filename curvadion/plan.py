@@ -192,8 +192,7 @@ class Pushed:
     """The parameters of a plan's ``dion`` that have a gradient at this step, piece by piece.
 
     Attributes:
-        parameters: whose they are.
-        X, M, G: weights, momenta and gradients.
+        parameters: the parameters themselves; X, M, G: their weights, momenta and gradients.
         everyone: whether these are all of ``dion``.
         runs: parameters of one group in a row, by the first of them and their number.
     """
