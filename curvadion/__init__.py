@@ -1,5 +1,6 @@
 """Curvadion: low-rank, curvature-gated synchronisation for distributed training in PyTorch."""
 
+from curvadion import deepspeed
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
 from curvadion.optimizer import CurvaDion, Dion
 from curvadion.params import param_groups
@@ -18,5 +19,8 @@ __all__ = [
     "StepReport",
     "Summary",
     "WireMeter",
+    "deepspeed",
     "param_groups",
 ]
+
+deepspeed.register()

@@ -186,7 +186,7 @@ class CurvaDion(Optimizer):
         if created and agreement.all_zero and self._lr_is_zero():
             return loss
         if not agreement.finite:
-            self._skip(plan, tolerate=scaled)
+            self.skip_step(tolerate=scaled)
             return loss
         self._verify(plan)
 
@@ -294,11 +294,16 @@ class CurvaDion(Optimizer):
             return "longest local run"
         return None
 
-    def _skip(self, plan: Plan, *, tolerate: bool) -> None:
-        """Count a step at which some replica had a non-finite gradient; touch nothing else."""
+    def skip_step(self, *, tolerate: bool) -> None:
+        """Count a step at which some replica had a non-finite gradient; touch nothing else.
+
+        For frameworks that see such gradients before ``step`` and do not call it. tolerate: raise
+        no error however many steps in a row are skipped, as a loss scaler that looks for its scale
+        wants it.
+        """
         self.progress.steps += 1
         self.progress.skipped_in_a_row += 1
-        self._report(plan, "non-finite gradient", False, None)
+        self._report(None, "non-finite gradient", False, None)
         if self.progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW and not tolerate:
             raise RuntimeError(
                 f"{self.progress.skipped_in_a_row} steps in a row had a NaN or an Inf in a "
@@ -322,7 +327,7 @@ class CurvaDion(Optimizer):
         )
 
     def _report(
-        self, plan: Plan, reason: str, gate_open: bool, agreement: Agreement | None
+        self, plan: Plan | None, reason: str, gate_open: bool, agreement: Agreement | None
     ) -> None:
         read = agreement is not None and self.gate.reads_momentum
         total, metered = wire.counted_bytes()
@@ -335,7 +340,7 @@ class CurvaDion(Optimizer):
             rmmc=agreement.signal if agreement is not None and read else None,
             rmmc_parameter=(
                 plan.parameters[agreement.parameter].name
-                if agreement is not None and read and plan.dion
+                if agreement is not None and read and plan is not None and plan.dion
                 else None
             ),
             local_steps=self.progress.local_steps,

@@ -1,0 +1,35 @@
+"""DeepSpeed: ``"optimizer": {"type": "CurvaDion"}`` at every ZeRO stage.
+
+Importing curvadion is enough for a JSON configuration; :func:`initialize` and :func:`attach` are
+for those who prefer calls. Nothing here imports DeepSpeed before it is used.
+
+    hooks        DeepSpeedEngine learns the two names
+    config       from the JSON and the engine to an optimizer, or an error that names the key
+    replicated   stage 0: DeepSpeed's gradient all-reduce is off, the optimizer decides
+    partitions   stages 1 to 3: which elements of which parameters a flat partition holds
+    sharded      stages 1 to 3: one optimizer step on the partitions' ranges
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from curvadion.integrations.deepspeed import hooks
+from curvadion.integrations.deepspeed.attaching import attach
+from curvadion.integrations.deepspeed.config import declare_shapes
+
+__all__ = ["attach", "declare_shapes", "initialize", "register"]
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """``deepspeed.initialize``, sure to know CurvaDion and Dion."""
+    import deepspeed
+
+    register()
+    result: tuple[Any, ...] = deepspeed.initialize(*args, **kwargs)
+    return result
+
+
+def register() -> None:
+    """Teach DeepSpeed the optimizers' names, now or when it is imported; again is harmless."""
+    hooks.install()

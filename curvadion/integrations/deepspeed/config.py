@@ -1,0 +1,223 @@
+"""From an engine's configuration to an optimizer, or to an error that names the key."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
+from curvadion.optimizer import CurvaDion, Dion
+from curvadion.params import param_groups
+from curvadion.sharding import declare_flat_shard
+
+OPTIMIZERS: dict[str, type[CurvaDion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
+GATES: dict[str, type[Gate]] = {"rmmc": RMMC, "period": FixedPeriod, "always": AlwaysOpen}
+ROUTING = ("elementwise", "options", "patterns")
+
+
+def check_spelling(name: str) -> None:
+    """Raise ValueError for a name that differs from ours in its case only."""
+    for known in OPTIMIZERS:
+        if name != known and name.lower() == known.lower():
+            raise ValueError(f"optimizer.type={name!r}: did you mean {known!r}?")
+
+
+def from_json(engine: Any, model_parameters: Sequence[Any]) -> CurvaDion:
+    """The optimizer that ``optimizer.type`` and ``optimizer.params`` describe.
+
+    Raises:
+        TypeError, ValueError: naming the key and the value.
+    """
+    check_engine(engine)
+    kind = OPTIMIZERS[engine.optimizer_name()]
+    params = dict(engine.optimizer_params() or {})
+    _check_keys(kind, params)
+    sharded = engine.zero_optimization_stage() > 0
+    if "gate" in params:
+        params["gate"] = _gate(params["gate"])
+    if sharded and kind is CurvaDion:
+        params.setdefault("local_step", "gradient")
+    routing = {key: params.pop(key) for key in ROUTING if key in params}
+    try:
+        groups = _groups(engine.module, model_parameters, routing)
+        replicas = None if sharded else data_parallel_group(engine)
+        return kind(groups, replicas=replicas, **params)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"optimizer.params: {error}") from error
+
+
+def _check_keys(kind: type[CurvaDion], params: Mapping[str, Any]) -> None:
+    known = [*list(inspect.signature(kind.__init__).parameters)[2:], *ROUTING]
+    for key in params:
+        if key == "replicas":
+            raise ValueError(
+                "optimizer.params.replicas: leave it out, the engine's data-parallel group is used"
+            )
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            names = sorted(set(known) - {"replicas"})
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {names}"
+            raise ValueError(f"optimizer.params.{key}={params[key]!r} is unknown: {hint}")
+
+
+def _gate(value: object) -> Gate:
+    """A gate from ``{"type": "rmmc" | "period" | "always", ...its arguments}``."""
+    key = "optimizer.params.gate"
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f'{key}={value!r} must be an object like {{"type": "period", "period": 25}}'
+        )
+    arguments = dict(value)
+    kind = arguments.pop("type", None)
+    if kind not in GATES:
+        raise ValueError(f"{key}.type={kind!r} must be one of {tuple(GATES)}")
+    known = list(inspect.signature(GATES[kind]).parameters)
+    if sorted(arguments) != sorted(known):
+        raise ValueError(f"{key}={value!r}: a gate of type {kind!r} takes {known}")
+    try:
+        return GATES[kind](**arguments)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{key}.{error}") from error
+
+
+def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups of the given parameters, routed by the module that owns each."""
+    if any(isinstance(item, dict) for item in given):
+        if routing:
+            raise ValueError(
+                f"{sorted(routing)} route parameters, but model_parameters came in groups: drop "
+                f"one of them"
+            )
+        return [item if isinstance(item, dict) else {"params": [item]} for item in given]
+    for key, value in routing.items():
+        if key != "elementwise" and not isinstance(value, Mapping):
+            raise TypeError(f"{key}={value!r} must be an object")
+    declare_shapes(module)
+    wanted = {id(p) for p in given}
+    groups = param_groups(module, **routing)
+    for group in groups:
+        group["params"] = [(name, p) for name, p in group["params"] if id(p) in wanted]
+    found = {id(p) for group in groups for _, p in group["params"]}
+    if strangers := [p for p in given if p.requires_grad and id(p) not in found]:
+        raise ValueError(
+            f"model_parameters holds {len(strangers)} parameters that the model does not have (the "
+            f"first of shape {tuple(strangers[0].shape)}): give them in groups"
+        )
+    return [group for group in groups if group["params"]]
+
+
+def declare_shapes(module: nn.Module) -> None:
+    """Say what the parameters of a model built under ``deepspeed.zero.Init`` are pieces of.
+
+    They look empty; ``curvadion.param_groups`` then knows their shapes. A JSON configuration needs
+    no such call.
+    """
+    for p in module.parameters():
+        shape = getattr(p, "ds_shape", None)
+        if shape is not None and p.shape != shape:
+            declare_flat_shard(p, shape, 0, 0, None)
+
+
+def data_parallel_group(engine: Any) -> dist.ProcessGroup:
+    """The ranks over which the engine averages gradients."""
+    group: dist.ProcessGroup = engine.seq_data_parallel_group
+    return group
+
+
+def check_replicas(engine: Any, optimizer: CurvaDion) -> None:
+    """Raise ValueError if the optimizer's replicas or local steps do not fit the ZeRO stage."""
+    replicas = optimizer._replicas.process_group
+    if engine.zero_optimization_stage() == 0:
+        theirs = dist.get_process_group_ranks(data_parallel_group(engine))
+        if replicas is not None and dist.get_process_group_ranks(replicas) != theirs:
+            raise ValueError(
+                f"replicas holds the ranks {dist.get_process_group_ranks(replicas)}, but the "
+                f"engine's data-parallel group {theirs}: pass that group, or None to leave the "
+                f"averaging of gradients to DeepSpeed"
+            )
+        return
+    if replicas is not None:
+        raise ValueError(
+            f"replicas must be None with zero_optimization.stage="
+            f"{engine.zero_optimization_stage()}: ZeRO has averaged the gradients before the step "
+            f"and shards one replica over all ranks"
+        )
+    if optimizer.local_step == "dion" and not isinstance(optimizer.gate, AlwaysOpen):
+        raise ValueError(
+            f"local_step='dion' with zero_optimization.stage={engine.zero_optimization_stage()}: "
+            f"one replica is sharded over all ranks, so its local Dion step would send all that a "
+            f"synchronised step sends. Use local_step='gradient'."
+        )
+
+
+def check_engine(engine: Any) -> None:
+    """Raise ValueError, naming the key, for a mode of DeepSpeed in which no update is right."""
+    zero, settings = engine._config.zero_config, engine._config
+    stage = engine.zero_optimization_stage()
+    autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype()
+    refused = [
+        (engine.pipeline_parallelism, "PipelineModule", "train without pipeline stages"),
+        (engine.has_moe_layers, "deepspeed.moe layers", "use dense layers"),
+        (engine.autotp_size() > 1, "tensor_parallel.autotp_size", "set it to 1"),
+        (engine.mpu is not None, "mpu", "pass none: matrices may not be cut by other ranks"),
+        (
+            settings.compile_config.deepcompile,
+            "compile.deepcompile",
+            "set it to false",
+        ),
+        (zero.zenflow is not None, "zero_optimization.zenflow", "remove it"),
+        (
+            zero.elastic_checkpoint,
+            "zero_optimization.elastic_checkpoint",
+            "set it to false: the optimizer's state is not elastic",
+        ),
+        (
+            engine.load_universal_checkpoint(),
+            "checkpoint.load_universal",
+            "set it to false and load a checkpoint of the same world size",
+        ),
+        (
+            autocast is torch.float16,
+            "torch_autocast.dtype",
+            "use bfloat16: float16 scales losses on each rank alone",
+        ),
+        (
+            stage == 0 and engine.fp16_enabled(),
+            "fp16.enabled",
+            "use bf16: with stage 0 each rank would scale its loss alone",
+        ),
+        (
+            stage == 0 and engine.sequence_parallel_size > 1,
+            "sequence_parallel_size",
+            "use zero_optimization.stage >= 1",
+        ),
+        (
+            stage == 0 and not engine.gradient_average,
+            "gradient_allreduce_op",
+            "use 'mean', which is what replicas take",
+        ),
+        *_refused_offloads(zero),
+    ]
+    for is_set, key, advice in refused:
+        if is_set:
+            raise ValueError(f"{key} does not work with CurvaDion and Dion: {advice}.")
+
+
+def _refused_offloads(zero: Any) -> list[tuple[bool, str, str]]:
+    refused = []
+    for key in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, key)
+        if offload is None:
+            continue
+        name = f"zero_optimization.{key}"
+        refused.append((str(offload.device).endswith("nvme"), f"{name}.device='nvme'", "use 'cpu'"))
+        if key == "offload_optimizer":
+            refused.append((offload.super_offload, f"{name}.super_offload", "set it to false"))
+            refused.append((offload.ratio != 1.0, f"{name}.ratio={offload.ratio}", "set it to 1.0"))
+    return refused

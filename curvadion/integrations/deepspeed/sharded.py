@@ -1,0 +1,210 @@
+"""ZeRO 1, 2 and 3: one optimizer step on the ranges of parameters that flat partitions hold.
+
+ZeRO gives the optimizer flat partitions, and calls its step once for each of them. Every range of a
+parameter in a partition is a flat shard: here it becomes a parameter of its own, a view of the
+partition that knows what it is a part of. The optimizer works on these. It steps once
+ZeRO has handed over the last partition with its gradient, scaled and clipped; padding is
+in no range, and so in no norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from curvadion.integrations.deepspeed.partitions import Partition, partitions_of
+from curvadion.optimizer import CurvaDion
+from curvadion.sharding import declare_flat_shard
+
+NOT_HYPERPARAMETERS = ("params", "param_names")
+RANGES = "ranges"  # the key of a checkpoint that tells what its tensors are ranges of
+
+
+def attach(engine: Any, optimizer: CurvaDion) -> None:
+    """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
+    zero = engine.optimizer
+    shards = Shards(optimizer, partitions_of(zero), engine.param_names)
+
+    def step(self: CurvaDion, closure: Any = None) -> None:
+        shards.receive()
+
+    def state_dict(self: CurvaDion) -> dict[str, Any]:
+        return {**type(self).state_dict(self), RANGES: shards.held()}
+
+    def load_state_dict(self: CurvaDion, state_dict: dict[str, Any]) -> None:
+        shards.check(state_dict)
+        type(self).load_state_dict(self, state_dict)
+
+    own = CurvaDion.synchronize, CurvaDion.drift, state_dict, load_state_dict
+    setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
+    for method in own:
+        setattr(optimizer, method.__name__, MethodType(_on_shards(method, shards), optimizer))
+    _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
+    if engine.zero_optimization_partition_weights():
+        _check_world_size_before_loading(engine)
+
+
+def _on_shards(method: Callable[..., Any], shards: Shards) -> Callable[..., Any]:
+    def on_shards(self: CurvaDion, *args: Any, **kwargs: Any) -> Any:
+        with shards.in_place():
+            return method(self, *args, **kwargs)
+
+    return on_shards
+
+
+def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
+    """ZeRO does not call the optimizer at a step with a non-finite gradient; it counts one."""
+    step = zero.step
+
+    def logical_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shards.begin()
+        result = step(*args, **kwargs)
+        if not shards.stepped:
+            shards.optimizer.skip_step(tolerate=tolerate)
+        return result
+
+    zero.step = MethodType(logical_step, zero)
+
+
+def _check_world_size_before_loading(engine: Any) -> None:
+    """Stage 3 cuts the files of weights too, and would fail while it reads them."""
+    load = engine.load_checkpoint
+
+    def load_checkpoint(load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        folder, latest = Path(load_dir), Path(load_dir, "latest")
+        if tag is not None or latest.is_file():
+            folder = folder / (str(tag) if tag is not None else latest.read_text().strip())
+        ranks = len(list(folder.glob("zero_pp_rank_*_model_states.pt")))
+        if ranks not in (0, engine.dp_world_size):
+            raise ValueError(
+                f"The checkpoint {folder} was saved with a data-parallel world size of {ranks}, "
+                f"and this one is {engine.dp_world_size}: ZeRO loads at the same world size only."
+            )
+        return load(load_dir, tag, *args, **kwargs)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+class Shards:
+    """The optimizer's parameters as ranges of ZeRO's partitions, and the gradients it awaits."""
+
+    def __init__(
+        self, optimizer: CurvaDion, partitions: list[Partition], names: dict[Tensor, str]
+    ) -> None:
+        self.optimizer = optimizer
+        self.stepped = False
+        self._partitions = partitions
+        self._zero_groups = list(optimizer.param_groups)
+        self._gradients: dict[int, Tensor | None] = {}
+        self._views = [
+            [_shard(partition, i) for i in range(len(partition.ranges))] for partition in partitions
+        ]
+        self._addresses = [partition.flat.data_ptr() for partition in partitions]
+        self._ranges = [r for partition in partitions for r in partition.ranges]
+        self._names = [names[r.parameter] for r in self._ranges]
+        self._groups: list[dict[str, Any]] = []
+        for position, group in enumerate(self._zero_groups):
+            mine = [i for i, p in enumerate(partitions) if p.param_group == position]
+            own = [names[r.parameter] for i in mine for r in partitions[i].ranges]
+            views = [view for i in mine for view in self._views[i]]
+            self._groups.append({**group, "params": views, "param_names": own})
+
+    def begin(self) -> None:
+        """A logical step begins: ZeRO's groups are complete, no gradient has been handed over."""
+        self.stepped = False
+        self._zero_groups = list(self.optimizer.param_groups)
+        self._gradients.clear()
+
+    def receive(self) -> None:
+        """Take the gradients of the partitions that are set now; step once all are there."""
+        for group in self.optimizer.param_groups:
+            for flat in group["params"]:
+                self._gradients[id(flat)] = flat.grad
+        if len(self._gradients) < len(self._partitions):
+            return
+        with self.in_place():
+            self._set_gradients()
+            type(self.optimizer).step(self.optimizer)
+            self._drop_gradients()
+        self.stepped = True
+        # ZeRO published the earlier ones when their turn was, before the step.
+        for partition in self._partitions:
+            partition.publish()
+
+    def held(self) -> list[tuple[str, int, int]]:
+        """Name, start and stop of every range held here."""
+        return [(name, r.start, r.stop) for name, r in zip(self._names, self._ranges, strict=True)]
+
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint's tensors are other ranges than those held here."""
+        saved = state_dict.get(RANGES)
+        if saved != self.held():
+            here = next((s for s in self.held() if s not in (saved or ())), None)
+            raise ValueError(
+                f"The checkpoint was saved with another data-parallel world size or with other "
+                f"keys of zero_optimization: this rank holds {here}, (parameter, start, stop), "
+                f"which it lacks. Load it with the settings that it was saved with."
+            )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The optimizer's groups are those of the shards inside; hyperparameters are shared."""
+        optimizer = self.optimizer
+        during, before = optimizer.param_groups, self._zero_groups
+        if len(during) == len(before):
+            before = during
+        _share(before, self._groups)
+        for flat in (partition.flat for partition in self._partitions):
+            optimizer.state.pop(flat, None)  # ZeRO looks for state there, and so creates it
+        self._follow_moved_partitions()
+        optimizer.param_groups = self._groups
+        try:
+            yield
+        finally:
+            self._groups = optimizer.param_groups
+            _share(self._groups, before)
+            optimizer.param_groups = during
+
+    def _follow_moved_partitions(self) -> None:
+        for i, partition in enumerate(self._partitions):
+            if partition.flat.data_ptr() != self._addresses[i]:
+                for view, piece in zip(
+                    self._views[i], _pieces(partition, partition.flat), strict=True
+                ):
+                    view.data = piece
+                self._addresses[i] = partition.flat.data_ptr()
+
+    def _set_gradients(self) -> None:
+        for views, partition in zip(self._views, self._partitions, strict=True):
+            gradient = self._gradients[id(partition.flat)]
+            if gradient is not None:
+                for view, piece in zip(views, _pieces(partition, gradient), strict=True):
+                    view.grad = piece
+
+    def _drop_gradients(self) -> None:
+        self._gradients.clear()
+        for views in self._views:
+            for view in views:
+                view.grad = None
+
+
+def _pieces(partition: Partition, flat: Tensor) -> list[Tensor]:
+    data = flat.detach()
+    return [data[r.offset : r.offset + r.stop - r.start] for r in partition.ranges]
+
+
+def _shard(partition: Partition, place: int) -> nn.Parameter:
+    held = partition.ranges[place]
+    view = nn.Parameter(partition.flat.detach()[held.offset : held.offset + held.stop - held.start])
+    declare_flat_shard(view, held.shape, held.start, held.stop, held.group)
+    return view
+
+
+def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for given, taken in zip(source, target, strict=True):
+        taken.update({k: v for k, v in given.items() if k not in NOT_HYPERPARAMETERS})

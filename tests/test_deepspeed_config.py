@@ -1,0 +1,170 @@
+"""Configurations that cannot work give an error that names the key; importing costs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import curvadion
+import deepspeed_engines as ds
+import distributed
+from curvadion import CurvaDion
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+)
+
+
+def with_params(stage=0, kind="CurvaDion", **params):
+    configuration = ds.config(stage, params, kind)
+    if "threshold" in params or kind == "Dion":
+        del configuration["optimizer"]["params"]["gate"]
+    return configuration
+
+
+OFFLOAD = {"device": "nvme", "nvme_path": "/tmp"}
+MALFORMED = {
+    "misspelt type": (ds.config(kind="curvadion"), "optimizer.type='curvadion': did you mean"),
+    "misspelt key": (with_params(treshold=0.3), "optimizer.params.treshold=0.3 is unknown: did"),
+    "foreign key": (with_params(amsgrad=True), "optimizer.params.amsgrad=True is unknown: known"),
+    "gate key of Dion": (with_params(kind="Dion", max_local_steps=3), "params.max_local_steps=3"),
+    "replicas": (with_params(replicas="world"), "optimizer.params.replicas: leave it out"),
+    "lr of a wrong type": (with_params(lr="0.02"), "optimizer.params: lr='0.02'"),
+    "negative lr": (with_params(lr=-1), "optimizer.params: lr=-1"),
+    "rank_fraction": (with_params(rank_fraction=1.5), "optimizer.params: rank_fraction=1.5"),
+    "betas": (with_params(betas=[0.9]), "optimizer.params: betas=[0.9]"),
+    "momentum_dtype": (with_params(momentum_dtype="fp32"), "momentum_dtype='fp32'"),
+    "gate of no type": (with_params(gate={"period": 3}), "optimizer.params.gate.type=None"),
+    "gate as a string": (with_params(gate="always"), "optimizer.params.gate='always'"),
+    "unknown gate": (with_params(gate={"type": "never"}), "optimizer.params.gate.type='never'"),
+    "gate without its argument": (with_params(gate={"type": "period"}), "optimizer.params.gate="),
+    "gate with a wrong argument": (
+        with_params(gate={"type": "period", "period": 0}),
+        "optimizer.params.gate.period=0",
+    ),
+    "gate and threshold": (
+        ds.config(0, {"threshold": 0.3}),
+        "optimizer.params: threshold=0.3 belongs to the RMMC gate",
+    ),
+    "threshold": (with_params(threshold=-1), "optimizer.params: threshold=-1"),
+    "local_step": (with_params(local_step="sgd"), "optimizer.params: local_step='sgd'"),
+    "local Dion step of shards": (
+        with_params(2, threshold=0.3, local_step="dion"),
+        "local_step='dion' with zero_optimization.stage=2",
+    ),
+    "elementwise": (with_params(elementwise="sgd"), "optimizer.params: elementwise='sgd'"),
+    "kind in options": (with_params(options={"bias": {"lr": 1}}), "options names the kind 'bias'"),
+    "key in options": (with_params(options={"matrix": {"lrr": 1}}), "Unknown key 'lrr'"),
+    "options of a wrong type": (with_params(options=3), "optimizer.params: options=3"),
+    "kind in patterns": (with_params(patterns={"tall.*": "dion"}), "patterns names the kind"),
+    "pattern without a match": (with_params(patterns={"x.*": "head"}), "patterns ['x.*'] match"),
+    "matrix that is none": (with_params(patterns={"*.bias": "matrix"}), "tall.bias of shape (11,)"),
+    "elastic checkpoint": (
+        ds.config(1, zero={"elastic_checkpoint": True}), "zero_optimization.elastic_checkpoint",
+    ),
+    "universal checkpoint": (
+        ds.config(2, checkpoint={"load_universal": True}), "checkpoint.load_universal",
+    ),
+    "fp16 of stage 0": (ds.config(0, fp16={"enabled": True}), "fp16.enabled"),
+    "fp16 autocast": (
+        ds.config(2, torch_autocast={"enabled": True, "dtype": "float16"}), "torch_autocast.dtype",
+    ),
+    "sums of gradients": (ds.config(0, gradient_allreduce_op="sum"), "gradient_allreduce_op"),
+    "NVMe optimizer": (
+        ds.config(3, zero={"offload_optimizer": OFFLOAD}),
+        "zero_optimization.offload_optimizer.device='nvme'",
+    ),
+    "partial offload": (
+        ds.config(3, zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+        "zero_optimization.offload_optimizer.ratio=0.5",
+    ),
+}  # fmt: skip
+
+
+def refuse(rank, configurations):
+    """What each configuration raises, as text."""
+    messages = {}
+    for name, configuration in configurations.items():
+        try:
+            ds.engine_of(configuration)
+            messages[name] = "nothing"
+        except (TypeError, ValueError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            messages[name] = f"no user error: {type(error).__name__}: {error}"
+    return messages
+
+
+def test_malformed_configurations_name_the_key():
+    configurations = {name: configuration for name, (configuration, _) in MALFORMED.items()}
+    (messages,) = distributed.run(1, refuse, configurations)
+    wrong = {n: messages[n] for n, (_, part) in MALFORMED.items() if part not in messages[n]}
+    assert not wrong
+    assert not [m for m in messages.values() if m.startswith(("nothing", "no user error"))]
+
+
+def refuse_clients(rank):
+    messages = []
+    half = dist.new_group([0])
+    half = half if rank == 0 else dist.group.WORLD
+    for stage, replicas in ((2, dist.group.WORLD), (0, half)):
+        of = ds.model()
+        configuration = ds.config(stage)
+        del configuration["optimizer"]
+        optimizer = CurvaDion(curvadion.param_groups(of), replicas=replicas)
+        try:
+            ds.engine_of(configuration, of, optimizer=optimizer)
+            messages.append("nothing")
+        except ValueError as error:
+            messages.append(str(error))
+    with pytest.raises(TypeError, match="CurvaDion or Dion"):
+        curvadion.deepspeed.attach(object())
+    return messages
+
+
+def test_replicas_must_be_those_of_the_engine():
+    first, second = distributed.run(2, refuse_clients)
+    assert "replicas must be None with zero_optimization.stage=2" in first[0]
+    assert "replicas must be None with zero_optimization.stage=2" in second[0]
+    assert "replicas holds the ranks [0], but" in first[1]
+
+
+def groups(rank, parameters):
+    of = ds.model()
+    configuration = ds.config(1)
+    if parameters == "groups":
+        del configuration["optimizer"]["params"]["options"]
+        given = [{"params": [of.tall.weight], "algorithm": "dion"}]
+    else:
+        given = [of.tall.weight, of.tall.bias]
+    engine = ds.engine_of(configuration, of, model_parameters=given)
+    ds.train(engine, range(2))
+    state = engine.basic_optimizer.state_dict()
+    return [group["param_names"] for group in state["param_groups"]]
+
+
+def test_model_parameters_may_be_few_or_grouped():
+    assert distributed.run(2, groups, "few") == [[["tall.weight"], ["tall.bias"]]] * 2
+    assert distributed.run(2, groups, "groups") == [[["tall.weight"]]] * 2
+
+
+def test_importing_curvadion_imports_no_deepspeed():
+    program = (
+        "import sys, curvadion\n"
+        "assert not any(name.split('.')[0] == 'deepspeed' for name in sys.modules)\n"
+        "import deepspeed\n"
+        "from deepspeed.runtime.engine import DeepSpeedEngine as Engine\n"
+        "assert Engine._is_supported_optimizer(None, 'CurvaDion')\n"
+        "assert not Engine._is_supported_optimizer(None, 'NoSuchOptimizer')\n"
+    )
+    environment = {"PATH": "/usr/bin", "DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=100)
+
+
+def test_an_engine_does_not_change_torch_optim():
+    assert not hasattr(torch.optim, "CurvaDion")
