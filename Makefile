@@ -1,8 +1,9 @@
-# make demo          train three small GPTs on this machine and compare them: runs/demo/
-# make demo-layouts  train one small GPT under every layout: runs/demo-layouts/
-# make test          formatting, types and every test
-# make test-plain    every test without compiled operations
-# make clean         remove the environment and whatever was built or run
+# make demo            train three small GPTs on this machine and compare them: runs/demo/
+# make demo-layouts    train one small GPT under every layout: runs/demo-layouts/
+# make demo-deepspeed  the same GPT with DeepSpeed's four ZeRO stages: runs/demo-deepspeed/
+# make test            formatting, types and every test
+# make test-plain      every test without compiled operations
+# make clean           remove the environment and whatever was built or run
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,13 +11,16 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-layouts test test-plain clean
+.PHONY: demo demo-layouts demo-deepspeed test test-plain clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
 
 demo-layouts: .venv/installed
 	$(BIN)/python examples/demo_layouts.py
+
+demo-deepspeed: .venv/installed
+	$(BIN)/python examples/demo_deepspeed.py
 
 test: .venv/installed
 	$(BIN)/ruff check .
@@ -31,7 +35,7 @@ test-plain: .venv/installed
 .venv/installed: constraints.txt setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test,deepspeed]'
 	touch $@
 
 clean:

@@ -32,13 +32,15 @@ RUNS = {
 }
 
 
-def train(name: str, out: Path, processes: int, flags: Sequence[str]) -> dict[str, Any]:
-    """Run train_gpt.py under torchrun and return what it left behind: summary, config and log."""
+def train(
+    name: str, out: Path, processes: int, flags: Sequence[str], program: str = "train_gpt.py"
+) -> dict[str, Any]:
+    """Run a program under torchrun and return what it left behind: summary, config and log."""
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    script = [str(EXAMPLES / "train_gpt.py"), "--out", str(folder), *flags]
+    script = [str(EXAMPLES / program), "--out", str(folder), *flags]
     search_path = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         "OMP_NUM_THREADS": "1",

@@ -1,0 +1,168 @@
+"""Train a small GPT with DeepSpeed at any ZeRO stage; the optimizer is what its JSON says.
+
+    deepspeed examples/train_gpt_deepspeed.py --deepspeed-config examples/ds_config_zero2.json
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt_deepspeed.py
+
+Importing curvadion is all that ``"type": "CurvaDion"`` needs. Model, data, schedule, log and
+summary are those of train_gpt.py.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import curvadion
+import train_gpt
+from checkpoint import Progress
+from command_line import option, parse
+from gpt import GPT, GPTConfig
+from optional import need
+from run_log import RunLog
+
+EXAMPLES = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a small GPT with DeepSpeed."""
+
+    deepspeed_config: str = option(
+        str(EXAMPLES / "ds_config_zero2.json"), "DeepSpeed's JSON: optimizer, stage, batch size"
+    )
+    gate: Literal["json", "always", "rmmc"] = option("json", "the JSON's, or another instead")
+    out: str = option("runs/gpt-deepspeed", "folder of the log and the summary")
+    seed: int = option(0, "of the weights and of the data order")
+    data: tuple[str, ...] = option((), "text files and folders; default: Python's library")
+    data_bytes: int = option(10_000_000, "most bytes of text to use")
+    validation_tokens: int = option(16_384, "held-out tokens to evaluate, the same each time")
+    layers: int = option(4, "transformer blocks")
+    heads: int = option(4, "attention heads")
+    dim: int = option(128, "width of the residual stream")
+    context: int = option(128, "tokens in a sequence")
+    steps: int = option(500, "optimizer steps")
+    warmup_steps: int = option(20, "steps of linear learning-rate warm-up")
+    validate_every: int = option(50, "steps between evaluations")
+    progress: bool = option(True, "print the loss now and then")
+
+    def json(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration."""
+        settings: dict[str, Any] = json.loads(Path(self.deepspeed_config).read_text())
+        params = settings["optimizer"]["params"]
+        if self.gate != "json":
+            params.pop("threshold", None)
+            gates = {"always": {"type": "always"}, "rmmc": {"type": "rmmc", "threshold": 0.3}}
+            params["gate"] = gates[self.gate]
+        return settings
+
+    def shared(self) -> train_gpt.Config:
+        """Return what train_gpt.py's functions need to know."""
+        settings = self.json()
+        own = asdict(self)
+        for key in ("deepspeed_config", "gate"):
+            del own[key]
+        return train_gpt.Config(
+            **own,
+            batch_size=settings["train_micro_batch_size_per_gpu"],
+            accumulation=settings.get("gradient_accumulation_steps", 1),
+        )
+
+
+class Trainer:
+    """An engine and its data: one rank's share of the training."""
+
+    def __init__(self, config: Config, device: torch.device):
+        deepspeed = need("deepspeed", "train_gpt_deepspeed.py")
+        if device.type == "cpu":  # it would first compile an all-reduce over shared memory
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.config, self.device = config.shared(), device
+        self.batches, self.held_out, vocab_size = train_gpt.load_data(self.config)
+        torch.manual_seed(config.seed)
+        shape = GPTConfig(vocab_size, config.layers, config.heads, config.dim, tie=False)
+        self.engine = deepspeed.initialize(model=GPT(shape), config=config.json())[0]
+        self.optimizer: curvadion.CurvaDion = self.engine.basic_optimizer
+        self.highest_lr = train_gpt.learning_rates(self.optimizer)
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of a batch."""
+        loss: torch.Tensor = self.engine(inputs.to(self.device), targets.to(self.device))
+        return loss
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Take an optimizer step; return its training loss and its report."""
+        scale = train_gpt.lr_scale(step, self.config)
+        train_gpt.set_learning_rates(self.optimizer, self.highest_lr, scale)
+        mean_loss = torch.zeros((), device=self.device)
+        for batch in self.batches(step, dist.get_rank()):
+            loss = self.loss(*batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            mean_loss += loss.detach() / self.config.accumulation
+        if self.optimizer.report is None:
+            raise RuntimeError("The engine has taken no step: is it another accumulation?")
+        report = self.optimizer.report.as_dict()
+        kept = {key: report[key] for key in ("gate_open", "rmmc", "local_steps", "skipped")}
+        return {"loss": mean_loss, **kept}
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the held-out loss, averaged over the ranks."""
+        self.engine.eval()
+        losses = [self.loss(*batch) * len(batch[0]) for batch in self.held_out]
+        self.engine.train()
+        sequences = sum(len(inputs) for inputs, _ in self.held_out)
+        return train_gpt.mean_over_ranks(torch.stack(losses).sum() / sequences)
+
+
+def train(config: Config, device: torch.device) -> dict[str, Any]:
+    """Run the training that the configuration describes and return its summary."""
+    trainer, progress = Trainer(config, device), Progress()
+    first, out = dist.get_rank() == 0, Path(config.out)
+    log = RunLog(out, after_step=0, tensorboard=False, active=first)
+    with log, curvadion.WireMeter() as meter:
+        while progress.step < config.steps:
+            started, sent = time.perf_counter(), meter.total_bytes
+            record = trainer.step(progress.step)
+            progress.step += 1
+            progress.seconds += time.perf_counter() - started
+            progress.wire_bytes += meter.total_bytes - sent
+            progress.open_gates += record["gate_open"]
+            where = train_gpt.position(trainer.config, progress)
+            with meter.paused():
+                record["loss"] = train_gpt.mean_over_ranks(record["loss"])
+                log.write("train", progress.step, **record, **where)
+                if train_gpt.is_due(config.validate_every, trainer.config, progress):
+                    progress.val_loss = trainer.validation_loss()
+                    progress.drift = trainer.optimizer.drift()
+                    judged = {"val_loss": progress.val_loss, "drift": progress.drift}
+                    log.write("validation", progress.step, **judged, **where)
+                    if first and config.progress:
+                        print(f"step {progress.step}: held-out loss {progress.val_loss:.4f}")
+    summary = train_gpt.summarise(trainer.config, progress)
+    summary["name"] = f"ZeRO {trainer.engine.zero_optimization_stage()}"
+    if first:
+        train_gpt.write_json(out / "config.json", asdict(config) | {"deepspeed": config.json()})
+        train_gpt.write_json(out / "summary.json", summary)
+    return summary
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train as the command line says and return the summary."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # DeepSpeed's launcher adds what the environment holds too.
+    config = parse(Config, [each for each in given if not each.startswith("--local_rank")])
+    with train_gpt.process_group() as device:
+        summary = train(config, device)
+        if dist.get_rank() == 0:
+            print(json.dumps(summary))
+    return summary
+
+
+if __name__ == "__main__":
+    main()

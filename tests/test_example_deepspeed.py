@@ -1,0 +1,52 @@
+"""examples/train_gpt_deepspeed.py at every ZeRO stage, at a size that takes seconds."""
+
+import importlib.util
+import json
+
+import pytest
+
+import deepspeed_engines as ds
+import distributed
+import train_gpt
+import train_gpt_deepspeed
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+)
+TINY = (
+    "--steps 4 --validate-every 2 --dim 16 --heads 2 --layers 1 --context 16 "
+    "--data-bytes 50000 --validation-tokens 64 --warmup-steps 1 --no-progress"
+).split()
+
+
+def plain(rank, out):
+    return train_gpt.main([*TINY, "--optimizer", "dion", "--batch-size", "8", "--out", out])
+
+
+def with_deepspeed(rank, stage, out, *flags):
+    ds.prepare()
+    json_file = str(train_gpt_deepspeed.EXAMPLES / f"ds_config_zero{stage}.json")
+    return train_gpt_deepspeed.main(
+        [*TINY, "--deepspeed-config", json_file, "--local_rank=0", "--out", out, *flags]
+    )
+
+
+def test_every_stage_trains_as_plain_ddp(tmp_path):
+    wanted = distributed.run(2, plain, str(tmp_path / "plain"))[0]
+    sent = []
+    for stage in range(4):
+        out = tmp_path / str(stage)
+        summary = distributed.run(2, with_deepspeed, stage, str(out), "--gate", "always")[0]
+        assert json.loads((out / "summary.json").read_text()) == summary
+        assert summary["val_loss"] == pytest.approx(wanted["val_loss"], abs=1e-5)
+        assert summary["tokens"] == wanted["tokens"]
+        assert (summary["open_gate_share"], summary["drift"]) == (1.0, 0.0)
+        sent.append(summary["wire_bytes"])
+    assert sent[0] < min(sent[1:])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_json_files_have_a_gate_where_it_saves_gradients(stage, tmp_path):
+    flags = ("--steps", "12", "--gate", "json")
+    summary = distributed.run(2, with_deepspeed, stage, str(tmp_path), *flags)[0]
+    assert (summary["open_gate_share"] < 1.0) == (stage == 0)
