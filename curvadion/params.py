@@ -51,7 +51,7 @@ def param_groups(
         ones appear once.
 
     Raises:
-        TypeError: if ``model`` is not a module.
+        TypeError: if ``model`` is not a module, or options of a kind are no dict.
         ValueError: for an unknown kind, a pattern that matches nothing, a pattern that makes a
             matrix of a vector, flat weights whose shapes nobody has declared,
             or a model without trainable parameters.
@@ -66,6 +66,8 @@ def param_groups(
             if kind not in KINDS:
                 raise ValueError(f"{argument} names the kind {kind!r}; kinds are {KINDS}")
     for kind, keys in options.items():
+        if not isinstance(keys, Mapping):
+            raise TypeError(f"options[{kind!r}]={keys!r} must be a dict of group keys")
         if taken := {"params", "param_names"} & set(keys):
             raise ValueError(
                 f"options[{kind!r}] has {sorted(taken)}: the model gives the parameters"

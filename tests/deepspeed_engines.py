@@ -41,7 +41,7 @@ class Frozen(Dot):
 
 
 class Model(nn.Module):
-    """Matrices with biases, and a frozen one between them; ``skip`` leaves some out."""
+    """Matrices with biases, and a frozen one between them; ``skip`` gives some no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -51,8 +51,8 @@ class Model(nn.Module):
                 self.frozen = Frozen()
 
     def forward(self, G, skip=()):
-        names = [name for name in MATRICES if name not in skip]
-        return sum(getattr(self, name)(G[name]) for name in names)
+        parts = {name: getattr(self, name)(G[name]) for name in MATRICES}
+        return sum(part.detach() if name in skip else part for name, part in parts.items())
 
 
 def model(dtype=torch.float32):
@@ -111,7 +111,7 @@ CONFIGURATIONS = {
     "1": config(1),
     "1 round robin": config(1, zero={"round_robin_gradients": True}),
     "1 bf16": config(1, **BF16),
-    "1 bf16 gradients": config(1, **BF16, data_types={"grad_accum_dtype": "bf16"}),
+    "1 BF16_Optimizer": config(1, **BF16, data_types={"grad_accum_dtype": "fp32"}),
     "2": config(2),
     "2 round robin": config(2, zero={"round_robin_gradients": True}),
     "2 alignment": config(2, zero={"parameter_alignment": True}, **BF16),
@@ -186,7 +186,10 @@ def stage_of(engine):
 
 
 def train(engine, steps, skip_on=None, spoil=None):
-    """Take the numbered steps; skip_on: {(step, rank): names left out}, spoil: {(step, rank)}."""
+    """Take the numbered steps.
+
+    skip_on: {(step, rank): names without a gradient}, spoil: {(step, rank)} with a NaN.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     reports = []
     for step in steps:

@@ -30,6 +30,11 @@ def with_params(stage=0, kind="CurvaDion", **params):
 OFFLOAD = {"device": "nvme", "nvme_path": "/tmp"}
 MALFORMED = {
     "misspelt type": (ds.config(kind="curvadion"), "optimizer.type='curvadion': did you mean"),
+    "nearly the type": (ds.config(kind="CurvDion"), "optimizer.type='CurvDion': did you mean"),
+    "misspelt params": (
+        {**ds.config(), "optimizer": {"type": "Dion", "parms": {"lr": 0.1}}},
+        "optimizer.parms={'lr': 0.1} is unknown",
+    ),
     "misspelt key": (with_params(treshold=0.3), "optimizer.params.treshold=0.3 is unknown: did"),
     "foreign key": (with_params(amsgrad=True), "optimizer.params.amsgrad=True is unknown: known"),
     "gate key of Dion": (with_params(kind="Dion", max_local_steps=3), "params.max_local_steps=3"),
@@ -60,6 +65,8 @@ MALFORMED = {
     "elementwise": (with_params(elementwise="sgd"), "optimizer.params: elementwise='sgd'"),
     "kind in options": (with_params(options={"bias": {"lr": 1}}), "options names the kind 'bias'"),
     "key in options": (with_params(options={"matrix": {"lrr": 1}}), "Unknown key 'lrr'"),
+    "option of a wrong type": (with_params(options={"head": 3}), "params: options['head']=3 must"),
+    "gate's type as a list": (with_params(gate={"type": [1]}), "optimizer.params.gate.type=[1]"),
     "options of a wrong type": (with_params(options=3), "optimizer.params: options=3"),
     "kind in patterns": (with_params(patterns={"tall.*": "dion"}), "patterns names the kind"),
     "pattern without a match": (with_params(patterns={"x.*": "head"}), "patterns ['x.*'] match"),
@@ -106,6 +113,23 @@ def test_malformed_configurations_name_the_key():
     wrong = {n: messages[n] for n, (_, part) in MALFORMED.items() if part not in messages[n]}
     assert not wrong
     assert not [m for m in messages.values() if m.startswith(("nothing", "no user error"))]
+
+
+def refuse_tensor_parallelism(rank):
+    configuration = ds.config(1)
+    cut = {"patterns": ["tall.weight"], "partition_type": "column"}
+    configuration["tensor_parallel"] = {
+        "autotp_size": 2,
+        "partition_config": {"use_default_specs": False, "layer_specs": [cut]},
+    }
+    with pytest.raises(ValueError, match=r"tensor_parallel\.autotp_size does not work") as error:
+        ds.engine_of(configuration)
+    return str(error.value)
+
+
+def test_tensor_parallelism_of_deepspeed_is_refused():
+    distributed.run(2, refuse_tensor_parallelism)
+    distributed.shutdown()  # DeepSpeed remembers its groups for tensor parallelism
 
 
 def refuse_clients(rank):

@@ -12,6 +12,7 @@ import deepspeed_engines as ds
 import distributed
 import formulas
 from curvadion.integrations.deepspeed.partitions import partitions_of
+from curvadion.integrations.deepspeed.process_groups import Reaching
 from curvadion.layout import MatrixLayout
 from test_flat_shards import held
 
@@ -34,7 +35,7 @@ def coverage(engine):
     initial = dict(ds.model().named_parameters())
     counts = {n: torch.zeros(p.numel(), dtype=torch.int64) for n, p in initial.items()}
     values = []
-    for partition in partitions_of(engine.optimizer):
+    for partition in partitions_of(engine.optimizer, Reaching()):
         for r in partition.ranges:
             parameter = engine.param_names[r.parameter]
             counts[parameter][r.start : r.stop] += 1
@@ -47,7 +48,7 @@ def coverage(engine):
 
 
 def trajectory(rank, configuration):
-    """Distances from the float64 equations after the last step, gates, state keys, coverage."""
+    """The engine's optimizer, distances from the float64 equations, gates, state keys, coverage."""
     world = dist.get_world_size()
     engine = ds.engine_of(configuration)
     stage = ds.stage_of(engine)
@@ -59,16 +60,18 @@ def trajectory(rank, configuration):
     gates = [(report.step, report.gate_open) for report in reports]
     state = engine.basic_optimizer.state_dict()["state"]
     keys = {frozenset(held) - {"flat_shard_start"} for held in state.values()}
-    return expected.distances(ds.masters(engine), rank), gates, keys, covered
+    kind = type(engine.optimizer).__name__
+    return kind, expected.distances(ds.masters(engine), rank), gates, keys, covered
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", ds.CONFIGURATIONS)
 def test_partitions_cover_all_elements_once_and_follow_the_equations(name, world):
     if name == "3 hpZ" and world == 3:
-        pytest.skip("a secondary group of 2 does not divide 3 ranks")
+        world = 4  # a secondary group of 2 divides the ranks
     configuration = ds.changed(name, SCHEDULE)
-    for distances, gates, keys, covered in distributed.run(world, trajectory, configuration):
+    for kind, distances, gates, keys, covered in distributed.run(world, trajectory, configuration):
+        assert (kind == "BF16_Optimizer") == name.endswith("BF16_Optimizer")
         assert max(distances.values()) < 1e-5, distances
         assert gates == [(step + 1, step in OPEN_STEPS) for step in range(STEPS)]
         assert keys == {
@@ -102,7 +105,7 @@ def sent(rank, name, threshold):
             matrices.append(formulas.Held(max(shape), min(shape), r, replicas=world))
             elementwise += shape[0]
     else:
-        for partition in partitions_of(engine.optimizer):
+        for partition in partitions_of(engine.optimizer, Reaching()):
             for r in partition.ranges:
                 lengths = [0] * world
                 dist.all_gather_object(lengths, r.stop - r.start)
@@ -125,3 +128,21 @@ def test_bytes_are_those_of_the_formulas(name, threshold):
             assert total == wanted
             if largest_wanted is not None and not name.startswith("0"):
                 assert largest == largest_wanted
+
+
+def without_cpu(rank):
+    """The sum over the ranks through a group made for one that takes no CPU tensors."""
+    cpu, elsewhere = torch.device("cpu"), dist.new_group([0, 1], backend="cuda:gloo")
+    reaching = Reaching()
+    assert reaching(dist.group.WORLD, cpu) is dist.group.WORLD
+    made = reaching(elsewhere, cpu)
+    assert made is reaching(elsewhere, cpu)
+    with pytest.raises(RuntimeError, match="No backend"):
+        dist.all_reduce(torch.ones(1), group=elsewhere)
+    total = torch.tensor([1.0 + rank])
+    dist.all_reduce(total, group=made)
+    return total.item()
+
+
+def test_offloaded_partitions_get_a_group_that_takes_them():
+    assert distributed.run(2, without_cpu) == [3.0, 3.0]

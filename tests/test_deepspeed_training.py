@@ -156,8 +156,8 @@ def resumed(rank, name, folder):
 
 
 CHECKPOINTED = [
-    "0", "0 bf16", "1", "1 bf16", "2 round robin", "2 bf16", "2 offload", "3", "3 sub-groups",
-    "3 bf16", "3 offload",
+    "0", "0 bf16", "1", "1 bf16", "1 BF16_Optimizer", "2 round robin", "2 bf16", "2 offload",
+    "3", "3 sub-groups", "3 bf16", "3 offload",
 ]  # fmt: skip
 
 
@@ -226,7 +226,8 @@ def spoiled(rank, name, settings):
 
 @pytest.mark.parametrize("clip", [0.0, 10.0])
 @pytest.mark.parametrize(
-    "name", ["0", "0 bf16", "1", "1 bf16", "2", "2 bf16", "3", "3 bf16", "3 offload"]
+    "name",
+    ["0", "0 bf16", "1", "1 bf16", "1 BF16_Optimizer", "2", "2 bf16", "3", "3 bf16", "3 offload"],
 )
 def test_a_nan_on_one_rank_skips_the_step_on_all(name, clip):
     results = distributed.run(2, spoiled, name, {"gradient_clipping": clip})
@@ -245,7 +246,7 @@ def incomplete(rank, name, missing):
     return reports, ds.masters(engine)
 
 
-@pytest.mark.parametrize("name", ["0", "0 bf16"])
+@pytest.mark.parametrize("name", ["0", "0 bf16", "1 BF16_Optimizer"])
 def test_a_gradient_missing_on_one_rank_is_zero_there(name):
     missing = {(1, 1): ("wide",), (2, 1): ("tall",), (5, 0): ("two", "row")}
     (reports, weights), (again, others) = distributed.run(2, incomplete, name, missing)
@@ -255,7 +256,29 @@ def test_a_gradient_missing_on_one_rank_is_zero_there(name):
         assert torch.equal(W, others[parameter]), parameter
 
 
-@pytest.mark.parametrize("name", ["0", "1", "1 bf16", "2", "3", "3 offload"])
+def lacking(rank, name, bucket):
+    """What the step raises at which the last rank lacks a gradient."""
+    configuration = ds.changed(name, PERIOD)
+    configuration["zero_optimization"]["reduce_bucket_size"] = bucket
+    engine = ds.engine_of(configuration)
+    ds.train(engine, range(2))
+    with pytest.raises(RuntimeError) as error:
+        ds.train(engine, [2], skip_on={(2, dist.get_world_size() - 1): ("wide",)})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("bucket", [500, 40], ids=["one bucket", "several buckets"])
+@pytest.mark.parametrize("name", ["1", "1 bf16", "2", "2 round robin", "2 offload", "3", "3 bf16"])
+def test_zero_cannot_take_a_gradient_that_is_missing_on_one_rank(name, bucket):
+    messages = distributed.run(2, lacking, name, bucket)
+    assert messages[0] == messages[1]
+    assert "gradients of different parameters" in messages[0]
+    assert "{0: 'wide." in messages[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["0", "1", "1 bf16", "1 BF16_Optimizer", "2", "3", "3 bf16", "3 offload"]
+)
 def test_a_gradient_missing_on_all_ranks_is_no_trouble(name):
     missing = {(step, rank): ("wide",) for step in (1, 2) for rank in (0, 1)}
     (reports, weights), (again, others) = distributed.run(2, incomplete, name, missing)
@@ -283,6 +306,9 @@ def clients(rank, stage, how):
 
     configuration = ds.config(stage)
     del configuration["optimizer"]
+    if how == "offloaded":
+        configuration["zero_force_ds_cpu_optimizer"] = False
+        configuration["zero_optimization"]["offload_optimizer"] = ds.OFFLOAD
     optimizer = build if how == "callable" else build(None)
     engine = ds.engine_of(configuration, of, optimizer=optimizer)
     expected = ds.Expected(0 if how == "own" else 1, world)
@@ -295,7 +321,15 @@ def clients(rank, stage, how):
 
 @pytest.mark.parametrize(
     ("stage", "how"),
-    [(0, "own"), (0, "left to DeepSpeed"), (1, "callable"), (2, "instance"), (3, "callable")],
+    [
+        (0, "own"),
+        (0, "left to DeepSpeed"),
+        (1, "callable"),
+        (2, "instance"),
+        (2, "offloaded"),
+        (3, "callable"),
+        (3, "offloaded"),
+    ],
 )
 def test_an_optimizer_made_in_code(stage, how):
     assert max(distributed.run(2, clients, stage, how)) < 1e-5
@@ -326,7 +360,7 @@ def built_under_zero_init(rank):
     for p, value in zip(of.parameters(), wanted.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters(p, modifier_rank=0), torch.no_grad():
             p.copy_(value)
-    engine = deepspeed.initialize(model=of, config=configuration)[0]
+    engine = curvadion.deepspeed.initialize(model=of, config=configuration)[0]
     expected = ds.Expected(3, dist.get_world_size())
     ds.train(engine, range(5))
     for step in range(5):

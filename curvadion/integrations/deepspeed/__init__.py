@@ -3,11 +3,13 @@
 Importing curvadion is enough for a JSON configuration; :func:`initialize` and :func:`attach` are
 for those who prefer calls. Nothing here imports DeepSpeed before it is used.
 
-    hooks        DeepSpeedEngine learns the two names
-    config       from the JSON and the engine to an optimizer, or an error that names the key
-    replicated   stage 0: DeepSpeed's gradient all-reduce is off, the optimizer decides
-    partitions   stages 1 to 3: which elements of which parameters a flat partition holds
-    sharded      stages 1 to 3: one optimizer step on the partitions' ranges
+    hooks           DeepSpeedEngine learns the two names
+    config          from the JSON and the engine to an optimizer, or an error that names the key
+    replicated      stage 0: DeepSpeed's gradient all-reduce is off, the optimizer decides
+    partitions      stages 1 to 3: which elements of which parameters a flat partition holds
+    buckets         stages 1 to 3: ranks reduce gradients of the same parameters
+    process_groups  whom an engine's tensors can reach
+    sharded         stages 1 to 3: one optimizer step on the partitions' ranges
 """
 
 from __future__ import annotations

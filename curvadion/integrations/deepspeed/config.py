@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
+from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.optimizer import CurvaDion, Dion
 from curvadion.params import param_groups
 from curvadion.sharding import declare_flat_shard
@@ -22,9 +23,9 @@ ROUTING = ("elementwise", "options", "patterns")
 
 
 def check_spelling(name: str) -> None:
-    """Raise ValueError for a name that differs from ours in its case only."""
+    """Raise ValueError for a name that is nearly one of ours."""
     for known in OPTIMIZERS:
-        if name != known and name.lower() == known.lower():
+        if name != known and difflib.get_close_matches(name.lower(), [known.lower()], cutoff=0.8):
             raise ValueError(f"optimizer.type={name!r}: did you mean {known!r}?")
 
 
@@ -37,6 +38,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> CurvaDion:
     check_engine(engine)
     kind = OPTIMIZERS[engine.optimizer_name()]
     params = dict(engine.optimizer_params() or {})
+    _check_sections(engine._config._param_dict["optimizer"])
     _check_keys(kind, params)
     sharded = engine.zero_optimization_stage() > 0
     if "gate" in params:
@@ -50,6 +52,14 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> CurvaDion:
         return kind(groups, replicas=replicas, **params)
     except (TypeError, ValueError) as error:
         raise type(error)(f"optimizer.params: {error}") from error
+
+
+def _check_sections(optimizer: Mapping[str, Any]) -> None:
+    if unknown := sorted(optimizer.keys() - {"type", "params", "legacy_fusion"}):
+        raise ValueError(
+            f"optimizer.{unknown[0]}={optimizer[unknown[0]]!r} is unknown: hyperparameters belong "
+            f"into optimizer.params"
+        )
 
 
 def _check_keys(kind: type[CurvaDion], params: Mapping[str, Any]) -> None:
@@ -75,7 +85,7 @@ def _gate(value: object) -> Gate:
         )
     arguments = dict(value)
     kind = arguments.pop("type", None)
-    if kind not in GATES:
+    if not isinstance(kind, str) or kind not in GATES:
         raise ValueError(f"{key}.type={kind!r} must be one of {tuple(GATES)}")
     known = list(inspect.signature(GATES[kind]).parameters)
     if sorted(arguments) != sorted(known):
@@ -122,12 +132,6 @@ def declare_shapes(module: nn.Module) -> None:
         shape = getattr(p, "ds_shape", None)
         if shape is not None and p.shape != shape:
             declare_flat_shard(p, shape, 0, 0, None)
-
-
-def data_parallel_group(engine: Any) -> dist.ProcessGroup:
-    """The ranks over which the engine averages gradients."""
-    group: dist.ProcessGroup = engine.seq_data_parallel_group
-    return group
 
 
 def check_replicas(engine: Any, optimizer: CurvaDion) -> None:

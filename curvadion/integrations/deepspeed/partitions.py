@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion.integrations.deepspeed.process_groups import Reaching
+
 
 @dataclass(frozen=True)
 class Range:
@@ -43,24 +45,28 @@ class Partition:
     publish: Callable[[], object]
 
 
-def partitions_of(zero: Any) -> list[Partition]:
+def partitions_of(zero: Any, reaching: Reaching) -> list[Partition]:
     """The partitions of DeepSpeed's ZeRO optimizer, in the order in which it steps on them.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        reaching: gives the ranges' groups; partitions may be offloaded to the CPU.
 
     Raises:
         RuntimeError: if the layout is not the one that is written down here.
     """
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return list(_stage_3(zero))
+        return list(_stage_3(zero, reaching))
     if hasattr(zero, "single_partition_of_fp32_groups"):
-        return list(_stage_1_and_2(zero))
+        return list(_stage_1_and_2(zero, reaching))
     if hasattr(zero, "fp32_groups_flat_partition"):
-        return list(_bfloat16(zero))
+        return list(_bfloat16(zero, reaching))
     raise RuntimeError(f"{type(zero).__name__} is no ZeRO optimizer whose partitions are known")
 
 
-def _stage_1_and_2(zero: Any) -> Iterator[Partition]:
+def _stage_1_and_2(zero: Any, reaching: Reaching) -> Iterator[Partition]:
     for i, master in enumerate(zero.single_partition_of_fp32_groups):
-        group = zero.real_dp_process_group[i]
+        group = reaching(zero.real_dp_process_group[i], master.device)
         flat = zero.bit16_groups_flat[i]
         ranges = _contiguous(zero.bit16_groups[i], flat, master.numel(), group)
         yield Partition(
@@ -68,9 +74,9 @@ def _stage_1_and_2(zero: Any) -> Iterator[Partition]:
         )
 
 
-def _bfloat16(zero: Any) -> Iterator[Partition]:
+def _bfloat16(zero: Any, reaching: Reaching) -> Iterator[Partition]:
     for i, master in enumerate(zero.fp32_groups_flat_partition):
-        group = zero.real_dp_process_group[i]
+        group = reaching(zero.real_dp_process_group[i], master.device)
         flat = zero.bf16_groups_flat[i]
         ranges = _contiguous(zero.bf16_groups[i], flat, master.numel(), group)
         yield Partition(master, i, ranges, _publish(zero, "bf16_partitioned_groups", i, master))
@@ -110,12 +116,13 @@ def _contiguous(
     return tuple(ranges)
 
 
-def _stage_3(zero: Any) -> Iterator[Partition]:
+def _stage_3(zero: Any, reaching: Reaching) -> Iterator[Partition]:
     """Every parameter is cut by itself into equal pieces; a sub-group is a row of such pieces."""
     for i, master in enumerate(zero.fp32_partitioned_groups_flat):
         ranges, offset = [], 0
         for p in zero.fp16_groups[i]:
-            group = getattr(p, "ds_process_group", zero.dp_process_group)
+            held_by = getattr(p, "ds_process_group", zero.dp_process_group)
+            group = reaching(held_by, master.device)
             size = p.partition_numel()
             start = min(size * dist.get_rank(group), p.ds_numel)
             stop = min(start + size, p.ds_numel)

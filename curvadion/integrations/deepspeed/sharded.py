@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from curvadion.integrations.deepspeed.buckets import compare_before_reduction
 from curvadion.integrations.deepspeed.partitions import Partition, partitions_of
+from curvadion.integrations.deepspeed.process_groups import Reaching
 from curvadion.optimizer import CurvaDion
 from curvadion.sharding import declare_flat_shard
 
@@ -28,7 +30,8 @@ RANGES = "ranges"  # the key of a checkpoint that tells what its tensors are ran
 def attach(engine: Any, optimizer: CurvaDion) -> None:
     """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
     zero = engine.optimizer
-    shards = Shards(optimizer, partitions_of(zero), engine.param_names)
+    reaching = Reaching()
+    shards = Shards(optimizer, partitions_of(zero, reaching), engine.param_names)
 
     def step(self: CurvaDion, closure: Any = None) -> None:
         shards.receive()
@@ -44,6 +47,7 @@ def attach(engine: Any, optimizer: CurvaDion) -> None:
     setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
     for method in own:
         setattr(optimizer, method.__name__, MethodType(_on_shards(method, shards), optimizer))
+    compare_before_reduction(engine, reaching)
     _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
     if engine.zero_optimization_partition_weights():
         _check_world_size_before_loading(engine)
