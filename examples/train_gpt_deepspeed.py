@@ -10,7 +10,7 @@ summary are those of train_gpt.py.
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +89,13 @@ class Trainer:
         self.optimizer: curvadion.CurvaDion = self.engine.basic_optimizer
         self.highest_lr = train_gpt.learning_rates(self.optimizer)
 
+    def layout(self) -> dict[str, Any]:
+        """Return who holds what, for the summary."""
+        stage, world = self.engine.zero_optimization_stage(), dist.get_world_size()
+        replicas, shards = (1, world) if stage else (world, 1)
+        name = f"ZeRO {stage}"
+        return {"name": name, "parallel": name, "replicas": replicas, "shards": shards}
+
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch."""
         loss: torch.Tensor = self.engine(inputs.to(self.device), targets.to(self.device))
@@ -120,12 +127,28 @@ class Trainer:
         return train_gpt.mean_over_ranks(torch.stack(losses).sum() / sequences)
 
 
+def count_steps(
+    optimizer: curvadion.CurvaDion, meter: curvadion.WireMeter, progress: Progress
+) -> None:
+    """Count what the optimizer sends by itself, apart from what DeepSpeed sends."""
+    step: Callable[..., Any] = optimizer.step
+
+    def counted(*args: Any) -> Any:
+        sent = meter.total_bytes
+        result = step(*args)
+        progress.optimizer_bytes += meter.total_bytes - sent
+        return result
+
+    setattr(optimizer, "step", counted)  # noqa: B010
+
+
 def train(config: Config, device: torch.device) -> dict[str, Any]:
     """Run the training that the configuration describes and return its summary."""
     trainer, progress = Trainer(config, device), Progress()
     first, out = dist.get_rank() == 0, Path(config.out)
     log = RunLog(out, after_step=0, tensorboard=False, active=first)
     with log, curvadion.WireMeter() as meter:
+        count_steps(trainer.optimizer, meter, progress)
         while progress.step < config.steps:
             started, sent = time.perf_counter(), meter.total_bytes
             record = trainer.step(progress.step)
@@ -144,8 +167,7 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
                     log.write("validation", progress.step, **judged, **where)
                     if first and config.progress:
                         print(f"step {progress.step}: held-out loss {progress.val_loss:.4f}")
-    summary = train_gpt.summarise(trainer.config, progress)
-    summary["name"] = f"ZeRO {trainer.engine.zero_optimization_stage()}"
+    summary = train_gpt.summarise(trainer.config, progress) | trainer.layout()
     if first:
         train_gpt.write_json(out / "config.json", asdict(config) | {"deepspeed": config.json()})
         train_gpt.write_json(out / "summary.json", summary)

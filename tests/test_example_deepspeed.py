@@ -2,10 +2,15 @@
 
 import importlib.util
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
 import deepspeed_engines as ds
+import demo_deepspeed
 import distributed
 import train_gpt
 import train_gpt_deepspeed
@@ -41,6 +46,8 @@ def test_every_stage_trains_as_plain_ddp(tmp_path):
         assert summary["val_loss"] == pytest.approx(wanted["val_loss"], abs=1e-5)
         assert summary["tokens"] == wanted["tokens"]
         assert (summary["open_gate_share"], summary["drift"]) == (1.0, 0.0)
+        assert (summary["replicas"], summary["shards"]) == ((1, 2) if stage else (2, 1))
+        assert 0 < summary["optimizer_bytes_per_step"] <= summary["wire_bytes_per_step"]
         sent.append(summary["wire_bytes"])
     assert sent[0] < min(sent[1:])
 
@@ -50,3 +57,30 @@ def test_the_json_files_have_a_gate_where_it_saves_gradients(stage, tmp_path):
     flags = ("--steps", "12", "--gate", "json")
     summary = distributed.run(2, with_deepspeed, stage, str(tmp_path), *flags)[0]
     assert (summary["open_gate_share"] < 1.0) == (stage == 0)
+
+
+def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo_deepspeed, "STAGES", (2,))
+    summaries = demo_deepspeed.main(["--out", str(tmp_path), *TINY])
+    assert json.loads((tmp_path / "summary.json").read_text()) == summaries
+    names = [summary["name"] for summary in summaries]
+    assert names == ["Dion, DDP", "Dion, ZeRO 2", "CurvaDion, ZeRO 2"]
+    assert all(summary["largest_difference"] < 1e-5 for summary in summaries[:2])
+    assert "Gate always open: no loss" in capsys.readouterr().out
+
+
+def test_deepspeeds_launcher_runs_it(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
+    json_file = str(train_gpt_deepspeed.EXAMPLES / "ds_config_zero3.json")
+    command = [
+        sys.executable, *launcher, train_gpt_deepspeed.__file__, *TINY,
+        "--deepspeed-config", json_file, "--out", str(tmp_path),
+    ]  # fmt: skip
+    here = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": here, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, check=True, env=environment, timeout=110, capture_output=True)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["name"], summary["steps"], summary["shards"]) == ("ZeRO 3", 4, 2)
