@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import curvadion
 import deepspeed_engines as ds
 import distributed
 from curvadion import CurvaDion
+from curvadion.integrations.deepspeed.config import ROUTING
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
@@ -192,3 +195,9 @@ def test_importing_curvadion_imports_no_deepspeed():
 
 def test_an_engine_does_not_change_torch_optim():
     assert not hasattr(torch.optim, "CurvaDion")
+
+
+def test_every_key_of_the_json_is_described():
+    described = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text()
+    keys = {*list(inspect.signature(CurvaDion).parameters)[1:], *ROUTING} - {"replicas"}
+    assert [key for key in sorted(keys) if f"`{key}`" not in described] == []

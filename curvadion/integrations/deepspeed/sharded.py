@@ -2,9 +2,8 @@
 
 ZeRO gives the optimizer flat partitions, and calls its step once for each of them. Every range of a
 parameter in a partition is a flat shard: here it becomes a parameter of its own, a view of the
-partition that knows what it is a part of. The optimizer works on these. It steps once
-ZeRO has handed over the last partition with its gradient, scaled and clipped; padding is
-in no range, and so in no norm.
+partition that knows what it is a part of. The optimizer steps on these, once ZeRO has handed over
+the last partition with its gradient, scaled and clipped. Padding is in no range, and so in no norm.
 """
 
 from __future__ import annotations
