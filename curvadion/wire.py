@@ -24,11 +24,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
-    """Calls, their payload in bytes, and the largest payload of a single call, in bytes."""
+    """Calls, their payload in bytes, the largest payload of a single call, and bytes sent.
+
+    ``sent`` is what each rank must send at least, on average over the ranks of the group.
+    """
 
     calls: int = 0
     bytes: int = 0
     largest: int = 0
+    sent: float = 0.0
 
     def __add__(self, other: WireCount) -> WireCount:
         """Both together."""
@@ -36,6 +40,7 @@ class WireCount:
             self.calls + other.calls,
             self.bytes + other.bytes,
             max(self.largest, other.largest),
+            self.sent + other.sent,
         )
 
 
@@ -51,18 +56,23 @@ class Snapshot:
 class WireMeter:
     """Context manager that counts what this process communicates, per group and collective.
 
-    Payload is the logical message of a call, whatever algorithm moves it:
+    Payload is the logical message of a call, whatever algorithm moves it. What a rank sends is its
+    share of the least traffic with which n ranks can do the call, which a ring reaches. Payloads
+    of one kind of call compare directly; across kinds, compare what is sent: an all-reduce moves
+    as much as a reduce-scatter and an all-gather of the same tensor together.
 
-    ==================  ============================================================
-    all_reduce          the tensor
-    broadcast, reduce   the tensor
-    all_gather          the gathered output
-    reduce_scatter      the unreduced input
-    all_to_all          the input
-    gather, scatter     the whole list at the root (group size times this rank's tensor)
-    send                the tensor; the matching recv is not counted
-    barrier             0 bytes, one call
-    ==================  ============================================================
+    ==================  ===================================================  ===================
+    collective          payload                                              sent, of the payload
+    ==================  ===================================================  ===================
+    all_reduce          the tensor                                           2 (n - 1) / n
+    broadcast, reduce   the tensor                                           (n - 1) / n
+    all_gather          the gathered output                                  (n - 1) / n
+    reduce_scatter      the unreduced input                                  (n - 1) / n
+    all_to_all          the input                                            (n - 1) / n
+    gather, scatter     the whole list at the root (n times a rank's tensor) (n - 1) / n^2
+    send                the tensor; the matching recv is not counted         1
+    barrier             0 bytes, one call                                    0
+    ==================  ===================================================  ===================
 
     In a group of one rank nothing crosses a wire: its calls count 0 bytes. A coalesced call is one
     call with the sum of its tensors. A call that raises is not counted.
@@ -104,6 +114,11 @@ class WireMeter:
     def total_bytes(self) -> int:
         """Payload of everything counted, in bytes."""
         return sum(count.bytes for count in self.records.values())
+
+    @property
+    def total_sent(self) -> float:
+        """Bytes that each rank must send at least for everything counted, on average."""
+        return sum(count.sent for count in self.records.values())
 
     @property
     def total_calls(self) -> int:
@@ -223,6 +238,15 @@ class _Operator(NamedTuple):
     payload: int | None  # position of the argument that is the payload
     times_group_size: bool = False
 
+    def sent(self, payload: int, group_size: int) -> float:
+        """Bytes that a rank must send, of a payload in bytes, on average over the group."""
+        if self.collective == "send":
+            return payload
+        others = (group_size - 1) / group_size
+        if self.times_group_size:
+            return payload * others / group_size
+        return payload * others * (2 if self.collective == "all_reduce" else 1)
+
 
 _OPERATORS = {
     "allreduce_": _Operator("all_reduce", 0),
@@ -267,7 +291,8 @@ def _counting(overload: Any, operator: _Operator) -> Callable[..., Any]:
         result = overload.redispatch(keyset & below, *args, **kwargs)
         group = dist.ProcessGroup.unbox(args[group_position])
         payload = _payload(operator, args, group.size())
-        call = WireCount(calls=1, bytes=payload, largest=payload)
+        sent = operator.sent(payload, group.size())
+        call = WireCount(calls=1, bytes=payload, largest=payload, sent=sent)
         _count((group.group_name, operator.collective), call)
         return result
 

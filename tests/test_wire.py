@@ -454,11 +454,11 @@ def take_steps(rank):
 
 def test_steps_and_snapshots_have_their_own_largest():
     expected = (
-        WireCount(calls=1, bytes=400, largest=400),
-        WireCount(calls=2, bytes=12, largest=8),
-        WireCount(calls=1, bytes=12, largest=12),
+        WireCount(calls=1, bytes=400, largest=400, sent=400),
+        WireCount(calls=2, bytes=12, largest=8, sent=12),
+        WireCount(calls=1, bytes=12, largest=12, sent=12),
         WireCount(),
-        WireCount(calls=3, bytes=24, largest=12),
+        WireCount(calls=3, bytes=24, largest=12, sent=24),
     )
     assert distributed.run(2, take_steps) == [expected] * 2
 
@@ -485,11 +485,11 @@ def use_groups(rank):
             dist.all_reduce(ones(5), group=pair)
             dist.broadcast(ones(7), 0, group=pair)
     world = dist.group.WORLD.group_name
-    records = {(world, "all_reduce"): WireCount(1, 40, 40)}
+    records = {(world, "all_reduce"): WireCount(1, 40, 40, 40 * (2 / 3) * 2)}
     records[alone.group_name, "all_reduce"] = WireCount(1, 0, 0)
     if rank < 2:
-        records[pair.group_name, "all_reduce"] = WireCount(1, 20, 20)
-        records[pair.group_name, "broadcast"] = WireCount(1, 28, 28)
+        records[pair.group_name, "all_reduce"] = WireCount(1, 20, 20, 20)
+        records[pair.group_name, "broadcast"] = WireCount(1, 28, 28, 14)
     assert meter.records == records
     return meter.bytes_by_collective, meter.calls_by_collective, meter.largest
 
@@ -498,6 +498,36 @@ def test_groups_are_told_apart_and_a_lone_rank_has_no_wire():
     together = ({"all_reduce": 60, "broadcast": 28}, {"all_reduce": 3, "broadcast": 1}, 40)
     apart = ({"all_reduce": 40}, {"all_reduce": 2}, 40)
     assert distributed.run(3, use_groups) == [together, together, apart]
+
+
+def exchange_in_every_way(rank):
+    whole, pieces = ones(12), list(ones(12).chunk(3))
+    own = pieces[rank]
+    with WireMeter() as meter:
+        dist.all_reduce(whole)
+        dist.reduce_scatter_tensor(own, whole)
+        dist.all_gather_into_tensor(whole, own)
+        dist.all_to_all_single(torch.empty(12), whole)
+        dist.broadcast(whole, 0)
+        dist.gather(own, pieces if rank == 0 else None, 0)
+        dist.barrier()
+    by_kind = {kind: count.sent / 48 for (_, kind), count in meter.records.items()}
+    return by_kind, meter.total_sent / 48
+
+
+def test_an_all_reduce_sends_what_a_reduce_scatter_and_an_all_gather_send():
+    third = pytest.approx(2 / 3)
+    by_kind = {
+        "all_reduce": pytest.approx(4 / 3),
+        "reduce_scatter": third,
+        "all_gather": third,
+        "all_to_all": third,
+        "broadcast": third,
+        "gather": pytest.approx(2 / 9),
+        "barrier": 0,
+    }
+    total = pytest.approx(4 / 3 + 4 * 2 / 3 + 2 / 9)
+    assert distributed.run(3, exchange_in_every_way) == [(by_kind, total)] * 3
 
 
 def use_a_group_built_by_hand(rank):
@@ -511,7 +541,7 @@ def use_a_group_built_by_hand(rank):
 
 
 def test_a_group_without_a_name_is_counted():
-    expected = {("", "all_reduce"): WireCount(1, 40, 40)}
+    expected = {("", "all_reduce"): WireCount(1, 40, 40, 40)}
     assert distributed.run(2, use_a_group_built_by_hand) == [expected] * 2
 
 
