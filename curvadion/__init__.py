@@ -1,7 +1,7 @@
 """Curvadion: low-rank, curvature-gated synchronisation for distributed training in PyTorch."""
 
 from curvadion import deepspeed
-from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
+from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.optimizer import CurvaDion, Dion
 from curvadion.params import param_groups
 from curvadion.telemetry import StepReport, Summary
@@ -18,6 +18,7 @@ __all__ = [
     "Gate",
     "StepReport",
     "Summary",
+    "WireBudget",
     "WireMeter",
     "deepspeed",
     "param_groups",

@@ -13,7 +13,7 @@ from curvadion.plan import names
 from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape
 
 # State tensors that have the parameter's shape.
-_LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq")
+_LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq", "agreed", "residual")
 
 
 def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     size = group_size(group)
     if size == 1:
         return
-    for chunk in _chunks(tensors):
+    for chunk in chunks(tensors):
         bucket = Buckets([Slot(tuple(t.shape), group, _sum_dtype(t), t.device) for t in chunk])
         for view, tensor in zip(bucket.views, chunk, strict=True):
             view.copy_(tensor)
@@ -82,7 +82,8 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
             tensor.copy_(view)
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors that take ``DENSE_BUCKET_BYTES`` at most, in float32, or of one tensor."""
     chunk: list[Tensor] = []
     held = 0
     for tensor in tensors:

@@ -21,10 +21,16 @@ class Gate(ABC):
     Class attributes:
         reason: why the gate opened, for reports.
         reads_momentum: whether :meth:`signal` is wanted. If not, no momentum norm is taken.
+
+    Attributes:
+        open_cost, closed_cost: what an open and a closed step send, as shares of an all-reduce of
+            all gradients in float32; the optimizer sets them, where it knows, before it asks.
     """
 
     reason: str = "gate"
     reads_momentum: bool = False
+    open_cost: float | None = None
+    closed_cost: float = 0.0
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """What this replica brings to the decision, one number >= 0 per matrix parameter.
@@ -82,14 +88,19 @@ class RMMC(Gate):
         self.threshold = float(threshold)
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
-        change = (after - before).abs()
-        return torch.where(change == 0, 0.0, change / before)
+        return relative_change(before, after)
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return signal > self.threshold
 
     def __repr__(self) -> str:
         return f"RMMC(threshold={self.threshold})"
+
+
+def relative_change(before: Tensor, after: Tensor) -> Tensor:
+    """| after - before | / before, elementwise; no change of a zero is none."""
+    change = (after - before).abs()
+    return torch.where(change == 0, 0.0, change / before)
 
 
 class FixedPeriod(Gate):
@@ -125,3 +136,104 @@ class AlwaysOpen(Gate):
 
     def __repr__(self) -> str:
         return "AlwaysOpen()"
+
+
+class WireBudget(Gate):
+    """Open as often as a budget of bytes allows.
+
+    Every step earns what the budget allows it to send, and an open step spends its cost. With
+    ``by="period"`` the gate opens as soon as that is covered. With ``by="rmmc"`` it opens when the
+    relative maximum momentum change exceeds a threshold that rises when it opens and falls while
+    it is closed, so that openings are as frequent as the budget allows, but fall where momenta
+    change most; it never runs more than ``SLACK`` openings ahead of the budget or behind it.
+
+    Args:
+        share: of the bytes of an all-reduce of all gradients in float32 at every step, in (0, 1].
+        by: "period" or "rmmc".
+
+    Raises:
+        TypeError, ValueError: if ``share`` or ``by`` is none of these. RuntimeError: when it is
+            asked to open but the optimizer cannot tell what that costs.
+    """
+
+    reason = "budget"
+    SLACK = 2.0
+    GAIN = 0.3
+
+    def __init__(self, share: float, by: str = "period") -> None:
+        if isinstance(share, bool) or not isinstance(share, (int, float)):
+            raise TypeError(f"wire_budget={share!r} must be a number in (0, 1]")
+        if not 0 < share <= 1:
+            raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
+        if by not in ("period", "rmmc"):
+            raise ValueError(f"by={by!r} must be 'period' or 'rmmc'")
+        self.share, self.by = float(share), by
+        self.reads_momentum = by == "rmmc"
+        # Openings earned and not yet made; the threshold's logarithm, None before the first signal.
+        self._credit = 0.0
+        self._log_threshold: float | None = None
+        self._asked = False
+
+    def signal(self, before: Tensor, after: Tensor) -> Tensor:
+        return relative_change(before, after)
+
+    @property
+    def rate(self) -> float:
+        """Openings per step that the budget allows."""
+        if self.open_cost is None:
+            raise RuntimeError(
+                f"gate={self!r} must know what an open step sends: use it with "
+                f"reconcile='quantized'."
+            )
+        return min(1.0, max(0.0, self.share - self.closed_cost) / self.open_cost)
+
+    def opens(self, signal: float, local_steps: int) -> bool:
+        # Whatever opened the last step, a warm-up for example, its cost is spent.
+        opened = self._asked and local_steps == 0
+        self._asked = True
+        self._credit += self.rate - opened
+        if not self.reads_momentum:
+            return self._credit >= 1 - 1e-9
+        self._move_threshold(signal, opened)
+        if abs(self._credit) >= self.SLACK:
+            return self._credit > 0
+        return self._log_threshold is not None and signal > math.exp(self._log_threshold)
+
+    def _move_threshold(self, signal: float, opened: bool) -> None:
+        if self._log_threshold is not None:
+            self._log_threshold += self.GAIN * (opened - self.rate)
+        elif 0 < signal < math.inf:
+            self._log_threshold = math.log(signal)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "credit": self._credit,
+            "log_threshold": self._log_threshold,
+            "asked": self._asked,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._credit, self._asked = state["credit"], state["asked"]
+        self._log_threshold = state["log_threshold"]
+
+    def __repr__(self) -> str:
+        return f"WireBudget(share={self.share}, by={self.by!r})"
+
+
+def check_budget(gate: WireBudget, max_local_steps: int | None) -> None:
+    """Raise ValueError if a budget cannot be met.
+
+    The gate's costs must be known.
+    """
+    if gate.rate == 0:
+        raise ValueError(
+            f"wire_budget={gate.share!r} is less than a closed gate sends ({gate.closed_cost:.2g} "
+            f"of dense gradients): raise it."
+        )
+    longest = round(1 / gate.rate) - 1
+    if max_local_steps is not None and longest > max_local_steps:
+        raise ValueError(
+            f"wire_budget={gate.share!r} allows an opening every {longest + 1} steps, but "
+            f"max_local_steps={max_local_steps} asks for more: pass max_local_steps=None, fewer "
+            f"reconcile_bits or a larger budget."
+        )

@@ -46,7 +46,7 @@ def dtype_name(key: str, value: object) -> str | None:
     return name
 
 
-def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{key}={value!r} must be one of {choices}")

@@ -18,14 +18,22 @@ from curvadion import ops, reconcile, wire
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import mean_
 from curvadion.elementwise import elementwise_step
-from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
+from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget, check_budget
 from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step, momentum_decay
 from curvadion.plan import Plan, Pushed, check_parameter, names
 from curvadion.progress import Progress, read_record, record
-from curvadion.replicas import Agreement, ReplicaGroup, agree, held_anywhere, verify_replicas
-from curvadion.sharding import FLAT_SHARD_START, local
+from curvadion.quantization import BITS, BLOCK, block_bytes
+from curvadion.replicas import (
+    GATE_BYTES,
+    Agreement,
+    ReplicaGroup,
+    agree,
+    held_anywhere,
+    verify_replicas,
+)
+from curvadion.sharding import FLAT_SHARD_START, global_shape, local
 from curvadion.telemetry import StepReport
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -56,14 +64,21 @@ class CurvaDion(Optimizer):
         replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
             DeviceMesh; None for one replica. Gradients must reach ``step`` unaveraged.
         threshold: tau of the RMMC gate; the default gate is RMMC(0.3).
-        gate: another gate, instead of ``threshold``: FixedPeriod, AlwaysOpen or your own.
+        gate: another gate, instead of ``threshold``: FixedPeriod, WireBudget, AlwaysOpen or yours.
         local_step: what a matrix does while the gate is closed: "dion", a power iteration inside
             the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
         local_lr: learning rate of the "gradient" local step; None takes lr.
         max_local_steps: longest run of local steps; None for no bound.
         warmup_steps: that many first steps are always synchronised.
-        reconcile: what brings drifted replicas together when the gate opens: "average", the exact
-            mean of all parameters and of the elementwise algorithms' moments, or "none".
+        wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
+            (0, 1], that the replicas may send: the gate WireBudget, with reconcile="quantized".
+        reconcile: what brings drifted replicas together when the gate opens. "average": the exact
+            mean of all parameters and of the elementwise algorithms' moments, before the open step
+            above. "quantized": a local step, then the mean of what the weights have moved since
+            the last time, sent in a few bits a number, instead of the open step above; momenta
+            stay with their replicas. "none": nothing. By default "quantized" with a wire_budget,
+            "average" without.
+        reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
         mu: momentum decay.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
@@ -98,7 +113,9 @@ class CurvaDion(Optimizer):
         local_lr: float | None = None,
         max_local_steps: int | None = 50,
         warmup_steps: int = 0,
-        reconcile: Literal["average", "none"] = "average",
+        wire_budget: float | None = None,
+        reconcile: Literal["average", "quantized", "none"] | None = None,
+        reconcile_bits: int = 2,
         mu: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -114,15 +131,24 @@ class CurvaDion(Optimizer):
         stochastic_rounding: bool = False,
     ) -> None:
         check.one_of("local_step", local_step, ("dion", "gradient"))
-        check.one_of("reconcile", reconcile, ("average", "none"))
+        if reconcile is None:
+            reconcile = "average" if wire_budget is None else "quantized"
+        check.one_of("reconcile", reconcile, ("average", "quantized", "none"))
+        check.one_of("reconcile_bits", reconcile_bits, BITS)
         check.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
             check.integer("max_local_steps", max_local_steps, 1)
-        self.gate = _gate(gate, threshold, max_local_steps)
+        self.gate = _gate(gate, threshold, wire_budget, max_local_steps)
+        if isinstance(self.gate, WireBudget) and reconcile != "quantized":
+            raise ValueError(
+                f"reconcile={reconcile!r} with gate={self.gate!r}: a budget of bytes needs "
+                f"reconcile='quantized'."
+            )
         self.local_step: str = local_step
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
+        self.reconcile_bits = reconcile_bits
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
@@ -206,6 +232,10 @@ class CurvaDion(Optimizer):
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
     ) -> None:
         group = self._replicas.process_group
+        if self.reconcile == "quantized":
+            self._local_step(plan, pushed, norms, complete=complete)
+            self._agree_on_weights(plan)
+            return
         if self.reconcile == "average" and self.progress.local_steps:
             weights = [p.local for p in plan.parameters]
             reconcile.average_(weights + plan.moments(), plan.counters(), group)
@@ -217,6 +247,15 @@ class CurvaDion(Optimizer):
         accumulate_momenta(plan, pushed)
         low_rank_step(plan, norms, step=self.progress.steps, inside_replica=False)
         _elementwise_steps(plan, gradients)
+
+    def _agree_on_weights(self, plan: Plan) -> None:
+        reconcile.quantized_average_(
+            [p.local for p in plan.parameters],
+            [local(p.state["agreed"]) for p in plan.parameters],
+            [local(p.state["residual"]) for p in plan.parameters],
+            self.reconcile_bits,
+            self._replicas.process_group,
+        )
 
     def _local_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
@@ -315,11 +354,19 @@ class CurvaDion(Optimizer):
     def _verify(self, plan: Plan) -> None:
         if self._verified:
             return
-        settings = (self.local_step, self.reconcile, self.warmup_steps, self.max_local_steps)
+        settings = (self.local_step, self.reconcile, self.reconcile_bits)
+        limits = (self.warmup_steps, self.max_local_steps)
         own_repr = type(self.gate).__repr__ is not object.__repr__
         gate = repr(self.gate) if own_repr else type(self.gate).__name__
         self._verified = verify_replicas(
-            plan.description(*settings, gate, repr(self.gate.state_dict()), repr(self.progress)),
+            plan.description(
+                *settings,
+                *limits,
+                gate,
+                repr(self.gate.state_dict()),
+                repr(self.progress),
+                reconcile.fingerprint([p.state.get("agreed") for p in plan.parameters]),
+            ),
             [p.G for p in plan.parameters if p.G is not None],
             plan.device,
             replicas=self._replicas.process_group,
@@ -360,11 +407,17 @@ class CurvaDion(Optimizer):
         plan = self._plan()
         tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
+        agreeing = [p for p in ready.parameters if "agreed" in p.state]
+        for p in agreeing:  # what its codes have lost counts
+            p.local.add_(local(p.state["residual"]))
+            local(p.state["residual"]).zero_()
         for p in ready.dion:
-            own = p.state.keys() - {"momentum_norm", FLAT_SHARD_START}
+            own = p.state.keys() - {"momentum_norm", FLAT_SHARD_START, "agreed", "residual"}
             tensors += [local(p.state[key]) for key in sorted(own)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
+        for p in agreeing:
+            local(p.state["agreed"]).copy_(p.local)
         if ready.matrices:
             here = ops.norms([m.elements(m.parameter.M) for m in ready.matrices])
             ready.store_norms(ready.norms_over_shards(here))
@@ -445,7 +498,8 @@ class CurvaDion(Optimizer):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("gate", "local_step", "max_local_steps", "warmup_steps", "reconcile", "progress")
+        behaviour = ("gate", "local_step", "max_local_steps", "warmup_steps")
+        own = (*behaviour, "reconcile", "reconcile_bits", "progress")
         kept = {key: getattr(self, key) for key in (*own, "report", "_replicas")}
         return {**super().__getstate__(), **kept}
 
@@ -479,8 +533,19 @@ class CurvaDion(Optimizer):
                     f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
                     f"use gate=FixedPeriod(...) or AlwaysOpen()."
                 )
+            self._tell_costs(plan)
             self._cached = (key, plan)
         return self._cached[1]
+
+    def _tell_costs(self, plan: Plan) -> None:
+        """Tell the gate what steps send, alike on all ranks, whatever pieces they hold."""
+        if self.reconcile != "quantized" or not plan.parameters:
+            return
+        dense = 4 * sum(math.prod(global_shape(p.X)) for p in plan.parameters)
+        self.gate.open_cost = block_bytes(self.reconcile_bits) / (4 * BLOCK)
+        self.gate.closed_cost = GATE_BYTES / dense
+        if isinstance(self.gate, WireBudget):
+            check_budget(self.gate, self.max_local_steps)
 
     def _create_state(self, plan: Plan) -> bool:
         """Give every parameter its state, with or without a gradient; True if none had any."""
@@ -488,6 +553,10 @@ class CurvaDion(Optimizer):
         without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
         for p in without:
             p.create_state()
+        if self.reconcile == "quantized":
+            for p in plan.parameters:
+                if "agreed" not in p.state:
+                    p.agree_on_weights()
         if without:
             plan.look_up_states()
         return len(without) == len(plan.parameters)
@@ -552,14 +621,20 @@ class Dion(CurvaDion):
         )
 
 
-def _gate(gate: Gate | None, threshold: float | None, max_local_steps: int | None) -> Gate:
+def _gate(
+    gate: Gate | None,
+    threshold: float | None,
+    wire_budget: float | None,
+    max_local_steps: int | None,
+) -> Gate:
+    ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
+    given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: each is a gate; pass one of them.")
+    if wire_budget is not None:
+        return WireBudget(wire_budget)
     if gate is None:
         return RMMC(0.3 if threshold is None else threshold)
-    if threshold is not None:
-        raise ValueError(
-            f"threshold={threshold!r} belongs to the RMMC gate, but gate={gate!r} was given: pass "
-            f"one of them."
-        )
     if not isinstance(gate, Gate):
         raise TypeError(f"gate={gate!r} must be a Gate, got {type(gate).__name__}")
     longest = math.inf if max_local_steps is None else max_local_steps

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.collectives import group_size, mean_
+from curvadion.collectives import chunks, group_size, mean_
+from curvadion.quantized_mean import message_bytes, quantized_mean
+from curvadion.sharding import local
 
 
 def average_(
@@ -27,6 +29,45 @@ def average_(
         mean_([packed], group)
         for counter, value in zip(counters, packed.to(counters[0].device).unbind(), strict=True):
             counter.copy_(value)
+
+
+def quantized_average_(
+    X: Sequence[Tensor],
+    agreed: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    bits: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Replace X by what replicas agree on: the same bits on each, sent in ``bits`` bits a number.
+
+        agreed <- agreed + mean over replicas of (X - agreed),   X <- agreed
+
+    Args:
+        X: weights; afterwards ``agreed`` in their dtype.
+        agreed: the same on every replica, float32 or wider, of X's shapes; updated.
+        residuals: what the codes of these means have lost here, float32; updated.
+        bits: of a code.
+        group: the replicas.
+    """
+    first = 0
+    for chunk in chunks(X):
+        these = slice(first, first + len(chunk))
+        first = these.stop
+        # What X holds of the agreement: a narrow dtype's rounding is no movement.
+        moved = [(x - a.to(x.dtype)).float() for x, a in zip(X[these], agreed[these], strict=True)]
+        means = quantized_mean(moved, residuals[these], bits, group)
+        for x, a, mean in zip(X[these], agreed[these], means, strict=True):
+            x.copy_(a.add_(mean))
+
+
+def quantized_average_bytes(X: Sequence[Tensor], bits: int) -> int:
+    """Bytes of the codes of :func:`quantized_average_`."""
+    return sum(message_bytes(sum(x.numel() for x in chunk), bits) for chunk in chunks(X))
+
+
+def fingerprint(agreed: Iterable[Tensor | None]) -> float:
+    """A number that is the same where replicas agree on the same weights."""
+    return sum(float(local(a).double().sum()) for a in agreed if a is not None)
 
 
 def drift(

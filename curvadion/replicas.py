@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.collectives import group_size
 
+GATE_BYTES = 16
 _NAN_BITS = 0x7FC00000
 
 
@@ -96,7 +97,7 @@ def agree(
     complete: bool,
     group: dist.ProcessGroup | None,
 ) -> Agreement:
-    """One collective of 16 bytes and one device-to-host read.
+    """One collective of ``GATE_BYTES`` and one device-to-host read.
 
     Args:
         signals: this replica's gate signals, one per matrix, (k,), k may be 0.
@@ -185,8 +186,9 @@ def verify_replicas(
         raise RuntimeError(
             "The replicas' optimizers differ in their parameters' shapes, order or algorithms, or "
             "in rank_fraction, momentum_rule, right_factor, local_step, reconcile, gate or their "
-            "limits, or have not loaded the same checkpoint: build the optimizer from the same "
-            "arguments on every rank, and load on all of them or on none."
+            "limits, or have not loaded the same checkpoint, or, with reconcile='quantized', start "
+            "from other weights: build the optimizer from the same arguments and weights on every "
+            "rank, and load on all of them or on none."
         )
     if some_identical and not some_different:
         raise RuntimeError(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate
+from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.optimizer import CurvaDion, Dion
 from curvadion.params import param_groups
@@ -77,7 +77,7 @@ def _check_keys(kind: type[CurvaDion], params: Mapping[str, Any]) -> None:
 
 
 def _gate(value: object) -> Gate:
-    """A gate from ``{"type": "rmmc" | "period" | "always", ...its arguments}``."""
+    """A gate from ``{"type": "rmmc" | "period" | "budget" | "always", ...its arguments}``."""
     key = "optimizer.params.gate"
     if not isinstance(value, Mapping):
         raise TypeError(
@@ -87,9 +87,10 @@ def _gate(value: object) -> Gate:
     kind = arguments.pop("type", None)
     if not isinstance(kind, str) or kind not in GATES:
         raise ValueError(f"{key}.type={kind!r} must be one of {tuple(GATES)}")
-    known = list(inspect.signature(GATES[kind]).parameters)
-    if sorted(arguments) != sorted(known):
-        raise ValueError(f"{key}={value!r}: a gate of type {kind!r} takes {known}")
+    known = inspect.signature(GATES[kind]).parameters
+    required = {name for name, argument in known.items() if argument.default is argument.empty}
+    if not required <= arguments.keys() <= known.keys():
+        raise ValueError(f"{key}={value!r}: a gate of type {kind!r} takes {list(known)}")
     try:
         return GATES[kind](**arguments)
     except (TypeError, ValueError) as error:
@@ -151,6 +152,12 @@ def check_replicas(engine: Any, optimizer: CurvaDion) -> None:
             f"replicas must be None with zero_optimization.stage="
             f"{engine.zero_optimization_stage()}: ZeRO has averaged the gradients before the step "
             f"and shards one replica over all ranks"
+        )
+    if optimizer.reconcile == "quantized":
+        raise ValueError(
+            f"reconcile='quantized' (or a wire_budget) with zero_optimization.stage="
+            f"{engine.zero_optimization_stage()}: one replica is sharded over all ranks, so there "
+            f"is nothing to bring together. Use it at stage 0."
         )
     if optimizer.local_step == "dion" and not isinstance(optimizer.gate, AlwaysOpen):
         raise ValueError(

@@ -1,0 +1,266 @@
+"""A budget of bytes: when it opens the gate, and what replicas then send and agree on."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distributed
+import toy
+from curvadion import RMMC, CurvaDion, FixedPeriod, WireBudget, WireMeter
+from curvadion.quantized_mean import message_bytes
+
+BITS = (1, 2, 4, 8)
+
+
+def ask(gate, steps, *, signals=None, opened_by_others=()):
+    """The steps at which a gate opens; something else opens it at others too."""
+    openings, local_steps = [], 0
+    for step in range(steps):
+        signal = 1.0 if signals is None else signals[step]
+        opens = gate.opens(signal, local_steps) or step in opened_by_others
+        local_steps = 0 if opens else local_steps + 1
+        openings += [step] if opens else []
+    return openings
+
+
+def gate_that_costs(share, by="period", open_cost=0.05, closed_cost=0.001):
+    gate = WireBudget(share, by)
+    gate.open_cost, gate.closed_cost = open_cost, closed_cost
+    return gate
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+@pytest.mark.parametrize("share", [0.003, 0.01, 0.03])
+def test_the_budget_is_met(by, share):
+    signals = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
+    openings = ask(gate_that_costs(share, by), 3000, signals=signals)
+    sent = 0.05 * len(openings) + 0.001 * 3000
+    assert sent == pytest.approx(share * 3000, rel=0.1)
+
+
+def test_a_period_is_as_even_as_the_budget_allows():
+    openings = ask(gate_that_costs(0.01 + 0.001), 200)
+    assert openings == list(range(4, 200, 5))
+
+
+def test_openings_by_rmmc_fall_where_momenta_change_most():
+    signals = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
+    openings = ask(gate_that_costs(0.01, "rmmc"), 3000, signals=signals)
+    mean = sum(signals[i] for i in openings) / len(openings)
+    assert mean > 0.75
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_openings_by_others_are_paid_for(by):
+    signals = [1.0] * 2000
+    openings = ask(gate_that_costs(0.01, by), 2000, signals=signals, opened_by_others=range(50))
+    assert 0.05 * len(openings) + 0.001 * 2000 == pytest.approx(0.01 * 2000, rel=0.1)
+
+
+def test_a_budget_for_every_step_is_always_open():
+    assert ask(gate_that_costs(1.0), 10) == list(range(10))
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_a_gate_goes_on_from_its_state(by):
+    signals = torch.rand(200, generator=torch.Generator().manual_seed(0)).tolist()
+    whole, first = gate_that_costs(0.01, by), gate_that_costs(0.01, by)
+    opened = [i for i in ask(whole, 200, signals=signals) if i >= 100]
+    before = ask(first, 100, signals=signals)
+    second = gate_that_costs(0.01, by)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    local_steps, after = 99 - before[-1] if before else 100, []
+    for step in range(100, 200):
+        if second.opens(signals[step], local_steps):
+            after.append(step)
+            local_steps = 0
+        else:
+            local_steps += 1
+    assert after == opened
+
+
+def optimizer_of(model, **arguments):
+    return CurvaDion(
+        toy.groups(model),
+        lr=0.02,
+        replicas=dist.group.WORLD,
+        **{"max_local_steps": None} | arguments,
+    )
+
+
+def train(rank, steps, arguments):
+    """Weights after each step, reports, and bytes sent at each."""
+    model = toy.model()
+    optimizer = optimizer_of(model, **arguments)
+    weights, reports, sent = [], [], []
+    for step in range(steps):
+        with WireMeter() as meter:
+            reports += toy.train(model, optimizer, [step], rank)
+        sent.append(meter.total_sent)
+        weights.append(toy.weights(model))
+    return weights, reports, sent
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("local_step", ["dion", "gradient"])
+def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
+    arguments = dict(gate=FixedPeriod(3), reconcile="quantized", reconcile_bits=bits)
+    ranks = distributed.run(3, train, 9, arguments | {"local_step": local_step})
+    for step in range(9):
+        equal = [
+            all(torch.equal(weights[step][name], x) for name, x in ranks[0][0][step].items())
+            for weights, _, _ in ranks[1:]
+        ]
+        assert all(equal) == ranks[0][1][step].gate_open == (step % 3 == 2)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits):
+    arguments = dict(gate=FixedPeriod(2), reconcile="quantized", reconcile_bits=bits)
+    ranks = distributed.run(2, train, 6, arguments)
+    codes = message_bytes(sum(p.numel() for p in toy.model().parameters()), bits)
+    for step in range(1, 6):  # the first also compares the replicas
+        mean = sum(sent[step] for _, _, sent in ranks) / 2
+        assert mean == 16 + (codes if step % 2 else 0)
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_a_run_sends_what_its_budget_allows(by):
+    steps, share = 120, 0.3
+    arguments = dict(gate=WireBudget(share, by), reconcile="quantized")
+    ranks = distributed.run(2, train, steps, arguments)
+    dense = 4 * sum(p.numel() for p in toy.model().parameters())
+    # Codes come in blocks, which matters for a model as small as this.
+    bits_of_a_number = 2 + 2 * 8 / 256
+    openings = sum(report.gate_open for report in ranks[0][1])
+    allowed = steps * (share - 16 / dense) / (bits_of_a_number / 32)
+    assert openings == pytest.approx(min(allowed, steps), rel=0.1)
+
+
+def compare_with_8_bits(rank):
+    """How far fewer bits end from where 8 bits do, relative to the weights."""
+    ends = {}
+    for bits in BITS:
+        model = toy.model()
+        how = {"reconcile": "quantized", "reconcile_bits": bits}
+        toy.train(model, optimizer_of(model, gate=FixedPeriod(2), **how), range(10), rank)
+        ends[bits] = torch.cat([x.detach().flatten() for x in model.parameters()])
+    return {bits: float((ends[bits] - ends[8]).norm() / ends[8].norm()) for bits in BITS[:-1]}
+
+
+def test_more_bits_come_closer():
+    (by_bits, *_) = distributed.run(2, compare_with_8_bits)
+    assert by_bits[4] < by_bits[2] < by_bits[1] < 0.2
+
+
+def train_in_two_parts(rank, part):
+    model = toy.model()
+    optimizer = optimizer_of(model, wire_budget=0.05)
+    if part == "whole":
+        toy.train(model, optimizer, range(14), rank)
+        return toy.weights(model)
+    toy.train(model, optimizer, range(5), rank)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model = toy.model()
+    optimizer = optimizer_of(model, wire_budget=0.05)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    toy.train(model, optimizer, range(5, 14), rank)
+    return toy.weights(model)
+
+
+def test_a_run_goes_on_bitwise_from_each_replicas_state():
+    whole = distributed.run(2, train_in_two_parts, "whole")
+    parts = distributed.run(2, train_in_two_parts, "parts")
+    for ours, theirs in zip(whole, parts, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def synchronize(rank):
+    model = toy.model()
+    optimizer = optimizer_of(model, gate=FixedPeriod(3), reconcile="quantized", reconcile_bits=1)
+    toy.train(model, optimizer, range(4), rank)
+    true = []
+    for x in model.parameters():
+        mean = x.detach() + optimizer.state[x]["residual"]
+        dist.all_reduce(mean)
+        true.append(mean / 2)
+    optimizer.synchronize()
+    for x, mean in zip(model.parameters(), true, strict=True):
+        state = optimizer.state[x]
+        assert torch.allclose(x, mean, atol=1e-6)
+        assert torch.equal(state["agreed"], x) and not state["residual"].any()
+    return toy.weights(model)
+
+
+def test_synchronize_sends_what_the_codes_have_lost():
+    first, second = distributed.run(2, synchronize)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def start_from_other_weights(rank):
+    model = toy.model()
+    with torch.no_grad():
+        model.linear.weight += rank
+    with pytest.raises(RuntimeError, match="other weights"):
+        toy.train(model, optimizer_of(model, wire_budget=0.05), [0], rank)
+
+
+def test_replicas_that_start_from_other_weights_are_an_error():
+    distributed.run(2, start_from_other_weights)
+
+
+def narrow(rank):
+    model = toy.model(torch.bfloat16)
+    optimizer = optimizer_of(model, gate=FixedPeriod(2), reconcile="quantized")
+    toy.train(model, optimizer, range(6), rank)
+    for x in model.parameters():
+        agreed = optimizer.state[x]["agreed"]
+        assert agreed.dtype == torch.float32
+        assert torch.equal(x, agreed.to(torch.bfloat16))
+    return toy.weights(model)
+
+
+def test_bfloat16_weights_follow_a_float32_agreement():
+    first, second = distributed.run(2, narrow)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"wire_budget": 0.0}, ValueError, "wire_budget=0.0"),
+        ({"wire_budget": 2}, ValueError, "wire_budget=2"),
+        ({"wire_budget": "1%"}, TypeError, "wire_budget='1%'"),
+        ({"wire_budget": 0.01, "threshold": 0.3}, ValueError, "threshold=0.3 and wire_budget"),
+        ({"wire_budget": 0.01, "gate": RMMC(0.1)}, ValueError, "gate=RMMC"),
+        ({"wire_budget": 0.01, "reconcile": "average"}, ValueError, "reconcile='average'"),
+        ({"reconcile": "quantized", "reconcile_bits": 5}, ValueError, "reconcile_bits=5"),
+    ],
+)
+def test_impossible_arguments_are_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        CurvaDion(toy.groups(toy.model()), **arguments)
+
+
+def too_small_a_budget(rank):
+    model = toy.model()
+    with pytest.raises(ValueError, match="less than a closed gate sends"):
+        toy.train(model, optimizer_of(model, wire_budget=1e-4), [0], rank)
+    with pytest.raises(ValueError, match="max_local_steps=1 "):
+        toy.train(model, optimizer_of(model, wire_budget=0.03, max_local_steps=1), [0], rank)
+
+
+def test_a_budget_that_cannot_be_met_is_an_error():
+    distributed.run(2, too_small_a_budget)
+
+
+def test_a_budget_without_known_costs_is_an_error():
+    with pytest.raises(RuntimeError, match="must know what an open step sends"):
+        WireBudget(0.01).opens(0.0, 0)
+    assert math.isclose(gate_that_costs(0.011).rate, 0.2)
