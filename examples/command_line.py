@@ -45,6 +45,6 @@ def _reading(kind: Any) -> dict[str, Any]:
         return {"choices": arguments}
     if typing.get_origin(kind) is tuple:
         return {"type": arguments[0], "nargs": "*"}
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return _reading(next(each for each in arguments if each is not type(None)))
     return {"type": kind}

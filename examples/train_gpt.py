@@ -29,7 +29,7 @@ import checkpoint
 import curvadion
 from checkpoint import Progress
 from command_line import option, parse
-from curvadion import RMMC, CurvaDion, Dion, FixedPeriod
+from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, Gate, WireBudget
 from curvadion.reconcile import drift
 from gpt import GPT, GPTConfig
 from optional import need
@@ -98,7 +98,13 @@ class Config:
     local_lr: float | None = option(None, "its learning rate for matrices; default: as if open")
     max_local_steps: int = option(50, "longest run of local steps")
     synchronized_steps: int = option(0, "steps at the start that always synchronise")
-    reconcile: Literal["average", "none"] = option("average", "what opening does to the replicas")
+    wire_budget: float | None = option(
+        None, "share of dense gradients' bytes to send, instead of a threshold or a period"
+    )
+    reconcile: Literal["average", "quantized", "none"] | None = option(
+        None, "what opening does to the replicas; default: average, quantized under a budget"
+    )
+    reconcile_bits: int = option(2, "of a number, where quantized")
 
     # Running
     validate_every: int = option(100, "steps between evaluations")
@@ -172,14 +178,26 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         return Dion(groups, **shared)
     return CurvaDion(
         groups,
-        gate=FixedPeriod(config.period) if config.period else RMMC(config.threshold),
+        gate=gate(config),
         local_step=config.local_step,
         local_lr=config.local_lr,
         max_local_steps=config.max_local_steps,
         warmup_steps=config.synchronized_steps,
-        reconcile=config.reconcile,
+        reconcile=config.reconcile or ("quantized" if config.wire_budget else "average"),
+        reconcile_bits=config.reconcile_bits,
         **shared,
     )
+
+
+def gate(config: Config) -> Gate:
+    """Return the gate that the configuration asks for."""
+    if config.period and config.wire_budget:
+        raise ValueError(
+            f"period={config.period} and wire_budget={config.wire_budget}: give one of them"
+        )
+    if config.wire_budget:
+        return WireBudget(config.wire_budget)
+    return FixedPeriod(config.period) if config.period else RMMC(config.threshold)
 
 
 @contextmanager
