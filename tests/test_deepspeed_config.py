@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 def with_params(stage=0, kind="CurvaDion", **params):
     configuration = ds.config(stage, params, kind)
-    if "threshold" in params or kind == "Dion":
+    if {"threshold", "wire_budget"} & params.keys() or kind == "Dion":
         del configuration["optimizer"]["params"]["gate"]
     return configuration
 
@@ -57,13 +57,21 @@ MALFORMED = {
     ),
     "gate and threshold": (
         ds.config(0, {"threshold": 0.3}),
-        "optimizer.params: threshold=0.3 belongs to the RMMC gate",
+        "optimizer.params: gate=AlwaysOpen() and threshold=0.3: each is a gate",
     ),
     "threshold": (with_params(threshold=-1), "optimizer.params: threshold=-1"),
     "local_step": (with_params(local_step="sgd"), "optimizer.params: local_step='sgd'"),
     "local Dion step of shards": (
         with_params(2, threshold=0.3, local_step="dion"),
         "local_step='dion' with zero_optimization.stage=2",
+    ),
+    "budget where nothing drifts": (
+        with_params(stage=1, wire_budget=0.01),
+        "reconcile='quantized' (or a wire_budget) with zero_optimization.stage=1",
+    ),
+    "budget and threshold": (
+        with_params(wire_budget=0.01, threshold=0.3),
+        "threshold=0.3 and wire_budget=0.01",
     ),
     "elementwise": (with_params(elementwise="sgd"), "optimizer.params: elementwise='sgd'"),
     "kind in options": (with_params(options={"bias": {"lr": 1}}), "options names the kind 'bias'"),

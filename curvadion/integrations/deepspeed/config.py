@@ -18,7 +18,12 @@ from curvadion.params import param_groups
 from curvadion.sharding import declare_flat_shard
 
 OPTIMIZERS: dict[str, type[CurvaDion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
-GATES: dict[str, type[Gate]] = {"rmmc": RMMC, "period": FixedPeriod, "always": AlwaysOpen}
+GATES: dict[str, type[Gate]] = {
+    "rmmc": RMMC,
+    "period": FixedPeriod,
+    "budget": WireBudget,
+    "always": AlwaysOpen,
+}
 ROUTING = ("elementwise", "options", "patterns")
 
 
