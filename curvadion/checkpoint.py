@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from curvadion import consensus
 from curvadion.plan import names
 from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape
 
 # State tensors that have the parameter's shape.
-_LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq", "agreed", "residual")
+_LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq", *consensus.STATE_KEYS)
 
 
 def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

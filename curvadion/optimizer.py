@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from curvadion import consensus, ops, reconcile, wire
 from curvadion import hyperparameters as check
-from curvadion import ops, reconcile, wire
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import mean_
 from curvadion.elementwise import elementwise_step
@@ -24,7 +24,8 @@ from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step, momentum_decay
 from curvadion.plan import Plan, Pushed, check_parameter, names
 from curvadion.progress import Progress, read_record, record
-from curvadion.quantization import BITS, BLOCK, block_bytes
+from curvadion.quantization import BITS
+from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import (
     GATE_BYTES,
     Agreement,
@@ -74,11 +75,12 @@ class CurvaDion(Optimizer):
             (0, 1], that the replicas may send: the gate WireBudget, with reconcile="quantized".
         reconcile: what brings drifted replicas together when the gate opens. "average": the exact
             mean of all parameters and of the elementwise algorithms' moments, before the open step
-            above. "quantized": a local step, then the mean of what the weights have moved since
-            the last time, sent in a few bits a number, instead of the open step above; momenta
-            stay with their replicas. "none": nothing. By default "quantized" with a wire_budget,
-            "average" without.
+            above. "quantized": a local step, then the mean of what weights and momenta have moved
+            since the last time, sent in a few bits a number, instead of the open step above.
+            "none": nothing. By default "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
+        reconcile_momentum: of "quantized": whether momenta (M, and the first moments of AdamW and
+            Lion) are averaged with the weights; if not, half as many bytes are sent.
         mu: momentum decay.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
@@ -116,6 +118,7 @@ class CurvaDion(Optimizer):
         wire_budget: float | None = None,
         reconcile: Literal["average", "quantized", "none"] | None = None,
         reconcile_bits: int = 2,
+        reconcile_momentum: bool = True,
         mu: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -135,6 +138,7 @@ class CurvaDion(Optimizer):
             reconcile = "average" if wire_budget is None else "quantized"
         check.one_of("reconcile", reconcile, ("average", "quantized", "none"))
         check.one_of("reconcile_bits", reconcile_bits, BITS)
+        check.boolean("reconcile_momentum", reconcile_momentum)
         check.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
             check.integer("max_local_steps", max_local_steps, 1)
@@ -149,6 +153,7 @@ class CurvaDion(Optimizer):
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
         self.reconcile_bits = reconcile_bits
+        self.reconcile_momentum = reconcile_momentum
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
@@ -234,7 +239,7 @@ class CurvaDion(Optimizer):
         group = self._replicas.process_group
         if self.reconcile == "quantized":
             self._local_step(plan, pushed, norms, complete=complete)
-            self._agree_on_weights(plan)
+            self._come_together(plan)
             return
         if self.reconcile == "average" and self.progress.local_steps:
             weights = [p.local for p in plan.parameters]
@@ -248,14 +253,17 @@ class CurvaDion(Optimizer):
         low_rank_step(plan, norms, step=self.progress.steps, inside_replica=False)
         _elementwise_steps(plan, gradients)
 
-    def _agree_on_weights(self, plan: Plan) -> None:
-        reconcile.quantized_average_(
-            [p.local for p in plan.parameters],
-            [local(p.state["agreed"]) for p in plan.parameters],
-            [local(p.state["residual"]) for p in plan.parameters],
-            self.reconcile_bits,
-            self._replicas.process_group,
-        )
+    def _come_together(self, plan: Plan) -> None:
+        """Replicas move to the mean of what each has moved since the last time."""
+        consensus.agree_(plan.parameters, self.reconcile_bits, self._replicas.process_group)
+        if self.reconcile_momentum and self.gate.reads_momentum:
+            self._measure_momenta(plan)
+
+    def _measure_momenta(self, plan: Plan) -> None:
+        """Store the momenta's norms anew, which something else than a step has changed."""
+        if plan.matrices:
+            here = ops.norms([m.elements(m.parameter.M) for m in plan.matrices])
+            plan.store_norms(plan.norms_over_shards(here))
 
     def _local_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
@@ -354,7 +362,8 @@ class CurvaDion(Optimizer):
     def _verify(self, plan: Plan) -> None:
         if self._verified:
             return
-        settings = (self.local_step, self.reconcile, self.reconcile_bits)
+        how = (self.reconcile, self.reconcile_bits, self.reconcile_momentum)
+        settings = (self.local_step, *how)
         limits = (self.warmup_steps, self.max_local_steps)
         own_repr = type(self.gate).__repr__ is not object.__repr__
         gate = repr(self.gate) if own_repr else type(self.gate).__name__
@@ -365,7 +374,7 @@ class CurvaDion(Optimizer):
                 gate,
                 repr(self.gate.state_dict()),
                 repr(self.progress),
-                reconcile.fingerprint([p.state.get("agreed") for p in plan.parameters]),
+                consensus.fingerprint(plan.parameters),
             ),
             [p.G for p in plan.parameters if p.G is not None],
             plan.device,
@@ -407,20 +416,14 @@ class CurvaDion(Optimizer):
         plan = self._plan()
         tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
-        agreeing = [p for p in ready.parameters if "agreed" in p.state]
-        for p in agreeing:  # what its codes have lost counts
-            p.local.add_(local(p.state["residual"]))
-            local(p.state["residual"]).zero_()
+        consensus.give_back_losses_(ready.parameters)
         for p in ready.dion:
-            own = p.state.keys() - {"momentum_norm", FLAT_SHARD_START, "agreed", "residual"}
+            own = p.state.keys() - {"momentum_norm", FLAT_SHARD_START, *consensus.STATE_KEYS}
             tensors += [local(p.state[key]) for key in sorted(own)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
-        for p in agreeing:
-            local(p.state["agreed"]).copy_(p.local)
-        if ready.matrices:
-            here = ops.norms([m.elements(m.parameter.M) for m in ready.matrices])
-            ready.store_norms(ready.norms_over_shards(here))
+        consensus.renew_(ready.parameters)
+        self._measure_momenta(ready)
         self.progress.local_steps = 0
 
     @torch.no_grad()
@@ -499,7 +502,7 @@ class CurvaDion(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         behaviour = ("gate", "local_step", "max_local_steps", "warmup_steps")
-        own = (*behaviour, "reconcile", "reconcile_bits", "progress")
+        own = (*behaviour, "reconcile", "reconcile_bits", "reconcile_momentum", "progress")
         kept = {key: getattr(self, key) for key in (*own, "report", "_replicas")}
         return {**super().__getstate__(), **kept}
 
@@ -541,8 +544,9 @@ class CurvaDion(Optimizer):
         """Tell the gate what steps send, alike on all ranks, whatever pieces they hold."""
         if self.reconcile != "quantized" or not plan.parameters:
             return
-        dense = 4 * sum(math.prod(global_shape(p.X)) for p in plan.parameters)
-        self.gate.open_cost = block_bytes(self.reconcile_bits) / (4 * BLOCK)
+        sizes = [math.prod(global_shape(p.X)) for p in plan.parameters]
+        tensors, dense = (2 if self.reconcile_momentum else 1), 4 * sum(sizes)
+        self.gate.open_cost = tensors * message_bytes(sizes, self.reconcile_bits) / dense
         self.gate.closed_cost = GATE_BYTES / dense
         if isinstance(self.gate, WireBudget):
             check_budget(self.gate, self.max_local_steps)
@@ -554,9 +558,7 @@ class CurvaDion(Optimizer):
         for p in without:
             p.create_state()
         if self.reconcile == "quantized":
-            for p in plan.parameters:
-                if "agreed" not in p.state:
-                    p.agree_on_weights()
+            consensus.begin(plan.parameters, momenta=self.reconcile_momentum)
         if without:
             plan.look_up_states()
         return len(without) == len(plan.parameters)

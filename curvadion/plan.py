@@ -117,13 +117,6 @@ class Parameter:
             **place,
         }
 
-    def agree_on_weights(self) -> None:
-        """Remember X as what replicas agree on, with nothing lost in sending it."""
-        X = self.X.detach()
-        wide = torch.promote_types(X.dtype, torch.float32)
-        self.state["agreed"] = X.to(wide, copy=True)
-        self.state["residual"] = torch.zeros_like(X, dtype=torch.float32)
-
 
 @dataclass(frozen=True, eq=False)
 class Matrix:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,20 +33,24 @@ def quantized_mean(
     Sends: 2 (n - 1) / n times the codes of all numbers, as :func:`message_bytes` gives them, on
     average over the n ranks.
     """
-    sizes = [x.numel() for x in X]
-    if group is None or group.size() == 1 or not sum(sizes):
+    if group is None or group.size() == 1 or not sum(x.numel() for x in X):
         return [x.float() + _take(residual) for x, residual in zip(X, residuals, strict=True)]
-    z = _flat([x.float() + residual for x, residual in zip(X, residuals, strict=True)])
+    z = _blocks([x.float() + residual for x, residual in zip(X, residuals, strict=True)])
     mean, lost = _exchange(z, bits, group)
-    for residual, piece in zip(residuals, lost.split([*sizes, len(z) - sum(sizes)]), strict=False):
-        residual.copy_(piece.view_as(residual))
-    pieces = mean.split([*sizes, len(z) - sum(sizes)])
-    return [piece.view(x.shape) for piece, x in zip(pieces, X, strict=False)]
+    padded = [BLOCK * _count(x.numel()) for x in X]
+    for residual, piece in zip(residuals, lost.split(padded), strict=True):
+        residual.copy_(piece[: residual.numel()].view_as(residual))
+    pieces = zip(X, mean.split(padded), strict=True)
+    return [piece[: x.numel()].view(x.shape) for x, piece in pieces]
 
 
-def message_bytes(numbers: int, bits: int) -> int:
-    """Bytes of the codes of so many numbers."""
-    return -(-numbers // BLOCK) * block_bytes(bits)
+def message_bytes(sizes: Iterable[int], bits: int) -> int:
+    """Bytes of the codes of tensors of so many numbers; each has blocks, and scales, of its own."""
+    return sum(map(_count, sizes)) * block_bytes(bits)
+
+
+def _count(numbers: int) -> int:
+    return -(-numbers // BLOCK)
 
 
 def _take(residual: Tensor) -> Tensor:
@@ -55,9 +59,9 @@ def _take(residual: Tensor) -> Tensor:
     return taken
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    return torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK))
+def _blocks(tensors: Sequence[Tensor]) -> Tensor:
+    flat = [torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % BLOCK)) for t in tensors]
+    return torch.cat(flat)
 
 
 def _exchange(z: Tensor, bits: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.collectives import chunks, group_size, mean_
-from curvadion.quantized_mean import message_bytes, quantized_mean
-from curvadion.sharding import local
+from curvadion.quantized_mean import quantized_mean
 
 
 def average_(
@@ -58,16 +57,6 @@ def quantized_average_(
         means = quantized_mean(moved, residuals[these], bits, group)
         for x, a, mean in zip(X[these], agreed[these], means, strict=True):
             x.copy_(a.add_(mean))
-
-
-def quantized_average_bytes(X: Sequence[Tensor], bits: int) -> int:
-    """Bytes of the codes of :func:`quantized_average_`."""
-    return sum(message_bytes(sum(x.numel() for x in chunk), bits) for chunk in chunks(X))
-
-
-def fingerprint(agreed: Iterable[Tensor | None]) -> float:
-    """A number that is the same where replicas agree on the same weights."""
-    return sum(float(local(a).double().sum()) for a in agreed if a is not None)
 
 
 def drift(

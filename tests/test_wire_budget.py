@@ -93,6 +93,11 @@ def optimizer_of(model, **arguments):
     )
 
 
+def momenta(optimizer):
+    keys = ("momentum", "exp_avg")
+    return {x: s[key].clone() for x, s in optimizer.state.items() for key in keys if key in s}
+
+
 def train(rank, steps, arguments):
     """Weights after each step, reports, and bytes sent at each."""
     model = toy.model()
@@ -120,10 +125,12 @@ def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits):
+@pytest.mark.parametrize("momenta", [True, False])
+def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, momenta):
     arguments = dict(gate=FixedPeriod(2), reconcile="quantized", reconcile_bits=bits)
-    ranks = distributed.run(2, train, 6, arguments)
-    codes = message_bytes(sum(p.numel() for p in toy.model().parameters()), bits)
+    ranks = distributed.run(2, train, 6, arguments | {"reconcile_momentum": momenta})
+    codes = message_bytes((p.numel() for p in toy.model().parameters()), bits)
+    codes *= 2 if momenta else 1
     for step in range(1, 6):  # the first also compares the replicas
         mean = sum(sent[step] for _, _, sent in ranks) / 2
         assert mean == 16 + (codes if step % 2 else 0)
@@ -135,11 +142,41 @@ def test_a_run_sends_what_its_budget_allows(by):
     arguments = dict(gate=WireBudget(share, by), reconcile="quantized")
     ranks = distributed.run(2, train, steps, arguments)
     dense = 4 * sum(p.numel() for p in toy.model().parameters())
-    # Codes come in blocks, which matters for a model as small as this.
-    bits_of_a_number = 2 + 2 * 8 / 256
+    codes = 2 * message_bytes((p.numel() for p in toy.model().parameters()), bits=2)
     openings = sum(report.gate_open for report in ranks[0][1])
-    allowed = steps * (share - 16 / dense) / (bits_of_a_number / 32)
+    allowed = steps * (share * dense - 16) / codes
     assert openings == pytest.approx(min(allowed, steps), rel=0.1)
+
+
+def momenta_after_steps(rank, steps, momenta_too):
+    model = toy.model()
+    how = {"reconcile": "quantized", "reconcile_momentum": momenta_too}
+    optimizer = optimizer_of(model, gate=FixedPeriod(3), **how)
+    toy.train(model, optimizer, range(steps), rank)
+    return [m for _, m in momenta(optimizer).items()]
+
+
+@pytest.mark.parametrize("momenta_too", [True, False])
+def test_momenta_are_equal_after_an_open_step_if_they_are_averaged(momenta_too):
+    for steps, opened in ((3, True), (4, False)):
+        first, second = distributed.run(2, momenta_after_steps, steps, momenta_too)
+        equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+        assert len(equal) == 6 and all(equal) == (opened and momenta_too)
+        assert any(equal) == all(equal)
+
+
+def norms_after_an_open_step(rank):
+    model = toy.model()
+    gate = WireBudget(0.5, by="rmmc")
+    optimizer = optimizer_of(model, gate=gate, reconcile="quantized", warmup_steps=4)
+    toy.train(model, optimizer, range(4), rank)
+    states = [s for s in optimizer.state.values() if "momentum" in s]
+    return [(float(s["momentum_norm"]), float(s["momentum"].norm())) for s in states]
+
+
+def test_the_gate_measures_changes_of_the_momenta_agreed_on():
+    for norms in distributed.run(2, norms_after_an_open_step):
+        assert all(kept == pytest.approx(true, rel=1e-5) for kept, true in norms)
 
 
 def compare_with_8_bits(rank):
@@ -187,14 +224,14 @@ def synchronize(rank):
     toy.train(model, optimizer, range(4), rank)
     true = []
     for x in model.parameters():
-        mean = x.detach() + optimizer.state[x]["residual"]
+        mean = x.detach() + optimizer.state[x]["weight_residual"]
         dist.all_reduce(mean)
         true.append(mean / 2)
     optimizer.synchronize()
     for x, mean in zip(model.parameters(), true, strict=True):
         state = optimizer.state[x]
         assert torch.allclose(x, mean, atol=1e-6)
-        assert torch.equal(state["agreed"], x) and not state["residual"].any()
+        assert torch.equal(state["weight_agreed"], x) and not state["weight_residual"].any()
     return toy.weights(model)
 
 
@@ -220,7 +257,7 @@ def narrow(rank):
     optimizer = optimizer_of(model, gate=FixedPeriod(2), reconcile="quantized")
     toy.train(model, optimizer, range(6), rank)
     for x in model.parameters():
-        agreed = optimizer.state[x]["agreed"]
+        agreed = optimizer.state[x]["weight_agreed"]
         assert agreed.dtype == torch.float32
         assert torch.equal(x, agreed.to(torch.bfloat16))
     return toy.weights(model)
