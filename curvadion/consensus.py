@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from curvadion.plan import Parameter
 from curvadion.reconcile import quantized_average_
-from curvadion.sharding import local
+from curvadion.sharding import global_shape, local
 
 WEIGHT = "weight"
-MOMENTA = {"dion": "momentum", "adamw": "exp_avg", "lion": "exp_avg"}
+# Not AdamW's first moment: its mean over replicas is smaller than its summands, where gradients are
+# noise, but would be divided by the root of a second moment that is as large as theirs.
+MOMENTA = {"dion": "momentum", "lion": "exp_avg"}
 AGREED, RESIDUAL = "_agreed", "_residual"
 # Keys of the state that hold them, each a tensor of the parameter's shape.
 STATE_KEYS = tuple(
@@ -36,8 +39,7 @@ class Consensus(NamedTuple):
 def begin(parameters: Sequence[Parameter], *, momenta: bool) -> None:
     """Remember tensors as they are, the same on all replicas, where nothing is remembered yet."""
     for p in parameters:
-        names = (WEIGHT, MOMENTA[p.group["algorithm"]]) if momenta else (WEIGHT,)
-        for name in names:
+        for name in _names(p, momenta=momenta):
             if name + AGREED not in p.state:
                 tensor = p.X.detach() if name == WEIGHT else p.state[name]
                 wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -45,12 +47,22 @@ def begin(parameters: Sequence[Parameter], *, momenta: bool) -> None:
                 p.state[name + RESIDUAL] = torch.zeros_like(tensor, dtype=torch.float32)
 
 
+def sizes(parameters: Sequence[Parameter], *, momenta: bool) -> list[int]:
+    """Numbers in each tensor that takes part, of all its shards together."""
+    return [math.prod(global_shape(p.X)) for p in parameters for _ in _names(p, momenta=momenta)]
+
+
+def _names(p: Parameter, *, momenta: bool) -> tuple[str, ...]:
+    algorithm = p.group["algorithm"]
+    return (WEIGHT, MOMENTA[algorithm]) if momenta and algorithm in MOMENTA else (WEIGHT,)
+
+
 def consensuses(parameters: Sequence[Parameter]) -> Iterator[Consensus]:
     """All of them in an order that ranks share: those on weights, then those on momenta."""
     for on_weights in (True, False):
         for p in parameters:
-            name = WEIGHT if on_weights else MOMENTA[p.group["algorithm"]]
-            if name + AGREED in p.state:
+            name = WEIGHT if on_weights else MOMENTA.get(p.group["algorithm"])
+            if name is not None and name + AGREED in p.state:
                 tensor = p.local if on_weights else local(p.state[name])
                 agreed, residual = (local(p.state[name + key]) for key in (AGREED, RESIDUAL))
                 yield Consensus(tensor, agreed, residual)

@@ -34,7 +34,7 @@ from curvadion.replicas import (
     held_anywhere,
     verify_replicas,
 )
-from curvadion.sharding import FLAT_SHARD_START, global_shape, local
+from curvadion.sharding import FLAT_SHARD_START, local
 from curvadion.telemetry import StepReport
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -79,8 +79,8 @@ class CurvaDion(Optimizer):
             since the last time, sent in a few bits a number, instead of the open step above.
             "none": nothing. By default "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
-        reconcile_momentum: of "quantized": whether momenta (M, and the first moments of AdamW and
-            Lion) are averaged with the weights; if not, half as many bytes are sent.
+        reconcile_momentum: of "quantized": whether the momenta of Dion and Lion are averaged with
+            the weights; if not, about half as many bytes are sent.
         mu: momentum decay.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
@@ -544,9 +544,9 @@ class CurvaDion(Optimizer):
         """Tell the gate what steps send, alike on all ranks, whatever pieces they hold."""
         if self.reconcile != "quantized" or not plan.parameters:
             return
-        sizes = [math.prod(global_shape(p.X)) for p in plan.parameters]
-        tensors, dense = (2 if self.reconcile_momentum else 1), 4 * sum(sizes)
-        self.gate.open_cost = tensors * message_bytes(sizes, self.reconcile_bits) / dense
+        dense = 4 * sum(consensus.sizes(plan.parameters, momenta=False))
+        sizes = consensus.sizes(plan.parameters, momenta=self.reconcile_momentum)
+        self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / dense
         self.gate.closed_cost = GATE_BYTES / dense
         if isinstance(self.gate, WireBudget):
             check_budget(self.gate, self.max_local_steps)
