@@ -76,8 +76,9 @@ class CurvaDion(Optimizer):
         reconcile: what brings drifted replicas together when the gate opens. "average": the exact
             mean of all parameters and of the elementwise algorithms' moments, before the open step
             above. "quantized": a local step, then the mean of what weights and momenta have moved
-            since the last time, sent in a few bits a number, instead of the open step above.
-            "none": nothing. By default "quantized" with a wire_budget, "average" without.
+            since the last time, sent in a few bits a number, instead of the open step above; P and
+            R never cross the replicas, so a higher rank_fraction costs no bytes. "none": nothing.
+            By default "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
         reconcile_momentum: of "quantized": whether the momenta of Dion and Lion are averaged with
             the weights; if not, about half as many bytes are sent.
