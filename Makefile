@@ -1,9 +1,10 @@
-# make demo            train three small GPTs on this machine and compare them: runs/demo/
-# make demo-layouts    train one small GPT under every layout: runs/demo-layouts/
-# make demo-deepspeed  the same GPT with DeepSpeed's four ZeRO stages: runs/demo-deepspeed/
-# make test            formatting, types and every test
-# make test-plain      every test without compiled operations
-# make clean           remove the environment and whatever was built or run
+# make demo               train three small GPTs on this machine and compare them: runs/demo/
+# make demo-layouts       train one small GPT under every layout: runs/demo-layouts/
+# make demo-deepspeed     the same GPT with DeepSpeed's four ZeRO stages: runs/demo-deepspeed/
+# make convergence-quick  losses and bytes of every method: benchmarks/results/convergence/quick.*
+# make test               formatting, types and every test
+# make test-plain         every test without compiled operations
+# make clean              remove the environment and whatever was built or run
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +12,7 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-layouts demo-deepspeed test test-plain clean
+.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -21,6 +22,10 @@ demo-layouts: .venv/installed
 
 demo-deepspeed: .venv/installed
 	$(BIN)/python examples/demo_deepspeed.py
+
+convergence-quick: .venv/installed
+	$(BIN)/python benchmarks/convergence.py --grid quick
+	$(BIN)/python benchmarks/convergence_report.py --grid quick
 
 test: .venv/installed
 	$(BIN)/ruff check .

@@ -1,0 +1,321 @@
+"""Train small GPTs by every method and record losses and bytes; go on where it was interrupted.
+
+    python benchmarks/convergence.py --grid quick
+
+Each replica is a process of its own. The processes start once and work off the runs of a grid that
+have no record yet; a record is a JSON file in ``--out``. Models, data order and tokens are equal
+for all methods. All that training sends is counted, and nothing that evaluation sends.
+benchmarks/convergence_report.py makes a table and a picture of the records.
+"""
+
+import json
+import math
+import multiprocessing
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group: its functions' defaults keep one
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT), str(ROOT / "examples")]
+
+import train_gpt
+from command_line import option, parse
+from curvadion import WireMeter
+from curvadion.collectives import mean_
+from curvadion.reconcile import drift
+from grids import GRIDS, Run, Task
+from methods import METHODS, Method
+from token_data import Split, TrainingBatches, load, split, validation_batches
+
+Batches = list[tuple[Tensor, Tensor]]
+
+VALIDATION_FRACTION = 0.05
+VALIDATION_BATCH_SIZE = 64
+POINTS = 10  # of a curve
+# CurvaDion gives up at the tenth non-finite gradient in a row; divergence is noticed before.
+CHECK_EVERY = 5
+PRELOADED = ["numpy", "torch", "torch._dynamo"]  # once, for all processes
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train small GPTs by every method and record losses and bytes."""
+
+    grid: Literal["quick", "full"] = option("quick", "which runs")
+    out: str = option("runs/convergence", "folder of the records, one file a run")
+    list: bool = option(False, "show the runs, which are done, and how long the others will take")
+    method: tuple[str, ...] = option((), "only these methods")
+    size: tuple[str, ...] = option((), "only these sizes")
+    seed: tuple[int, ...] = option((), "these seeds instead of the grid's")
+    lr: tuple[float, ...] = option((), "these learning rates instead of the grid's")
+    replicas: int = option(8, "processes")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one")
+
+
+# ------------------------------------------------------------------------------------ one run
+
+
+@lru_cache(maxsize=2)
+def data(task: Task) -> tuple[Split, Batches]:
+    """Return the training split and the fixed held-out batches."""
+    training, held_out = split(load((), task.data_bytes), VALIDATION_FRACTION)
+    fixed = validation_batches(
+        held_out, task.context, VALIDATION_BATCH_SIZE, task.validation_tokens
+    )
+    return training, fixed
+
+
+class Trial:
+    """One rank's share of a run."""
+
+    def __init__(self, run: Run, device: torch.device):
+        self.run, self.device = run, device
+        self.rank = dist.get_rank()
+        training, self.held_out = data(run.task)
+        self.batches = TrainingBatches(
+            training, run.task.context, run.task.batch_size, run.replicas, 1, run.seed
+        )
+        torch.manual_seed(run.seed)
+        self.model = run.task.model().to(device)
+        self.method: Method = METHODS[run.method](
+            self.model, dist.group.WORLD, run.lr, **run.settings
+        )
+        self.schedule = train_gpt.Config(steps=run.steps, warmdown_fraction=0.2)
+        self.highest_lr = train_gpt.learning_rates(self.method.optimizer)
+
+    def step(self, step: int) -> Tensor:
+        """Take a step and return this replica's loss before it."""
+        scale = train_gpt.lr_scale(step, self.schedule)
+        train_gpt.set_learning_rates(self.method.optimizer, self.highest_lr, scale)
+        [(inputs, targets)] = self.batches(step, self.rank)
+        loss: Tensor = self.method.module(inputs.to(self.device), targets.to(self.device))
+        loss.backward()
+        if step % CHECK_EVERY == 0:  # of what is the replica's own, or all replicas' alike
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            loss = loss.detach() + 0 * nn.utils.get_total_norm(gradients)
+        self.method.step()
+        self.method.optimizer.zero_grad()
+        return loss.detach()
+
+    @torch.no_grad()
+    def loss(self, model: nn.Module, batches: Batches, *, pooled: bool) -> float:
+        """Return the mean loss over batches and ranks; ``pooled``: each rank has some of them."""
+        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
+        for inputs, targets in batches:
+            each = model(inputs.to(self.device), targets.to(self.device)).double()
+            totals += len(inputs) * torch.stack([each, torch.ones_like(each)])
+        if not pooled:
+            totals /= totals[1].clone()
+        dist.all_reduce(totals)
+        return float(totals[0] / totals[1])
+
+    def quick_loss(self) -> float:
+        """Return the held-out loss where each replica judges its own weights on its own part."""
+        return self.loss(self.model, self.held_out[self.rank :: self.run.replicas], pooled=True)
+
+    def own_loss(self) -> float:
+        """Return the mean over replicas of the held-out loss of each one's weights."""
+        return self.loss(self.model, self.held_out, pooled=False)
+
+    def mean_loss(self) -> float:
+        """Return the held-out loss of the replicas' mean weights; they are the model's then."""
+        mean_([p.detach() for p in self.model.parameters()], dist.group.WORLD)
+        return self.quick_loss()
+
+
+def train(run: Run, device: torch.device) -> dict[str, Any]:
+    """Train as the run says; collective. Every rank returns the same record.
+
+    A run diverges when a loss or gradient of any replica is not finite; it ends there, and what
+    it would have come to is None.
+    """
+    if dist.get_world_size() != run.replicas:
+        raise ValueError(f"replicas={run.replicas}, but there are {dist.get_world_size()} ranks")
+    started, used, training_seconds = time.perf_counter(), time.process_time(), 0.0
+    trial, curve, diverged, step = Trial(run, device), [], False, 0
+    with WireMeter() as meter:
+        while step < run.steps and not diverged:
+            begun = time.perf_counter()
+            loss = trial.step(step)
+            step += 1
+            if step == run.steps:
+                trial.method.finish()
+            training_seconds += time.perf_counter() - begun
+            with meter.paused():
+                if (step - 1) % CHECK_EVERY == 0 or step == run.steps:
+                    diverged = not math.isfinite(train_gpt.mean_over_ranks(loss))
+                if step % max(1, run.steps // POINTS) == 0 and not diverged:
+                    curve.append((step, trial.quick_loss()))
+        with meter.paused():
+            weights = [(p.detach(), 1) for p in trial.model.parameters()]
+            apart = drift(weights, dist.group.WORLD, None)
+            own, mean = trial.own_loss(), trial.mean_loss()
+    diverged = diverged or not math.isfinite(own)
+    used = time.process_time() - used
+    parameters = sum(p.numel() for p in trial.model.parameters())
+    dense = 4 * parameters * 2 * (run.replicas - 1) / run.replicas
+    return {
+        "run": run.as_dict(),
+        "diverged": diverged,
+        "val_loss": None if diverged else own,
+        "mean_weights_val_loss": None if diverged else mean,
+        "drift": None if diverged else apart,
+        "curve": [(at, loss) for at, loss in curve if math.isfinite(loss)],
+        "parameters": parameters,
+        "steps": step,
+        "sent_per_step": meter.total_sent / step,
+        "payload_per_step": meter.total_bytes / step,
+        "share": meter.total_sent / step / dense,
+        "gate_open_share": trial.method.open_steps / step,
+        "training_seconds": training_seconds,
+        "seconds": time.perf_counter() - started,
+        "processor_seconds": run.replicas
+        * train_gpt.mean_over_ranks(torch.tensor(used, device=device)),
+        "torch": torch.__version__,
+        "device": f"{describe(device)}, {dist.get_backend()}",
+    }
+
+
+def describe(device: torch.device) -> str:
+    """Return a device's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+# --------------------------------------------------------------------------------- many runs
+
+
+def read_record(run: Run, folder: Path) -> dict[str, Any] | None:
+    """Return the record of just this run, None if there is none."""
+    file = folder / f"{run.slug}.json"
+    record: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+    same = record is not None and record["run"] == json.loads(json.dumps(run.as_dict()))
+    return record if same else None
+
+
+def by_lines(record: dict[str, Any]) -> str:
+    """Return a JSON object with one key a line."""
+    lines = (f"{json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in record.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def work_off(runs: Sequence[Run], folder: Path, device: torch.device, command: str) -> None:
+    """Train one run after the other; the first rank writes each record as soon as it is there."""
+    for number, run in enumerate(runs, start=1):
+        record = {**train(run, device), "command": command}
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / f"{run.slug}.json"
+            unfinished = file.with_suffix(".tmp")
+            unfinished.write_text(by_lines(record))
+            unfinished.replace(file)
+            print(f"[{number}/{len(runs)}] {summary(run, record)}", flush=True)
+
+
+def summary(run: Run, record: dict[str, Any] | None) -> str:
+    """Return one line on a run."""
+    if record is None:
+        return f"{run.slug}: to do"
+    loss = "diverged" if record["diverged"] else f"loss {record['val_loss']:.4f}"
+    return f"{run.slug}: {loss}, {record['share']:.3%} of the bytes, {record['seconds']:.0f} s"
+
+
+def _worker(
+    rank: int, runs: Sequence[Run], folder: Path, store: str, kind: str, command: str
+) -> None:
+    torch.set_num_threads(1)
+    replicas = runs[0].replicas
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    # NCCL wants a GPU for each rank; gloo moves tensors of any device.
+    one_each = kind == "cuda" and torch.cuda.device_count() >= replicas
+    dist.init_process_group(
+        "nccl" if one_each else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=replicas,
+    )
+    work_off(runs, folder, device, command)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def selected(options: Options) -> list[Run]:
+    """Return the runs that the options ask for.
+
+    Raises:
+        ValueError: for less than two replicas, and names of no method or size of the grid.
+    """
+    if options.replicas < 2:
+        raise ValueError(f"replicas={options.replicas} must be >= 2: one sends nothing")
+    runs = list(GRIDS[options.grid](options.replicas, options.seed, options.lr))
+    for name in ("method", "size"):
+        wanted = getattr(options, name)
+        known = list(dict.fromkeys(getattr(run, name) for run in runs))
+        if unknown := set(wanted) - set(known):
+            raise ValueError(f"{name}={sorted(unknown)}: grid={options.grid!r} has {known}")
+        runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
+    return runs
+
+
+def estimate(records: dict[str, dict[str, Any]], pending: Sequence[Run]) -> str:
+    """Return how long pending runs will take, by the mean seconds per step of those done."""
+    rates: dict[str, list[float]] = {}
+    for record in records.values():
+        rates.setdefault(record["run"]["size"], []).append(record["seconds"] / record["steps"])
+    seconds = sum(
+        run.steps * sum(rates[run.size]) / len(rates[run.size])
+        for run in pending
+        if run.size in rates
+    )
+    unknown = sum(run.size not in rates for run in pending)
+    text = f"{len(records)} runs done, {len(pending)} to do"
+    if len(pending) > unknown:
+        text += f", {len(pending) - unknown} of them in about {seconds / 60:.0f} minutes"
+    if unknown:
+        text += f"; {unknown} of a size that no run has measured yet"
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line asks for and is not done."""
+    options = parse(Options, arguments)
+    folder, runs = Path(options.out), selected(options)
+    found = {run.slug: read_record(run, folder) for run in runs}
+    records = {slug: record for slug, record in found.items() if record is not None}
+    pending = [run for run in runs if run.slug not in records]
+    if options.list:
+        print("\n".join(summary(run, found[run.slug]) for run in runs))
+    print(estimate(records, pending), flush=True)
+    if options.list or not pending:
+        return
+    kind = options.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "benchmarks/convergence.py", *given])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="convergence-") as rendezvous:
+        start_processes(
+            _worker,
+            args=(pending, folder, f"{rendezvous}/store", kind, command),
+            nprocs=options.replicas,
+            start_method="forkserver",
+        )
+
+
+if __name__ == "__main__":
+    main()

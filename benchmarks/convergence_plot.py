@@ -1,0 +1,78 @@
+"""The convergence benchmark's picture: held-out loss over bytes sent."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from demo_plot import STYLE
+
+# Okabe and Ito's palette: distinct for every kind of colour vision; and a marker each.
+LOOKS = {
+    "adamw": ("AdamW, DDP", "#666666", "s"),
+    "powersgd": ("AdamW, PowerSGD", "#CC79A7", "P"),
+    "diloco_adamw": ("DiLoCo, AdamW inside", "#56B4E9", "v"),
+    "diloco_dion": ("DiLoCo, Dion inside", "#009E73", "^"),
+    "dion": ("Dion, every step", "#0072B2", "o"),
+    "averaging": ("averaging, local Dion", "#E69F00", "D"),
+    "published": ("CurvaDion as published", "#000000", "X"),
+    "authors": ("CurvaDion, authors' code", "#888888", "X"),
+    "ours": ("CurvaDion, ours", "#D55E00", "*"),
+}
+
+
+class Point(NamedTuple):
+    """A method at one setting; ``share`` is of AdamW-DDP's bytes, ``deviation`` over seeds."""
+
+    size: str
+    method: str
+    share: float
+    loss: float
+    deviation: float
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Write the picture, one panel for each size."""
+    sizes = list(dict.fromkeys(point.size for point in points)) or [""]
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(
+            1,
+            len(sizes),
+            figsize=(5.5 * len(sizes) + 2.5, 4.8),
+            layout="constrained",
+            squeeze=False,
+        )
+        for axes, size in zip(panels[0], sizes, strict=True):
+            draw_panel(axes, [point for point in points if point.size == size])
+            axes.set(title=size, xlabel="bytes sent, as a share of AdamW with DDP")
+        panels[0][0].set_ylabel("held-out loss, nats per token")
+        legend = {text.get_label(): text for axes in panels[0] for text in axes.containers}
+        figure.legend(legend.values(), legend.keys(), loc="outside right center", frameon=False)
+        figure.savefig(path, dpi=160)
+        plt.close(figure)
+
+
+def draw_panel(axes: Axes, points: Sequence[Point]) -> None:
+    """Draw a line for each method through its settings, with error bars over seeds."""
+    for method, (label, colour, marker) in LOOKS.items():
+        own = sorted((p for p in points if p.method == method), key=lambda point: point.share)
+        if own:
+            axes.errorbar(
+                [point.share for point in own],
+                [point.loss for point in own],
+                yerr=[point.deviation for point in own],
+                color=colour,
+                marker=marker,
+                label=label,
+                ms=10 if method == "ours" else 6,
+                lw=1.5,
+                capsize=3,
+            )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color="#eeeeee")
+    axes.set_axisbelow(True)

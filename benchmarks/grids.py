@@ -1,0 +1,174 @@
+"""Which runs the convergence benchmark consists of."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import traffic
+from gpt import GPT, GPTConfig
+from token_data import BYTE_VOCABULARY
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned: a byte-level GPT's shape and its data, Python's standard library.
+
+    ``batch_size`` is the number of sequences that one replica reads in a step.
+    """
+
+    layers: int
+    dim: int
+    heads: int = 4
+    context: int = 64
+    batch_size: int = 8
+    data_bytes: int = 10_000_000
+    validation_tokens: int = 32_768
+
+    def model(self) -> GPT:
+        """Return the model with weights drawn from torch's generator."""
+        return GPT(GPTConfig(BYTE_VOCABULARY, self.layers, self.heads, self.dim))
+
+    def shapes(self) -> traffic.Shapes:
+        """Return what of the model crosses the wire."""
+        with torch.device("meta"):
+            return traffic.Shapes.of(self.model())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training; with the code, these values determine it.
+
+    Attributes:
+        grid: the grid that it belongs to.
+        size: name of the task.
+        task: the task.
+        method: one of ``METHODS``.
+        settings: keyword arguments of the method.
+        budget: the share of AdamW-DDP's bytes that the settings are to keep to, if any.
+        lr: the highest learning rate.
+        seed: of the weights and of the data order.
+        steps: optimizer steps.
+        replicas: processes, each with data of its own.
+    """
+
+    grid: str
+    size: str
+    task: Task
+    method: str
+    lr: float
+    seed: int
+    steps: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    budget: float | None = None
+    replicas: int = 8
+
+    @property
+    def slug(self) -> str:
+        """A name for files; runs of one grid that differ have different ones."""
+        settings = "".join(f"-{key}{value:g}" for key, value in self.settings.items())
+        rest = f"-lr{self.lr:g}-seed{self.seed}-{self.replicas}x{self.steps}"
+        return f"{self.grid}-{self.size}-{self.method}{settings}{rest}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON holds."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with settings of its own, chosen for a budget if there is one."""
+
+    method: str
+    settings: dict[str, Any]
+    budget: float | None = None
+
+
+SIZES = {"small": Task(layers=2, dim=64), "medium": Task(layers=4, dim=96)}
+BUDGETS = (0.1, 0.03, 0.01, 0.003)
+DION_RANKS = (1 / 4, 1 / 8, 1 / 16)
+# Of the full grid, at least three a method and a factor of two apart. Where the best turns out to
+# be the first or the last, more are to be tried with --lr.
+LEARNING_RATES = {
+    "adamw": (2e-3, 4e-3, 8e-3),
+    "powersgd": (2e-3, 4e-3, 8e-3),
+    "diloco_adamw": (2e-3, 4e-3, 8e-3),
+    "dion": (0.02, 0.04, 0.08),
+    "diloco_dion": (0.01, 0.02, 0.04),
+    "averaging": (0.01, 0.02, 0.04, 0.08),
+    "published": (0.01, 0.02, 0.04),
+    "authors": (0.01, 0.02, 0.04),
+}
+QUICK_LR = {method: rates[1] for method, rates in LEARNING_RATES.items()}
+
+
+def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator[Variant]:
+    """Yield the methods that can keep to a budget, with the settings that use most of it."""
+    if rank := traffic.powersgd_rank(shapes, budget, steps):
+        yield Variant("powersgd", {"rank": rank}, budget)
+    if period := traffic.period_within(budget, steps, shapes.parameters, shapes.parameters):
+        yield Variant("diloco_adamw", {"period": period}, budget)
+        yield Variant("diloco_dion", {"period": period}, budget)
+    if period := traffic.averaging_period(shapes, budget, steps):
+        yield Variant("averaging", {"period": period}, budget)
+
+
+def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
+    """Yield every method, where it follows a budget once for each that it can reach."""
+    yield Variant("adamw", {})
+    for rank_fraction in DION_RANKS:
+        yield Variant("dion", {"rank_fraction": rank_fraction})
+    yield Variant("published", {})
+    yield Variant("authors", {})
+    for budget in BUDGETS:
+        yield from within_budget(shapes, budget, steps)
+
+
+def full(
+    replicas: int, seeds: Sequence[int] = (0, 1, 2), lrs: Sequence[float] = ()
+) -> Iterator[Run]:
+    """Yield both sizes, every method and budget; seeds outermost, so that all advance together."""
+    for seed in seeds or (0, 1, 2):
+        for size, task in SIZES.items():
+            for variant in every_variant(task.shapes(), steps=1000):
+                for lr in lrs or LEARNING_RATES[variant.method]:
+                    yield _run("full", size, variant, lr, seed, 1000, replicas)
+
+
+def quick(replicas: int, seeds: Sequence[int] = (0,), lrs: Sequence[float] = ()) -> Iterator[Run]:
+    """Yield runs of fewer steps, of one size, with one budget and learning rate a method."""
+    steps, shapes = 300, SIZES["small"].shapes()
+    variants = [
+        Variant("adamw", {}),
+        Variant("dion", {"rank_fraction": DION_RANKS[0]}),
+        Variant("dion", {"rank_fraction": DION_RANKS[-1]}),
+        Variant("published", {}),
+        Variant("authors", {}),
+        *(v for v in within_budget(shapes, 0.1, steps) if v.method == "powersgd"),
+        *(v for v in within_budget(shapes, 0.03, steps) if v.method != "powersgd"),
+    ]
+    for seed in seeds or (0,):
+        for variant in variants:
+            for lr in lrs or (QUICK_LR[variant.method],):
+                yield _run("quick", "small", variant, lr, seed, steps, replicas)
+
+
+def _run(
+    grid: str, size: str, variant: Variant, lr: float, seed: int, steps: int, replicas: int
+) -> Run:
+    return Run(
+        grid=grid,
+        size=size,
+        task=SIZES[size],
+        method=variant.method,
+        settings=variant.settings,
+        budget=variant.budget,
+        lr=lr,
+        seed=seed,
+        steps=steps,
+        replicas=replicas,
+    )
+
+
+GRIDS = {"quick": quick, "full": full}

@@ -1,0 +1,170 @@
+"""The ways to train replicas that the convergence benchmark compares.
+
+A method is built from a model, the ranks that hold its replicas, a learning rate and settings of
+its own. The learning rate is of all parameters for AdamW, of the matrices for Dion, whose other
+parameters keep the example's rates. Settings not listed here are the example's defaults.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from curvadion import CurvaDion
+from curvadion.collectives import mean_
+from curvadion.integrations.ddp import keep_gradients_local
+from diloco import DiLoCo
+from gpt import GPT
+from train_gpt import Config, build_optimizer
+
+POWERSGD_DENSE_STEPS = 2  # the fewest that its hook can do: DDP orders its buckets meanwhile
+PUBLISHED_THRESHOLD = 0.1
+NEVER = sys.maxsize  # a bound on local steps that does not bind
+
+
+class Method:
+    """Trains one replica; all replicas take every step.
+
+    Attributes:
+        module: what to run forward and backward through before a step.
+        optimizer: the one whose learning rates follow the schedule.
+        open_steps: steps so far at which replicas synchronised.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer):
+        self.module, self.optimizer = module, optimizer
+        self.open_steps = 0
+
+    def step(self) -> None:
+        """Take a step with the gradients in place; collective."""
+        self.optimizer.step()
+        self.open_steps += 1
+
+    def finish(self) -> None:
+        """After the last step, bring replicas together if the method ever does; collective."""
+
+
+class Gated(Method):
+    """A CurvaDion, or Dion, on replicas whose gradients stay their own."""
+
+    optimizer: CurvaDion
+
+    def __init__(self, model: GPT, replicas: dist.ProcessGroup, config: Config):
+        module = DistributedDataParallel(model, process_group=replicas)
+        optimizer = build_optimizer(config, model, replicas)
+        super().__init__(keep_gradients_local(module), optimizer)
+        self.model, self.replicas = model, replicas
+
+    def step(self) -> None:
+        self.optimizer.step()
+        report = self.optimizer.report
+        self.open_steps += report is not None and report.gate_open
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self.optimizer.reconcile != "none" and self.optimizer.progress.local_steps:
+            mean_([p.detach() for p in self.model.parameters()], self.replicas)
+
+
+class LocalThenOuter(Method):
+    """DiLoCo around an optimizer that knows no replicas."""
+
+    def __init__(self, model: GPT, replicas: dist.ProcessGroup, inner: Config, **outer: Any):
+        super().__init__(model, build_optimizer(inner, model, None))
+        self.diloco = DiLoCo(model.parameters(), self.optimizer, replicas, **outer)
+
+    def step(self) -> None:
+        self.open_steps += self.diloco.step()
+
+    def finish(self) -> None:
+        if self.diloco.local_steps:
+            self.diloco.synchronize()
+
+
+def adamw(model: GPT, replicas: dist.ProcessGroup, lr: float) -> Method:
+    """AdamW on gradients that DDP averages at every step: the dense baseline."""
+    module = DistributedDataParallel(model, process_group=replicas)
+    return Method(module, build_optimizer(Config(optimizer="adamw", lr=lr), model, None))
+
+
+def powersgd(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank: int) -> Method:
+    """AdamW on gradients that PyTorch's PowerSGD hook compresses, with error feedback."""
+    method = adamw(model, replicas, lr)
+    state = PowerSGDState(
+        replicas,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=POWERSGD_DENSE_STEPS,
+        orthogonalization_epsilon=1e-8,
+    )
+    assert isinstance(method.module, DistributedDataParallel)
+    method.module.register_comm_hook(state, powerSGD_hook)
+    return method
+
+
+def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank_fraction: float) -> Method:
+    """Dion, synchronised at every step."""
+    return Gated(model, replicas, Config(optimizer="dion", lr=lr, rank_fraction=rank_fraction))
+
+
+def averaging(model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int) -> Method:
+    """Local Dion steps; every ``period``-th is Dion's on exactly averaged replicas."""
+    config = Config(optimizer="curvadion", lr=lr, period=period, max_local_steps=period)
+    return Gated(model, replicas, config)
+
+
+def published(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, threshold: float = PUBLISHED_THRESHOLD
+) -> Method:
+    """CurvaDion as published: RMMC gate, local gradient steps, replicas never brought together."""
+    config = Config(
+        optimizer="curvadion",
+        lr=lr,
+        threshold=threshold,
+        local_step="gradient",
+        reconcile="none",
+        max_local_steps=NEVER,
+    )
+    return Gated(model, replicas, config)
+
+
+def authors(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, threshold: float = PUBLISHED_THRESHOLD
+) -> Method:
+    """CurvaDion as its authors' code has it: as published, but with local Dion steps."""
+    config = Config(
+        optimizer="curvadion",
+        lr=lr,
+        threshold=threshold,
+        local_step="dion",
+        reconcile="none",
+        max_local_steps=NEVER,
+    )
+    return Gated(model, replicas, config)
+
+
+def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
+    """DiLoCo with AdamW inside; settings of :class:`DiLoCo`."""
+    return LocalThenOuter(model, replicas, Config(optimizer="adamw", lr=lr), **outer)
+
+
+def diloco_dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
+    """DiLoCo with Dion inside; settings of :class:`DiLoCo`."""
+    return LocalThenOuter(model, replicas, Config(optimizer="dion", lr=lr), **outer)
+
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "adamw": adamw,
+    "dion": dion,
+    "powersgd": powersgd,
+    "diloco_adamw": diloco_adamw,
+    "diloco_dion": diloco_dion,
+    "averaging": averaging,
+    "published": published,
+    "authors": authors,
+}

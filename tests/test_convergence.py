@@ -1,0 +1,352 @@
+"""The convergence benchmark: what its methods send, resuming, choosing, and DiLoCo's outer step."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import convergence
+import convergence_report
+import distributed
+import traffic
+from diloco import DiLoCo
+from grids import BUDGETS, GRIDS, SIZES, Run, Task
+from methods import METHODS
+
+STEPS, REPLICAS = 6, 2
+TINY = Task(
+    layers=1, dim=16, heads=2, context=16, batch_size=2, data_bytes=60_000, validation_tokens=256
+)
+SHAPES = TINY.shapes()
+DENSE = SHAPES.parameters
+# All-reduced numbers of a run of 6 steps, but for the gate's.
+NUMBERS = {
+    "adamw": STEPS * DENSE,
+    "dion": STEPS * SHAPES.dion_step(1 / 8),
+    "powersgd": 2 * DENSE + 4 * SHAPES.powersgd_step(1),
+    "diloco_adamw": 2 * DENSE,
+    "diloco_dion": 2 * DENSE,  # one of them after the last step
+    "averaging": SHAPES.averaged_step() + DENSE,  # the weights after the last step
+}
+SETTINGS = {
+    "dion": {"rank_fraction": 1 / 8},
+    "powersgd": {"rank": 1},
+    "diloco_adamw": {"period": 3},
+    "diloco_dion": {"period": 4},
+    "averaging": {"period": 4},
+    "published": {"threshold": 2.0},
+}
+GATED = {"dion", "averaging", "published", "authors"}
+CPU = torch.device("cpu")
+
+
+def run(method, lr=0.01, steps=STEPS, **settings):
+    return Run(
+        grid="quick", size="tiny", task=TINY, method=method, settings=settings,
+        budget=None, lr=lr, seed=1, steps=steps, replicas=REPLICAS,
+    )  # fmt: skip
+
+
+def trained(rank, runs):
+    """Module-level, for the workers."""
+    return [convergence.train(each, CPU) for each in runs]
+
+
+@pytest.fixture(scope="module")
+def records():
+    """What rank 0 says of one short run of every method."""
+    runs = [run(method, **SETTINGS.get(method, {})) for method in METHODS]
+    first, second = distributed.run(REPLICAS, trained, runs)
+    for one, other in zip(first, second, strict=True):
+        for key in ("val_loss", "mean_weights_val_loss", "curve", "share", "steps"):
+            assert one[key] == other[key], key
+    return dict(zip(METHODS, first, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_sends_what_its_formula_says(records, method):
+    record = records[method]
+    sent = record["sent_per_step"] * STEPS
+    numbers = NUMBERS.get(method)
+    if numbers is None:  # the gate decides
+        numbers = round(record["gate_open_share"] * STEPS) * SHAPES.dion_step()
+    expected = 4 * (numbers + traffic.GATE * STEPS * (method in GATED))
+    # Once in a training: DDP's order of buckets, the optimizer's comparison of the replicas.
+    assert 0 <= sent - expected < 150
+    # With two replicas an all-reduce sends its payload, a broadcast half of it.
+    assert 0 <= record["payload_per_step"] * STEPS - sent < 150
+
+
+def test_a_share_is_of_the_dense_baseline(records):
+    assert records["adamw"]["share"] == pytest.approx(1, abs=150 / (4 * DENSE * STEPS))
+    for record in records.values():
+        assert record["parameters"] == DENSE
+        assert record["share"] == pytest.approx(record["sent_per_step"] / (4 * DENSE))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_and_says_where_its_replicas_are(records, method):
+    record = records[method]
+    assert not record["diverged"] and record["steps"] == STEPS
+    assert [step for step, _ in record["curve"]] == list(range(1, STEPS + 1))
+    assert record["val_loss"] < math.log(256)
+    if method == "published":
+        assert 0 < record["gate_open_share"] < 1
+    never_together = method in ("published", "authors") and record["gate_open_share"] < 1
+    assert (record["drift"] > 0) == never_together
+    own, mean = record["val_loss"], record["mean_weights_val_loss"]
+    assert own == pytest.approx(mean, rel=1e-2 if never_together else 1e-6)
+    periods = {"diloco_adamw": 2, "diloco_dion": 1, "averaging": 1}
+    if method in periods:
+        assert record["gate_open_share"] == periods[method] / STEPS
+    json.dumps(record, allow_nan=False)
+
+
+def beginnings(rank, runs):
+    """Module-level, for the workers: weights and first batches of each run."""
+    trials = [convergence.Trial(each, CPU) for each in runs]
+    weights = [torch.cat([p.detach().flatten() for p in t.model.parameters()]) for t in trials]
+    return weights, [next(t.batches(0, rank))[0] for t in trials]
+
+
+def test_weights_and_data_at_the_start_are_equal_for_all_methods():
+    runs = [run(method, **SETTINGS.get(method, {})) for method in METHODS]
+    ranks = distributed.run(REPLICAS, beginnings, runs)
+    for weights, batches in ranks:
+        assert all(each.equal(ranks[0][0][0]) for each in weights)
+        assert all(each.equal(batches[0]) for each in batches)
+    assert not ranks[0][1][0].equal(ranks[1][1][0])
+
+
+def test_divergence_is_a_result():
+    runs = [run("adamw", lr=1e38, steps=30), run("diloco_dion", lr=1e38, steps=30, period=40)]
+    for record in distributed.run(REPLICAS, trained, runs)[0]:
+        assert record["diverged"] and record["steps"] < 30
+        assert record["val_loss"] is None and record["mean_weights_val_loss"] is None
+        json.dumps(record, allow_nan=False)
+
+
+# ---------------------------------------------------------------------------------- DiLoCo
+
+GRADIENTS = np.random.default_rng(0).standard_normal((REPLICAS, 5, 3))
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def diloco_by_hand():
+    """From the equations, inner steps being X <- X - 0.1 g, an outer one after two and at 5."""
+    theta, v = np.ones(3), np.zeros(3)
+    X = np.ones((REPLICAS, 3))
+    for step in range(5):
+        X = X - 0.1 * GRADIENTS[:, step]
+        if step in (1, 3, 4):
+            g = theta - X.mean(0)
+            v = 0.9 * v + g
+            theta = theta - 0.7 * (g + 0.9 * v)
+            X = np.tile(theta, (REPLICAS, 1))
+    return theta
+
+
+def diloco(rank):
+    """Module-level, for the workers."""
+    X = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = DiLoCo([X], torch.optim.SGD([X], lr=0.1), dist.group.WORLD, period=2, **OUTER)
+    outer_steps = []
+    for g in torch.from_numpy(GRADIENTS[rank]):
+        X.grad = g.clone()
+        outer_steps.append(optimizer.step())
+    optimizer.synchronize()
+    return outer_steps, X.detach()
+
+
+def test_diloco_follows_its_equations():
+    for outer_steps, X in distributed.run(REPLICAS, diloco):
+        assert outer_steps == [False, True, False, True, False]
+        np.testing.assert_allclose(X.numpy(), diloco_by_hand(), rtol=1e-12)
+
+
+def test_diloco_wants_a_period():
+    X = torch.zeros(1)
+    with pytest.raises(ValueError, match="period=0"):
+        DiLoCo([X], torch.optim.SGD([X], lr=0.1), None, period=0)
+
+
+# ---------------------------------------------------------------------------------- grids
+
+
+@pytest.mark.parametrize("steps", [300, 1000])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_settings_use_a_budget_up(size, budget, steps):
+    shapes = SIZES[size].shapes()
+    limit = budget * steps * shapes.parameters
+    period = traffic.period_within(budget, steps, shapes.parameters, shapes.parameters)
+    if period is None:
+        assert limit < shapes.parameters
+    else:
+        assert math.ceil(steps / period) * shapes.parameters <= limit * (1 + 1e-9)
+        assert math.ceil(steps / (period - 1)) * shapes.parameters > limit
+    period = traffic.averaging_period(shapes, budget, steps)
+    if period is not None:
+        gates = traffic.GATE * steps
+        assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
+        assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
+    rank = traffic.powersgd_rank(shapes, budget, steps)
+    sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
+    if rank is None:
+        assert min(sent) > limit
+    else:
+        assert sent[rank - 1] <= limit < sent[rank]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_has_every_method_and_no_run_twice(name):
+    runs = list(GRIDS[name](8))
+    assert {each.method for each in runs} == set(METHODS)
+    assert len({each.slug for each in runs}) == len(runs)
+    if name == "full":
+        for size in SIZES:
+            for method in METHODS:
+                here = [each for each in runs if (each.size, each.method) == (size, method)]
+                assert len({each.lr for each in here}) >= 3
+                assert {each.seed for each in here} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--replicas 1", "replicas=1"),
+        ("--method sgd", r"method=\['sgd'\]: .*adamw"),
+        ("--size medium", r"size=\['medium'\]: .*small"),
+    ],
+)
+def test_what_is_not_in_a_grid_is_named(flags, message):
+    with pytest.raises(ValueError, match=message):
+        convergence.main(flags.split())
+
+
+def test_flags_choose_runs():
+    flags = "--grid full --method dion adamw --size medium --seed 7 --lr 0.5 --replicas 4"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    assert [each.method for each in chosen] == ["adamw", "dion", "dion", "dion"]
+    assert {(each.size, each.seed, each.lr, each.replicas) for each in chosen} == {
+        ("medium", 7, 0.5, 4)
+    }
+
+
+# ---------------------------------------------------------------------------------- resuming
+
+
+def work_off(rank, runs, folder):
+    """Module-level, for the workers."""
+    convergence.work_off(runs, Path(folder), CPU, "by hand")
+
+
+@pytest.mark.timeout(240)
+def test_a_second_start_trains_what_is_missing(tmp_path, monkeypatch, capsys):
+    runs = [run("adamw", steps=2), run("dion", steps=2, rank_fraction=0.25)]
+    monkeypatch.setitem(convergence.GRIDS, "quick", lambda *_: runs)
+    flags = ["--grid", "quick", "--replicas", "2", "--device", "cpu", "--out", str(tmp_path)]
+    distributed.run(REPLICAS, work_off, runs[:1], str(tmp_path))
+    kept = tmp_path / f"{runs[0].slug}.json"
+    before = kept.read_bytes()
+
+    convergence.main([*flags, "--list"])
+    listed = capsys.readouterr().out
+    assert f"{runs[1].slug}: to do" in listed and f"{runs[0].slug}: loss" in listed
+    assert "1 runs done, 1 to do, 1 of them in about" in listed
+
+    convergence.main(flags)
+    assert kept.read_bytes() == before
+    record = json.loads((tmp_path / f"{runs[1].slug}.json").read_text())
+    assert record["command"] == f"python benchmarks/convergence.py {' '.join(flags)}"
+    assert record["run"]["settings"] == {"rank_fraction": 0.25}
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".json"]
+
+    convergence.main(flags)
+    assert "2 runs done, 0 to do" in capsys.readouterr().out
+
+
+def test_a_record_of_another_task_does_not_count(tmp_path):
+    distributed.run(REPLICAS, work_off, [run("adamw", steps=1)], str(tmp_path))
+    assert convergence.read_record(run("adamw", steps=1), tmp_path) is not None
+    other = Run(**{**vars(run("adamw", steps=1)), "task": Task(layers=2, dim=16)})
+    assert convergence.read_record(other, tmp_path) is None
+
+
+# ---------------------------------------------------------------------------------- report
+
+
+def record(method, lr, loss, *, seed=0, size="small", share=0.1):
+    """A record with what the report reads of it."""
+    each = Run("quick", size, SIZES[size], method, lr, seed, 300)
+    return {
+        "run": json.loads(json.dumps(each.as_dict())),
+        "val_loss": loss,
+        "mean_weights_val_loss": loss,
+        "share": share,
+        "sent_per_step": 1000.0,
+        "gate_open_share": 0.5,
+        "parameters": 1000,
+    }
+
+
+def best(records):
+    return {result.method: result for result in convergence_report.best_results(records)}
+
+
+def test_the_best_rate_has_the_lowest_mean_over_seeds():
+    by_rate = {0.1: (2.0, 1.0), 0.2: (1.3, 1.5), 0.4: (1.0, None), 0.8: (0.5,)}
+    records = [
+        record("dion", lr, loss, seed=seed)
+        for lr, losses in by_rate.items()
+        for seed, loss in enumerate(losses)
+    ]
+    dion = best([*records, record("adamw", 0.1, None)])["dion"]
+    assert (dion.lr, dion.loss, dion.at_edge) == (0.2, 1.4, False)
+    assert dion.deviation == pytest.approx(0.02**0.5)
+    assert best(records[:4])["dion"].at_edge
+    diverged = best([record("adamw", 0.1, None), record("adamw", 0.2, None)])["adamw"]
+    assert diverged.loss == math.inf and diverged.deviation == 0
+
+
+def test_the_table_compares_with_the_best_dion_of_the_size():
+    records = [record("dion", 0.1, 2.0), record("adamw", 0.1, 2.1), record("authors", 0.1, None)]
+    header, *lines = convergence_report.rows(convergence_report.best_results(records))
+    column = header.index("over Dion")
+    assert {line[1]: line[column] for line in lines} == {
+        "dion": "+0.00%",
+        "adamw": "+5.00%",
+        "authors": "",
+    }
+    assert lines[2][header.index("val loss")] == "diverged"
+    text = convergence_report.markdown([header, *lines]).splitlines()
+    assert len(text) == 5 and len({line.count("|") for line in text}) == 1
+
+
+def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    runs.mkdir()
+    records = [
+        record(method, 0.1, 2.0 + seed, seed=seed, size=size, share=share)
+        for method, share in (("adamw", 1.0), ("dion", 0.4), ("published", 0.01))
+        for seed in (0, 1)
+        for size in SIZES
+    ]
+    for number, each in enumerate(records):
+        (runs / f"quick-{number:02}.json").write_text(json.dumps(each))
+    (runs / "full-0.json").write_text(json.dumps(records[0]))
+    flags = ["--grid", "quick", "--runs", str(runs), "--out", str(out)]
+    results = convergence_report.main(flags)
+    assert len(results) == 6
+    written = json.loads((out / "quick.json").read_text())
+    assert written["records"] == records
+    assert written["command"].startswith("python benchmarks/convergence_report.py --grid quick")
+    assert (out / "quick.md").read_text().count("\n| ") == 7
+    assert (out / "quick.png").read_bytes().startswith(b"\x89PNG")
+    assert "published" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="convergence.py --grid full first"):
+        convergence_report.main(["--grid", "full", "--runs", str(out)])
