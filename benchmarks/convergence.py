@@ -11,13 +11,16 @@ benchmarks/convergence_report.py makes a table and a picture of the records.
 import json
 import math
 import multiprocessing
+import os
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "examples")]
+sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 
 import train_gpt
 from command_line import option, parse
@@ -164,6 +167,11 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
             own, mean = trial.own_loss(), trial.mean_loss()
     diverged = diverged or not math.isfinite(own)
     used = time.process_time() - used
+    # A rank with a larger share of a mean sends more than the others.
+    totals = [meter.total_sent, meter.total_bytes, used]
+    means = torch.tensor(totals, dtype=torch.float64, device=device)
+    mean_([means], dist.group.WORLD)
+    sent, payload, used = means.tolist()
     parameters = sum(p.numel() for p in trial.model.parameters())
     dense = 4 * parameters * 2 * (run.replicas - 1) / run.replicas
     return {
@@ -175,14 +183,13 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
         "curve": [(at, loss) for at, loss in curve if math.isfinite(loss)],
         "parameters": parameters,
         "steps": step,
-        "sent_per_step": meter.total_sent / step,
-        "payload_per_step": meter.total_bytes / step,
-        "share": meter.total_sent / step / dense,
+        "sent_per_step": sent / step,
+        "payload_per_step": payload / step,
+        "share": sent / step / dense,
         "gate_open_share": trial.method.open_steps / step,
         "training_seconds": training_seconds,
         "seconds": time.perf_counter() - started,
-        "processor_seconds": run.replicas
-        * train_gpt.mean_over_ranks(torch.tensor(used, device=device)),
+        "processor_seconds": run.replicas * used,
         "torch": torch.__version__,
         "device": f"{describe(device)}, {dist.get_backend()}",
     }
@@ -232,8 +239,15 @@ def summary(run: Run, record: dict[str, Any] | None) -> str:
 
 
 def _worker(
-    rank: int, runs: Sequence[Run], folder: Path, store: str, kind: str, command: str
+    rank: int,
+    runs: Sequence[Run],
+    folder: Path,
+    store: str,
+    kind: str,
+    command: str,
+    parent: Connection,
 ) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     replicas = runs[0].replicas
     device = torch.device("cpu")
@@ -251,6 +265,12 @@ def _worker(
     work_off(runs, folder, device, command)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _end_with(parent: Connection) -> None:
+    """End this process once the one that holds the pipe's other end is gone, however it ended."""
+    parent.poll(None)
+    os._exit(1)
 
 
 def selected(options: Options) -> list[Run]:
@@ -307,11 +327,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "benchmarks/convergence.py", *given])
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with tempfile.TemporaryDirectory(prefix="convergence-") as rendezvous:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    parent, lifeline = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="convergence-") as rendezvous, lifeline:
         start_processes(
             _worker,
-            args=(pending, folder, f"{rendezvous}/store", kind, command),
+            args=(pending, folder, f"{rendezvous}/store", kind, command, parent),
             nprocs=options.replicas,
             start_method="forkserver",
         )

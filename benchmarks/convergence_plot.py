@@ -20,7 +20,8 @@ LOOKS = {
     "averaging": ("averaging, local Dion", "#E69F00", "D"),
     "published": ("CurvaDion as published", "#000000", "X"),
     "authors": ("CurvaDion, authors' code", "#888888", "X"),
-    "ours": ("CurvaDion, ours", "#D55E00", "*"),
+    "ours": ("CurvaDion under a budget", "#D55E00", "*"),
+    "ours_rmmc": ("the same, by RMMC", "#882255", "*"),
 }
 
 
@@ -67,7 +68,7 @@ def draw_panel(axes: Axes, points: Sequence[Point]) -> None:
                 color=colour,
                 marker=marker,
                 label=label,
-                ms=10 if method == "ours" else 6,
+                ms=10 if marker == "*" else 6,
                 lw=1.5,
                 capsize=3,
             )

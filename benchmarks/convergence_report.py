@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "examples")]
+sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 
 import convergence_plot
 from command_line import option, parse

@@ -99,6 +99,8 @@ LEARNING_RATES = {
     "averaging": (0.01, 0.02, 0.04, 0.08),
     "published": (0.01, 0.02, 0.04),
     "authors": (0.01, 0.02, 0.04),
+    "ours": (0.02, 0.04, 0.08),
+    "ours_rmmc": (0.02, 0.04, 0.08),
 }
 QUICK_LR = {method: rates[1] for method, rates in LEARNING_RATES.items()}
 
@@ -112,6 +114,9 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
         yield Variant("diloco_dion", {"period": period}, budget)
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
+    wire_budget = traffic.budget_before_the_end(shapes, budget, steps)
+    yield Variant("ours", {"wire_budget": wire_budget}, budget)
+    yield Variant("ours_rmmc", {"wire_budget": wire_budget}, budget)
 
 
 def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
@@ -142,11 +147,11 @@ def quick(replicas: int, seeds: Sequence[int] = (0,), lrs: Sequence[float] = ())
     variants = [
         Variant("adamw", {}),
         Variant("dion", {"rank_fraction": DION_RANKS[0]}),
-        Variant("dion", {"rank_fraction": DION_RANKS[-1]}),
         Variant("published", {}),
         Variant("authors", {}),
         *(v for v in within_budget(shapes, 0.1, steps) if v.method == "powersgd"),
         *(v for v in within_budget(shapes, 0.03, steps) if v.method != "powersgd"),
+        *(v for v in within_budget(shapes, 0.01, steps) if v.method == "ours"),
     ]
     for seed in seeds or (0,):
         for variant in variants:

@@ -16,9 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from curvadion import CurvaDion
+from curvadion import CurvaDion, WireBudget
 from curvadion.collectives import mean_
+from curvadion.consensus import AGREED, RESIDUAL, WEIGHT
 from curvadion.integrations.ddp import keep_gradients_local
+from curvadion.reconcile import quantized_average_
 from diloco import DiLoCo
 from gpt import GPT
 from train_gpt import Config, build_optimizer
@@ -68,8 +70,18 @@ class Gated(Method):
 
     @torch.no_grad()
     def finish(self) -> None:
-        if self.optimizer.reconcile != "none" and self.optimizer.progress.local_steps:
-            mean_([p.detach() for p in self.model.parameters()], self.replicas)
+        weights = list(self.model.parameters())
+        if not self.optimizer.progress.local_steps:
+            return
+        if self.optimizer.reconcile == "average":
+            mean_([X.detach() for X in weights], self.replicas)
+        elif self.optimizer.reconcile == "quantized":
+            agreed, residuals = (
+                [self.optimizer.state[X][WEIGHT + key] for X in weights]
+                for key in (AGREED, RESIDUAL)
+            )
+            bits = self.optimizer.reconcile_bits
+            quantized_average_(weights, agreed, residuals, bits, self.replicas)
 
 
 class LocalThenOuter(Method):
@@ -148,6 +160,43 @@ def authors(
     return Gated(model, replicas, config)
 
 
+def ours(
+    model: GPT,
+    replicas: dist.ProcessGroup,
+    lr: float,
+    *,
+    wire_budget: float,
+    bits: int = Config().reconcile_bits,
+    momenta: bool = True,
+    synchronized_steps: int = 0,
+) -> Gated:
+    """CurvaDion under a budget of bytes, opening its gate at a steady pace.
+
+    ``bits`` are of a number sent, ``momenta``: whether they are averaged with the weights;
+    the first ``synchronized_steps`` open the gate whatever the budget says.
+    """
+    config = Config(
+        optimizer="curvadion",
+        lr=lr,
+        wire_budget=wire_budget,
+        reconcile_bits=bits,
+        synchronized_steps=synchronized_steps,
+        max_local_steps=NEVER,
+    )
+    method = Gated(model, replicas, config)
+    method.optimizer.reconcile_momentum = momenta
+    return method
+
+
+def ours_rmmc(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, wire_budget: float, **settings: Any
+) -> Gated:
+    """The same budget, spent where RMMC is largest; settings of :func:`ours`."""
+    method = ours(model, replicas, lr, wire_budget=wire_budget, **settings)
+    method.optimizer.gate = WireBudget(wire_budget, by="rmmc")
+    return method
+
+
 def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
     """DiLoCo with AdamW inside; settings of :class:`DiLoCo`."""
     return LocalThenOuter(model, replicas, Config(optimizer="adamw", lr=lr), **outer)
@@ -167,4 +216,6 @@ METHODS: dict[str, Callable[..., Method]] = {
     "averaging": averaging,
     "published": published,
     "authors": authors,
+    "ours": ours,
+    "ours_rmmc": ours_rmmc,
 }

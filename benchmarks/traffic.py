@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
+from curvadion.quantized_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 from train_gpt import Config
 
 GATE = 4  # numbers of 4 bytes that CurvaDion's decision takes at every step
 RANK_FRACTION = Config().rank_fraction
+RECONCILE_BITS = Config().reconcile_bits
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,18 @@ def averaging_period(shapes: Shapes, budget: float, steps: int) -> int | None:
     """Return the shortest period of averaging that fits a budget, its gate included."""
     left = budget - GATE / shapes.parameters
     return period_within(left, steps, shapes.averaged_step(), shapes.parameters)
+
+
+def quantized_bytes(shapes: Shapes, bits: int, *, momenta: bool) -> int:
+    """Return bytes of the codes of all weights, and of Dion's momenta too."""
+    tensors = shapes.all + (shapes.matrices if momenta else [])
+    return message_bytes(map(math.prod, tensors), bits)
+
+
+def budget_before_the_end(shapes: Shapes, budget: float, steps: int) -> float:
+    """Return what of a budget is left for training when a quantised mean of the weights ends it."""
+    last = quantized_bytes(shapes, RECONCILE_BITS, momenta=False)
+    return math.floor(1e5 * (budget - last / (4 * steps * shapes.parameters))) / 1e5
 
 
 def powersgd_rank(shapes: Shapes, budget: float, steps: int) -> int | None:

@@ -2,6 +2,12 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +45,11 @@ SETTINGS = {
     "diloco_dion": {"period": 4},
     "averaging": {"period": 4},
     "published": {"threshold": 2.0},
+    "ours": {"wire_budget": 0.03},
+    "ours_rmmc": {"wire_budget": 0.03, "bits": 4, "momenta": False},
 }
-GATED = {"dion", "averaging", "published", "authors"}
+GATED = {"dion", "averaging", "published", "authors", "ours", "ours_rmmc"}
+BITS = {"ours": 2, "ours_rmmc": 4}
 CPU = torch.device("cpu")
 
 
@@ -70,15 +79,21 @@ def records():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_sends_what_its_formula_says(records, method):
     record = records[method]
-    sent = record["sent_per_step"] * STEPS
-    numbers = NUMBERS.get(method)
-    if numbers is None:  # the gate decides
-        numbers = round(record["gate_open_share"] * STEPS) * SHAPES.dion_step()
-    expected = 4 * (numbers + traffic.GATE * STEPS * (method in GATED))
+    sent, payload = (record[key] * STEPS for key in ("sent_per_step", "payload_per_step"))
+    opened = round(record["gate_open_share"] * STEPS)
+    if method in BITS:
+        momenta = SETTINGS[method].get("momenta", True)
+        expected = opened * traffic.quantized_bytes(SHAPES, BITS[method], momenta=momenta)
+        if sent > expected + 1000:  # after the last step, weights alone
+            expected += traffic.quantized_bytes(SHAPES, BITS[method], momenta=False)
+    else:
+        # Without a number of its own, how often the gate was open decides.
+        expected = 4 * NUMBERS.get(method, opened * SHAPES.dion_step())
+        # With two replicas an all-reduce sends its payload, a broadcast half of it.
+        assert 0 <= payload - sent < 150
+    expected += 4 * traffic.GATE * STEPS * (method in GATED)
     # Once in a training: DDP's order of buckets, the optimizer's comparison of the replicas.
     assert 0 <= sent - expected < 150
-    # With two replicas an all-reduce sends its payload, a broadcast half of it.
-    assert 0 <= record["payload_per_step"] * STEPS - sent < 150
 
 
 def test_a_share_is_of_the_dense_baseline(records):
@@ -194,6 +209,11 @@ def test_settings_use_a_budget_up(size, budget, steps):
         gates = traffic.GATE * steps
         assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
         assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
+    before = traffic.budget_before_the_end(shapes, budget, steps)
+    dense = 4 * shapes.parameters
+    last = traffic.quantized_bytes(shapes, 2, momenta=False) / (dense * steps)
+    assert last * steps == pytest.approx(2 / 32, rel=0.1)
+    assert before + last <= budget < before + last + 2e-5
     rank = traffic.powersgd_rank(shapes, budget, steps)
     sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
     if rank is None:
@@ -268,6 +288,41 @@ def test_a_second_start_trains_what_is_missing(tmp_path, monkeypatch, capsys):
 
     convergence.main(flags)
     assert "2 runs done, 0 to do" in capsys.readouterr().out
+
+
+def of_session(leader):
+    """Numbers of the processes of a session that have not ended."""
+    found = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, session = file.read_text().rpartition(")")[2].split()[:4]
+            found += int(session) == leader and state != "Z"
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    script = Path(convergence.__file__)
+    flags = ["--grid", "full", "--replicas", "2", "--device", "cpu", "--out", str(tmp_path)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # killed, it leaves a folder behind
+    main = subprocess.Popen(
+        [sys.executable, script, *flags], env=environment, start_new_session=True
+    )
+    try:
+        wait_until(lambda: of_session(main.pid) >= 5)  # it, two helpers of multiprocessing, workers
+        main.kill()
+        main.wait()
+        wait_until(lambda: of_session(main.pid) == 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(main.pid, signal.SIGKILL)
+
+
+def wait_until(true, seconds=50.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_record_of_another_task_does_not_count(tmp_path):
