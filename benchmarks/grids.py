@@ -87,20 +87,20 @@ class Variant:
 
 SIZES = {"small": Task(layers=2, dim=64), "medium": Task(layers=4, dim=96)}
 BUDGETS = (0.1, 0.03, 0.01, 0.003)
-DION_RANKS = (1 / 4, 1 / 8, 1 / 16)
+DION_RANKS = (1.0, 1 / 4, 1 / 8, 1 / 16)
 # Of the full grid, at least three a method and a factor of two apart. Where the best turns out to
 # be the first or the last, more are to be tried with --lr.
 LEARNING_RATES = {
     "adamw": (2e-3, 4e-3, 8e-3),
     "powersgd": (2e-3, 4e-3, 8e-3),
     "diloco_adamw": (2e-3, 4e-3, 8e-3),
-    "dion": (0.02, 0.04, 0.08),
+    "dion": (0.01, 0.02, 0.04),
     "diloco_dion": (0.01, 0.02, 0.04),
-    "averaging": (0.01, 0.02, 0.04, 0.08),
+    "averaging": (0.01, 0.02, 0.04),
     "published": (0.01, 0.02, 0.04),
     "authors": (0.01, 0.02, 0.04),
-    "ours": (0.02, 0.04, 0.08),
-    "ours_rmmc": (0.02, 0.04, 0.08),
+    "ours": (0.01, 0.02, 0.04),
+    "ours_rmmc": (0.01, 0.02, 0.04),
 }
 QUICK_LR = {method: rates[1] for method, rates in LEARNING_RATES.items()}
 

@@ -2,12 +2,12 @@
 
 A method is built from a model, the ranks that hold its replicas, a learning rate and settings of
 its own. The learning rate is of all parameters for AdamW, of the matrices for Dion, whose other
-parameters keep the example's rates. Settings not listed here are the example's defaults.
+parameters take half of it. Settings not listed here are the example's defaults.
 """
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from curvadion import CurvaDion, WireBudget
+from curvadion import CurvaDion
 from curvadion.collectives import mean_
-from curvadion.consensus import AGREED, RESIDUAL, WEIGHT
 from curvadion.integrations.ddp import keep_gradients_local
-from curvadion.reconcile import quantized_average_
 from diloco import DiLoCo
 from gpt import GPT
 from train_gpt import Config, build_optimizer
 
 POWERSGD_DENSE_STEPS = 2  # the fewest that its hook can do: DDP orders its buckets meanwhile
 PUBLISHED_THRESHOLD = 0.1
+ELEMENTWISE_LR = 0.5  # learning rate of what takes AdamW beside Dion, as a share of the matrices'
 NEVER = sys.maxsize  # a bound on local steps that does not bind
 
 
@@ -70,18 +69,12 @@ class Gated(Method):
 
     @torch.no_grad()
     def finish(self) -> None:
-        weights = list(self.model.parameters())
         if not self.optimizer.progress.local_steps:
             return
         if self.optimizer.reconcile == "average":
-            mean_([X.detach() for X in weights], self.replicas)
+            mean_([X.detach() for X in self.model.parameters()], self.replicas)
         elif self.optimizer.reconcile == "quantized":
-            agreed, residuals = (
-                [self.optimizer.state[X][WEIGHT + key] for X in weights]
-                for key in (AGREED, RESIDUAL)
-            )
-            bits = self.optimizer.reconcile_bits
-            quantized_average_(weights, agreed, residuals, bits, self.replicas)
+            self.optimizer.synchronize(exact=False)
 
 
 class LocalThenOuter(Method):
@@ -121,12 +114,19 @@ def powersgd(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank: int) -
 
 def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank_fraction: float) -> Method:
     """Dion, synchronised at every step."""
-    return Gated(model, replicas, Config(optimizer="dion", lr=lr, rank_fraction=rank_fraction))
+    config = _dion_config(lr, optimizer="dion", rank_fraction=rank_fraction)
+    return Gated(model, replicas, config)
+
+
+def _dion_config(lr: float, **settings: Any) -> Config:
+    elementwise = ELEMENTWISE_LR * lr
+    rates: dict[str, Any] = {f"{kind}_lr": elementwise for kind in ("embedding", "head", "vector")}
+    return Config(lr=lr, **rates, **settings)
 
 
 def averaging(model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int) -> Method:
     """Local Dion steps; every ``period``-th is Dion's on exactly averaged replicas."""
-    config = Config(optimizer="curvadion", lr=lr, period=period, max_local_steps=period)
+    config = _dion_config(lr, optimizer="curvadion", period=period, max_local_steps=period)
     return Gated(model, replicas, config)
 
 
@@ -134,9 +134,9 @@ def published(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, threshold: float = PUBLISHED_THRESHOLD
 ) -> Method:
     """CurvaDion as published: RMMC gate, local gradient steps, replicas never brought together."""
-    config = Config(
+    config = _dion_config(
+        lr,
         optimizer="curvadion",
-        lr=lr,
         threshold=threshold,
         local_step="gradient",
         reconcile="none",
@@ -149,9 +149,9 @@ def authors(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, threshold: float = PUBLISHED_THRESHOLD
 ) -> Method:
     """CurvaDion as its authors' code has it: as published, but with local Dion steps."""
-    config = Config(
+    config = _dion_config(
+        lr,
         optimizer="curvadion",
-        lr=lr,
         threshold=threshold,
         local_step="dion",
         reconcile="none",
@@ -167,34 +167,31 @@ def ours(
     *,
     wire_budget: float,
     bits: int = Config().reconcile_bits,
-    momenta: bool = True,
-    synchronized_steps: int = 0,
-) -> Gated:
-    """CurvaDion under a budget of bytes, opening its gate at a steady pace.
+    momenta: bool = False,
+    rank_fraction: float = 1.0,
+    by: Literal["period", "rmmc"] = "period",
+) -> Method:
+    """CurvaDion under a budget of bytes.
 
-    ``bits`` are of a number sent, ``momenta``: whether they are averaged with the weights;
-    the first ``synchronized_steps`` open the gate whatever the budget says.
+    ``bits`` are of a number sent; ``momenta``: whether they are averaged with the weights; ``by``
+    says when the gate opens. Nothing of a rank crosses the wire, so it is full.
     """
-    config = Config(
+    config = _dion_config(
+        lr,
         optimizer="curvadion",
-        lr=lr,
         wire_budget=wire_budget,
+        budget_by=by,
         reconcile_bits=bits,
-        synchronized_steps=synchronized_steps,
+        reconcile_momentum=momenta,
+        rank_fraction=rank_fraction,
         max_local_steps=NEVER,
     )
-    method = Gated(model, replicas, config)
-    method.optimizer.reconcile_momentum = momenta
-    return method
+    return Gated(model, replicas, config)
 
 
-def ours_rmmc(
-    model: GPT, replicas: dist.ProcessGroup, lr: float, *, wire_budget: float, **settings: Any
-) -> Gated:
+def ours_rmmc(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
     """The same budget, spent where RMMC is largest; settings of :func:`ours`."""
-    method = ours(model, replicas, lr, wire_budget=wire_budget, **settings)
-    method.optimizer.gate = WireBudget(wire_budget, by="rmmc")
-    return method
+    return ours(model, replicas, lr, by="rmmc", **settings)
 
 
 def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
@@ -203,8 +200,9 @@ def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: An
 
 
 def diloco_dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
-    """DiLoCo with Dion inside; settings of :class:`DiLoCo`."""
-    return LocalThenOuter(model, replicas, Config(optimizer="dion", lr=lr), **outer)
+    """DiLoCo with Dion of full rank inside, which it never sends; settings of :class:`DiLoCo`."""
+    config = _dion_config(lr, optimizer="dion", rank_fraction=1.0)
+    return LocalThenOuter(model, replicas, config, **outer)
 
 
 METHODS: dict[str, Callable[..., Method]] = {

@@ -75,13 +75,13 @@ class CurvaDion(Optimizer):
             (0, 1], that the replicas may send: the gate WireBudget, with reconcile="quantized".
         reconcile: what brings drifted replicas together when the gate opens. "average": the exact
             mean of all parameters and of the elementwise algorithms' moments, before the open step
-            above. "quantized": a local step, then the mean of what weights and momenta have moved
-            since the last time, sent in a few bits a number, instead of the open step above; P and
-            R never cross the replicas, so a higher rank_fraction costs no bytes. "none": nothing.
-            By default "quantized" with a wire_budget, "average" without.
+            above. "quantized": a local step, then the mean of what weights have moved since the
+            last time, sent in a few bits a number, instead of the open step above; P and R never
+            cross the replicas, so a higher rank_fraction costs no bytes. "none": nothing. By
+            default "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
         reconcile_momentum: of "quantized": whether the momenta of Dion and Lion are averaged with
-            the weights; if not, about half as many bytes are sent.
+            the weights, for up to twice the bytes.
         mu: momentum decay.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
@@ -119,7 +119,7 @@ class CurvaDion(Optimizer):
         wire_budget: float | None = None,
         reconcile: Literal["average", "quantized", "none"] | None = None,
         reconcile_bits: int = 2,
-        reconcile_momentum: bool = True,
+        reconcile_momentum: bool = False,
         mu: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -408,13 +408,30 @@ class CurvaDion(Optimizer):
     # ---------------------------------------------------------------- replicas
 
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def synchronize(self, *, exact: bool = True) -> None:
         """Make replicas agree in parameters and optimizer state; collective, dense.
 
         For before a checkpoint or an evaluation. Averaging the momenta changes nothing in
         what later synchronised steps compute: these depend on the momenta's mean only.
+
+        Args:
+            exact: False sends no more than an open step with reconcile="quantized" does; replicas
+                then agree in what that averages.
+
+        Raises:
+            ValueError: if ``exact`` is False with another ``reconcile``.
         """
         plan = self._plan()
+        if not exact:
+            if self.reconcile != "quantized":
+                raise ValueError(
+                    f"exact=False needs reconcile='quantized', but it is {self.reconcile!r}: leave "
+                    f"exact out."
+                )
+            if self.progress.local_steps:
+                self._come_together(plan)
+                self.progress.local_steps = 0
+            return
         tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
         consensus.give_back_losses_(ready.parameters)

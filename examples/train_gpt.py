@@ -101,10 +101,12 @@ class Config:
     wire_budget: float | None = option(
         None, "share of dense gradients' bytes to send, instead of a threshold or a period"
     )
+    budget_by: Literal["period", "rmmc"] = option("period", "when to spend the budget")
     reconcile: Literal["average", "quantized", "none"] | None = option(
         None, "what opening does to the replicas; default: average, quantized under a budget"
     )
     reconcile_bits: int = option(2, "of a number, where quantized")
+    reconcile_momentum: bool = option(False, "where quantized: average momenta too")
 
     # Running
     validate_every: int = option(100, "steps between evaluations")
@@ -185,6 +187,7 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         warmup_steps=config.synchronized_steps,
         reconcile=config.reconcile or ("quantized" if config.wire_budget else "average"),
         reconcile_bits=config.reconcile_bits,
+        reconcile_momentum=config.reconcile_momentum,
         **shared,
     )
 
@@ -196,7 +199,7 @@ def gate(config: Config) -> Gate:
             f"period={config.period} and wire_budget={config.wire_budget}: give one of them"
         )
     if config.wire_budget:
-        return WireBudget(config.wire_budget)
+        return WireBudget(config.wire_budget, config.budget_by)
     return FixedPeriod(config.period) if config.period else RMMC(config.threshold)
 
 

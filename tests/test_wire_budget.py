@@ -97,7 +97,7 @@ def momenta(optimizer):
     return [s["momentum"].clone() for s in optimizer.state.values() if "momentum" in s]
 
 
-def bytes_of_codes(bits, momenta=True):
+def bytes_of_codes(bits, momenta=False):
     model = toy.model()
     matrices = [model.linear.weight, model.lm_head.weight]
     X = [*model.parameters(), *(matrices if momenta else [])]
@@ -172,7 +172,9 @@ def test_momenta_are_equal_after_an_open_step_if_they_are_averaged(momenta_too):
 def norms_after_an_open_step(rank):
     model = toy.model()
     gate = WireBudget(0.5, by="rmmc")
-    optimizer = optimizer_of(model, gate=gate, reconcile="quantized", warmup_steps=4)
+    optimizer = optimizer_of(
+        model, gate=gate, reconcile="quantized", reconcile_momentum=True, warmup_steps=4
+    )
     toy.train(model, optimizer, range(4), rank)
     states = [s for s in optimizer.state.values() if "momentum" in s]
     return [(float(s["momentum_norm"]), float(s["momentum"].norm())) for s in states]
@@ -242,6 +244,25 @@ def synchronize(rank):
 def test_synchronize_sends_what_the_codes_have_lost():
     first, second = distributed.run(2, synchronize)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def agree_before_the_end(rank):
+    model = toy.model()
+    optimizer = optimizer_of(model, gate=FixedPeriod(3), reconcile="quantized")
+    toy.train(model, optimizer, range(4), rank)
+    with WireMeter() as meter:
+        optimizer.synchronize(exact=False)
+        optimizer.synchronize(exact=False)  # nothing has moved
+    optimizer_of(model).synchronize()
+    with pytest.raises(ValueError, match="exact=False needs reconcile='quantized'"):
+        optimizer_of(model).synchronize(exact=False)
+    return toy.weights(model), meter.total_sent
+
+
+def test_replicas_can_agree_before_the_gate_opens():
+    (first, sent), (second, more) = distributed.run(2, agree_before_the_end)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (sent + more) / 2 == bytes_of_codes(2)
 
 
 def start_from_other_weights(rank):
