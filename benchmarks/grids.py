@@ -102,6 +102,7 @@ LEARNING_RATES = {
     "ours": (0.01, 0.02, 0.04),
     "ours_rmmc": (0.01, 0.02, 0.04),
 }
+QUICK_BUDGETED = ("diloco_adamw", "diloco_dion", "ours", "ours_rmmc")
 QUICK_LR = {method: rates[1] for method, rates in LEARNING_RATES.items()}
 
 
@@ -144,14 +145,18 @@ def full(
 def quick(replicas: int, seeds: Sequence[int] = (0,), lrs: Sequence[float] = ()) -> Iterator[Run]:
     """Yield runs of fewer steps, of one size, with one budget and learning rate a method."""
     steps, shapes = 300, SIZES["small"].shapes()
+    budgets = {0.1: ("powersgd",), 0.03: ("averaging", "ours"), 0.01: QUICK_BUDGETED}
     variants = [
         Variant("adamw", {}),
-        Variant("dion", {"rank_fraction": DION_RANKS[0]}),
+        *(Variant("dion", {"rank_fraction": rank}) for rank in DION_RANKS[:2]),
         Variant("published", {}),
         Variant("authors", {}),
-        *(v for v in within_budget(shapes, 0.1, steps) if v.method == "powersgd"),
-        *(v for v in within_budget(shapes, 0.03, steps) if v.method != "powersgd"),
-        *(v for v in within_budget(shapes, 0.01, steps) if v.method == "ours"),
+        *(
+            variant
+            for budget, methods in budgets.items()
+            for variant in within_budget(shapes, budget, steps)
+            if variant.method in methods
+        ),
     ]
     for seed in seeds or (0,):
         for variant in variants:
