@@ -1,0 +1,259 @@
+"""What methods send at an average step, and how long a step takes over a given link.
+
+A step takes its compute, and for each collective the rounds in which messages follow each other
+and the bytes that a rank sends:
+
+    seconds = compute + max(0, communication - overlap * backward)
+    communication = sum over collectives of  rounds * latency + sent / bandwidth
+
+Rounds and sent bytes are a ring's: an all-reduce of b bytes over n ranks takes 2 (n - 1) rounds
+and sends 2 (n - 1) / n b; any other collective half of both. ``Cost`` holds what an implementation
+does more or less than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import curvadion
+from curvadion.collectives import chunks
+from curvadion.layout import MatrixLayout
+from curvadion.quantization import BLOCK, block_bytes
+from curvadion.reconcile import quantized_average_bytes
+from curvadion.replicas import GATE_BYTES
+from models import Model, Shape
+
+FLOAT = 4
+DDP_BUCKET = 25 * 1024 * 1024
+BACKWARD = 2 / 3  # of a step's compute: twice the products of the forward pass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind at an average step, in the wire meter's words.
+
+    Attributes:
+        kind: "all_reduce", "all_to_all", ...
+        calls: how many, and ``bytes``: their payload together.
+    """
+
+    kind: str
+    calls: float
+    bytes: float
+
+    def times(self, factor: float) -> Traffic:
+        """As much of it as ``factor`` says."""
+        return replace(self, calls=factor * self.calls, bytes=factor * self.bytes)
+
+    def rounds(self, ranks: int) -> float:
+        """Messages that follow each other."""
+        return self.calls * (ranks - 1) * _passes(self.kind)
+
+    def sent(self, ranks: int) -> float:
+        """Bytes that a rank sends, on average over the ranks."""
+        return self.bytes * (ranks - 1) / ranks * _passes(self.kind)
+
+
+def _passes(kind: str) -> int:
+    return 2 if kind == "all_reduce" else 1
+
+
+def total(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """One entry per kind."""
+    kinds: dict[str, Traffic] = {}
+    for t in traffic:
+        known = kinds.get(t.kind, Traffic(t.kind, 0, 0))
+        kinds[t.kind] = Traffic(t.kind, known.calls + t.calls, known.bytes + t.bytes)
+    return list(kinds.values())
+
+
+# ---------------------------------------------------------------- seconds
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between any two replicas.
+
+    Attributes:
+        bandwidth: what a replica can send, and at the same time receive, in bits per second.
+        latency: from sending a small message to its arrival, in seconds.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a collective needs, in multiples of a ring's rounds and of its bytes."""
+
+    rounds: float = 1.0
+    bytes: float = 1.0
+
+
+def collective_seconds(traffic: Traffic, link: Link, ranks: int, cost: Cost = Cost()) -> float:
+    """Seconds that the collectives take one after another."""
+    waiting = cost.rounds * traffic.rounds(ranks) * link.latency
+    return waiting + cost.bytes * traffic.sent(ranks) * 8 / link.bandwidth
+
+
+def step_seconds(
+    compute: float,
+    traffic: Iterable[Traffic],
+    link: Link,
+    ranks: int,
+    *,
+    overlap: float = 0.0,
+    costs: Mapping[str, Cost] | None = None,
+) -> float:
+    """Seconds of an average step.
+
+    Args:
+        compute: of forward, backward and optimizer, in seconds.
+        traffic: what the step communicates.
+        link: between replicas.
+        ranks: number of replicas.
+        overlap: share of the backward pass that communication runs beside.
+        costs: by kind; a ring's where a kind is missing.
+    """
+    known = costs or {}
+    needed = sum(collective_seconds(t, link, ranks, known.get(t.kind, Cost())) for t in traffic)
+    return compute + max(0.0, needed - overlap * BACKWARD * compute)
+
+
+def compute_seconds(parameters: int, tokens: int, flops_per_second: float) -> float:
+    """Forward and backward: 6 floating-point operations per parameter and token."""
+    return 6 * parameters * tokens / flops_per_second
+
+
+# ---------------------------------------------------------------- methods
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What of a model crosses the wire: shapes of its matrices, and of all other parameters."""
+
+    matrices: Sequence[Shape]
+    others: Sequence[Shape]
+
+    @classmethod
+    def of(cls, model: Model | nn.Module) -> Shapes:
+        """Those of a list of shapes, or of a module under ``param_groups``."""
+        if isinstance(model, Model):
+            return cls(model.matrices(), model.others())
+        return cls.of_groups(curvadion.param_groups(model))
+
+    @classmethod
+    def of_groups(cls, groups: Iterable[Mapping[str, object]]) -> Shapes:
+        """Those of parameter groups that hold (name, parameter) pairs."""
+        matrices: list[Shape] = []
+        others: list[Shape] = []
+        for group in groups:
+            pairs = group["params"]
+            assert isinstance(pairs, list)
+            kept = matrices if group["algorithm"] == "dion" else others
+            kept += [tuple(parameter.shape) for _, parameter in pairs]
+        return cls(matrices, others)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return _numbers([*self.matrices, *self.others])
+
+
+def _numbers(shapes: Iterable[Shape]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _tensors(shapes: Iterable[Shape]) -> list[Tensor]:
+    return [torch.empty(shape, device="meta") for shape in shapes]
+
+
+GATE = Traffic("all_reduce", 1, GATE_BYTES)
+
+
+def _dense(shapes: Sequence[Shape]) -> Traffic:
+    """A mean of whole tensors in float32."""
+    return Traffic("all_reduce", len(list(chunks(_tensors(shapes)))), FLOAT * _numbers(shapes))
+
+
+def ddp(shapes: Shapes, bytes_per_number: int = FLOAT) -> list[Traffic]:
+    """All gradients, in DDP's buckets."""
+    torch_dist: Any = dist  # where DDP takes them from
+    tensors = _tensors([*shapes.matrices, *shapes.others])[::-1]
+    limits = [torch_dist._DEFAULT_FIRST_BUCKET_BYTES, DDP_BUCKET]
+    buckets, _ = torch_dist._compute_bucket_assignment_by_size(tensors, limits)
+    return [Traffic("all_reduce", len(buckets), bytes_per_number * shapes.parameters)]
+
+
+def _open_step(shapes: Shapes, rank_fraction: float) -> list[Traffic]:
+    """All P's, all R's and the gradients of the rest; the gate left out."""
+    layouts = [MatrixLayout.whole((m, n)) for m, n in shapes.matrices]
+    ranks = [layout.rank(rank_fraction, 1) for layout in layouts]
+    factors = [
+        FLOAT * sum(r * side(s) for r, s in zip(ranks, shapes.matrices, strict=True))
+        for side in (max, min)
+    ]
+    products = [Traffic("all_reduce", 1, f) for f in factors if f]
+    return products + ([_dense(shapes.others)] if shapes.others else [])
+
+
+def dion(shapes: Shapes, rank_fraction: float = 0.25) -> list[Traffic]:
+    """Dion at every step."""
+    return total([GATE, *_open_step(shapes, rank_fraction)])
+
+
+def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[Traffic]:
+    """Local Dion steps; every ``period``-th is Dion's on averaged weights and AdamW moments."""
+    averaged = [_dense([*shapes.matrices, *shapes.others, *shapes.others, *shapes.others])]
+    if shapes.others:
+        averaged.append(Traffic("all_reduce", 1, FLOAT * len(shapes.others)))  # step counters
+    opened = [*averaged, *_open_step(shapes, rank_fraction)]
+    return total([GATE, *(t.times(1 / period) for t in opened)])
+
+
+def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
+    """CurvaDion with a budget: codes of the weights' movement as often as it allows."""
+    weights = _tensors([*shapes.matrices, *shapes.others])
+    codes = quantized_average_bytes(weights, bits)
+    opened = Traffic("all_to_all", 2 * len(list(chunks(weights))), 2 * codes)
+    return [GATE, opened.times(openings(shapes, share, bits))]
+
+
+def openings(shapes: Shapes, share: float, bits: int = 2) -> float:
+    """Open steps per step that a budget allows: the gate's own answer."""
+    gate = curvadion.WireBudget(share)
+    gate.open_cost = block_bytes(bits) / (FLOAT * BLOCK)
+    gate.closed_cost = GATE_BYTES / (FLOAT * shapes.parameters)
+    return gate.rate
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    Attributes:
+        name: in tables. traffic: of a model's shapes.
+        overlaps: whether it communicates during the backward pass.
+    """
+
+    name: str
+    traffic: Callable[[Shapes], list[Traffic]]
+    overlaps: bool = False
+
+
+METHODS = (
+    Method("AdamW-DDP", ddp, overlaps=True),
+    Method("AdamW-DDP, bfloat16 gradients", lambda s: ddp(s, 2), overlaps=True),
+    Method("Dion, rank 1/4", dion),
+    Method("averaging every 25 steps", lambda s: averaging(s, 25)),
+    Method("CurvaDion, wire_budget=0.01", lambda s: wire_budget(s, 0.01)),
+    Method("CurvaDion, wire_budget=0.003", lambda s: wire_budget(s, 0.003)),
+)
