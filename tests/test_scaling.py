@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cost_model
 import distributed
+import link
+import network
+import scaling
 import toy
 from cost_model import Cost, Link, Shapes, Traffic
 from curvadion import CurvaDion, Dion, FixedPeriod, WireMeter
@@ -109,3 +116,70 @@ def test_tensors_beyond_a_bucket_travel_apart():
     assert (traffic.calls, traffic.bytes) == (3, 3e8)
     gate, codes = cost_model.wire_budget(shapes, 1.0)
     assert (gate.calls, codes.calls) == (1, 6)
+
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "scaling"
+
+
+def results(name):
+    return json.loads((RESULTS / name).read_text())["records"]
+
+
+def test_the_document_shows_the_results():
+    setting, *found = results("model.json")
+    (measured,) = results("link.json")
+    document = scaling.DOCUMENT.read_text()
+    assert scaling.rewritten(document, scaling.tables(found, measured)) == document
+    assert setting == {"setting": vars(scaling.Setting())}
+
+
+def test_the_results_are_what_the_model_gives():
+    _, *written = results("model.json")
+    for old, new in zip(written, scaling.records(scaling.Setting()), strict=True):
+        assert old == pytest.approx(new)
+
+
+def step(seconds, method="some", compute=1.0, sent=1e6):
+    return {
+        "model": "m", "link": "l", "method": method, "compute_seconds": compute,
+        "step_seconds": seconds, "sent_bytes": sent,
+    }  # fmt: skip
+
+
+def test_the_choice_sends_most_without_waiting():
+    found = [step(3.0, "a", sent=9e6), step(1.05, "b", sent=5e6), step(1.0, "c", sent=1e6)]
+    assert scaling.affordable(found) == "b" and scaling.fastest(found) == "c"
+    assert scaling.affordable(found[:1]) == "a (3.0 × compute)"
+    assert scaling.fastest([step(1.0, "a"), step(1.001, "b")]) == "all alike"
+
+
+def collective(payload, seconds, latency, counted=0.0):
+    bandwidth = None if latency is None else 8e6
+    return {
+        "ranks": 3, "kind": "all_reduce", "payload_bytes": payload, "seconds": seconds,
+        "bandwidth": bandwidth, "latency": latency, "least_bytes": 4 / 3 * payload,
+        "interface_bytes": counted,
+    }  # fmt: skip
+
+
+def test_costs_are_read_from_small_messages_and_from_counters():
+    measured = [
+        collective(link.SMALL, 0.5, None),
+        collective(link.SMALL, 0.1, None),  # the faster of two rounds counts
+        collective(link.LARGE, 0.2, None),
+        collective(link.SMALL, 0.1 + 4 * 2 * 0.01, 0.01),
+        collective(link.LARGE, 9.0, 0.01, counted=1.5 * 4 / 3 * link.LARGE),
+    ]
+    costs = link.gloo_costs(measured)
+    assert costs == {3: {"all_reduce": Cost(rounds=2.0, bytes=1.5)}}
+    _, large = link.compared_collectives(measured, costs)
+    sent = 4 / 3 * link.LARGE / 1e6
+    assert large["ring_seconds"] == pytest.approx(0.2 + 4 * 0.01 + sent)
+    assert large["gloo_seconds"] == pytest.approx(0.2 + 8 * 0.01 + 1.5 * sent)
+    assert large["gloo_error"] == pytest.approx(large["gloo_seconds"] / 9.0 - 1)
+
+
+def test_without_root_there_is_no_network(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(PermissionError, match="need root"), network.network(2, "reno"):
+        pass

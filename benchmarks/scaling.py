@@ -1,0 +1,265 @@
+"""Seconds of a training step of large models over links from 100 Gb/s to 100 Mb/s, as modelled.
+
+None of these steps was measured: cost_model.py gives their seconds, and link.py says how well it
+does so for small models. Compute is 6 operations per parameter and token at a given share of a
+GPU's peak, and is the same for all methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import torch
+
+import link
+from cost_model import (
+    METHODS,
+    Link,
+    Method,
+    Shapes,
+    collective_seconds,
+    compute_seconds,
+    ddp,
+    step_seconds,
+)
+from measure import write
+from models import MODELS
+
+Record = dict[str, Any]
+
+H100_BF16 = 989e12  # operations per second, dense
+GPUS = {"gpt2-160m": 1, "llama-1.3b": 1, "llama-8b": 8}  # that share a replica
+# The slower the link, the longer it usually is.
+LINKS = {
+    "100 Gb/s": Link(100e9, 10e-6),
+    "10 Gb/s": Link(10e9, 50e-6),
+    "1 Gb/s": Link(1e9, 1e-3),
+    "100 Mb/s": Link(100e6, 20e-3),
+}
+AFFORDABLE = 1.1  # times the compute alone
+
+DOCUMENT = ROOT / "docs" / "scaling.md"
+MEASURED = ROOT / "benchmarks" / "results" / "scaling" / "link.json"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the model assumes.
+
+    Attributes:
+        replicas: how many. tokens: of each at a step.
+        peak_share: of a GPU's bfloat16 peak that compute reaches.
+        overlap: share of the backward pass that DDP communicates beside.
+    """
+
+    replicas: int = 8
+    tokens: int = 65536
+    peak_share: float = 0.4
+    overlap: float = 1.0
+
+
+def records(setting: Setting) -> list[Record]:
+    """Every model, link and method."""
+    return [
+        _record(model, name, method, setting)
+        for model in GPUS
+        for name in LINKS
+        for method in METHODS
+    ]
+
+
+def _record(model: str, link_name: str, method: Method, setting: Setting) -> Record:
+    shapes, between = Shapes.of(MODELS[model]), LINKS[link_name]
+    traffic, n = method.traffic(shapes), setting.replicas
+    compute = _compute(model, shapes, setting)
+    overlap = setting.overlap if method.overlaps else 0.0
+    sent = sum(t.sent(n) for t in traffic)
+    return {
+        "model": model,
+        "link": link_name,
+        "bandwidth": between.bandwidth,
+        "latency": between.latency,
+        "method": method.name,
+        "overlap": overlap,
+        "calls": sum(t.calls for t in traffic),
+        "sent_bytes": sent,
+        "share_of_ddp": sent / sum(t.sent(n) for t in ddp(shapes)),
+        "compute_seconds": compute,
+        "communication_seconds": sum(collective_seconds(t, between, n) for t in traffic),
+        "step_seconds": step_seconds(compute, traffic, between, n, overlap=overlap),
+    }
+
+
+def _compute(model: str, shapes: Shapes, setting: Setting) -> float:
+    speed = GPUS[model] * setting.peak_share * H100_BF16
+    return compute_seconds(shapes.parameters, setting.tokens, speed)
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def affordable(found: Sequence[Record]) -> str:
+    """Of one model and link, the method that sends most among those that hardly wait.
+
+    Those take at most ``AFFORDABLE`` times the compute; if none does, the fastest.
+    """
+    kept = [r for r in found if r["step_seconds"] <= AFFORDABLE * r["compute_seconds"]]
+    if kept:
+        best = max(kept, key=lambda r: r["sent_bytes"])
+        return str(best["method"])
+    best = min(found, key=lambda r: r["step_seconds"])
+    times = best["step_seconds"] / best["compute_seconds"]
+    return f"{best['method']} ({times:.1f} × compute)"
+
+
+def fastest(found: Sequence[Record]) -> str:
+    """Of one model and link, the method with the shortest step; several within 1 %."""
+    least = min(r["step_seconds"] for r in found)
+    names = [r["method"] for r in found if r["step_seconds"] <= 1.01 * least]
+    return "all alike" if len(names) == len(found) else "; ".join(names)
+
+
+def markdown(found: Sequence[Record]) -> str:
+    """Tables: seconds of a step, and what to choose."""
+    parts = []
+    for model in _unique(found, "model"):
+        here = [r for r in found if r["model"] == model]
+        compute = here[0]["compute_seconds"]
+        parts.append(f"**{model}**: compute {_seconds(compute)} s a step\n")
+        links = _unique(here, "link")
+        parts.append(_row(["method", "sent a step", "of DDP's", *links]))
+        parts.append(_row(["---"] * (3 + len(links))))
+        for method in _unique(here, "method"):
+            cells = [r for r in here if r["method"] == method]
+            sent, share = cells[0]["sent_bytes"], cells[0]["share_of_ddp"]
+            seconds = [_seconds(r["step_seconds"]) for r in cells]
+            parts.append(_row([method, f"{sent / 1e6:,.0f} MB", f"{share:.1%}", *seconds]))
+        parts.append("")
+    parts += _choices(found)
+    return "\n".join(parts)
+
+
+def _choices(found: Sequence[Record]) -> list[str]:
+    lines = [
+        _row(["model", "link", "shortest step", f"sends most, at ≤ {AFFORDABLE} × compute"]),
+        _row(["---"] * 4),
+    ]
+    for model in _unique(found, "model"):
+        for name in _unique(found, "link"):
+            here = [r for r in found if (r["model"], r["link"]) == (model, name)]
+            lines.append(_row([model, name, fastest(here), affordable(here)]))
+    return lines
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _unique(found: Sequence[Record], key: str) -> list[str]:
+    return list(dict.fromkeys(r[key] for r in found))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
+def rewritten(document: str, tables: Mapping[str, str]) -> str:
+    """The document with each table between the marks of its name."""
+    for name, table in tables.items():
+        begin, end = f"<!-- {name}: made by benchmarks/scaling.py -->", f"<!-- {name}: end -->"
+        before, rest = document.split(begin)
+        _, after = rest.split(end)
+        document = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return document
+
+
+def tables(found: Sequence[Record], measured: Record) -> dict[str, str]:
+    """All tables of the document: the model's, and those of what link.py measured."""
+    return {
+        "model": markdown(found),
+        "costs": _costs(measured),
+        "link": link.table(measured["steps"]),
+    }
+
+
+def _costs(measured: Record) -> str:
+    lines = [_row(["collective", "replicas", "rounds, × a ring's", "bytes, × a ring's"])]
+    lines.append(_row(["---"] * 4))
+    for cost in sorted(measured["costs"], key=itemgetter("kind", "ranks")):
+        cells = [cost["kind"], str(cost["ranks"]), f"{cost['rounds']:.2f}", f"{cost['bytes']:.3f}"]
+        lines.append(_row(cells))
+    return "\n".join(lines)
+
+
+def plot(found: Sequence[Record], path: Path) -> None:
+    """Seconds of a step over bandwidth, by method, one picture beside another per model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models = _unique(found, "model")
+    figure, places = pyplot.subplots(1, len(models), figsize=(4.4 * len(models), 4.2))
+    for axes, model in zip(places, models, strict=True):
+        here = [r for r in found if r["model"] == model]
+        for method in _unique(here, "method"):
+            points = [r for r in here if r["method"] == method]
+            bandwidths = [r["bandwidth"] for r in points]
+            axes.loglog(bandwidths, [r["step_seconds"] for r in points], "o-", label=method)
+        axes.axhline(here[0]["compute_seconds"], color="grey", ls=":", label="compute alone")
+        axes.set_xticks(bandwidths, _unique(here, "link"))
+        axes.set_xlabel("between replicas")
+        axes.set_title(model)
+    places[0].set_ylabel("seconds a step, modelled")
+    places[-1].legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
+    default = Setting()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=default.replicas)
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="of a replica, a step")
+    parser.add_argument(
+        "--peak-share", type=float, default=default.peak_share, help="of an H100's bfloat16 peak"
+    )
+    parser.add_argument(
+        "--overlap", type=float, default=default.overlap, help="of DDP with the backward pass"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--plot", type=Path, help="picture of the records")
+    parser.add_argument("--document", action="store_true", help=f"rewrite {DOCUMENT.name}'s tables")
+    return parser
+
+
+def main() -> None:
+    """Model what the command line asks for."""
+    options = command_line().parse_args()
+    setting = Setting(options.replicas, options.tokens, options.peak_share, options.overlap)
+    found = records(setting)
+    print(markdown(found))
+    if options.output is not None:
+        write(options.output, torch.device("cpu"), [{"setting": vars(setting)}, *found])
+    if options.plot is not None:
+        plot(found, options.plot)
+    if options.document:
+        (measured,) = json.loads(MEASURED.read_text())["records"]
+        DOCUMENT.write_text(rewritten(DOCUMENT.read_text(), tables(found, measured)))
+
+
+if __name__ == "__main__":
+    main()
