@@ -25,8 +25,7 @@ from torch import Tensor, nn
 import curvadion
 from curvadion.collectives import chunks
 from curvadion.layout import MatrixLayout
-from curvadion.quantization import BLOCK, block_bytes
-from curvadion.reconcile import quantized_average_bytes
+from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import GATE_BYTES
 from models import Model, Shape
 
@@ -222,15 +221,20 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
 def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
     """CurvaDion with a budget: codes of the weights' movement as often as it allows."""
     weights = _tensors([*shapes.matrices, *shapes.others])
-    codes = quantized_average_bytes(weights, bits)
+    codes = _codes(shapes, bits)
     opened = Traffic("all_to_all", 2 * len(list(chunks(weights))), 2 * codes)
     return [GATE, opened.times(openings(shapes, share, bits))]
+
+
+def _codes(shapes: Shapes, bits: int) -> int:
+    sizes = (math.prod(shape) for shape in [*shapes.matrices, *shapes.others])
+    return message_bytes(sizes, bits)
 
 
 def openings(shapes: Shapes, share: float, bits: int = 2) -> float:
     """Open steps per step that a budget allows: the gate's own answer."""
     gate = curvadion.WireBudget(share)
-    gate.open_cost = block_bytes(bits) / (FLOAT * BLOCK)
+    gate.open_cost = _codes(shapes, bits) / (FLOAT * shapes.parameters)
     gate.closed_cost = GATE_BYTES / (FLOAT * shapes.parameters)
     return gate.rate
 

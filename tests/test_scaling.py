@@ -20,9 +20,9 @@ import toy
 from cost_model import Cost, Link, Shapes, Traffic
 from curvadion import CurvaDion, Dion, FixedPeriod, WireMeter
 from curvadion.integrations.ddp import keep_gradients_local
+from curvadion.quantized_mean import message_bytes
 
 PERIOD = 3
-# Codes come in whole blocks, which matters for a model as small as this.
 OPENED_BY_BUDGET = 0.5
 
 
@@ -39,8 +39,9 @@ def optimizer_of(method, model):
 
 def budget():
     """What pays for an opening at every other step."""
-    dense = 4 * sum(p.numel() for p in toy.model().parameters())
-    return (OPENED_BY_BUDGET + 1e-6) * 66 / 1024 + 16 / dense
+    sizes = [p.numel() for p in toy.model().parameters()]
+    codes = message_bytes(sizes, bits=2)
+    return ((OPENED_BY_BUDGET + 1e-6) * codes + 16) / (4 * sum(sizes))
 
 
 def metered(rank, method):
