@@ -64,6 +64,7 @@ def reduce_once_more_on(culprit, rank):
 
 
 def destroy(rank):
+    dist.barrier()  # one that hangs up while another still connects makes its start fail
     dist.destroy_process_group()
     return rank
 
