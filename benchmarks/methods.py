@@ -131,33 +131,28 @@ def averaging(model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int
 
 
 def published(
-    model: GPT, replicas: dist.ProcessGroup, lr: float, *, threshold: float = PUBLISHED_THRESHOLD
+    model: GPT,
+    replicas: dist.ProcessGroup,
+    lr: float,
+    *,
+    threshold: float = PUBLISHED_THRESHOLD,
+    local_step: Literal["gradient", "dion"] = "gradient",
 ) -> Method:
     """CurvaDion as published: RMMC gate, local gradient steps, replicas never brought together."""
     config = _dion_config(
         lr,
         optimizer="curvadion",
         threshold=threshold,
-        local_step="gradient",
+        local_step=local_step,
         reconcile="none",
         max_local_steps=NEVER,
     )
     return Gated(model, replicas, config)
 
 
-def authors(
-    model: GPT, replicas: dist.ProcessGroup, lr: float, *, threshold: float = PUBLISHED_THRESHOLD
-) -> Method:
+def authors(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
     """CurvaDion as its authors' code has it: as published, but with local Dion steps."""
-    config = _dion_config(
-        lr,
-        optimizer="curvadion",
-        threshold=threshold,
-        local_step="dion",
-        reconcile="none",
-        max_local_steps=NEVER,
-    )
-    return Gated(model, replicas, config)
+    return published(model, replicas, lr, local_step="dion", **settings)
 
 
 def ours(

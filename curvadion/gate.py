@@ -187,6 +187,21 @@ class WireBudget(Gate):
             )
         return min(1.0, max(0.0, self.share - self.closed_cost) / self.open_cost)
 
+    def check_feasible(self, max_local_steps: int | None) -> None:
+        """Raise ValueError if the budget cannot be met, once the costs are known."""
+        if self.rate == 0:
+            raise ValueError(
+                f"wire_budget={self.share!r} is less than a closed gate sends "
+                f"({self.closed_cost:.2g} of dense gradients): raise it."
+            )
+        longest = round(1 / self.rate) - 1
+        if max_local_steps is not None and longest > max_local_steps:
+            raise ValueError(
+                f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
+                f"max_local_steps={max_local_steps} asks for more: pass max_local_steps=None, "
+                f"fewer reconcile_bits or a larger budget."
+            )
+
     def opens(self, signal: float, local_steps: int) -> bool:
         # Whatever opened the last step, a warm-up for example, its cost is spent.
         opened = self._asked and local_steps == 0
@@ -218,22 +233,3 @@ class WireBudget(Gate):
 
     def __repr__(self) -> str:
         return f"WireBudget(share={self.share}, by={self.by!r})"
-
-
-def check_budget(gate: WireBudget, max_local_steps: int | None) -> None:
-    """Raise ValueError if a budget cannot be met.
-
-    The gate's costs must be known.
-    """
-    if gate.rate == 0:
-        raise ValueError(
-            f"wire_budget={gate.share!r} is less than a closed gate sends ({gate.closed_cost:.2g} "
-            f"of dense gradients): raise it."
-        )
-    longest = round(1 / gate.rate) - 1
-    if max_local_steps is not None and longest > max_local_steps:
-        raise ValueError(
-            f"wire_budget={gate.share!r} allows an opening every {longest + 1} steps, but "
-            f"max_local_steps={max_local_steps} asks for more: pass max_local_steps=None, fewer "
-            f"reconcile_bits or a larger budget."
-        )

@@ -18,7 +18,7 @@ from curvadion import hyperparameters as check
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import mean_
 from curvadion.elementwise import elementwise_step
-from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget, check_budget
+from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import accumulate_momenta, low_rank_step, momentum_decay
@@ -363,15 +363,16 @@ class CurvaDion(Optimizer):
     def _verify(self, plan: Plan) -> None:
         if self._verified:
             return
-        how = (self.reconcile, self.reconcile_bits, self.reconcile_momentum)
-        settings = (self.local_step, *how)
-        limits = (self.warmup_steps, self.max_local_steps)
         own_repr = type(self.gate).__repr__ is not object.__repr__
         gate = repr(self.gate) if own_repr else type(self.gate).__name__
         self._verified = verify_replicas(
             plan.description(
-                *settings,
-                *limits,
+                self.local_step,
+                self.reconcile,
+                self.reconcile_bits,
+                self.reconcile_momentum,
+                self.warmup_steps,
+                self.max_local_steps,
                 gate,
                 repr(self.gate.state_dict()),
                 repr(self.progress),
@@ -567,7 +568,7 @@ class CurvaDion(Optimizer):
         self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / dense
         self.gate.closed_cost = GATE_BYTES / dense
         if isinstance(self.gate, WireBudget):
-            check_budget(self.gate, self.max_local_steps)
+            self.gate.check_feasible(self.max_local_steps)
 
     def _create_state(self, plan: Plan) -> bool:
         """Give every parameter its state, with or without a gradient; True if none had any."""
@@ -575,7 +576,8 @@ class CurvaDion(Optimizer):
         without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
         for p in without:
             p.create_state()
-        if self.reconcile == "quantized":
+        # Whatever brings new states without agreements, loading for one, is verified anew.
+        if self.reconcile == "quantized" and (without or not self._verified):
             consensus.begin(plan.parameters, momenta=self.reconcile_momentum)
         if without:
             plan.look_up_states()

@@ -33,14 +33,14 @@ def encode(x: Tensor, bits: int) -> Tensor:
     y = y / largest  # whose squares neither overflow nor vanish
     size = y.square().mean(1, keepdim=True).sqrt()
     scale = (largest * size).bfloat16()
-    codes = torch.bucketize(y / size.clamp_min(1 / BLOCK), _midpoints(bits, x.device))
+    codes = torch.bucketize(y / size.clamp_min(1 / BLOCK), _midpoints_on(x.device, bits))
     return torch.cat((_pack(codes, bits), scale.view(torch.uint8)), dim=1)
 
 
 def decode(blocks: Tensor, bits: int) -> Tensor:
     """(k, block_bytes(bits)) uint8 -> (k * BLOCK,) float32."""
     codes, scale = blocks.split([BLOCK * bits // 8, SCALE_BYTES], dim=1)
-    y = levels(bits).to(blocks.device)[_unpack(codes, bits)]
+    y = _levels_on(blocks.device, bits)[_unpack(codes, bits)]
     return _rotate_back(y * scale.contiguous().view(torch.bfloat16).float())
 
 
@@ -69,29 +69,35 @@ def levels(bits: int) -> Tensor:
     return result.to(torch.float32)
 
 
-def _midpoints(bits: int, device: torch.device) -> Tensor:
+@lru_cache
+def _levels_on(device: torch.device, bits: int) -> Tensor:
+    return levels(bits).to(device)
+
+
+@lru_cache
+def _midpoints_on(device: torch.device, bits: int) -> Tensor:
     ascending = levels(bits)
     return ((ascending[1:] + ascending[:-1]) / 2).to(device)
 
 
 @lru_cache
-def _signs_and_hadamard() -> tuple[Tensor, Tensor]:
+def _signs_and_hadamard_on(device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (BLOCK,), generator=generator).float() * 2 - 1
     H = torch.ones(1, 1)
     while len(H) < SIDE:
         H = torch.cat((torch.cat((H, H), 1), torch.cat((H, -H), 1)))
-    return signs, H / math.sqrt(SIDE)
+    return signs.to(device), (H / math.sqrt(SIDE)).to(device)
 
 
 def _rotate(x: Tensor) -> Tensor:
-    signs, H = (t.to(x.device) for t in _signs_and_hadamard())
+    signs, H = _signs_and_hadamard_on(x.device)
     squares = (x.view(-1, BLOCK) * signs).view(-1, SIDE, SIDE)
     return (H @ squares @ H).view(-1, BLOCK)
 
 
 def _rotate_back(y: Tensor) -> Tensor:
-    signs, H = (t.to(y.device) for t in _signs_and_hadamard())
+    signs, H = _signs_and_hadamard_on(y.device)
     squares = H @ y.view(-1, SIDE, SIDE) @ H
     return (squares.view(-1, BLOCK) * signs).view(-1)
 

@@ -12,16 +12,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group: its functions' defaults keep one
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -29,13 +30,15 @@ import checkpoint
 import curvadion
 from checkpoint import Progress
 from command_line import option, parse
-from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, Gate, WireBudget
+from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, Gate, StepReport, WireBudget
 from curvadion.reconcile import drift
 from gpt import GPT, GPTConfig
 from optional import need
 from parallel import Layout, Parallel, Sizes, mesh_sizes, unsynchronized
 from run_log import RunLog
 from token_data import TrainingBatches, load, split, validation_batches
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,24 @@ def mean_over_ranks(value: Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
+@torch.no_grad()
+def held_out_loss(
+    module: nn.Module, loss: Callable[..., Tensor], batches: Sequence[tuple[Tensor, Tensor]]
+) -> float:
+    """Return the mean loss over batches with the module in evaluation mode, averaged over ranks."""
+    module.eval()
+    losses = [loss(*batch) * len(batch[0]) for batch in batches]
+    module.train()
+    sequences = sum(len(inputs) for inputs, _ in batches)
+    return mean_over_ranks(torch.stack(losses).sum() / sequences)
+
+
+def decision(report: StepReport) -> dict[str, Any]:
+    """Return what a log keeps of an optimizer's report: what its gate did."""
+    kept = report.as_dict()
+    return {key: kept[key] for key in ("gate_open", "rmmc", "local_steps", "skipped")}
+
+
 class Trainer:
     """A model, its optimizer and its data: one rank's share of the training."""
 
@@ -312,20 +333,14 @@ class Trainer:
         """Return what the last step's gate did; with AdamW every step synchronises."""
         if not isinstance(self.optimizer, CurvaDion) or self.optimizer.report is None:
             return {"gate_open": True, "rmmc": None, "local_steps": 0, "skipped": False}
-        report = self.optimizer.report.as_dict()
-        return {key: report[key] for key in ("gate_open", "rmmc", "local_steps", "skipped")}
+        return decision(self.optimizer.report)
 
-    @torch.no_grad()
     def validation_loss(self) -> float:
         """Return the held-out loss of each replica's own weights, averaged over the replicas.
 
         Weights that have drifted apart are judged as they are, not by their mean.
         """
-        self.model.eval()
-        losses = [self.loss(self.model, *batch) * len(batch[0]) for batch in self.held_out]
-        self.model.train()
-        sequences = sum(len(inputs) for inputs, _ in self.held_out)
-        return mean_over_ranks(torch.stack(losses).sum() / sequences)
+        return held_out_loss(self.model, partial(self.loss, self.model), self.held_out)
 
     def drift(self) -> float:
         """Return how far the replicas' weights are from their mean, relative to its norm."""
@@ -445,7 +460,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says and return the summary."""
-    config = parse(Config, arguments)
+    return launch(train, parse(Config, arguments))
+
+
+def launch(train: Callable[[T, torch.device], dict[str, Any]], config: T) -> dict[str, Any]:
+    """Train in torchrun's process group, print the summary on its first rank and return it."""
     with process_group() as device:
         summary = train(config, device)
         if dist.get_rank() == 0:

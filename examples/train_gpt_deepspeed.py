@@ -113,18 +113,11 @@ class Trainer:
             mean_loss += loss.detach() / self.config.accumulation
         if self.optimizer.report is None:
             raise RuntimeError("The engine has taken no step: is it another accumulation?")
-        report = self.optimizer.report.as_dict()
-        kept = {key: report[key] for key in ("gate_open", "rmmc", "local_steps", "skipped")}
-        return {"loss": mean_loss, **kept}
+        return {"loss": mean_loss, **train_gpt.decision(self.optimizer.report)}
 
-    @torch.no_grad()
     def validation_loss(self) -> float:
         """Return the held-out loss, averaged over the ranks."""
-        self.engine.eval()
-        losses = [self.loss(*batch) * len(batch[0]) for batch in self.held_out]
-        self.engine.train()
-        sequences = sum(len(inputs) for inputs, _ in self.held_out)
-        return train_gpt.mean_over_ranks(torch.stack(losses).sum() / sequences)
+        return train_gpt.held_out_loss(self.engine, self.loss, self.held_out)
 
 
 def count_steps(
@@ -179,11 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = sys.argv[1:] if arguments is None else arguments
     # DeepSpeed's launcher adds what the environment holds too.
     config = parse(Config, [each for each in given if not each.startswith("--local_rank")])
-    with train_gpt.process_group() as device:
-        summary = train(config, device)
-        if dist.get_rank() == 0:
-            print(json.dumps(summary))
-    return summary
+    return train_gpt.launch(train, config)
 
 
 if __name__ == "__main__":
