@@ -1,7 +1,7 @@
 # make demo               train three small GPTs on this machine and compare them: runs/demo/
 # make demo-layouts       train one small GPT under every layout: runs/demo-layouts/
 # make demo-deepspeed     the same GPT with DeepSpeed's four ZeRO stages: runs/demo-deepspeed/
-# make convergence-quick  losses and bytes of every method: benchmarks/results/convergence/quick.*
+# make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations
 # make clean              remove the environment and whatever was built or run
@@ -24,8 +24,8 @@ demo-deepspeed: .venv/installed
 	$(BIN)/python examples/demo_deepspeed.py
 
 convergence-quick: .venv/installed
-	$(BIN)/python benchmarks/convergence.py --grid quick
-	$(BIN)/python benchmarks/convergence_report.py --grid quick
+	$(BIN)/python benchmarks/convergence.py --grid quick --out runs/quick
+	$(BIN)/python benchmarks/convergence_report.py --runs runs/quick --out runs/quick/report
 
 test: .venv/installed
 	$(BIN)/ruff check .

@@ -35,10 +35,11 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 
 import train_gpt
 from command_line import option, parse
+from convergence_report import at_best_rates, read_records
 from curvadion import WireMeter
 from curvadion.collectives import mean_
 from curvadion.reconcile import drift
-from grids import GRIDS, Run, Task
+from grids import GRIDS, Choice, Run, Task
 from methods import METHODS, Method
 from token_data import Split, TrainingBatches, load, split, validation_batches
 
@@ -62,7 +63,11 @@ class Options:
     method: tuple[str, ...] = option((), "only these methods")
     size: tuple[str, ...] = option((), "only these sizes")
     seed: tuple[int, ...] = option((), "these seeds instead of the grid's")
+    budget: tuple[float, ...] = option((), "only these budgets; 0: methods that follow none")
     lr: tuple[float, ...] = option((), "these learning rates instead of the grid's")
+    elementwise: tuple[float, ...] = option((), "these shares of them beside Dion")
+    steps: int | None = option(None, "so many instead of the grid's")
+    best: bool = option(False, "only the rates that are the best of those that have records")
     replicas: int = option(8, "processes")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one")
 
@@ -281,7 +286,12 @@ def selected(options: Options) -> list[Run]:
     """
     if options.replicas < 2:
         raise ValueError(f"replicas={options.replicas} must be >= 2: one sends nothing")
-    runs = list(GRIDS[options.grid](options.replicas, options.seed, options.lr))
+    choice = Choice(options.seed, options.lr, options.elementwise, options.steps)
+    runs = list(GRIDS[options.grid](options.replicas, choice))
+    if options.best:
+        runs = at_best_rates(runs, read_records(Path(options.out)))
+    if options.budget:
+        runs = [run for run in runs if (run.budget or 0.0) in options.budget]
     for name in ("method", "size"):
         wanted = getattr(options, name)
         known = list(dict.fromkeys(getattr(run, name) for run in runs))

@@ -28,7 +28,7 @@ LOOKS = {
 class Point(NamedTuple):
     """A method at one setting; ``share`` is of AdamW-DDP's bytes, ``deviation`` over seeds."""
 
-    size: str
+    task: str
     method: str
     share: float
     loss: float
@@ -36,19 +36,19 @@ class Point(NamedTuple):
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Write the picture, one panel for each size."""
-    sizes = list(dict.fromkeys(point.size for point in points)) or [""]
+    """Write the picture, one panel for each task."""
+    tasks = list(dict.fromkeys(point.task for point in points)) or [""]
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(
             1,
-            len(sizes),
-            figsize=(5.5 * len(sizes) + 2.5, 4.8),
+            len(tasks),
+            figsize=(5.5 * len(tasks) + 2.5, 4.8),
             layout="constrained",
             squeeze=False,
         )
-        for axes, size in zip(panels[0], sizes, strict=True):
-            draw_panel(axes, [point for point in points if point.size == size])
-            axes.set(title=size, xlabel="bytes sent, as a share of AdamW with DDP")
+        for axes, task in zip(panels[0], tasks, strict=True):
+            draw_panel(axes, [point for point in points if point.task == task])
+            axes.set(title=task, xlabel="bytes sent, as a share of AdamW with DDP")
         panels[0][0].set_ylabel("held-out loss, nats per token")
         legend = {text.get_label(): text for axes in panels[0] for text in axes.containers}
         figure.legend(legend.values(), legend.keys(), loc="outside right center", frameon=False)

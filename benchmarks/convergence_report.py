@@ -1,9 +1,9 @@
 """Make a table and a picture of the records that benchmarks/convergence.py has left.
 
-    python benchmarks/convergence_report.py --grid full
+    python benchmarks/convergence_report.py
 
-Of each method and setting the learning rate with the lowest mean loss over seeds counts. Writes
-all records, the table and the picture below ``--out``: ``<grid>.json``, ``.md`` and ``.png``.
+Of each method and setting the learning rates with the lowest mean loss over seeds count. Writes
+all records, the table and the picture below ``--out``: ``<name>.json``, ``.md`` and ``.png``.
 """
 
 import json
@@ -12,7 +12,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 import convergence_plot
 from command_line import option, parse
 from demo import aligned
+from grids import ELEMENTWISE, Run
 
 Record = dict[str, Any]
+Rates = tuple[float, float | None]  # of the matrices, and of the rest as a share of it
 
 HEADER = [
     "size",
+    "steps",
     "method",
     "settings",
     "budget",
@@ -34,6 +37,7 @@ HEADER = [
     "kB/step",
     "gate open",
     "lr",
+    "AdamW lr",
     "seeds",
     "val loss",
     "± seeds",
@@ -43,7 +47,8 @@ HEADER = [
 CAPTION = (
     "bytes: sent, as a share of AdamW with DDP. val loss: of the replicas' own weights, mean over "
     "replicas and seeds; mean weights: of their mean. over Dion: above the lowest loss of Dion "
-    "synchronised at every step. lr*: the best is the lowest or highest rate tried."
+    "synchronised at every step. lr*: the best is the lowest or highest rate tried. AdamW lr: of "
+    "what takes AdamW beside Dion."
 )
 
 
@@ -51,9 +56,9 @@ CAPTION = (
 class Options:
     """Make a table and a picture of the records that benchmarks/convergence.py has left."""
 
-    grid: str = option("quick", "which runs")
     runs: str = option("runs/convergence", "folder of the records")
     out: str = option("benchmarks/results/convergence", "folder of what is made")
+    name: str = option("runs", "of the files made")
 
 
 @dataclass(frozen=True)
@@ -61,18 +66,21 @@ class Result:
     """A method with its settings at the best of its learning rates.
 
     Attributes:
-        size, method, settings, budget: as in the runs.
-        lr: the rate with the lowest mean loss over seeds.
-        at_edge: whether no lower, or no higher, rate was tried.
+        size, steps, method, settings, budget: as in the runs.
+        lr, elementwise: the rates with the lowest mean loss over seeds; the second is a share of
+            the first, None where all parameters take one rate.
+        at_edge: whether no lower, or no higher, first rate was tried.
         losses: of the replicas' own weights, one a seed; infinite where a run diverged.
         records: of the runs at that rate, one a seed.
     """
 
     size: str
+    steps: int
     method: str
     settings: dict[str, Any]
     budget: float | None
     lr: float
+    elementwise: float | None
     at_edge: bool
     losses: list[float]
     records: list[Record]
@@ -98,44 +106,69 @@ def _number(value: float | None) -> float:
 
 
 def best_results(records: Iterable[Record]) -> list[Result]:
-    """Return one result for each size, method and setting, in the order of the first records.
+    """Return one result for each size, length, method and setting, in the order of the records.
 
     Rates with fewer seeds than others of the same method are left out.
     """
-    variants: dict[str, dict[float, list[Record]]] = {}
+    variants: dict[str, dict[Rates, list[Record]]] = {}
     for record in records:
-        run = record["run"]
-        key = json.dumps([run[k] for k in ("size", "method", "settings", "budget", "replicas")])
-        variants.setdefault(key, {}).setdefault(run["lr"], []).append(record)
-    return [_best(by_lr) for by_lr in variants.values()]
+        key, rates = _variant_and_rates(record["run"])
+        variants.setdefault(key, {}).setdefault(rates, []).append(record)
+    return [_best(by_rates) for by_rates in variants.values()]
 
 
-def _best(by_lr: dict[float, list[Record]]) -> Result:
-    seeds = max(map(len, by_lr.values()))
-    covered = {lr: records for lr, records in by_lr.items() if len(records) == seeds}
-    losses = {lr: [_number(r["val_loss"]) for r in each] for lr, each in covered.items()}
-    lr = min(losses, key=lambda rate: statistics.fmean(losses[rate]))
-    run = covered[lr][0]["run"]
+def at_best_rates(runs: Iterable[Run], records: Iterable[Record]) -> list[Run]:
+    """Return the runs, each once, with the best rates that records have for them, if they do."""
+    best = {}
+    for result in best_results(records):
+        key, rates = _variant_and_rates(result.records[0]["run"])
+        best[key] = rates
+    chosen: dict[str, Run] = {}
+    for run in runs:
+        key, (lr, elementwise) = _variant_and_rates(run.as_dict())
+        lr, elementwise = best.get(key, (lr, elementwise))
+        tuned = {} if elementwise is None else {ELEMENTWISE: elementwise}
+        run = replace(run, lr=lr, settings={**run.settings, **tuned})
+        chosen[run.slug] = run
+    return list(chosen.values())
+
+
+def _variant_and_rates(run: dict[str, Any]) -> tuple[str, Rates]:
+    """What a run trains, and at which of the rates that are tuned."""
+    settings = {key: value for key, value in run["settings"].items() if key != ELEMENTWISE}
+    what = [run[key] for key in ("size", "steps", "method", "budget", "replicas")]
+    return json.dumps([*what, settings]), (run["lr"], run["settings"].get(ELEMENTWISE))
+
+
+def _best(by_rates: dict[Rates, list[Record]]) -> Result:
+    seeds = max(map(len, by_rates.values()))
+    covered = {rates: records for rates, records in by_rates.items() if len(records) == seeds}
+    losses = {rates: [_number(r["val_loss"]) for r in each] for rates, each in covered.items()}
+    best = min(losses, key=lambda rates: statistics.fmean(losses[rates]))
+    tried = [lr for lr, elementwise in by_rates if elementwise == best[1]]
+    run = covered[best][0]["run"]
     return Result(
         size=run["size"],
+        steps=run["steps"],
         method=run["method"],
-        settings=run["settings"],
+        settings={key: value for key, value in run["settings"].items() if key != ELEMENTWISE},
         budget=run["budget"],
-        lr=lr,
-        at_edge=lr in (min(by_lr), max(by_lr)),
-        losses=losses[lr],
-        records=covered[lr],
+        lr=best[0],
+        elementwise=best[1],
+        at_edge=best[0] in (min(tried), max(tried)),
+        losses=losses[best],
+        records=covered[best],
     )
 
 
 def rows(results: Sequence[Result]) -> list[list[str]]:
     """Return the table's cells, the header first."""
-    reference: dict[str, float] = {}
+    reference: dict[tuple[str, int], float] = {}
     for result in results:
         if result.method == "dion":
-            best = min(result.loss, reference.get(result.size, math.inf))
-            reference[result.size] = best
-    return [HEADER, *(_row(result, reference.get(result.size)) for result in results)]
+            task = result.size, result.steps
+            reference[task] = min(result.loss, reference.get(task, math.inf))
+    return [HEADER, *(_row(r, reference.get((r.size, r.steps))) for r in results)]
 
 
 def _row(result: Result, reference: float | None) -> list[str]:
@@ -143,6 +176,7 @@ def _row(result: Result, reference: float | None) -> list[str]:
     excess = "" if reference is None or diverged else f"{result.loss / reference - 1:+.2%}"
     return [
         result.size,
+        str(result.steps),
         result.method,
         " ".join(f"{key}={value:g}" for key, value in result.settings.items()),
         "" if result.budget is None else f"{result.budget:.1%}",
@@ -150,6 +184,7 @@ def _row(result: Result, reference: float | None) -> list[str]:
         f"{result.mean('sent_per_step') / 1e3:.2f}",
         f"{result.mean('gate_open_share'):.1%}",
         f"{result.lr:g}" + "*" * result.at_edge,
+        "" if result.elementwise is None else f"{result.lr * result.elementwise:g}",
         str(len(result.losses)),
         "diverged" if diverged else f"{result.loss:.4f}",
         f"{result.deviation:.4f}" if len(result.losses) > 1 else "",
@@ -165,10 +200,9 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def read_records(folder: Path, grid: str) -> list[Record]:
-    """Return the records of a grid, in the order of their files' names."""
-    records = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{grid}-*.json"))]
-    return [record for record in records if record["run"]["grid"] == grid]
+def read_records(folder: Path) -> list[Record]:
+    """Return all records of a folder, in the order of their files' names."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
 def write_json(path: Path, command: str, records: Sequence[Record]) -> None:
@@ -180,31 +214,33 @@ def write_json(path: Path, command: str, records: Sequence[Record]) -> None:
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Write the report, print the table and return its rows' results."""
     options = parse(Options, arguments)
-    records = read_records(Path(options.runs), options.grid)
+    records = read_records(Path(options.runs))
     if not records:
         raise SystemExit(
-            f"runs={options.runs!r} has no record of grid={options.grid!r}: "
-            f"run benchmarks/convergence.py --grid {options.grid} first"
+            f"runs={options.runs!r} has no record: run benchmarks/convergence.py first"
         )
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "benchmarks/convergence_report.py", *given])
     results = sorted(
-        best_results(records), key=lambda r: (r.mean("parameters"), r.method, -r.mean("share"))
+        best_results(records),
+        key=lambda r: (r.mean("parameters"), r.steps, r.method, -r.mean("share")),
     )
     cells = rows(results)
-    write_json(out / f"{options.grid}.json", command, records)
-    (out / f"{options.grid}.md").write_text(f"{markdown(cells)}\n{CAPTION}\n")
+    write_json(out / f"{options.name}.json", command, records)
+    (out / f"{options.name}.md").write_text(f"{markdown(cells)}\n{CAPTION}\n")
     convergence_plot.draw(
         [
-            convergence_plot.Point(r.size, r.method, r.mean("share"), r.loss, r.deviation)
+            convergence_plot.Point(
+                f"{r.size}, {r.steps} steps", r.method, r.mean("share"), r.loss, r.deviation
+            )
             for r in results
             if math.isfinite(r.loss)
         ],
-        out / f"{options.grid}.png",
+        out / f"{options.name}.png",
     )
-    print(f"{aligned(cells)}\n\n{CAPTION}\n\n{out}/{options.grid}.json, .md and .png")
+    print(f"{aligned(cells)}\n\n{CAPTION}\n\n{out}/{options.name}.json, .md and .png")
     return results
 
 

@@ -41,19 +41,17 @@ class Run:
     """One training; with the code, these values determine it.
 
     Attributes:
-        grid: the grid that it belongs to.
         size: name of the task.
         task: the task.
         method: one of ``METHODS``.
         settings: keyword arguments of the method.
         budget: the share of AdamW-DDP's bytes that the settings are to keep to, if any.
-        lr: the highest learning rate.
+        lr: the highest learning rate, of the matrices where a method treats them apart.
         seed: of the weights and of the data order.
         steps: optimizer steps.
         replicas: processes, each with data of its own.
     """
 
-    grid: str
     size: str
     task: Task
     method: str
@@ -66,10 +64,10 @@ class Run:
 
     @property
     def slug(self) -> str:
-        """A name for files; runs of one grid that differ have different ones."""
+        """A name for files; runs of the grids that differ have different ones."""
         settings = "".join(f"-{key}{value:g}" for key, value in self.settings.items())
         rest = f"-lr{self.lr:g}-seed{self.seed}-{self.replicas}x{self.steps}"
-        return f"{self.grid}-{self.size}-{self.method}{settings}{rest}"
+        return f"{self.size}-{self.method}{settings}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds."""
@@ -86,24 +84,53 @@ class Variant:
 
 
 SIZES = {"small": Task(layers=2, dim=64), "medium": Task(layers=4, dim=96)}
+ELEMENTWISE = "elementwise"  # the setting that is tuned together with the learning rate
 BUDGETS = (0.1, 0.03, 0.01, 0.003)
 DION_RANKS = (1.0, 1 / 4, 1 / 8, 1 / 16)
-# Of the full grid, at least three a method and a factor of two apart. Where the best turns out to
-# be the first or the last, more are to be tried with --lr.
+STEPS = {"quick": 300, "full": 1000}
+# At least three a method and a factor of two apart. Where the best turns out to be the first or
+# the last, more are to be tried with --lr.
+_ADAMW, _DION = (2e-3, 4e-3, 8e-3), (0.02, 0.04, 0.08)
 LEARNING_RATES = {
-    "adamw": (2e-3, 4e-3, 8e-3),
-    "powersgd": (2e-3, 4e-3, 8e-3),
-    "diloco_adamw": (2e-3, 4e-3, 8e-3),
-    "dion": (0.01, 0.02, 0.04),
-    "diloco_dion": (0.01, 0.02, 0.04),
-    "averaging": (0.01, 0.02, 0.04),
-    "published": (0.01, 0.02, 0.04),
-    "authors": (0.01, 0.02, 0.04),
-    "ours": (0.01, 0.02, 0.04),
-    "ours_rmmc": (0.01, 0.02, 0.04),
+    "adamw": _ADAMW,
+    "powersgd": _ADAMW,
+    "diloco_adamw": _ADAMW,
+    "dion": _DION,
+    "diloco_dion": _DION,
+    "averaging": _DION,
+    "published": _DION,
+    "authors": _DION,
+    "ours": _DION,
+    "ours_rmmc": _DION,
+}
+# Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
+# squared gradient, which is larger where gradients are not averaged before.
+ELEMENTWISE_LR = {
+    method: (0.5,) if method == "dion" else (1.0,)
+    for method, rates in LEARNING_RATES.items()
+    if rates is _DION
 }
 QUICK_BUDGETED = ("diloco_adamw", "diloco_dion", "ours", "ours_rmmc")
-QUICK_LR = {method: rates[1] for method, rates in LEARNING_RATES.items()}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to train instead of a grid's own choice, where it is not empty or None."""
+
+    seeds: Sequence[int] = ()
+    lrs: Sequence[float] = ()
+    elementwise: Sequence[float] = ()
+    steps: int | None = None
+
+    def rates(self, method: str, *, middle: bool) -> Iterator[tuple[float, dict[str, float]]]:
+        """Yield learning rates of a method with the settings that go with them."""
+        own = LEARNING_RATES[method]
+        for lr in self.lrs or (own[1:2] if middle else own):
+            if method not in ELEMENTWISE_LR:
+                yield lr, {}
+                continue
+            for elementwise in self.elementwise or ELEMENTWISE_LR[method]:
+                yield lr, {ELEMENTWISE: elementwise}
 
 
 def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator[Variant]:
@@ -115,9 +142,10 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
         yield Variant("diloco_dion", {"period": period}, budget)
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
-    wire_budget = traffic.budget_before_the_end(shapes, budget, steps)
-    yield Variant("ours", {"wire_budget": wire_budget}, budget)
-    yield Variant("ours_rmmc", {"wire_budget": wire_budget}, budget)
+    bits = traffic.bits_within(shapes, budget)
+    wire_budget = traffic.budget_before_the_end(shapes, budget, steps, bits)
+    yield Variant("ours", {"wire_budget": wire_budget, "bits": bits}, budget)
+    yield Variant("ours_rmmc", {"wire_budget": wire_budget, "bits": bits}, budget)
 
 
 def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
@@ -131,20 +159,19 @@ def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
         yield from within_budget(shapes, budget, steps)
 
 
-def full(
-    replicas: int, seeds: Sequence[int] = (0, 1, 2), lrs: Sequence[float] = ()
-) -> Iterator[Run]:
+def full(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
     """Yield both sizes, every method and budget; seeds outermost, so that all advance together."""
-    for seed in seeds or (0, 1, 2):
+    steps = choice.steps or STEPS["full"]
+    for seed in choice.seeds or (0, 1, 2):
         for size, task in SIZES.items():
-            for variant in every_variant(task.shapes(), steps=1000):
-                for lr in lrs or LEARNING_RATES[variant.method]:
-                    yield _run("full", size, variant, lr, seed, 1000, replicas)
+            for variant in every_variant(task.shapes(), steps):
+                for lr, rates in choice.rates(variant.method, middle=False):
+                    yield _run(size, variant, lr, rates, seed, steps, replicas)
 
 
-def quick(replicas: int, seeds: Sequence[int] = (0,), lrs: Sequence[float] = ()) -> Iterator[Run]:
+def quick(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
     """Yield runs of fewer steps, of one size, with one budget and learning rate a method."""
-    steps, shapes = 300, SIZES["small"].shapes()
+    steps, shapes = choice.steps or STEPS["quick"], SIZES["small"].shapes()
     budgets = {0.1: ("powersgd",), 0.03: ("averaging", "ours"), 0.01: QUICK_BUDGETED}
     variants = [
         Variant("adamw", {}),
@@ -158,21 +185,26 @@ def quick(replicas: int, seeds: Sequence[int] = (0,), lrs: Sequence[float] = ())
             if variant.method in methods
         ),
     ]
-    for seed in seeds or (0,):
+    for seed in choice.seeds or (0,):
         for variant in variants:
-            for lr in lrs or (QUICK_LR[variant.method],):
-                yield _run("quick", "small", variant, lr, seed, steps, replicas)
+            for lr, rates in choice.rates(variant.method, middle=True):
+                yield _run("small", variant, lr, rates, seed, steps, replicas)
 
 
 def _run(
-    grid: str, size: str, variant: Variant, lr: float, seed: int, steps: int, replicas: int
+    size: str,
+    variant: Variant,
+    lr: float,
+    rates: dict[str, float],
+    seed: int,
+    steps: int,
+    replicas: int,
 ) -> Run:
     return Run(
-        grid=grid,
         size=size,
         task=SIZES[size],
         method=variant.method,
-        settings=variant.settings,
+        settings={**variant.settings, **rates},
         budget=variant.budget,
         lr=lr,
         seed=seed,

@@ -2,7 +2,8 @@
 
 A method is built from a model, the ranks that hold its replicas, a learning rate and settings of
 its own. The learning rate is of all parameters for AdamW, of the matrices for Dion, whose other
-parameters take half of it. Settings not listed here are the example's defaults.
+parameters take the share ``elementwise`` of it. Settings not listed here are the example's
+defaults.
 """
 
 import sys
@@ -25,7 +26,6 @@ from train_gpt import Config, build_optimizer
 
 POWERSGD_DENSE_STEPS = 2  # the fewest that its hook can do: DDP orders its buckets meanwhile
 PUBLISHED_THRESHOLD = 0.1
-ELEMENTWISE_LR = 0.5  # learning rate of what takes AdamW beside Dion, as a share of the matrices'
 NEVER = sys.maxsize  # a bound on local steps that does not bind
 
 
@@ -112,21 +112,24 @@ def powersgd(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank: int) -
     return method
 
 
-def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank_fraction: float) -> Method:
-    """Dion, synchronised at every step."""
-    config = _dion_config(lr, optimizer="dion", rank_fraction=rank_fraction)
-    return Gated(model, replicas, config)
+def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
+    """Dion, synchronised at every step; settings: ``rank_fraction``."""
+    return Gated(model, replicas, _dion_config(lr, optimizer="dion", **settings))
 
 
-def _dion_config(lr: float, **settings: Any) -> Config:
-    elementwise = ELEMENTWISE_LR * lr
-    rates: dict[str, Any] = {f"{kind}_lr": elementwise for kind in ("embedding", "head", "vector")}
+def _dion_config(lr: float, *, elementwise: float = 0.5, **settings: Any) -> Config:
+    rates: dict[str, Any] = {
+        f"{kind}_lr": elementwise * lr for kind in ("embedding", "head", "vector")
+    }
     return Config(lr=lr, **rates, **settings)
 
 
-def averaging(model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int) -> Method:
+def averaging(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int, **settings: Any
+) -> Method:
     """Local Dion steps; every ``period``-th is Dion's on exactly averaged replicas."""
-    config = _dion_config(lr, optimizer="curvadion", period=period, max_local_steps=period)
+    settings |= {"period": period, "max_local_steps": period}
+    config = _dion_config(lr, optimizer="curvadion", **settings)
     return Gated(model, replicas, config)
 
 
@@ -137,6 +140,7 @@ def published(
     *,
     threshold: float = PUBLISHED_THRESHOLD,
     local_step: Literal["gradient", "dion"] = "gradient",
+    **settings: Any,
 ) -> Method:
     """CurvaDion as published: RMMC gate, local gradient steps, replicas never brought together."""
     config = _dion_config(
@@ -146,6 +150,7 @@ def published(
         local_step=local_step,
         reconcile="none",
         max_local_steps=NEVER,
+        **settings,
     )
     return Gated(model, replicas, config)
 
@@ -165,6 +170,7 @@ def ours(
     momenta: bool = False,
     rank_fraction: float = 1.0,
     by: Literal["period", "rmmc"] = "period",
+    **settings: Any,
 ) -> Method:
     """CurvaDion under a budget of bytes.
 
@@ -180,6 +186,7 @@ def ours(
         reconcile_momentum=momenta,
         rank_fraction=rank_fraction,
         max_local_steps=NEVER,
+        **settings,
     )
     return Gated(model, replicas, config)
 
@@ -194,9 +201,11 @@ def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: An
     return LocalThenOuter(model, replicas, Config(optimizer="adamw", lr=lr), **outer)
 
 
-def diloco_dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
+def diloco_dion(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, elementwise: float = 1.0, **outer: Any
+) -> Method:
     """DiLoCo with Dion of full rank inside, which it never sends; settings of :class:`DiLoCo`."""
-    config = _dion_config(lr, optimizer="dion", rank_fraction=1.0)
+    config = _dion_config(lr, optimizer="dion", rank_fraction=1.0, elementwise=elementwise)
     return LocalThenOuter(model, replicas, config, **outer)
 
 

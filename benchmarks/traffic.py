@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
+from curvadion.quantization import BITS
 from curvadion.quantized_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 from train_gpt import Config
@@ -96,9 +97,16 @@ def quantized_bytes(shapes: Shapes, bits: int, *, momenta: bool) -> int:
     return message_bytes(map(math.prod, tensors), bits)
 
 
-def budget_before_the_end(shapes: Shapes, budget: float, steps: int) -> float:
+def bits_within(shapes: Shapes, budget: float) -> int:
+    """Return the bits of a number that a budget pays for at every step, the default at least."""
+    dense = 4 * shapes.parameters
+    paid = [b for b in BITS if quantized_bytes(shapes, b, momenta=False) <= budget * dense]
+    return max([RECONCILE_BITS, *paid])
+
+
+def budget_before_the_end(shapes: Shapes, budget: float, steps: int, bits: int) -> float:
     """Return what of a budget is left for training when a quantised mean of the weights ends it."""
-    last = quantized_bytes(shapes, RECONCILE_BITS, momenta=False)
+    last = quantized_bytes(shapes, bits, momenta=False)
     return math.floor(1e5 * (budget - last / (4 * steps * shapes.parameters))) / 1e5
 
 

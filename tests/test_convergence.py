@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 
 def run(method, lr=0.01, steps=STEPS, **settings):
     return Run(
-        grid="quick", size="tiny", task=TINY, method=method, settings=settings,
+        size="tiny", task=TINY, method=method, settings=settings,
         budget=None, lr=lr, seed=1, steps=steps, replicas=REPLICAS,
     )  # fmt: skip
 
@@ -210,11 +210,13 @@ def test_settings_use_a_budget_up(size, budget, steps):
         gates = traffic.GATE * steps
         assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
         assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
-    before = traffic.budget_before_the_end(shapes, budget, steps)
+    before = traffic.budget_before_the_end(shapes, budget, steps, bits=2)
     dense = 4 * shapes.parameters
     last = traffic.quantized_bytes(shapes, 2, momenta=False) / (dense * steps)
     assert last * steps == pytest.approx(2 / 32, rel=0.1)
     assert before + last <= budget < before + last + 2e-5
+    bits = traffic.bits_within(shapes, budget)
+    assert bits == (3 if budget == 0.1 else 2)  # 3 of 32 bits, with the scales, are 9.6 %
     rank = traffic.powersgd_rank(shapes, budget, steps)
     sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
     if rank is None:
@@ -250,12 +252,35 @@ def test_what_is_not_in_a_grid_is_named(flags, message):
 
 
 def test_flags_choose_runs():
-    flags = "--grid full --method dion adamw --size medium --seed 7 --lr 0.5 --replicas 4"
+    flags = "--grid full --method dion adamw --size medium --seed 7 --lr 0.5 --replicas 4 --steps 9"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
     assert [each.method for each in chosen] == ["adamw", *["dion"] * 4]
-    assert {(each.size, each.seed, each.lr, each.replicas) for each in chosen} == {
-        ("medium", 7, 0.5, 4)
+    assert {(each.size, each.seed, each.lr, each.replicas, each.steps) for each in chosen} == {
+        ("medium", 7, 0.5, 4, 9)
     }
+    flags = "--grid full --size small --seed 0 --method ours --budget 0.01 0.1 --elementwise 0.5 2"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    assert {each.budget for each in chosen} == {0.1, 0.01}
+    assert {each.settings["elementwise"] for each in chosen} == {0.5, 2.0}
+    assert len(chosen) == 2 * 2 * 3
+    flags = "--grid full --seed 0 --budget 0"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    assert {each.method for each in chosen} == {"adamw", "dion", "published", "authors"}
+
+
+def test_best_rates_are_those_of_the_records(tmp_path):
+    for lr, loss in ((0.5, 2.0), (0.25, 1.0)):
+        each = record("adamw", lr, loss, steps=1000)
+        (tmp_path / f"{lr}.json").write_text(json.dumps(each))
+    for elementwise, loss in ((0.25, 1.0), (2.0, 2.0)):
+        each = record("dion", 0.5, loss, steps=1000, rank_fraction=1.0, elementwise=elementwise)
+        (tmp_path / f"dion{elementwise}.json").write_text(json.dumps(each))
+    flags = f"--grid full --size small --seed 0 --method adamw dion --best --out {tmp_path}"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    adamw, full_rank, *others = chosen
+    assert adamw.lr == 0.25
+    assert (full_rank.lr, full_rank.settings["elementwise"]) == (0.5, 0.25)
+    assert len(others) == 3 * 3  # of which there is no record
 
 
 # ---------------------------------------------------------------------------------- resuming
@@ -336,9 +361,9 @@ def test_a_record_of_another_task_does_not_count(tmp_path):
 # ---------------------------------------------------------------------------------- report
 
 
-def record(method, lr, loss, *, seed=0, size="small", share=0.1):
+def record(method, lr, loss, *, seed=0, size="small", share=0.1, steps=300, **settings):
     """A record with what the report reads of it."""
-    each = Run("quick", size, SIZES[size], method, lr, seed, 300)
+    each = Run(size, SIZES[size], method, lr, seed, steps, settings)
     return {
         "run": json.loads(json.dumps(each.as_dict())),
         "val_loss": loss,
@@ -371,9 +396,11 @@ def test_the_best_rate_has_the_lowest_mean_over_seeds():
 
 def test_the_table_compares_with_the_best_dion_of_the_size():
     records = [record("dion", 0.1, 2.0), record("adamw", 0.1, 2.1), record("authors", 0.1, None)]
+    longer = record("dion", 0.1, 1.0, steps=600)
+    assert len(convergence_report.rows(convergence_report.best_results([*records, longer]))) == 5
     header, *lines = convergence_report.rows(convergence_report.best_results(records))
     column = header.index("over Dion")
-    assert {line[1]: line[column] for line in lines} == {
+    assert {line[2]: line[column] for line in lines} == {
         "dion": "+0.00%",
         "adamw": "+5.00%",
         "authors": "",
@@ -393,16 +420,15 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
         for size in SIZES
     ]
     for number, each in enumerate(records):
-        (runs / f"quick-{number:02}.json").write_text(json.dumps(each))
-    (runs / "full-0.json").write_text(json.dumps(records[0]))
-    flags = ["--grid", "quick", "--runs", str(runs), "--out", str(out)]
+        (runs / f"{number:02}.json").write_text(json.dumps(each))
+    flags = ["--runs", str(runs), "--out", str(out), "--name", "all"]
     results = convergence_report.main(flags)
     assert len(results) == 6
-    written = json.loads((out / "quick.json").read_text())
+    written = json.loads((out / "all.json").read_text())
     assert written["records"] == records
-    assert written["command"].startswith("python benchmarks/convergence_report.py --grid quick")
-    assert (out / "quick.md").read_text().count("\n| ") == 7
-    assert (out / "quick.png").read_bytes().startswith(b"\x89PNG")
+    assert written["command"].startswith("python benchmarks/convergence_report.py --runs")
+    assert (out / "all.md").read_text().count("\n| ") == 7
+    assert (out / "all.png").read_bytes().startswith(b"\x89PNG")
     assert "published" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="convergence.py --grid full first"):
-        convergence_report.main(["--grid", "full", "--runs", str(out)])
+    with pytest.raises(SystemExit, match="convergence.py first"):
+        convergence_report.main(["--runs", str(tmp_path)])
