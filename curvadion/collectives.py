@@ -82,13 +82,15 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
             tensor.copy_(view)
 
 
-def chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors that take ``DENSE_BUCKET_BYTES`` at most, in float32, or of one tensor."""
+def chunks(
+    tensors: Sequence[Tensor], most_bytes: int = DENSE_BUCKET_BYTES
+) -> Iterator[list[Tensor]]:
+    """Runs of tensors that take ``most_bytes`` at most, in float32, or of one tensor."""
     chunk: list[Tensor] = []
     held = 0
     for tensor in tensors:
         size = tensor.numel() * _sum_dtype(tensor).itemsize
-        if chunk and held + size > DENSE_BUCKET_BYTES:
+        if chunk and held + size > most_bytes:
             yield chunk
             chunk, held = [], 0
         chunk.append(tensor)

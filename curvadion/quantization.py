@@ -13,6 +13,7 @@ BITS = (1, 2, 3, 4, 8)
 SIDE = 16
 BLOCK = SIDE * SIDE
 SCALE_BYTES = 2
+PIECE = 2**22  # numbers coded at once: what this takes beside does not grow with a tensor
 
 
 def block_bytes(bits: int) -> int:
@@ -28,19 +29,28 @@ def encode(x: Tensor, bits: int) -> Tensor:
     are the best there are. The error is not random: callers keep it and add it to what they send
     next.
     """
+    return torch.cat([_encode(piece, bits) for piece in x.split(PIECE)])
+
+
+def decode(blocks: Tensor, bits: int) -> Tensor:
+    """(k, block_bytes(bits)) uint8 -> (k * BLOCK,) float32."""
+    return torch.cat([_decode(piece, bits) for piece in blocks.split(PIECE // BLOCK)])
+
+
+def _encode(x: Tensor, bits: int) -> Tensor:
     y = _rotate(x)
     largest = y.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     y = y / largest  # whose squares neither overflow nor vanish
     size = y.square().mean(1, keepdim=True).sqrt()
     scale = (largest * size).bfloat16()
-    codes = torch.bucketize(y / size.clamp_min(1 / BLOCK), _midpoints_on(x.device, bits))
+    y /= size.clamp_min(1 / BLOCK)
+    codes = torch.bucketize(y, _midpoints_on(x.device, bits), out_int32=True).to(torch.uint8)
     return torch.cat((_pack(codes, bits), scale.view(torch.uint8)), dim=1)
 
 
-def decode(blocks: Tensor, bits: int) -> Tensor:
-    """(k, block_bytes(bits)) uint8 -> (k * BLOCK,) float32."""
+def _decode(blocks: Tensor, bits: int) -> Tensor:
     codes, scale = blocks.split([BLOCK * bits // 8, SCALE_BYTES], dim=1)
-    y = _levels_on(blocks.device, bits)[_unpack(codes, bits)]
+    y = _levels_on(blocks.device, bits)[_unpack(codes, bits).int()]
     return _rotate_back(y * scale.contiguous().view(torch.bfloat16).float())
 
 
@@ -103,13 +113,18 @@ def _rotate_back(y: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """(k, BLOCK) codes -> (k, BLOCK * bits / 8) uint8: one plane of bits after the other."""
-    planes = (codes.unsqueeze(1) >> torch.arange(bits, device=codes.device).view(-1, 1)) & 1
-    weights = 2 ** torch.arange(8, device=codes.device)
-    return (planes.view(len(codes), BLOCK * bits // 8, 8) * weights).sum(-1).to(torch.uint8)
+    """(k, BLOCK) codes -> (k, BLOCK * bits / 8), uint8 both: one plane of bits after the other."""
+    planes = (codes.unsqueeze(1) >> _places(bits, codes.device)[:, None]) & 1
+    eights = planes.view(len(codes), BLOCK * bits // 8, 8) << _places(8, codes.device)
+    return eights.sum(-1, dtype=torch.uint8)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    ones = (packed.unsqueeze(-1) >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
-    planes = ones.view(len(packed), bits, BLOCK).long()
-    return (planes << torch.arange(bits, device=packed.device).view(-1, 1)).sum(1)
+    ones = (packed.unsqueeze(-1) >> _places(8, packed.device)) & 1
+    planes = ones.view(len(packed), bits, BLOCK) << _places(bits, packed.device)[:, None]
+    return planes.sum(1, dtype=torch.uint8)
+
+
+@lru_cache
+def _places(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(bits, device=device, dtype=torch.uint8)

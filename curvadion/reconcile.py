@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.collectives import chunks, group_size, mean_
+from curvadion.collectives import DENSE_BUCKET_BYTES, chunks, group_size, mean_
 from curvadion.quantized_mean import quantized_mean
 
 
@@ -49,11 +49,12 @@ def quantized_average_(
         group: the replicas.
     """
     first = 0
-    for chunk in chunks(X):
+    for chunk in chunks(X, DENSE_BUCKET_BYTES * 32 // bits):  # whose codes are a bucket
         these = slice(first, first + len(chunk))
         first = these.stop
         # What X holds of the agreement: a narrow dtype's rounding is no movement.
-        moved = [(x - a.to(x.dtype)).float() for x, a in zip(X[these], agreed[these], strict=True)]
+        pairs = zip(X[these], agreed[these], strict=True)
+        moved = ((x - a.to(x.dtype)).float() for x, a in pairs)
         means = quantized_mean(moved, residuals[these], bits, group)
         for x, a, mean in zip(X[these], agreed[these], means, strict=True):
             x.copy_(a.add_(mean))

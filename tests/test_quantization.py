@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distributed
+from curvadion import quantization
 from curvadion.quantization import BITS, BLOCK, block_bytes, decode, encode, levels
 from curvadion.quantized_mean import message_bytes, quantized_mean
 from curvadion.wire import WireMeter
@@ -80,7 +81,7 @@ def average(rank, sizes, bits, steps):
     for step in range(steps):
         X = replicas_numbers(rank, sizes, step)
         with WireMeter() as meter:
-            means.append(quantized_mean(X, residuals, bits, dist.group.WORLD))
+            means.append(list(quantized_mean(X, residuals, bits, dist.group.WORLD)))
         sent.append(meter.total_sent)
     return means, residuals, sent
 
@@ -113,6 +114,34 @@ def test_bytes_sent_are_those_of_the_codes(world, bits):
     for step in range(2):
         sent = sum(sent[step] for _, _, sent in ranks) / world
         assert sent == pytest.approx(2 * (world - 1) / world * codes)
+
+
+def average_of_columns(rank, turned):
+    """Two means of a matrix and its residual, which are laid out by columns if turned."""
+    residual = torch.zeros(40, 30).T if turned else torch.zeros(30, 40)
+    means = []
+    for step in range(2):
+        (x,) = replicas_numbers(rank, [(30, 40)], step)
+        x = x.T.contiguous().T if turned else x
+        (mean,) = quantized_mean([x], [residual], 2, dist.group.WORLD)
+        means.append(mean)
+    return *means, residual
+
+
+def test_how_a_tensor_lies_in_memory_does_not_matter():
+    by_columns = distributed.run(2, average_of_columns, True)
+    by_rows = distributed.run(2, average_of_columns, False)
+    for ours, theirs in zip(by_columns, by_rows, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_pieces_have_the_codes_of_the_whole(bits, monkeypatch):
+    x = torch.randn(7 * BLOCK, generator=torch.Generator().manual_seed(0))
+    whole = encode(x, bits)
+    monkeypatch.setattr(quantization, "PIECE", 2 * BLOCK)
+    assert encode(x, bits).equal(whole)
+    assert decode(whole, bits).equal(torch.cat([decode(block[None], bits) for block in whole]))
 
 
 def test_residuals_stay_bounded():
