@@ -142,8 +142,7 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
         yield Variant("diloco_dion", {"period": period}, budget)
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
-    bits = traffic.bits_within(shapes, budget)
-    wire_budget = traffic.budget_before_the_end(shapes, budget, steps, bits)
+    bits, wire_budget = traffic.bits_and_budget(shapes, budget, steps)
     yield Variant("ours", {"wire_budget": wire_budget, "bits": bits}, budget)
     yield Variant("ours_rmmc", {"wire_budget": wire_budget, "bits": bits}, budget)
 

@@ -167,14 +167,14 @@ def ours(
     *,
     wire_budget: float,
     bits: int = Config().reconcile_bits,
-    momenta: bool = False,
+    momenta: bool = True,
     rank_fraction: float = 1.0,
     by: Literal["period", "rmmc"] = "period",
     **settings: Any,
 ) -> Method:
     """CurvaDion under a budget of bytes.
 
-    ``bits`` are of a number sent; ``momenta``: whether they are averaged with the weights; ``by``
+    ``bits`` are of a number sent; ``momenta``: whether they turn to the mean direction; ``by``
     says when the gate opens. Nothing of a rank crosses the wire, so it is full.
     """
     config = _dion_config(

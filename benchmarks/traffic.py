@@ -91,23 +91,21 @@ def averaging_period(shapes: Shapes, budget: float, steps: int) -> int | None:
     return period_within(left, steps, shapes.averaged_step(), shapes.parameters)
 
 
-def quantized_bytes(shapes: Shapes, bits: int, *, momenta: bool) -> int:
-    """Return bytes of the codes of all weights, and of Dion's momenta too."""
-    tensors = shapes.all + (shapes.matrices if momenta else [])
-    return message_bytes(map(math.prod, tensors), bits)
+def quantized_bytes(shapes: Shapes, bits: int) -> int:
+    """Return bytes of the codes of all weights."""
+    return message_bytes(map(math.prod, shapes.all), bits)
 
 
-def bits_within(shapes: Shapes, budget: float) -> int:
-    """Return the bits of a number that a budget pays for at every step, the default at least."""
-    dense = 4 * shapes.parameters
-    paid = [b for b in BITS if quantized_bytes(shapes, b, momenta=False) <= budget * dense]
-    return max([RECONCILE_BITS, *paid])
+def bits_and_budget(shapes: Shapes, budget: float, steps: int) -> tuple[int, float]:
+    """Return the bits of a number, and what of a budget is left for training.
 
-
-def budget_before_the_end(shapes: Shapes, budget: float, steps: int, bits: int) -> float:
-    """Return what of a budget is left for training when a quantised mean of the weights ends it."""
-    last = quantized_bytes(shapes, bits, momenta=False)
-    return math.floor(1e5 * (budget - last / (4 * steps * shapes.parameters))) / 1e5
+    The bits are those that a budget pays for at every second step, the default at least: averages
+    at every step would be worse. A quantised mean of the weights ends training.
+    """
+    share = {b: quantized_bytes(shapes, b) / (4 * shapes.parameters) for b in BITS}
+    bits = max([RECONCILE_BITS, *(b for b in BITS if share[b] / 2 <= budget)])
+    left = min(budget - share[bits] / steps, share[bits] / 2)
+    return bits, math.floor(1e5 * left) / 1e5
 
 
 def powersgd_rank(shapes: Shapes, budget: float, steps: int) -> int | None:

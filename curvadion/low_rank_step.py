@@ -29,7 +29,26 @@ def accumulate_momenta(plan: Plan, pushed: Pushed) -> None:
                 p.M.mul_(p.momentum_decay)
 
 
-def low_rank_step(plan: Plan, norms: Tensor | None, *, step: int, inside_replica: bool) -> None:
+class LowRankStep(NamedTuple):
+    """What a step was made of: the plan, its matrices in stacks, and the factors of each stack."""
+
+    plan: Plan
+    stacks: list[list[Matrix]]
+    factors: list[LowRank]
+
+    def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
+        """One number a matrix, given by stack, in the order of the plan's matrices, (k,)."""
+        order = [i for stack in self.plan.stack_positions for i in stack]
+        return torch.cat(list(values))[torch.tensor(order).argsort()]
+
+    def by_stack(self, values: Tensor) -> list[Tensor]:
+        """The inverse of :meth:`by_matrix`."""
+        return [values[stack] for stack in self.plan.stack_positions]
+
+
+def low_rank_step(
+    plan: Plan, norms: Tensor | None, *, step: int, inside_replica: bool
+) -> LowRankStep:
     """Power iteration on the accumulated momenta, then the update of X, M and Q.
 
     Args:
@@ -38,14 +57,18 @@ def low_rank_step(plan: Plan, norms: Tensor | None, *, step: int, inside_replica
             gate reads them.
         step: how many steps were taken before, which seeds a stochastic rounding.
         inside_replica: leave the other replicas out.
+
+    Returns:
+        The factors with what they are of. They take as much memory as 2 r / n of the momenta.
     """
     stacks = plan.stacks()
     factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
     _update(stacks, factors, step)
+    taken = LowRankStep(plan, stacks, factors)
     if norms is not None and stacks:
-        order = [i for stack in plan.stack_positions for i in stack]
-        drops = torch.cat([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
-        plan.store_norms(_norms_after(plan, norms, drops[torch.tensor(order).argsort()]))
+        drops = taken.by_matrix([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
+        plan.store_norms(_norms_after(plan, norms, drops))
+    return taken
 
 
 def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:

@@ -21,7 +21,13 @@ from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.gradients import settle_gradients
 from curvadion.local_step import local_dion_step, local_gradient_step
-from curvadion.low_rank_step import accumulate_momenta, low_rank_step, momentum_decay
+from curvadion.low_rank_step import (
+    LowRankStep,
+    accumulate_momenta,
+    low_rank_step,
+    momentum_decay,
+)
+from curvadion.momentum_turn import turn_momenta_, weights
 from curvadion.plan import Plan, Pushed, check_parameter, names
 from curvadion.progress import Progress, read_record, record
 from curvadion.quantization import BITS
@@ -80,8 +86,9 @@ class CurvaDion(Optimizer):
             cross the replicas, so a higher rank_fraction costs no bytes. "none": nothing. By
             default "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
-        reconcile_momentum: of "quantized": whether the momenta of Dion and Lion are averaged with
-            the weights, for up to twice the bytes.
+        reconcile_momentum: of "quantized" with local_step="dion": whether momenta turn to the mean
+            direction that the agreement on weights tells, for no bytes (curvadion.momentum_turn).
+            Weights are held twice meanwhile.
         mu: momentum decay.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
@@ -119,7 +126,7 @@ class CurvaDion(Optimizer):
         wire_budget: float | None = None,
         reconcile: Literal["average", "quantized", "none"] | None = None,
         reconcile_bits: int = 2,
-        reconcile_momentum: bool = False,
+        reconcile_momentum: bool = True,
         mu: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -239,8 +246,8 @@ class CurvaDion(Optimizer):
     ) -> None:
         group = self._replicas.process_group
         if self.reconcile == "quantized":
-            self._local_step(plan, pushed, norms, complete=complete)
-            self._come_together(plan)
+            step = self._local_step(plan, pushed, norms, complete=complete)
+            self._come_together(plan, step)
             return
         if self.reconcile == "average" and self.progress.local_steps:
             weights = [p.local for p in plan.parameters]
@@ -254,11 +261,15 @@ class CurvaDion(Optimizer):
         low_rank_step(plan, norms, step=self.progress.steps, inside_replica=False)
         _elementwise_steps(plan, gradients)
 
-    def _come_together(self, plan: Plan) -> None:
-        """Replicas move to the mean of what each has moved since the last time."""
+    def _come_together(self, plan: Plan, step: LowRankStep | None = None) -> None:
+        """Replicas move to the mean of what each has moved since the last time, ``step`` last."""
+        turns = self.reconcile_momentum and step is not None
+        own = weights(step) if turns and step is not None else []
         consensus.agree_(plan.parameters, self.reconcile_bits, self._replicas.process_group)
-        if self.reconcile_momentum and self.gate.reads_momentum:
-            self._measure_momenta(plan)
+        if turns and step is not None:
+            turn_momenta_(step, own, self.progress.local_steps + 1)
+            if self.gate.reads_momentum:
+                self._measure_momenta(plan)
 
     def _measure_momenta(self, plan: Plan) -> None:
         """Store the momenta's norms anew, which something else than a step has changed."""
@@ -268,17 +279,20 @@ class CurvaDion(Optimizer):
 
     def _local_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
-    ) -> None:
+    ) -> LowRankStep | None:
+        """A step inside the replica; what it was made of, if it was Dion's."""
         if not complete:
             # A replica's shards are one matrix: a piece that some of them miss is a piece of zeros.
             plan, norms = _with_gradient(plan, norms, plan.inside)
             pushed = plan.pushed()
+        taken = None
         if self.local_step == "dion":
-            local_dion_step(plan, pushed, norms, step=self.progress.steps)
+            taken = local_dion_step(plan, pushed, norms, step=self.progress.steps)
         else:
             local_gradient_step(plan, pushed, norms, step=self.progress.steps)
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         _elementwise_steps(plan, gradients)
+        return taken
 
     def _momentum_norms(self, plan: Plan, pushed: Pushed) -> tuple[Tensor | None, Tensor | None]:
         """Norms of the momenta before and after this step's gradient; None if no gate asks."""
@@ -563,8 +577,8 @@ class CurvaDion(Optimizer):
         """Tell the gate what steps send, alike on all ranks, whatever pieces they hold."""
         if self.reconcile != "quantized" or not plan.parameters:
             return
-        dense = 4 * sum(consensus.sizes(plan.parameters, momenta=False))
-        sizes = consensus.sizes(plan.parameters, momenta=self.reconcile_momentum)
+        sizes = consensus.sizes(plan.parameters)
+        dense = 4 * sum(sizes)
         self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / dense
         self.gate.closed_cost = GATE_BYTES / dense
         if isinstance(self.gate, WireBudget):
@@ -578,7 +592,7 @@ class CurvaDion(Optimizer):
             p.create_state()
         # Whatever brings new states without agreements, loading for one, is verified anew.
         if self.reconcile == "quantized" and (without or not self._verified):
-            consensus.begin(plan.parameters, momenta=self.reconcile_momentum)
+            consensus.begin(plan.parameters)
         if without:
             plan.look_up_states()
         return len(without) == len(plan.parameters)

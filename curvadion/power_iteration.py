@@ -83,14 +83,14 @@ def power_iteration(stacks: Sequence[Stack], *, epsilon: float = 1e-8) -> list[L
     column of P is completed from the layout's global indices, so that it takes part again as soon
     as B has something there.
     """
-    P = _left_factors(stacks)
+    P = orthonormalize(left_products(stacks), [s.layout.rows for s in stacks])
     R, own_R = _right_products(stacks, P)
     Q = _next_right_factors(stacks, R, epsilon)
     return [LowRank(*factors) for factors in zip(P, R, Q, own_R, strict=True)]
 
 
-def _left_factors(stacks: Sequence[Stack]) -> list[Tensor]:
-    rows = [s.layout.rows for s in stacks]
+def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
+    """B Q of every stack, (k, m_i, r), summed over the column group; means over replicas."""
     buckets = Buckets(
         [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
     )
@@ -99,8 +99,8 @@ def _left_factors(stacks: Sequence[Stack]) -> list[Tensor]:
             # (m_i, r) = (m_i, n_j) (n_j, r)
             torch.mm(B.to(stack.dtype), Q.to(stack.dtype), out=out)
     buckets.all_reduce_(divide_by=_replicas(stacks))
-    _sum_shared_(buckets.views, rows)
-    return orthonormalize(buckets.views, rows)
+    _sum_shared_(buckets.views, [s.layout.rows for s in stacks])
+    return buckets.views
 
 
 def _right_products(

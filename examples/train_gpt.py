@@ -109,7 +109,7 @@ class Config:
         None, "what opening does to the replicas; default: average, quantized under a budget"
     )
     reconcile_bits: int = option(2, "of a number, where quantized")
-    reconcile_momentum: bool = option(False, "where quantized: average momenta too")
+    reconcile_momentum: bool = option(True, "where quantized: momenta turn to the mean")
 
     # Running
     validate_every: int = option(100, "steps between evaluations")

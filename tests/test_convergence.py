@@ -45,7 +45,7 @@ SETTINGS = {
     "diloco_dion": {"period": 4},
     "averaging": {"period": 4},
     "published": {"threshold": 2.0},
-    "ours": {"wire_budget": 0.06, "momenta": True},
+    "ours": {"wire_budget": 0.04, "momenta": False},
     "ours_rmmc": {"wire_budget": 0.03, "bits": 4},
 }
 GATED = {"dion", "averaging", "published", "authors", "ours", "ours_rmmc"}
@@ -82,8 +82,7 @@ def test_a_method_sends_what_its_formula_says(records, method):
     sent, payload = (record[key] * STEPS for key in ("sent_per_step", "payload_per_step"))
     opened = round(record["gate_open_share"] * STEPS)
     if method in BITS:
-        momenta = SETTINGS[method].get("momenta", False)
-        once = traffic.quantized_bytes(SHAPES, BITS[method], momenta=momenta)
+        once = traffic.quantized_bytes(SHAPES, BITS[method])
         expected = opened * once
         if sent > expected + 1000:  # once more, after the last step
             expected += once
@@ -210,13 +209,14 @@ def test_settings_use_a_budget_up(size, budget, steps):
         gates = traffic.GATE * steps
         assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
         assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
-    before = traffic.budget_before_the_end(shapes, budget, steps, bits=2)
-    dense = 4 * shapes.parameters
-    last = traffic.quantized_bytes(shapes, 2, momenta=False) / (dense * steps)
-    assert last * steps == pytest.approx(2 / 32, rel=0.1)
-    assert before + last <= budget < before + last + 2e-5
-    bits = traffic.bits_within(shapes, budget)
-    assert bits == (3 if budget == 0.1 else 2)  # 3 of 32 bits, with the scales, are 9.6 %
+    bits, before = traffic.bits_and_budget(shapes, budget, steps)
+    assert bits == (4 if budget == 0.1 else 2)  # 4 of 32 bits, with the scales, are 13 %
+    once = traffic.quantized_bytes(shapes, bits) / (4 * shapes.parameters)
+    assert once == pytest.approx(bits / 32, rel=0.1)
+    if budget == 0.1:
+        assert before <= once / 2 < before + 2e-5
+    else:
+        assert before + once / steps <= budget < before + once / steps + 2e-5
     rank = traffic.powersgd_rank(shapes, budget, steps)
     sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
     if rank is None:

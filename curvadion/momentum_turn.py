@@ -1,0 +1,111 @@
+"""How momenta follow when replicas agree on weights: no byte is sent for it.
+
+Since replicas last agreed, over k steps of learning rate lr (with the shape's scale), replica i has
+gone
+
+    D_i = X_i - X = -lr sum over k steps of U_i,      U_i = P Q^T the direction of its momentum.
+
+M_i is U_i S_i with S_i = U_i^T M_i, so that D_i / (-k lr) is the direction that it had on average.
+The mean drift D, which replicas have agreed on, gives the mean direction in the same way. The
+momentum takes it and keeps its own S_i:
+
+    M_i <- M_i - (D - D_i) S_i / (k lr),              S_i = Q R^T after a step with P, Q and R.
+
+Local noise in M_i, which differs between replicas, gives way to its mean, as if momenta had been
+averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.low_rank_step import LowRankStep
+from curvadion.plan import Matrix, as_stack
+from curvadion.power_iteration import left_products
+
+
+class _Turn(NamedTuple):
+    matrices: Sequence[Matrix]
+    T: Tensor
+    R: Tensor
+
+
+def weights(step: LowRankStep) -> list[list[Tensor]]:
+    """Copies of the weights that the step has moved, by stack."""
+    return [[m.X.clone() for m in stack] for stack in step.stacks]
+
+
+def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]], steps: int) -> None:
+    """Turn momenta from the replica's own direction to the mean one.
+
+    Args:
+        step: the last step, a local one. Collective inside the replica.
+        own: the :func:`weights` after it, before the replicas agreed on those of now.
+        steps: taken since they agreed the time before.
+    """
+    if not step.stacks:
+        return
+    # D - D_i, (m_i, n_j) each.
+    missing = [
+        [m.X.to(factors.Q.dtype) - x for m, x in zip(stack, before, strict=True)]
+        for stack, factors, before in zip(step.stacks, step.factors, own, strict=True)
+    ]
+    turned = left_products(
+        [
+            replace(as_stack(stack, inside_replica=True), B=D, Q=list(factors.Q))
+            for stack, factors, D in zip(step.stacks, step.factors, missing, strict=True)
+        ]
+    )
+    shares = _shares(step, missing, steps)
+    for stack, factors, T, share in zip(step.stacks, step.factors, turned, shares, strict=True):
+        # (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, n_j) = (m_i, r) (r, n_j)
+        _apply(_Turn(stack, T * share[:, None, None], factors.R))
+
+
+def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) -> list[Tensor]:
+    """1 / (k lr) times what the feedback has left of S, by stack; less where D - D_i is too long.
+
+    Directions differ by no more than sqrt(r) in Frobenius norm, which codes may exceed where the
+    learning rate has fallen: they make up for what they lost when steps were longer. With L = k lr
+    the share is 1 / L up to a length of L sqrt(r), and falls with its square beyond.
+    """
+    squares = step.by_stack(
+        step.plan.sum_over_shards(
+            step.by_matrix([torch.stack([D.square().sum() for D in each]) for each in missing])
+        )
+    )
+    shares = []
+    for stack, factors, square in zip(step.stacks, step.factors, squares, strict=True):
+        L = torch.stack(
+            [
+                torch.as_tensor(steps * m.group["lr"] * m.layout.update_scale).to(square)
+                for m in stack
+            ]
+        )
+        left = L.new_tensor([1 - m.feedback for m in stack])
+        r = factors.Q.shape[2]
+        shares.append(left * L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))
+    return shares
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def _apply(turn: _Turn) -> None:
+    """M <- M - T R^T."""
+    one = [1.0]
+    if turn.matrices[0].is_view:
+        M = [m.M for m in turn.matrices]
+        count = len(M)
+        ops.low_rank_update_(M, list(turn.T), list(turn.R), one * count, one * count)
+        return
+    for m, T, R in zip(turn.matrices, turn.T, turn.R, strict=True):  # padded copies, one at a time
+        M_copy = m.M
+        ops.low_rank_update_([M_copy], [T], [R], one, one)
+        m.write(m.X, M_copy)
