@@ -109,6 +109,7 @@ VARIANTS = (
     Variant("replay", replay=True),
     Variant("mu-0.9", mu=0.9),
     Variant("rank-1/4", rank_fraction=0.25),
+    Variant("rank-1/4-own-momenta", rank_fraction=0.25, correction=0.0),
     Variant("elementwise-lr-0.01", elementwise_lr=0.01),
 )
 

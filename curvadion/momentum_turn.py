@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +28,7 @@ from curvadion.low_rank_step import LowRankStep
 from curvadion.plan import Matrix, as_stack
 from curvadion.power_iteration import left_products
 
-
-class _Turn(NamedTuple):
-    matrices: Sequence[Matrix]
-    T: Tensor
-    R: Tensor
+TINY = torch.finfo(torch.float32).tiny
 
 
 def weights(step: LowRankStep) -> list[list[Tensor]]:
@@ -46,15 +41,15 @@ def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]], steps: int
 
     Args:
         step: the last step, a local one. Collective inside the replica.
-        own: the :func:`weights` after it, before the replicas agreed on those of now.
+        own: the :func:`weights` after it, before the replicas agreed on those of now; overwritten.
         steps: taken since they agreed the time before.
     """
     if not step.stacks:
         return
     # D - D_i, (m_i, n_j) each.
     missing = [
-        [m.X.to(factors.Q.dtype) - x for m, x in zip(stack, before, strict=True)]
-        for stack, factors, before in zip(step.stacks, step.factors, own, strict=True)
+        [x.neg_().add_(m.X) for m, x in zip(stack, before, strict=True)]
+        for stack, before in zip(step.stacks, own, strict=True)
     ]
     turned = left_products(
         [
@@ -65,7 +60,7 @@ def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]], steps: int
     shares = _shares(step, missing, steps)
     for stack, factors, T, share in zip(step.stacks, step.factors, turned, shares, strict=True):
         # (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, n_j) = (m_i, r) (r, n_j)
-        _apply(_Turn(stack, T * share[:, None, None], factors.R))
+        _subtract(stack, T * share[:, None, None], factors.R)
 
 
 def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) -> list[Tensor]:
@@ -75,37 +70,28 @@ def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) 
     learning rate has fallen: they make up for what they lost when steps were longer. With L = k lr
     the share is 1 / L up to a length of L sqrt(r), and falls with its square beyond.
     """
-    squares = step.by_stack(
-        step.plan.sum_over_shards(
-            step.by_matrix([torch.stack([D.square().sum() for D in each]) for each in missing])
-        )
-    )
+    norms = [
+        torch.stack([torch.linalg.vector_norm(D, dtype=factors.Q.dtype) for D in each])
+        for factors, each in zip(step.factors, missing, strict=True)
+    ]
+    squares = step.by_stack(step.plan.sum_over_shards(step.by_matrix(norms).square()))
     shares = []
     for stack, factors, square in zip(step.stacks, step.factors, squares, strict=True):
-        L = torch.stack(
-            [
-                torch.as_tensor(steps * m.group["lr"] * m.layout.update_scale).to(square)
-                for m in stack
-            ]
-        )
+        lengths = [steps * m.group["lr"] * m.layout.update_scale for m in stack]
+        L = torch.stack([torch.as_tensor(length).to(square) for length in lengths])
         left = L.new_tensor([1 - m.feedback for m in stack])
         r = factors.Q.shape[2]
         shares.append(left * L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))
     return shares
 
 
-TINY = torch.finfo(torch.float32).tiny
-
-
-def _apply(turn: _Turn) -> None:
+def _subtract(matrices: Sequence[Matrix], T: Tensor, R: Tensor) -> None:
     """M <- M - T R^T."""
-    one = [1.0]
-    if turn.matrices[0].is_view:
-        M = [m.M for m in turn.matrices]
-        count = len(M)
-        ops.low_rank_update_(M, list(turn.T), list(turn.R), one * count, one * count)
+    if matrices[0].is_view:
+        ones = [1.0] * len(matrices)
+        ops.low_rank_update_([m.M for m in matrices], list(T), list(R), ones, ones)
         return
-    for m, T, R in zip(turn.matrices, turn.T, turn.R, strict=True):  # padded copies, one at a time
-        M_copy = m.M
-        ops.low_rank_update_([M_copy], [T], [R], one, one)
-        m.write(m.X, M_copy)
+    for m, one_T, one_R in zip(matrices, T, R, strict=True):  # padded copies, one at a time
+        M = m.M
+        ops.low_rank_update_([M], [one_T], [one_R], [1.0], [1.0])
+        m.write(m.X, M)
