@@ -432,3 +432,9 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
     assert "published" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="convergence.py first"):
         convergence_report.main(["--runs", str(tmp_path)])
+
+
+def test_the_document_shows_the_results():
+    root = Path(convergence.__file__).resolve().parent.parent
+    table, _ = (root / "benchmarks/results/convergence/runs.md").read_text().split("\n\n")
+    assert table in (root / "docs" / "convergence.md").read_text()

@@ -10,6 +10,7 @@ import test_tensor_parallel
 import training
 import transformer
 from curvadion import CurvaDion, FixedPeriod, WireMeter
+from curvadion.collectives import group_size
 from curvadion.quantized_mean import message_bytes
 from curvadion.sharding import local
 
@@ -93,3 +94,36 @@ def apart(weights, others):
         for name, other in others.items()
         if other.ndim > 1 and "embedding" not in name
     )
+
+
+def sent_inside(rank, setup, layout):
+    """Bytes that turning momenta adds inside a replica at an open step, and the formula's."""
+    sent = []
+    for turns in (True, False):
+        model, replicas, _, reader = setup(layout)
+        options = dict(gate=FixedPeriod(2), reconcile="quantized", reconcile_momentum=turns)
+        optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
+        for step in range(2):
+            optimizer.zero_grad()
+            transformer.loss_of(model, step, reader).backward()
+            with WireMeter() as meter:
+                optimizer.step()
+        between = replicas.get_group().group_name
+        counts = meter.records.items()
+        sent.append(sum(n.bytes for (name, _), n in counts if name != between))
+    expected = 0
+    for m in optimizer._plan().matrices:
+        product = 4 * len(m.layout.rows) * m.Q.shape[1]
+        expected += product * (group_size(m.layout.columns.group) > 1)
+        expected += 4 * (group_size(m.layout.shards) > 1)
+    return sent[0] - sent[1], expected
+
+
+@pytest.mark.parametrize(
+    ("setup", "layout"),
+    [(test_fsdp.setup, "hsdp 2x2"), (test_tensor_parallel.setup, "dp x tp")],
+    ids=["hsdp 2x2", "dp x tp"],
+)
+def test_turning_momenta_sends_what_the_formula_says(setup, layout):
+    for added, expected in distributed.run(4, sent_inside, setup, layout):
+        assert added == expected > 0
