@@ -166,7 +166,7 @@ def ours(
     lr: float,
     *,
     wire_budget: float,
-    bits: int = Config().reconcile_bits,
+    bits: int | None = None,
     momenta: bool = True,
     rank_fraction: float = 1.0,
     by: Literal["period", "rmmc"] = "period",

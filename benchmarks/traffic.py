@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.quantization import BITS
+from curvadion.quantization import bits_within
 from curvadion.quantized_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 from train_gpt import Config
 
 GATE = 4  # numbers of 4 bytes that CurvaDion's decision takes at every step
 RANK_FRACTION = Config().rank_fraction
-RECONCILE_BITS = Config().reconcile_bits
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,12 @@ def quantized_bytes(shapes: Shapes, bits: int) -> int:
 def bits_and_budget(shapes: Shapes, budget: float, steps: int) -> tuple[int, float]:
     """Return the bits of a number, and what of a budget is left for training.
 
-    The bits are those that a budget pays for at every second step, the default at least: averages
-    at every step would be worse. A quantised mean of the weights ends training.
+    The bits are CurvaDion's own choice, with averages at every second step at most. A quantised
+    mean of the weights ends training.
     """
-    share = {b: quantized_bytes(shapes, b) / (4 * shapes.parameters) for b in BITS}
-    bits = max([RECONCILE_BITS, *(b for b in BITS if share[b] / 2 <= budget)])
-    left = min(budget - share[bits] / steps, share[bits] / 2)
+    bits = bits_within(budget)
+    share = quantized_bytes(shapes, bits) / (4 * shapes.parameters)
+    left = min(budget - share / steps, share / 2)
     return bits, math.floor(1e5 * left) / 1e5
 
 

@@ -30,7 +30,7 @@ from curvadion.low_rank_step import (
 from curvadion.momentum_turn import turn_momenta_, weights
 from curvadion.plan import Plan, Pushed, check_parameter, names
 from curvadion.progress import Progress, read_record, record
-from curvadion.quantization import BITS
+from curvadion.quantization import BITS, bits_within
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import (
     GATE_BYTES,
@@ -86,6 +86,7 @@ class CurvaDion(Optimizer):
             cross the replicas, so a higher rank_fraction costs no bytes. "none": nothing. By
             default "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
+            None takes what a budget pays for at every second step, 2 at least: 4 for 0.1.
         reconcile_momentum: of "quantized" with local_step="dion": whether momenta turn to the mean
             direction that the agreement on weights tells, for no bytes (curvadion.momentum_turn).
             Weights are held twice meanwhile.
@@ -125,7 +126,7 @@ class CurvaDion(Optimizer):
         warmup_steps: int = 0,
         wire_budget: float | None = None,
         reconcile: Literal["average", "quantized", "none"] | None = None,
-        reconcile_bits: int = 2,
+        reconcile_bits: int | None = None,
         reconcile_momentum: bool = True,
         mu: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -145,7 +146,8 @@ class CurvaDion(Optimizer):
         if reconcile is None:
             reconcile = "average" if wire_budget is None else "quantized"
         check.one_of("reconcile", reconcile, ("average", "quantized", "none"))
-        check.one_of("reconcile_bits", reconcile_bits, BITS)
+        if reconcile_bits is not None:
+            check.one_of("reconcile_bits", reconcile_bits, BITS)
         check.boolean("reconcile_momentum", reconcile_momentum)
         check.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
@@ -160,7 +162,8 @@ class CurvaDion(Optimizer):
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
-        self.reconcile_bits = reconcile_bits
+        share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
+        self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
         self.reconcile_momentum = reconcile_momentum
         self.progress = Progress()
         self.report: StepReport | None = None

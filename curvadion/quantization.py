@@ -21,6 +21,15 @@ def block_bytes(bits: int) -> int:
     return BLOCK * bits // 8 + SCALE_BYTES
 
 
+def bits_within(share: float) -> int:
+    """Bits of a code that this share of float32 bytes pays for at every second step; 2 at least.
+
+    Fewer openings with more bits are worse below, and openings at every step worse above
+    (docs/convergence.md).
+    """
+    return max(b for b in BITS if b <= 2 or block_bytes(b) / (4 * BLOCK) <= 2 * share)
+
+
 def encode(x: Tensor, bits: int) -> Tensor:
     """(k * BLOCK,) float32 -> (k, block_bytes(bits)) uint8.
 

@@ -108,7 +108,7 @@ class Config:
     reconcile: Literal["average", "quantized", "none"] | None = option(
         None, "what opening does to the replicas; default: average, quantized under a budget"
     )
-    reconcile_bits: int = option(2, "of a number, where quantized")
+    reconcile_bits: int | None = option(None, "of a number, where quantized; by the budget")
     reconcile_momentum: bool = option(True, "where quantized: momenta turn to the mean")
 
     # Running

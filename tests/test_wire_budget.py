@@ -140,7 +140,7 @@ def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, momenta):
 @pytest.mark.parametrize("by", ["period", "rmmc"])
 def test_a_run_sends_what_its_budget_allows(by):
     steps, share = 120, 0.3
-    arguments = dict(gate=WireBudget(share, by), reconcile="quantized")
+    arguments = dict(gate=WireBudget(share, by), reconcile="quantized", reconcile_bits=2)
     ranks = distributed.run(2, train, steps, arguments)
     dense = 4 * sum(p.numel() for p in toy.model().parameters())
     openings = sum(report.gate_open for report in ranks[0][1])
@@ -235,6 +235,16 @@ def compare_with_8_bits(rank):
 def test_more_bits_come_closer():
     (by_bits, *_) = distributed.run(2, compare_with_8_bits)
     assert by_bits[4] < by_bits[2] < by_bits[1] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("share", "bits"), [(0.003, 2), (0.01, 2), (0.03, 2), (0.05, 3), (0.1, 4), (0.2, 8), (1.0, 8)]
+)
+def test_bits_are_those_that_the_budget_pays_for_at_every_second_step(share, bits):
+    assert optimizer_of(toy.model(), wire_budget=share).reconcile_bits == bits
+    gate = WireBudget(share, by="rmmc")
+    assert optimizer_of(toy.model(), gate=gate, reconcile="quantized").reconcile_bits == bits
+    assert optimizer_of(toy.model(), wire_budget=share, reconcile_bits=1).reconcile_bits == 1
 
 
 def train_in_two_parts(rank, part):
