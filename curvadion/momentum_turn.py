@@ -77,12 +77,18 @@ def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) 
     squares = step.by_stack(step.plan.sum_over_shards(step.by_matrix(norms).square()))
     shares = []
     for stack, factors, square in zip(step.stacks, step.factors, squares, strict=True):
-        lengths = [steps * m.group["lr"] * m.layout.update_scale for m in stack]
-        L = torch.stack([torch.as_tensor(length).to(square) for length in lengths])
+        L = _numbers([steps * m.group["lr"] * m.layout.update_scale for m in stack], square)
         left = L.new_tensor([1 - m.feedback for m in stack])
         r = factors.Q.shape[2]
         shares.append(left * L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))
     return shares
+
+
+def _numbers(values: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    """Numbers, some of them tensors of one number, as one tensor, (k,)."""
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([torch.as_tensor(value).to(like) for value in values])
+    return like.new_tensor(values)
 
 
 def _subtract(matrices: Sequence[Matrix], T: Tensor, R: Tensor) -> None:

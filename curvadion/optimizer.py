@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from curvadion import consensus, ops, reconcile, wire
 from curvadion import hyperparameters as check
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
-from curvadion.collectives import mean_
+from curvadion.collectives import group_size, mean_
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.gradients import settle_gradients
@@ -266,11 +266,12 @@ class CurvaDion(Optimizer):
 
     def _come_together(self, plan: Plan, step: LowRankStep | None = None) -> None:
         """Replicas move to the mean of what each has moved since the last time, ``step`` last."""
-        turns = self.reconcile_momentum and step is not None
-        own = weights(step) if turns and step is not None else []
-        consensus.agree_(plan.parameters, self.reconcile_bits, self._replicas.process_group)
-        if turns and step is not None:
-            turn_momenta_(step, own, self.progress.local_steps + 1)
+        group = self._replicas.process_group
+        turned = step if self.reconcile_momentum and group_size(group) > 1 else None
+        own = [] if turned is None else weights(turned)
+        consensus.agree_(plan.parameters, self.reconcile_bits, group)
+        if turned is not None:
+            turn_momenta_(turned, own, self.progress.local_steps + 1)
             if self.gate.reads_momentum:
                 self._measure_momenta(plan)
 

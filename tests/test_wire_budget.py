@@ -170,9 +170,13 @@ def around_an_opening(rank, options):
     return ends
 
 
-@pytest.mark.parametrize("rule", ["error_feedback", "plain"])
-def test_momenta_turn_to_the_mean_direction(rule):
-    for ends in distributed.run(2, around_an_opening, {"momentum_rule": rule}):
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum_rule": "error_feedback"}, {"momentum_rule": "plain"}, {"lr": torch.tensor(0.02)}],
+    ids=["error feedback", "plain", "tensor lr"],
+)
+def test_momenta_turn_to_the_mean_direction(options):
+    for ends in distributed.run(2, around_an_opening, options):
         for i, agreed in enumerate(ends["turned"][0]):
             assert agreed.equal(ends["kept"][0][i])
             M, turned = ends["kept"][1][i], ends["turned"][1][i]
