@@ -12,10 +12,9 @@ import curvadion
 from curvadion.quantization import bits_within
 from curvadion.quantized_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
-from train_gpt import Config
 
 GATE = 4  # numbers of 4 bytes that CurvaDion's decision takes at every step
-RANK_FRACTION = Config().rank_fraction
+RANK_FRACTION = 1 / 4  # by default
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,8 @@ class CurvaDion(Optimizer):
             mean of all parameters and of the elementwise algorithms' moments, before the open step
             above. "quantized": a local step, then the mean of what weights have moved since the
             last time, sent in a few bits a number, instead of the open step above; P and R never
-            cross the replicas, so a higher rank_fraction costs no bytes. "none": nothing. By
-            default "quantized" with a wire_budget, "average" without.
+            cross the replicas, so that their rank costs no bytes. "none": nothing. By default
+            "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
             None takes what a budget pays for at every second step, 2 at least: 4 for 0.1.
         reconcile_momentum: of "quantized" with local_step="dion": whether momenta turn to the mean
@@ -93,7 +93,8 @@ class CurvaDion(Optimizer):
         mu: momentum decay.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
-        rank_fraction: r as a fraction of min(m, n), in (0, 1].
+        rank_fraction: r as a fraction of min(m, n), in (0, 1]. None takes 1/4, and 1 with
+            reconcile="quantized".
         rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
         stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
             experts). Of the others the first are rows and all further ones together columns.
@@ -132,7 +133,7 @@ class CurvaDion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        rank_fraction: float = 0.25,
+        rank_fraction: float | None = None,
         rank_multiple_of: int = 1,
         stack_dims: int = 0,
         row_blocks: int | Sequence[int] = 1,
@@ -162,6 +163,8 @@ class CurvaDion(Optimizer):
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
+        if rank_fraction is None:
+            rank_fraction = 1.0 if reconcile == "quantized" else 0.25
         share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
         self.reconcile_momentum = reconcile_momentum

@@ -90,7 +90,9 @@ class Config:
     beta1: float = option(0.9, "AdamW's decay of the first moment")
     beta2: float = option(0.95, "AdamW's decay of the second moment")
     mu: float = option(0.95, "Dion's momentum")
-    rank_fraction: float = option(0.25, "rank of an update, as a share of a matrix's smaller side")
+    rank_fraction: float | None = option(
+        None, "rank of an update, as a share of a matrix's smaller side; 1/4, under a budget 1"
+    )
     momentum_rule: Literal["error_feedback", "plain"] = option("error_feedback", "of Dion")
     right_factor: Literal["column_normalized", "qr"] = option("column_normalized", "of Dion")
 
@@ -175,10 +177,11 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         mu=config.mu,
         betas=betas,
         weight_decay=config.weight_decay,
-        rank_fraction=config.rank_fraction,
         momentum_rule=config.momentum_rule,
         right_factor=config.right_factor,
     )
+    if config.rank_fraction is not None:
+        shared["rank_fraction"] = config.rank_fraction
     if config.optimizer == "dion":
         return Dion(groups, **shared)
     return CurvaDion(

@@ -34,7 +34,7 @@ def optimizer_of(method, model):
         return Dion(toy.groups(model), **how)
     if method == "averaging":
         return CurvaDion(toy.groups(model), gate=FixedPeriod(PERIOD), **how)
-    return CurvaDion(toy.groups(model), wire_budget=budget(), **how)
+    return CurvaDion(toy.groups(model), wire_budget=budget(), reconcile_bits=2, **how)
 
 
 def budget():

@@ -251,6 +251,19 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_second_step(share, bit
     assert optimizer_of(toy.model(), wire_budget=share, reconcile_bits=1).reconcile_bits == 1
 
 
+def test_the_rank_is_full_where_it_costs_no_bytes():
+    ranks = {
+        how: optimizer_of(toy.model(), **how_arguments).param_groups[0]["rank_fraction"]
+        for how, how_arguments in {
+            "budget": {"wire_budget": 0.01},
+            "given": {"wire_budget": 0.01, "rank_fraction": 0.5},
+            "quantized": {"gate": FixedPeriod(2), "reconcile": "quantized"},
+            "averaged": {"gate": FixedPeriod(2)},
+        }.items()
+    }
+    assert ranks == {"budget": 1.0, "given": 0.5, "quantized": 1.0, "averaged": 0.25}
+
+
 def train_in_two_parts(rank, part):
     model = toy.model()
     optimizer = optimizer_of(model, wire_budget=0.05)
