@@ -211,6 +211,22 @@ def write_json(path: Path, command: str, records: Sequence[Record]) -> None:
     path.write_text(f'{{"command": {json.dumps(command)},\n"records": [\n{lines}\n]}}\n')
 
 
+def points(results: Iterable[Result]) -> list[convergence_plot.Point]:
+    """Return the best of each method at each budget, and at each setting without one."""
+    best: dict[str, Result] = {}
+    for r in results:
+        what = r.settings if r.budget is None else r.budget
+        key = json.dumps([r.size, r.steps, r.method, what])
+        if math.isfinite(r.loss) and (key not in best or r.loss < best[key].loss):
+            best[key] = r
+    return [
+        convergence_plot.Point(
+            f"{r.size}, {r.steps} steps", r.method, r.mean("share"), r.loss, r.deviation
+        )
+        for r in best.values()
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Write the report, print the table and return its rows' results."""
     options = parse(Options, arguments)
@@ -230,16 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     cells = rows(results)
     write_json(out / f"{options.name}.json", command, records)
     (out / f"{options.name}.md").write_text(f"{markdown(cells)}\n{CAPTION}\n")
-    convergence_plot.draw(
-        [
-            convergence_plot.Point(
-                f"{r.size}, {r.steps} steps", r.method, r.mean("share"), r.loss, r.deviation
-            )
-            for r in results
-            if math.isfinite(r.loss)
-        ],
-        out / f"{options.name}.png",
-    )
+    convergence_plot.draw(points(results), out / f"{options.name}.png")
     print(f"{aligned(cells)}\n\n{CAPTION}\n\n{out}/{options.name}.json, .md and .png")
     return results
 

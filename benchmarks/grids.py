@@ -90,25 +90,25 @@ DION_RANKS = (1.0, 1 / 4, 1 / 8, 1 / 16)
 STEPS = {"quick": 300, "full": 1000}
 # At least three a method and a factor of two apart. Where the best turns out to be the first or
 # the last, more are to be tried with --lr.
-_ADAMW, _DION = (2e-3, 4e-3, 8e-3), (0.02, 0.04, 0.08)
+_ADAMW, _DION, _FAR_APART = (2e-3, 4e-3, 8e-3), (0.02, 0.04, 0.08), (0.01, 0.02, 0.04)
 LEARNING_RATES = {
     "adamw": _ADAMW,
     "powersgd": _ADAMW,
     "diloco_adamw": _ADAMW,
     "dion": _DION,
-    "diloco_dion": _DION,
-    "averaging": _DION,
-    "published": _DION,
-    "authors": _DION,
+    "diloco_dion": _FAR_APART,
+    "averaging": _FAR_APART,
+    "published": _FAR_APART,
+    "authors": _FAR_APART,
     "ours": _DION,
     "ours_rmmc": _DION,
 }
 # Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
 # squared gradient, which is larger where gradients are not averaged before.
 ELEMENTWISE_LR = {
-    method: (0.5,) if method == "dion" else (1.0,)
+    method: (1.0,) if method.startswith("ours") else (0.5,)
     for method, rates in LEARNING_RATES.items()
-    if rates is _DION
+    if rates is not _ADAMW
 }
 QUICK_BUDGETED = ("diloco_adamw", "diloco_dion", "ours", "ours_rmmc")
 

@@ -410,6 +410,24 @@ def test_the_table_compares_with_the_best_dion_of_the_size():
     assert len(text) == 5 and len({line.count("|") for line in text}) == 1
 
 
+def test_the_picture_has_the_best_of_each_budget():
+    records = [
+        {**each, "run": {**each["run"], "budget": budget}}
+        for each, budget in (
+            (record("ours", 0.1, 2.0, bits=2), 0.01),
+            (record("ours", 0.1, 1.0, bits=4), 0.01),
+            (record("ours", 0.1, 3.0, bits=4), 0.03),
+            (record("dion", 0.1, 1.5, rank_fraction=1), None),
+            (record("dion", 0.1, 2.5, rank_fraction=0.25), None),
+            (record("adamw", 0.1, None), None),
+        )
+    ]
+    shown = convergence_report.points(convergence_report.best_results(records))
+    assert sorted((p.method, p.loss) for p in shown) == [
+        ("dion", 1.5), ("dion", 2.5), ("ours", 1.0), ("ours", 3.0)
+    ]  # fmt: skip
+
+
 def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
     runs, out = tmp_path / "runs", tmp_path / "out"
     runs.mkdir()
