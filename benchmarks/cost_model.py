@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvadion
-from curvadion.collectives import DENSE_BUCKET_BYTES, chunks
+from curvadion.collectives import chunks
 from curvadion.layout import MatrixLayout
 from curvadion.quantized_mean import message_bytes
+from curvadion.reconcile import coded_together
 from curvadion.replicas import GATE_BYTES
 from models import Model, Shape
 
@@ -222,7 +223,7 @@ def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
     """CurvaDion with a budget: codes of the weights' movement as often as it allows."""
     weights = _tensors([*shapes.matrices, *shapes.others])
     codes = _codes(shapes, bits)
-    exchanges = 2 * len(list(chunks(weights, DENSE_BUCKET_BYTES * 32 // bits)))
+    exchanges = 2 * len(list(coded_together(weights, bits)))
     opened = Traffic("all_to_all", exchanges, 2 * codes)
     return [GATE, opened.times(openings(shapes, share, bits))]
 

@@ -26,6 +26,8 @@ from train_gpt import Config, build_optimizer
 
 POWERSGD_DENSE_STEPS = 2  # the fewest that its hook can do: DDP orders its buckets meanwhile
 PUBLISHED_THRESHOLD = 0.1
+# Learning rate of what takes AdamW beside Dion, as a share of the matrices'.
+ELEMENTWISE_SHARE = 0.5
 NEVER = sys.maxsize  # a bound on local steps that does not bind
 
 
@@ -117,7 +119,7 @@ def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) ->
     return Gated(model, replicas, _dion_config(lr, optimizer="dion", **settings))
 
 
-def _dion_config(lr: float, *, elementwise: float = 0.5, **settings: Any) -> Config:
+def _dion_config(lr: float, *, elementwise: float = ELEMENTWISE_SHARE, **settings: Any) -> Config:
     rates: dict[str, Any] = {
         f"{kind}_lr": elementwise * lr for kind in ("embedding", "head", "vector")
     }
@@ -202,7 +204,12 @@ def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: An
 
 
 def diloco_dion(
-    model: GPT, replicas: dist.ProcessGroup, lr: float, *, elementwise: float = 1.0, **outer: Any
+    model: GPT,
+    replicas: dist.ProcessGroup,
+    lr: float,
+    *,
+    elementwise: float = ELEMENTWISE_SHARE,
+    **outer: Any,
 ) -> Method:
     """DiLoCo with Dion of full rank inside, which it never sends; settings of :class:`DiLoCo`."""
     config = _dion_config(lr, optimizer="dion", rank_fraction=1.0, elementwise=elementwise)

@@ -92,6 +92,8 @@ class _Own(NamedTuple):
     def store_(self, residual: Tensor, span: range) -> None:
         """Copy what is owned back to a tensor, whose last block may be longer than it."""
         here, there = self._common(span)
+        if here.start == here.stop:
+            return
         numbers = residual.reshape(-1)
         target = numbers[there.start * BLOCK : there.stop * BLOCK]
         target.copy_(self.z[here].view(-1)[: target.numel()])

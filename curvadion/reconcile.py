@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ def quantized_average_(
         group: the replicas.
     """
     first = 0
-    for chunk in chunks(X, DENSE_BUCKET_BYTES * 32 // bits):  # whose codes are a bucket
+    for chunk in coded_together(X, bits):
         these = slice(first, first + len(chunk))
         first = these.stop
         # What X holds of the agreement: a narrow dtype's rounding is no movement.
@@ -58,6 +58,11 @@ def quantized_average_(
         means = quantized_mean(moved, residuals[these], bits, group)
         for x, a, mean in zip(X[these], agreed[these], means, strict=True):
             x.copy_(a.add_(mean))
+
+
+def coded_together(X: Sequence[Tensor], bits: int) -> Iterator[list[Tensor]]:
+    """Runs of tensors whose codes are one bucket, or of one tensor."""
+    return chunks(X, DENSE_BUCKET_BYTES * 32 // bits)
 
 
 def drift(
