@@ -269,7 +269,7 @@ def _worker(
     )
     work_off(runs, folder, device, command)
     dist.barrier()
-    dist.destroy_process_group()
+    train_gpt.leave_process_group()
 
 
 def _end_with(parent: Connection) -> None:

@@ -35,6 +35,7 @@ from cost_model import Cost, Link, Traffic, step_seconds, total
 from gpt import GPT, GPTConfig
 from measure import write
 from network import INTERFACE, Network, network
+from train_gpt import leave_process_group
 
 Record = dict[str, Any]
 SECONDS = ("seconds", "open_seconds", "closed_seconds")
@@ -100,7 +101,8 @@ def worker(rank: int, ranks: int) -> None:
         ]
         steps = [measured_steps(m, t, STEPS[m] * int(line)) for m, t in trainings.items()]
         print(json.dumps({"collectives": collectives, "steps": steps}), flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
+    leave_process_group()
 
 
 def measured_collective(kind: str, payload: int, calls: int) -> Record:

@@ -5,6 +5,7 @@
 Two processes; the gradient of the only weight is 2 on the first and 4 on the second.
 """
 
+import gc
 import tempfile
 
 import torch
@@ -37,7 +38,10 @@ def show(rank: int, store: str) -> None:
         dist.all_reduce(seen)
         if rank == 0:
             print(f"forward {'inside' if forward_inside else 'outside'} no_sync: {seen.tolist()}")
+    dist.barrier()
     dist.destroy_process_group()
+    # A thread of gloo that frees a tensor while the interpreter ends aborts it: end them first.
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -230,10 +230,17 @@ def process_group() -> Iterator[torch.device]:
             dist.barrier()
     finally:
         if joins:
-            dist.destroy_process_group()
-            # Gloo's threads end with the last reference to the group, and reference cycles hold
-            # some. A thread that still frees a tensor when the interpreter ends aborts it.
-            gc.collect()
+            leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Destroy the default process group and end its threads, on every rank after a barrier.
+
+    Gloo's threads end with the last reference to the group, and reference cycles hold some. A
+    thread that still frees a tensor when the interpreter ends aborts it.
+    """
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def load_data(config: Config) -> tuple[TrainingBatches, list[tuple[Tensor, Tensor]], int]:
