@@ -8,7 +8,9 @@ SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "no_sync.py"
 
 
 def test_a_backward_alone_in_no_sync_is_still_reduced():
-    printed = subprocess.run([sys.executable, SCRIPT], check=True, stdout=subprocess.PIPE, text=True)
+    printed = subprocess.run(
+        [sys.executable, SCRIPT], check=True, stdout=subprocess.PIPE, text=True
+    )
     assert printed.stdout.splitlines() == [
         "forward outside no_sync: [3.0, 3.0]",
         "forward inside no_sync: [2.0, 4.0]",
