@@ -17,6 +17,7 @@ LOOKS = {
     "diloco_adamw": ("DiLoCo, AdamW inside", "#56B4E9", "v"),
     "diloco_dion": ("DiLoCo, Dion inside", "#009E73", "^"),
     "dion": ("Dion, every step", "#0072B2", "o"),
+    "dion_nesterov": ("the same, looking ahead", "#0072B2", "p"),
     "averaging": ("averaging, local Dion", "#E69F00", "D"),
     "published": ("CurvaDion as published", "#000000", "X"),
     "authors": ("CurvaDion, authors' code", "#888888", "X"),

@@ -96,6 +96,7 @@ LEARNING_RATES = {
     "powersgd": _ADAMW,
     "diloco_adamw": _ADAMW,
     "dion": _DION,
+    "dion_nesterov": _DION,
     "diloco_dion": _FAR_APART,
     "averaging": _FAR_APART,
     "published": _FAR_APART,
@@ -152,6 +153,7 @@ def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
     yield Variant("adamw", {})
     for rank_fraction in DION_RANKS:
         yield Variant("dion", {"rank_fraction": rank_fraction})
+    yield Variant("dion_nesterov", {"rank_fraction": DION_RANKS[0]})
     yield Variant("published", {})
     yield Variant("authors", {})
     for budget in BUDGETS:

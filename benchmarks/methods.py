@@ -119,6 +119,11 @@ def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) ->
     return Gated(model, replicas, _dion_config(lr, optimizer="dion", **settings))
 
 
+def dion_nesterov(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
+    """Dion with a look-ahead, synchronised at every step; settings: ``rank_fraction``."""
+    return dion(model, replicas, lr, nesterov=1.0, **settings)
+
+
 def _dion_config(lr: float, *, elementwise: float = ELEMENTWISE_SHARE, **settings: Any) -> Config:
     rates: dict[str, Any] = {
         f"{kind}_lr": elementwise * lr for kind in ("embedding", "head", "vector")
@@ -170,14 +175,16 @@ def ours(
     wire_budget: float,
     bits: int | None = None,
     momenta: bool = True,
+    polar: bool = True,
     rank_fraction: float = 1.0,
     by: Literal["period", "rmmc"] = "period",
     **settings: Any,
 ) -> Method:
     """CurvaDion under a budget of bytes.
 
-    ``bits`` are of a number sent; ``momenta``: whether they turn to the mean direction; ``by``
-    says when the gate opens. Nothing of a rank crosses the wire, so it is full.
+    ``bits`` are of a number sent; ``momenta``: whether they turn to the mean direction; ``polar``:
+    whether that is lengthened; ``by`` says when the gate opens. Nothing of a rank crosses the wire,
+    so it is full.
     """
     config = _dion_config(
         lr,
@@ -186,6 +193,7 @@ def ours(
         budget_by=by,
         reconcile_bits=bits,
         reconcile_momentum=momenta,
+        reconcile_polar=polar,
         rank_fraction=rank_fraction,
         max_local_steps=NEVER,
         **settings,
@@ -219,6 +227,7 @@ def diloco_dion(
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,
+    "dion_nesterov": dion_nesterov,
     "powersgd": powersgd,
     "diloco_adamw": diloco_adamw,
     "diloco_dion": diloco_dion,

@@ -128,6 +128,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "lr": learning_rate,
     "local_lr": _local_lr,
     "mu": lambda k, v: number(k, v, below=1.0),
+    "nesterov": number,
     "betas": _betas,
     "eps": number,
     "weight_decay": number,

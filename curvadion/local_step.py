@@ -14,7 +14,7 @@ from curvadion.plan import Plan, Pushed
 def local_dion_step(plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int) -> LowRankStep:
     """A Dion step inside the replica, with its own momentum, P, R and Q."""
     accumulate_momenta(plan, pushed)
-    return low_rank_step(plan, norms, step=step, inside_replica=True)
+    return low_rank_step(plan, pushed, norms, step=step, inside_replica=True)
 
 
 def local_gradient_step(plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.plan import Matrix, Plan, Pushed, as_stack
+from curvadion.plan import Matrix, Parameter, Plan, Pushed, as_stack
 from curvadion.power_iteration import LowRank, power_iteration
 
 momentum_decay = attrgetter("momentum_decay")
@@ -29,6 +29,15 @@ def accumulate_momenta(plan: Plan, pushed: Pushed) -> None:
                 p.M.mul_(p.momentum_decay)
 
 
+def _look_ahead_(pushed: Pushed, share: Callable[[Parameter], float]) -> None:
+    """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
+    each = zip(pushed.each(share), pushed.M, pushed.G, strict=True)
+    for alpha, these in groupby(each, itemgetter(0)):
+        if alpha:
+            _, M, G = zip(*these, strict=True)
+            torch._foreach_add_(M, G, alpha=alpha)
+
+
 class LowRankStep(NamedTuple):
     """What a step was made of: the plan, its matrices in stacks, and the factors of each stack."""
 
@@ -41,18 +50,29 @@ class LowRankStep(NamedTuple):
         order = [i for stack in self.plan.stack_positions for i in stack]
         return torch.cat(list(values))[torch.tensor(order).argsort()]
 
+    def lengths(self, steps: int) -> list[Tensor]:
+        """k lr sqrt(fan_out / fan_in): how far k steps in one direction go, (k,) by stack."""
+        return [
+            _numbers([steps * m.group["lr"] * m.layout.update_scale for m in stack], factors.R)
+            for stack, factors in zip(self.stacks, self.factors, strict=True)
+        ]
+
     def by_stack(self, values: Tensor) -> list[Tensor]:
         """The inverse of :meth:`by_matrix`."""
         return [values[stack] for stack in self.plan.stack_positions]
 
 
 def low_rank_step(
-    plan: Plan, norms: Tensor | None, *, step: int, inside_replica: bool
+    plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int, inside_replica: bool
 ) -> LowRankStep:
     """Power iteration on the accumulated momenta, then the update of X, M and Q.
 
+    With Nesterov's look-ahead P and R are those of M + nesterov G, and the error feedback is
+    M <- M - (1 - mu) (P R^T - nesterov G).
+
     Args:
         plan: the matrices that take part.
+        pushed: those of them that have a gradient, with it.
         norms: Frobenius norms of the accumulated momenta, in the plan's order, (k,); None if no
             gate reads them.
         step: how many steps were taken before, which seeds a stochastic rounding.
@@ -62,13 +82,24 @@ def low_rank_step(
         The factors with what they are of. They take as much memory as 2 r / n of the momenta.
     """
     stacks = plan.stacks()
+    _look_ahead_(pushed, lambda p: p.nesterov)
     factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
     _update(stacks, factors, step)
+    _look_ahead_(pushed, lambda p: -p.nesterov * (1 - p.feedback))
     taken = LowRankStep(plan, stacks, factors)
-    if norms is not None and stacks:
+    if norms is not None and any(p.nesterov for p in plan.dion):
+        measure_momenta(plan)
+    elif norms is not None and stacks:
         drops = taken.by_matrix([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
         plan.store_norms(_norms_after(plan, norms, drops))
     return taken
+
+
+def _numbers(values: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    """Numbers, some of them tensors of one number, as one tensor, (k,)."""
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([torch.as_tensor(value).to(like) for value in values])
+    return like.new_tensor(values)
 
 
 def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
@@ -128,6 +159,13 @@ def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:
     inner = (low_rank.own_R * low_rank.R).sum(dim=(1, 2))
     square = layout.columns.counted(low_rank.R).square().sum(dim=(1, 2)) * layout.share_of_R()
     return 2 * c * inner - c.square() * square
+
+
+def measure_momenta(plan: Plan) -> None:
+    """Store the momenta's norms anew."""
+    if plan.matrices:
+        here = ops.norms([m.elements(m.parameter.M) for m in plan.matrices])
+        plan.store_norms(plan.norms_over_shards(here))
 
 
 def _norms_after(plan: Plan, norms: Tensor, drops: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ M_i is U_i S_i with S_i = U_i^T M_i, so that D_i / (-k lr) is the direction that
 The mean drift D, which replicas have agreed on, gives the mean direction in the same way. The
 momentum takes it and keeps its own S_i:
 
-    M_i <- M_i - (D - D_i) S_i / (k lr),              S_i = Q R^T after a step with P, Q and R.
+    M_i <- M_i - (D - D_i) S_i / (k lr),              S_i = Q (M_i^T P)^T.
 
 Local noise in M_i, which differs between replicas, gives way to its mean, as if momenta had been
 averaged.
@@ -26,7 +26,7 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.low_rank_step import LowRankStep
 from curvadion.plan import Matrix, as_stack
-from curvadion.power_iteration import left_products
+from curvadion.power_iteration import left_products, right_products
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -51,20 +51,22 @@ def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]], steps: int
         [x.neg_().add_(m.X) for m, x in zip(stack, before, strict=True)]
         for stack, before in zip(step.stacks, own, strict=True)
     ]
+    momenta = [as_stack(stack, inside_replica=True) for stack in step.stacks]
+    right, _ = right_products(momenta, [factors.P for factors in step.factors])
     turned = left_products(
         [
-            replace(as_stack(stack, inside_replica=True), B=D, Q=list(factors.Q))
-            for stack, factors, D in zip(step.stacks, step.factors, missing, strict=True)
+            replace(stack, B=D, Q=list(factors.Q))
+            for stack, factors, D in zip(momenta, step.factors, missing, strict=True)
         ]
     )
     shares = _shares(step, missing, steps)
-    for stack, factors, T, share in zip(step.stacks, step.factors, turned, shares, strict=True):
+    for stack, T, share, R in zip(step.stacks, turned, shares, right, strict=True):
         # (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, n_j) = (m_i, r) (r, n_j)
-        _subtract(stack, T * share[:, None, None], factors.R)
+        _subtract(stack, T * share[:, None, None], R)
 
 
 def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) -> list[Tensor]:
-    """1 / (k lr) times what the feedback has left of S, by stack; less where D - D_i is too long.
+    """1 / (k lr) by stack; less where D - D_i is too long.
 
     Directions differ by no more than sqrt(r) in Frobenius norm, which codes may exceed where the
     learning rate has fallen: they make up for what they lost when steps were longer. With L = k lr
@@ -76,19 +78,10 @@ def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) 
     ]
     squares = step.by_stack(step.plan.sum_over_shards(step.by_matrix(norms).square()))
     shares = []
-    for stack, factors, square in zip(step.stacks, step.factors, squares, strict=True):
-        L = _numbers([steps * m.group["lr"] * m.layout.update_scale for m in stack], square)
-        left = L.new_tensor([1 - m.feedback for m in stack])
+    for L, factors, square in zip(step.lengths(steps), step.factors, squares, strict=True):
         r = factors.Q.shape[2]
-        shares.append(left * L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))
+        shares.append(L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))
     return shares
-
-
-def _numbers(values: Sequence[float | Tensor], like: Tensor) -> Tensor:
-    """Numbers, some of them tensors of one number, as one tensor, (k,)."""
-    if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value).to(like) for value in values])
-    return like.new_tensor(values)
 
 
 def _subtract(matrices: Sequence[Matrix], T: Tensor, R: Tensor) -> None:

@@ -25,10 +25,12 @@ from curvadion.low_rank_step import (
     LowRankStep,
     accumulate_momenta,
     low_rank_step,
+    measure_momenta,
     momentum_decay,
 )
 from curvadion.momentum_turn import turn_momenta_, weights
 from curvadion.plan import Plan, Pushed, check_parameter, names
+from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, read_record, record
 from curvadion.quantization import BITS, bits_within
 from curvadion.quantized_mean import message_bytes
@@ -90,7 +92,12 @@ class CurvaDion(Optimizer):
         reconcile_momentum: of "quantized" with local_step="dion": whether momenta turn to the mean
             direction that the agreement on weights tells, for no bytes (curvadion.momentum_turn).
             Weights are held twice meanwhile.
+        reconcile_polar: of "quantized" with local_step="dion": whether replicas lengthen, for no
+            bytes, what of the mean of their directions noise has shortened
+            (curvadion.polar_step). Weights are held once more meanwhile.
         mu: momentum decay.
+        nesterov: directions are those of M + nesterov G: a look-ahead, 1 / mu is Nesterov's. None
+            takes 0 (Dion's), and 2 with reconcile="quantized".
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. None takes 1/4, and 1 with
@@ -129,7 +136,9 @@ class CurvaDion(Optimizer):
         reconcile: Literal["average", "quantized", "none"] | None = None,
         reconcile_bits: int | None = None,
         reconcile_momentum: bool = True,
+        reconcile_polar: bool = True,
         mu: float = 0.95,
+        nesterov: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -150,6 +159,7 @@ class CurvaDion(Optimizer):
         if reconcile_bits is not None:
             check.one_of("reconcile_bits", reconcile_bits, BITS)
         check.boolean("reconcile_momentum", reconcile_momentum)
+        check.boolean("reconcile_polar", reconcile_polar)
         check.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
             check.integer("max_local_steps", max_local_steps, 1)
@@ -165,9 +175,12 @@ class CurvaDion(Optimizer):
         self.reconcile: str = reconcile
         if rank_fraction is None:
             rank_fraction = 1.0 if reconcile == "quantized" else 0.25
+        if nesterov is None:
+            nesterov = 2.0 if reconcile == "quantized" else 0.0
         share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
         self.reconcile_momentum = reconcile_momentum
+        self.reconcile_polar = reconcile_polar
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
@@ -179,6 +192,7 @@ class CurvaDion(Optimizer):
             "lr": lr,
             "local_lr": local_lr,
             "mu": mu,
+            "nesterov": nesterov,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
@@ -264,25 +278,24 @@ class CurvaDion(Optimizer):
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         mean_(gradients, group)
         accumulate_momenta(plan, pushed)
-        low_rank_step(plan, norms, step=self.progress.steps, inside_replica=False)
+        low_rank_step(plan, pushed, norms, step=self.progress.steps, inside_replica=False)
         _elementwise_steps(plan, gradients)
 
     def _come_together(self, plan: Plan, step: LowRankStep | None = None) -> None:
         """Replicas move to the mean of what each has moved since the last time, ``step`` last."""
         group = self._replicas.process_group
-        turned = step if self.reconcile_momentum and group_size(group) > 1 else None
+        several, steps = group_size(group) > 1, self.progress.local_steps + 1
+        turned = step if several and self.reconcile_momentum else None
+        lengthened = step if several and self.reconcile_polar else None
         own = [] if turned is None else weights(turned)
+        before = [] if lengthened is None else agreements(lengthened)
         consensus.agree_(plan.parameters, self.reconcile_bits, group)
         if turned is not None:
-            turn_momenta_(turned, own, self.progress.local_steps + 1)
-            if self.gate.reads_momentum:
-                self._measure_momenta(plan)
-
-    def _measure_momenta(self, plan: Plan) -> None:
-        """Store the momenta's norms anew, which something else than a step has changed."""
-        if plan.matrices:
-            here = ops.norms([m.elements(m.parameter.M) for m in plan.matrices])
-            plan.store_norms(plan.norms_over_shards(here))
+            turn_momenta_(turned, own, steps)
+        if lengthened is not None:
+            polar_step_(lengthened, before, steps)
+        if turned is not None and self.gate.reads_momentum:
+            measure_momenta(plan)
 
     def _local_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
@@ -392,6 +405,7 @@ class CurvaDion(Optimizer):
                 self.reconcile,
                 self.reconcile_bits,
                 self.reconcile_momentum,
+                self.reconcile_polar,
                 self.warmup_steps,
                 self.max_local_steps,
                 gate,
@@ -463,7 +477,7 @@ class CurvaDion(Optimizer):
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
         consensus.renew_(ready.parameters)
-        self._measure_momenta(ready)
+        measure_momenta(ready)
         self.progress.local_steps = 0
 
     @torch.no_grad()
@@ -542,8 +556,9 @@ class CurvaDion(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         behaviour = ("gate", "local_step", "max_local_steps", "warmup_steps")
-        own = (*behaviour, "reconcile", "reconcile_bits", "reconcile_momentum", "progress")
-        kept = {key: getattr(self, key) for key in (*own, "report", "_replicas")}
+        together = ("reconcile", "reconcile_bits", "reconcile_momentum", "reconcile_polar")
+        own = (*behaviour, *together, "progress", "report", "_replicas")
+        kept = {key: getattr(self, key) for key in own}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -630,6 +645,7 @@ class Dion(CurvaDion):
         *,
         replicas: dist.ProcessGroup | DeviceMesh | None = None,
         mu: float = 0.95,
+        nesterov: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -649,6 +665,7 @@ class Dion(CurvaDion):
             replicas=replicas,
             gate=AlwaysOpen(),
             mu=mu,
+            nesterov=nesterov,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,

@@ -32,6 +32,10 @@ class Block:
         held = self.elements(local)
         return held.view(held.shape[0], math.prod(held.shape[1:]))
 
+    def held(self, piece: Tensor) -> Tensor:
+        """The elements of a piece that are held here: all."""
+        return piece
+
     def write(self, local: Tensor, piece: Tensor) -> None:
         """Nothing to do: the piece is a view of the local tensor."""
 
@@ -71,15 +75,16 @@ class FlatRange:
         if self.is_view:
             return held.view(len(self.rows), self.columns)
         piece = torch.zeros(len(self.rows), self.columns, dtype=local.dtype, device=local.device)
-        self._unpadded(piece).copy_(held)
+        self.held(piece).copy_(held)
         return piece
 
     def write(self, local: Tensor, piece: Tensor) -> None:
         """Copy the held elements of a piece back, unless it is a view of them."""
         if not self.is_view:
-            self.elements(local).copy_(self._unpadded(piece))
+            self.elements(local).copy_(self.held(piece))
 
-    def _unpadded(self, piece: Tensor) -> Tensor:
+    def held(self, piece: Tensor) -> Tensor:
+        """The elements of a padded piece that are held here, a 1-D view."""
         skipped = self.start - self.rows.start * self.columns
         return piece.view(-1)[skipped : skipped + self.stop - self.start]
 

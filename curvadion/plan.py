@@ -83,6 +83,16 @@ class Parameter:
         return 1.0 if self.error_feedback else float(self.group["mu"])
 
     @property
+    def feedback(self) -> float:
+        """The factor 1 - mu of the error feedback; 0 under the plain rule."""
+        return 1.0 - float(self.group["mu"]) if self.error_feedback else 0.0
+
+    @property
+    def nesterov(self) -> float:
+        """The gradient's share in the direction, beside the momentum's, which holds it once."""
+        return float(self.group["nesterov"])
+
+    @property
     def decay(self) -> float | Tensor:
         """The factor 1 - lr weight_decay of X."""
         factor: float | Tensor = 1 - self.group["lr"] * self.group["weight_decay"]
@@ -145,12 +155,12 @@ class Matrix:
     @property
     def X(self) -> Tensor:
         """Weights, (m_i, n_j)."""
-        return self._oriented(self.part.piece.read(self.parameter.local))
+        return self.read(self.parameter.local)
 
     @property
     def M(self) -> Tensor:
         """Momentum, (m_i, n_j)."""
-        return self._oriented(self.part.piece.read(self.parameter.M))
+        return self.read(self.parameter.M)
 
     @property
     def Q(self) -> Tensor:
@@ -159,8 +169,8 @@ class Matrix:
 
     @property
     def feedback(self) -> float:
-        """The factor 1 - mu of the error feedback; 0 under the plain rule."""
-        return 1.0 - self.group["mu"] if self.parameter.error_feedback else 0.0
+        """The parameter's."""
+        return self.parameter.feedback
 
     def rounding_seed(self, step: int) -> int:
         return self.parameter.rounding_seed(step, self.index)
@@ -169,12 +179,23 @@ class Matrix:
         """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
         return self.part.piece.elements(tensor)
 
+    def held(self, piece: Tensor) -> Tensor:
+        """The elements of a piece, (m_i, n_j), that are this matrix's and held here."""
+        return self.part.piece.held(self._oriented(piece))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """This matrix's piece of a local tensor of the parameter, (m_i, n_j)."""
+        return self._oriented(self.part.piece.read(tensor))
+
+    def store(self, tensor: Tensor, piece: Tensor) -> None:
+        """Write an updated piece, which :meth:`read` gave, back to the tensor it is of."""
+        self.part.piece.write(tensor, self._oriented(piece))
+
     def write(self, X: Tensor, M: Tensor | None) -> None:
         """Store updated pieces that are not views; a momentum that is None was not updated."""
-        if not self.is_view:
-            self.part.piece.write(self.parameter.local, self._oriented(X))
-            if M is not None:
-                self.part.piece.write(self.parameter.M, self._oriented(M))
+        self.store(self.parameter.local, X)
+        if M is not None:
+            self.store(self.parameter.M, M)
 
     def _oriented(self, piece: Tensor) -> Tensor:
         return piece.mT if self.layout.transposed else piece
@@ -432,7 +453,7 @@ class Plan:
     def description(self, *settings: object) -> int:
         """A number below 2**32 that differs where optimizers are set up differently."""
         keys = ("algorithm", "rank_fraction", "rank_multiple_of", "momentum_rule", "right_factor")
-        more = ("stack_dims", "row_blocks", "stochastic_rounding")
+        more = ("stack_dims", "row_blocks", "stochastic_rounding", "nesterov")
         text = [repr(settings)]
         for p in self.parameters:
             options = [p.group[key] for key in (*keys, *more)]

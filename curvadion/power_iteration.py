@@ -84,7 +84,7 @@ def power_iteration(stacks: Sequence[Stack], *, epsilon: float = 1e-8) -> list[L
     as B has something there.
     """
     P = orthonormalize(left_products(stacks), [s.layout.rows for s in stacks])
-    R, own_R = _right_products(stacks, P)
+    R, own_R = right_products(stacks, P)
     Q = _next_right_factors(stacks, R, epsilon)
     return [LowRank(*factors) for factors in zip(P, R, Q, own_R, strict=True)]
 
@@ -103,9 +103,13 @@ def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
     return buckets.views
 
 
-def _right_products(
+def right_products(
     stacks: Sequence[Stack], P: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """B^T P of every stack, (k, n_j, r), summed over the row group; means over replicas.
+
+    Also this rank's summands, the same tensors where nobody else has one.
+    """
     buckets = Buckets(
         [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
     )

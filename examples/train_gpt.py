@@ -90,6 +90,7 @@ class Config:
     beta1: float = option(0.9, "AdamW's decay of the first moment")
     beta2: float = option(0.95, "AdamW's decay of the second moment")
     mu: float = option(0.95, "Dion's momentum")
+    nesterov: float | None = option(None, "weight of the gradient beside it; 0, under a budget 2")
     rank_fraction: float | None = option(
         None, "rank of an update, as a share of a matrix's smaller side; 1/4, under a budget 1"
     )
@@ -112,6 +113,7 @@ class Config:
     )
     reconcile_bits: int | None = option(None, "of a number, where quantized; by the budget")
     reconcile_momentum: bool = option(True, "where quantized: momenta turn to the mean")
+    reconcile_polar: bool = option(True, "where quantized: mean directions are lengthened")
 
     # Running
     validate_every: int = option(100, "steps between evaluations")
@@ -180,8 +182,9 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         momentum_rule=config.momentum_rule,
         right_factor=config.right_factor,
     )
-    if config.rank_fraction is not None:
-        shared["rank_fraction"] = config.rank_fraction
+    for optional in ("nesterov", "rank_fraction"):
+        if (value := getattr(config, optional)) is not None:
+            shared[optional] = value
     if config.optimizer == "dion":
         return Dion(groups, **shared)
     return CurvaDion(
@@ -194,6 +197,7 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         reconcile=config.reconcile or ("quantized" if config.wire_budget else "average"),
         reconcile_bits=config.reconcile_bits,
         reconcile_momentum=config.reconcile_momentum,
+        reconcile_polar=config.reconcile_polar,
         **shared,
     )
 

@@ -35,6 +35,7 @@ class DionReference:
     lr: float = 0.02
     mu: float = 0.95
     wd: float = 0.01
+    nesterov: float = 0.0
     local_lr: float | None = None
     local_step: str = "dion"
     momentum_rule: str = "error_feedback"
@@ -67,30 +68,33 @@ class DionReference:
             self.X = [mean.clone() for _ in self.X]
         self.M = [self.accumulated(M, G) for M, G in zip(self.M, gradients, strict=True)]
         if gate_open:
-            self._dion(list(range(self.replicas)))
+            self._dion(list(range(self.replicas)), gradients)
         else:
             for i, G in enumerate(gradients):
                 if self.local_step == "dion":
-                    self._dion([i])
+                    self._dion([i], gradients)
                 else:
                     eta = self.lr if self.local_lr is None else self.local_lr
                     self.X[i] = (1 - self.lr * self.wd) * self.X[i] - eta * G.double()
         self.local_steps = 0 if gate_open else self.local_steps + 1
 
-    def _dion(self, members: list[int]) -> None:
+    def _dion(self, members: list[int], gradients: Sequence[Tensor]) -> None:
         m, n = self.X0.shape
         flip = m < n
-        B = [self.M[i].mT if flip else self.M[i] for i in members]
+        ahead = [self.nesterov * gradients[i].double() for i in members]
+        B = [self.M[i] + G for i, G in zip(members, ahead, strict=True)]
+        B = [b.mT if flip else b for b in B]
         P = positive_qr(sum(b @ self.Q[i] for b, i in zip(B, members, strict=True)) / len(members))
         R = sum(b.mT @ P for b in B) / len(members)
         if self.right_factor == "qr":
             Q = positive_qr(R)
         else:
             Q = R / (R.norm(dim=0, keepdim=True) + 1e-8)
-        for i in members:
+        for i, G in zip(members, ahead, strict=True):
             if self.momentum_rule == "error_feedback":
                 feedback = (1 - self.mu) * P @ R.mT
                 self.M[i] = self.M[i] - (feedback.mT if flip else feedback)
+                self.M[i] = self.M[i] + (1 - self.mu) * G
             update = P @ Q.mT
             self.X[i] = (1 - self.lr * self.wd) * self.X[i] - self.lr * math.sqrt(m / n) * (
                 update.mT if flip else update

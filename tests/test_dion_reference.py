@@ -30,7 +30,7 @@ def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.
     multiple = options.get("rank_multiple_of", 1)
     smaller = min(shape)
     r = min(multiple * -(-round(rank_fraction * smaller, 9) // multiple), smaller)
-    keys = ("lr", "mu", "momentum_rule", "right_factor", "local_step", "local_lr")
+    keys = ("lr", "mu", "nesterov", "momentum_rule", "right_factor", "local_step", "local_lr")
     known = {key: options[key] for key in keys if key in options}
     wd = options.get("weight_decay", 0.01)
     reference = DionReference(X.detach(), 1, int(r), wd=wd, **known)
@@ -63,8 +63,9 @@ def test_float64_parameters_are_updated_in_float64(name):
 @pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
 @pytest.mark.parametrize("shape", [(40, 16), (16, 40)])
 def test_rules_and_right_factors(shape, momentum_rule, right_factor):
-    errors = run(Dion, shape, 0.5, momentum_rule=momentum_rule, right_factor=right_factor)
-    assert max(errors) < 2e-5
+    rules = dict(momentum_rule=momentum_rule, right_factor=right_factor)
+    for nesterov in (0.0, 1.5):
+        assert max(run(Dion, shape, 0.5, nesterov=nesterov, **rules)) < 2e-5
 
 
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
@@ -72,7 +73,7 @@ def test_rules_and_right_factors(shape, momentum_rule, right_factor):
 def test_local_steps_between(local_step, momentum_rule):
     errors = run(
         CurvaDion, (24, 40), 0.5, gate=FixedPeriod(4), local_step=local_step, local_lr=0.01,
-        momentum_rule=momentum_rule, steps=10,
+        momentum_rule=momentum_rule, nesterov=1.0, steps=10,
     )  # fmt: skip
     assert max(errors) < 2e-5
 
@@ -85,15 +86,16 @@ def test_local_steps_between(local_step, momentum_rule):
     multiple=st.sampled_from([1, 2, 8]),
     lr=st.floats(1e-4, 0.1),
     mu=st.floats(0.0, 0.99),
+    nesterov=st.sampled_from([0.0, 1.0, 2.5]),
     weight_decay=st.floats(0.0, 0.5),
     seed=st.integers(0, 1000),
 )
 def test_any_shape_rank_and_hyperparameters(
-    m, n, rank_fraction, multiple, lr, mu, weight_decay, seed
+    m, n, rank_fraction, multiple, lr, mu, nesterov, weight_decay, seed
 ):
     errors = run(
         Dion, (m, n), rank_fraction, rank_multiple_of=multiple, lr=lr, mu=mu, seed=seed,
-        weight_decay=weight_decay, dtype=torch.float64, steps=4,
+        nesterov=nesterov, weight_decay=weight_decay, dtype=torch.float64, steps=4,
     )  # fmt: skip
     assert errors[0] < 1e-6
 

@@ -149,6 +149,7 @@ def test_a_run_sends_what_its_budget_allows(by):
 
 
 TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, reconcile="quantized", reconcile_bits=8)
+TURNS |= dict(reconcile_polar=False)
 PERIOD = 3
 
 
@@ -187,6 +188,36 @@ def test_momenta_turn_to_the_mean_direction(options):
             expected = M - (D @ U.T @ M if tall else M @ U.T @ D)
             assert float((expected - M).norm()) > 0.1 * float(M.norm())
             assert float((turned - expected).norm()) < 1e-3 * float(M.norm())
+
+
+def around_a_polar_step(rank, options):
+    """Matrices at the start, and after an opening without and with the polar step, in float64."""
+    ends = []
+    for steps, polar in ((0, False), (PERIOD, False), (PERIOD, True)):
+        model = toy.model()
+        arguments = {**TURNS, **options, "reconcile_polar": polar}
+        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **arguments)
+        toy.train(model, optimizer, range(steps), rank)
+        matrices = [model.linear.weight, model.lm_head.weight]
+        ends.append([x.detach().double().clone() for x in matrices])
+    return ends
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lr": torch.tensor(0.02)}, {"rank_fraction": 0.5, "reconcile_momentum": False}],
+    ids=["full rank", "tensor lr", "half the rank"],
+)
+def test_a_polar_step_lengthens_the_mean_direction(options):
+    ranks = distributed.run(2, around_a_polar_step, options)
+    for start, kept, lengthened in ranks:
+        for X, mean, actual, other in zip(start, kept, lengthened, ranks[0][2], strict=True):
+            length = PERIOD * 0.02 * (X.shape[0] / X.shape[1]) ** 0.5
+            V = (mean - X) / length
+            expected = length * (V - V @ V.T @ V) / 2
+            assert float(expected.norm()) > 0.01 * float((mean - X).norm())
+            assert float((actual - mean - expected).norm()) < 1e-3 * float(expected.norm())
+            assert actual.equal(other)
 
 
 def after_a_drop_of_the_rate(rank):

@@ -71,12 +71,16 @@ EIGHT_BITS = (("reconcile", "quantized"), ("reconcile_bits", 8), ("rank_fraction
 COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp": (2, 1, 2)}
 
 
+NEITHER = (("reconcile_momentum", False), ("reconcile_polar", False))
+
+
+@pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_momenta_turn_in_shards_as_in_whole_replicas(setup, layout):
+def test_shards_turn_and_lengthen_as_whole_replicas_do(setup, layout, option):
     replicas, shards, copies = COUNTS[layout]
     turned, kept = (
-        training.Setting(training.OPEN_STEPS, (*EIGHT_BITS, ("reconcile_momentum", turns)))
-        for turns in (True, False)
+        training.Setting(training.OPEN_STEPS, tuple((dict(EIGHT_BITS + NEITHER) | chosen).items()))
+        for chosen in ({option: True}, {})
     )
     whole, other = (training.whole(replicas, shards, setting) for setting in (turned, kept))
     actual = distributed.run(4, training.train, setup, layout, turned)
@@ -96,12 +100,12 @@ def apart(weights, others):
     )
 
 
-def sent_inside(rank, setup, layout):
-    """Bytes that turning momenta adds inside a replica at an open step, and the formula's."""
+def sent_inside(rank, setup, layout, option):
+    """Bytes that the option adds inside a replica at an open step, and the formula's."""
     sent = []
-    for turns in (True, False):
+    for wanted in (True, False):
         model, replicas, _, reader = setup(layout)
-        options = dict(gate=FixedPeriod(2), reconcile="quantized", reconcile_momentum=turns)
+        options = dict(gate=FixedPeriod(2), reconcile="quantized", **{option: wanted})
         optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
         for step in range(2):
             optimizer.zero_grad()
@@ -113,17 +117,23 @@ def sent_inside(rank, setup, layout):
         sent.append(sum(n.bytes for (name, _), n in counts if name != between))
     expected = 0
     for m in optimizer._plan().matrices:
-        product = 4 * len(m.layout.rows) * m.Q.shape[1]
-        expected += product * (group_size(m.layout.columns.group) > 1)
+        rows, columns = m.layout.rows, m.layout.columns
+        # Each product with the momentum's Q or P, or with all columns.
+        left, width = (
+            (1, m.Q.shape[1]) if option == "reconcile_momentum" else (2, min(m.layout.shape))
+        )
+        expected += left * 4 * len(rows) * width * (group_size(columns.group) > 1)
+        expected += 4 * len(columns) * width * (group_size(rows.group) > 1)
         expected += 4 * (group_size(m.layout.shards) > 1)
     return sent[0] - sent[1], expected
 
 
+@pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
 @pytest.mark.parametrize(
     ("setup", "layout"),
     [(test_fsdp.setup, "hsdp 2x2"), (test_tensor_parallel.setup, "dp x tp")],
     ids=["hsdp 2x2", "dp x tp"],
 )
-def test_turning_momenta_sends_what_the_formula_says(setup, layout):
-    for added, expected in distributed.run(4, sent_inside, setup, layout):
+def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, option):
+    for added, expected in distributed.run(4, sent_inside, setup, layout, option):
         assert added == expected > 0

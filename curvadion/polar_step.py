@@ -1,0 +1,115 @@
+"""A step that lengthens the directions on which replicas agreed only in part; no byte is sent.
+
+Since replicas last agreed, over k steps of learning rate lr (with the shape's scale), each has gone
+k lr times its own orthonormal directions, and all move by the mean of that, D. A singular value of
+D / (k lr) is 1 where replicas took the same direction and less where noise turned them apart, while
+a synchronised step goes its full length along every direction of the mean momentum. One step of
+Newton and Schulz's iteration for the polar factor,
+
+    D <- D + (k lr) (V - V V^T V) / 2,                V = D / (k lr),
+
+takes a singular value s of V to s (3 - s^2) / 2 and moves no singular vector (Higham, Functions of
+Matrices, 2008, chapter 8).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from curvadion.consensus import AGREED
+from curvadion.low_rank_step import LowRankStep
+from curvadion.plan import Matrix, as_stack
+from curvadion.power_iteration import left_products, right_products
+from curvadion.sharding import local
+
+# The largest (s - s^3) / 2 for a singular value s in [0, 1], at sqrt(1 / 3).
+LONGEST = 1 / (3 * math.sqrt(3))
+TINY = torch.finfo(torch.float32).tiny
+
+
+def agreements(step: LowRankStep) -> list[list[Tensor]]:
+    """Copies of what replicas have agreed the weights are that the step has moved, by stack."""
+    return [[_agreed(m).clone() for m in stack] for stack in step.stacks]
+
+
+def polar_step_(step: LowRankStep, before: Sequence[Sequence[Tensor]], steps: int) -> None:
+    """Move the weights, and what replicas agree they are, by a Newton-Schulz step of D.
+
+    Args:
+        step: the last step, a local one. Collective inside the replica.
+        before: the :func:`agreements` of the time before; overwritten.
+        steps: taken since then.
+
+    Replicas hold the same bits before and compute the same. Products of all columns with the rows
+    held here, (m_i, n), exist meanwhile, as P of full rank does.
+    """
+    if not step.stacks:
+        return
+    lengths = [length.clamp_min(TINY) for length in step.lengths(steps)]
+    V = [
+        [v.neg_().add_(_agreed(m)).div_(L) for m, v, L in zip(stack, each, length, strict=True)]
+        for stack, each, length in zip(step.stacks, before, lengths, strict=True)
+    ]
+    changes = _newton_schulz(step, V)
+    shares = _shares(step, changes)
+    for stack, each, length, share in zip(step.stacks, changes, lengths, shares, strict=True):
+        for m, change, alpha in zip(stack, each, length * share, strict=True):
+            _move(m, change.mul_(alpha))
+
+
+def _newton_schulz(step: LowRankStep, V: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """(V - V V^T V) / 2, pieces (m_i, n_j) as V's, which are overwritten."""
+    stacks = [
+        replace(as_stack(stack, inside_replica=True), B=each, Q=[_unit_columns(stack[0], each[0])])
+        for stack, each in zip(step.stacks, V, strict=True)
+    ]
+    stacks = [replace(s, Q=[*s.Q] * len(s.B)) for s in stacks]
+    whole = left_products(stacks)  # (m_i, n) = V (n_j, n) of the identity
+    grams, _ = right_products(stacks, whole)  # (n_j, n) = V^T V
+    cubes = left_products([replace(s, Q=list(G)) for s, G in zip(stacks, grams, strict=True)])
+    for stack, each, cube in zip(step.stacks, V, cubes, strict=True):
+        held = stack[0].layout.columns.indices
+        for v, c in zip(each, cube[..., held.start : held.stop], strict=True):
+            v.sub_(c).mul_(0.5)
+    return [list(each) for each in V]
+
+
+def _unit_columns(m: Matrix, like: Tensor) -> Tensor:
+    """The rows of the identity that the columns held here are, (n_j, n)."""
+    columns = m.layout.columns
+    I_j = like.new_zeros(len(columns), min(m.layout.shape))
+    return I_j.scatter_(1, columns.positions(like.device)[:, None], 1.0)
+
+
+def _shares(step: LowRankStep, changes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """1 by stack, (k,); less where a change is longer than singular values up to 1 can make it.
+
+    Codes make D too long where the learning rate has fallen: they make up for what they lost when
+    steps were longer.
+    """
+    squares = [
+        torch.stack([m.held(c).square().sum() for m, c in zip(stack, each, strict=True)])
+        for stack, each in zip(step.stacks, changes, strict=True)
+    ]
+    shares = []
+    whole = step.by_stack(step.plan.sum_over_shards(step.by_matrix(squares)))
+    for stack, square in zip(step.stacks, whole, strict=True):
+        longest = LONGEST * math.sqrt(min(stack[0].layout.shape))
+        shares.append(longest / square.sqrt().clamp_min(longest))
+    return shares
+
+
+def _agreed(m: Matrix) -> Tensor:
+    return m.read(local(m.parameter.state[AGREED]))
+
+
+def _move(m: Matrix, change: Tensor) -> None:
+    agreed, X = _agreed(m), m.X
+    X.copy_(agreed.add_(change))
+    m.store(local(m.parameter.state[AGREED]), agreed)
+    m.write(X, None)
