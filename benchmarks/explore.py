@@ -71,7 +71,10 @@ class Variant:
     outer_lr: float = option(1.0, "factor of the averaged drift")
     outer_momentum: float = option(0.0, "of a Nesterov step with the averaged drift")
     correction: float = option(1.0, "share of momenta's turn from their own direction to the mean")
+    nesterov: float = option(0.0, "share of the gradient in directions, beside the momentum")
+    polar: float = option(0.0, "share of a Newton-Schulz step that the mean drift takes")
     orthonormalized: bool = option(False, "polar factor of the mean drift, as long as the steps")
+    qr: bool = option(False, "the right factor is orthonormal, not only normalised")
     rank_fraction: float = option(1.0, "of Dion's low-rank factors")
     mu: float = option(0.95, "Dion's momentum")
     lr: float = option(0.04, "the highest learning rate of matrices")
@@ -111,6 +114,18 @@ VARIANTS = (
     Variant("rank-1/4", rank_fraction=0.25),
     Variant("rank-1/4-own-momenta", rank_fraction=0.25, correction=0.0),
     Variant("elementwise-lr-0.01", elementwise_lr=0.01),
+    Variant("lr-0.06", lr=0.06, elementwise_lr=0.06),
+    Variant("look-ahead-2", nesterov=2.0),
+    Variant("polar", polar=1.0),
+    Variant("look-ahead-1-polar", nesterov=1.0, polar=1.0),
+    Variant("look-ahead-2-polar", nesterov=2.0, polar=1.0),
+    Variant("look-ahead-2-polar-lr-0.06", nesterov=2.0, polar=1.0, lr=0.06, elementwise_lr=0.06),
+    Variant("qr", qr=True),
+    Variant("look-ahead-2-polar-qr", nesterov=2.0, polar=1.0, qr=True),
+    Variant("synchronised-qr", synchronised=True, qr=True, elementwise_lr=0.02),
+    Variant("look-ahead-2-half-polar", nesterov=2.0, polar=0.5),
+    Variant("look-ahead-2-polar-exact", nesterov=2.0, polar=1.0, bits=None),
+    Variant("synchronised-look-ahead-1", synchronised=True, nesterov=1.0, elementwise_lr=0.02),
 )
 
 # ------------------------------------------------------------------------------------- steps
@@ -152,13 +167,14 @@ class World:
         return sum(map(math.prod, zip(losses, counts, strict=True))) / sum(counts)
 
 
-def power_iteration(M: Tensor, Q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def power_iteration(M: Tensor, Q: Tensor, *, qr: bool) -> tuple[Tensor, Tensor, Tensor]:
     """One of Dion's on M, (replicas, m, n): the direction U, what Q reaches of M, the next Q."""
     tall = M.shape[-2] >= M.shape[-1]
     B = M if tall else M.mT
     [P] = orthonormalize([B @ Q], [Extent(range(B.shape[-2]))])
     R = B.mT @ P
-    Q = R / (R.norm(dim=-2, keepdim=True) + EPSILON)
+    n = range(R.shape[-2])
+    [Q] = orthonormalize([R], [Extent(n)]) if qr else [R / (R.norm(dim=-2, keepdim=True) + EPSILON)]
     U, reached = P @ Q.mT, P @ R.mT
     return (U, reached, Q) if tall else (U.mT, reached.mT, Q)
 
@@ -192,14 +208,16 @@ class Replicas:
         for name, G in gradients.items():
             if name in self.M:
                 M = self.M[name].add_(G)
-                M.sub_(self.dion(name, scale, M), alpha=1 - self.variant.mu)
+                ahead = self.variant.nesterov * G
+                reached = self.dion(name, scale, M + ahead)
+                M.sub_(reached - ahead, alpha=1 - self.variant.mu)
             else:
                 self.adamw(name, step, scale, G)
 
     def dion(self, name: str, scale: float, M: Tensor) -> Tensor:
         """Take a step along M's direction; return what the factors reach of M."""
         X, lr = self.X[name], scale * self.variant.lr
-        self.U[name], reached, self.Q[name] = power_iteration(M, self.Q[name])
+        self.U[name], reached, self.Q[name] = power_iteration(M, self.Q[name], qr=self.variant.qr)
         X.mul_(1 - WEIGHT_DECAY * lr).sub_(self.U[name], alpha=lr * shape_scale(X))
         return reached
 
@@ -290,7 +308,11 @@ class Averaging:
     def _outer(self, name: str, mean: Tensor, length: float) -> Tensor:
         velocity = self.velocity[name].mul_(self.variant.outer_momentum).add_(mean)
         mean = self.variant.outer_lr * (mean + self.variant.outer_momentum * velocity)
-        if not self.variant.orthonormalized or name not in self.shared.M:
+        if name not in self.shared.M:
+            return mean
+        V = mean / (length * shape_scale(mean))
+        mean = mean + self.variant.polar * length * shape_scale(mean) * (V - V @ V.mT @ V) / 2
+        if not self.variant.orthonormalized:
             return mean
         left, _, right = torch.linalg.svd(mean, full_matrices=False)
         polar: Tensor = left @ right

@@ -176,6 +176,7 @@ def ours(
     bits: int | None = None,
     momenta: bool = True,
     polar: bool = True,
+    qr: bool = True,
     rank_fraction: float = 1.0,
     by: Literal["period", "rmmc"] = "period",
     **settings: Any,
@@ -183,8 +184,8 @@ def ours(
     """CurvaDion under a budget of bytes.
 
     ``bits`` are of a number sent; ``momenta``: whether they turn to the mean direction; ``polar``:
-    whether that is lengthened; ``by`` says when the gate opens. Nothing of a rank crosses the wire,
-    so it is full.
+    whether that is lengthened; ``qr``: whether the right factor is orthonormal; ``by`` says when
+    the gate opens. Nothing of a rank crosses the wire, so it is full.
     """
     config = _dion_config(
         lr,
@@ -194,6 +195,7 @@ def ours(
         reconcile_bits=bits,
         reconcile_momentum=momenta,
         reconcile_polar=polar,
+        right_factor="qr" if qr else "column_normalized",
         rank_fraction=rank_fraction,
         max_local_steps=NEVER,
         **settings,

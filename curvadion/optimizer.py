@@ -108,7 +108,8 @@ class CurvaDion(Optimizer):
         row_blocks: how many equal blocks of rows, or blocks of which sizes, are matrices of their
             own (3 for a fused QKV weight).
         momentum_rule: "error_feedback" (Dion) or "plain": M <- mu M + G, nothing fed back.
-        right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341).
+        right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). None takes the first,
+            and the second with reconcile="quantized".
         momentum_dtype, q_dtype: of the state, a torch.dtype or its name; None takes X's.
         stochastic_rounding: round bfloat16 matrices up or down at random, so that updates smaller
             than their spacing count on average. Replicas that agree keep the same bits.
@@ -147,7 +148,7 @@ class CurvaDion(Optimizer):
         stack_dims: int = 0,
         row_blocks: int | Sequence[int] = 1,
         momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
-        right_factor: Literal["column_normalized", "qr"] = "column_normalized",
+        right_factor: Literal["column_normalized", "qr"] | None = None,
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
@@ -177,6 +178,8 @@ class CurvaDion(Optimizer):
             rank_fraction = 1.0 if reconcile == "quantized" else 0.25
         if nesterov is None:
             nesterov = 2.0 if reconcile == "quantized" else 0.0
+        if right_factor is None:
+            right_factor = "qr" if reconcile == "quantized" else "column_normalized"
         share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
         self.reconcile_momentum = reconcile_momentum

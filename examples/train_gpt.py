@@ -95,7 +95,9 @@ class Config:
         None, "rank of an update, as a share of a matrix's smaller side; 1/4, under a budget 1"
     )
     momentum_rule: Literal["error_feedback", "plain"] = option("error_feedback", "of Dion")
-    right_factor: Literal["column_normalized", "qr"] = option("column_normalized", "of Dion")
+    right_factor: Literal["column_normalized", "qr"] | None = option(
+        None, "of Dion; column_normalized, under a budget qr"
+    )
 
     # CurvaDion: when replicas talk, and what they do meanwhile
     threshold: float = option(0.3, "RMMC above which replicas synchronise")
@@ -180,9 +182,8 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         betas=betas,
         weight_decay=config.weight_decay,
         momentum_rule=config.momentum_rule,
-        right_factor=config.right_factor,
     )
-    for optional in ("nesterov", "rank_fraction"):
+    for optional in ("nesterov", "rank_fraction", "right_factor"):
         if (value := getattr(config, optional)) is not None:
             shared[optional] = value
     if config.optimizer == "dion":

@@ -100,7 +100,7 @@ SOME = ["hsdp 2x2", "replicas outside FSDP's mesh", "FSDP1, replicas outside"]
 @pytest.mark.parametrize("local_step", ["gradient", "dion"])
 @pytest.mark.parametrize("layout", SOME)
 def test_a_schedule_of_gates_drifts_and_meets_as_whole_replicas_do(layout, local_step):
-    options = (("local_step", local_step), ("local_lr", 0.1))
+    options = (("local_step", local_step), ("local_lr", 0.1), ("nesterov", 1.5))
     assert_trains_like_whole_replicas(
         setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, options=options
     )

@@ -61,7 +61,15 @@ def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
     make = CurvaDion if gate else Dion
     optimizer = make(X, replicas=group, **options, **extra)
     fraction = options.get("rank_fraction", 0.25)
-    keys = ("lr", "momentum_rule", "right_factor", "local_step", "local_lr", "reconcile")
+    keys = (
+        "lr",
+        "nesterov",
+        "momentum_rule",
+        "right_factor",
+        "local_step",
+        "local_lr",
+        "reconcile",
+    )
     references = []
     for shape in shapes:
         r = int(-(-round(fraction * min(shape), 9) // 1))
@@ -133,7 +141,9 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_ste
 
 @pytest.mark.parametrize("name", ["fsdp 4", "dp x fsdp x tp, the same dimension", "tp rowwise"])
 @pytest.mark.parametrize(
-    "options", [{"right_factor": "qr"}, {"momentum_rule": "plain"}, {"rank_fraction": 1.0}], ids=str
+    "options",
+    [{"right_factor": "qr"}, {"momentum_rule": "plain"}, {"rank_fraction": 1.0}, {"nesterov": 1.5}],
+    ids=str,
 )
 def test_options_in_layouts(name, options):
     sizes, layout, replica_axis = LAYOUTS[name]

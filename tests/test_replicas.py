@@ -98,37 +98,37 @@ def test_open_gate_equals_one_process_on_the_mean_gradient(replicas, seed, eleme
 OPEN_STEPS = (1, 4, 5, 9)
 
 
-def scheduled(local_step, reconcile, momentum_rule="error_feedback"):
+def scheduled(local_step, reconcile, momentum_rule="error_feedback", nesterov=0.0):
     def make(param_groups):
         return CurvaDion(
             param_groups, replicas=dist.group.WORLD, gate=Scheduled(OPEN_STEPS),
             local_step=local_step, reconcile=reconcile, momentum_rule=momentum_rule, local_lr=0.005,
+            nesterov=nesterov,
         )  # fmt: skip
 
     return make
 
 
-def run_scheduled(rank, local_step, reconcile, momentum_rule):
-    weights, reports, _, optimizer = train(
-        rank, scheduled(local_step, reconcile, momentum_rule), 11
-    )
+def run_scheduled(rank, *options):
+    weights, reports, _, optimizer = train(rank, scheduled(*options), 11)
     momenta = [optimizer.state[x]["momentum"] for x in optimizer.param_groups[0]["params"]]
     norms = [optimizer.state[x]["momentum_norm"] for x in optimizer.param_groups[0]["params"]]
     return weights, momenta, norms, [report.gate_open for report in reports]
 
 
+@pytest.mark.parametrize("nesterov", [0.0, 1.5])
 @pytest.mark.parametrize("momentum_rule", ["error_feedback", "plain"])
 @pytest.mark.parametrize("reconcile", ["average", "none"])
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
 def test_a_gate_on_schedule_equals_a_simulation_of_the_replicas(
-    local_step, reconcile, momentum_rule
+    local_step, reconcile, momentum_rule, nesterov
 ):
-    ranks = distributed.run(2, run_scheduled, local_step, reconcile, momentum_rule)
+    ranks = distributed.run(2, run_scheduled, local_step, reconcile, momentum_rule, nesterov)
     for k, (shape, X0) in enumerate(zip(SHAPES, parameters(), strict=False)):
         rank = -(-round(0.3 * min(shape), 9) // 1)
         reference = DionReference(
             X0.detach(), 2, int(rank), local_lr=0.005, local_step=local_step,
-            reconcile=reconcile, momentum_rule=momentum_rule,
+            reconcile=reconcile, momentum_rule=momentum_rule, nesterov=nesterov,
         )  # fmt: skip
         for step in range(11):
             gradients = [gradient(0, step, replica, shape) for replica in range(2)]

@@ -89,7 +89,7 @@ def test_open_gate_trains_to_the_weights_of_one_process(layout):
     [("dp x tp", "gradient"), ("dp x tp", "dion"), ("hsdp x tp", "dion")],
 )
 def test_a_schedule_of_gates_drifts_and_meets_as_whole_replicas_do(layout, local_step):
-    options = (("local_step", local_step), ("local_lr", 0.1))
+    options = (("local_step", local_step), ("local_lr", 0.1), ("nesterov", 1.5))
     assert_trains_like_whole_replicas(
         setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, options=options
     )
