@@ -119,12 +119,9 @@ VARIANTS = (
     Variant("polar", polar=1.0),
     Variant("look-ahead-1-polar", nesterov=1.0, polar=1.0),
     Variant("look-ahead-2-polar", nesterov=2.0, polar=1.0),
-    Variant("look-ahead-2-polar-lr-0.06", nesterov=2.0, polar=1.0, lr=0.06, elementwise_lr=0.06),
     Variant("qr", qr=True),
     Variant("look-ahead-2-polar-qr", nesterov=2.0, polar=1.0, qr=True),
     Variant("synchronised-qr", synchronised=True, qr=True, elementwise_lr=0.02),
-    Variant("look-ahead-2-half-polar", nesterov=2.0, polar=0.5),
-    Variant("look-ahead-2-polar-exact", nesterov=2.0, polar=1.0, bits=None),
     Variant("synchronised-look-ahead-1", synchronised=True, nesterov=1.0, elementwise_lr=0.02),
 )
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from curvadion.collectives import group_size
 from curvadion.consensus import AGREED
 from curvadion.low_rank_step import LowRankStep
 from curvadion.plan import Matrix, as_stack
@@ -45,8 +46,7 @@ def polar_step_(step: LowRankStep, before: Sequence[Sequence[Tensor]], steps: in
         before: the :func:`agreements` of the time before; overwritten.
         steps: taken since then.
 
-    Replicas hold the same bits before and compute the same. Products of all columns with the rows
-    held here, (m_i, n), exist meanwhile, as P of full rank does.
+    Replicas hold the same bits before and compute the same.
     """
     if not step.stacks:
         return
@@ -63,27 +63,54 @@ def polar_step_(step: LowRankStep, before: Sequence[Sequence[Tensor]], steps: in
 
 
 def _newton_schulz(step: LowRankStep, V: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """(V - V V^T V) / 2, pieces (m_i, n_j) as V's, which are overwritten."""
-    stacks = [
-        replace(as_stack(stack, inside_replica=True), B=each, Q=[_unit_columns(stack[0], each[0])])
-        for stack, each in zip(step.stacks, V, strict=True)
-    ]
-    stacks = [replace(s, Q=[*s.Q] * len(s.B)) for s in stacks]
-    whole = left_products(stacks)  # (m_i, n) = V (n_j, n) of the identity
-    grams, _ = right_products(stacks, whole)  # (n_j, n) = V^T V
-    cubes = left_products([replace(s, Q=list(G)) for s, G in zip(stacks, grams, strict=True)])
-    for stack, each, cube in zip(step.stacks, V, cubes, strict=True):
-        held = stack[0].layout.columns.indices
-        for v, c in zip(each, cube[..., held.start : held.stop], strict=True):
-            v.sub_(c).mul_(0.5)
-    return [list(each) for each in V]
+    """(V - V V^T V) / 2, pieces (m_i, n_j) as V's.
+
+    Columns take turns where they are cut, as many at a time as a rank holds, so that no piece is
+    ever put together with the others.
+    """
+    changes = [[v.clone() for v in each] for each in V]
+    turns = [group_size(stack[0].layout.columns.group) for stack in step.stacks]
+    for turn in range(max(turns)):
+        now = [i for i, last in enumerate(turns) if turn < last]
+        columns = [_columns_of_turn(step.stacks[i][0], turn, turns[i]) for i in now]
+        stacks = [
+            replace(
+                as_stack(step.stacks[i], inside_replica=True),
+                B=V[i],
+                Q=[_unit_columns(step.stacks[i][0], these, V[i][0])] * len(V[i]),
+            )
+            for i, these in zip(now, columns, strict=True)
+        ]
+        chosen = left_products(stacks)  # (m_i, w) = V (n_j, w) of the identity
+        grams, _ = right_products(stacks, chosen)  # (n_j, w) = V^T V
+        cubes = left_products([replace(s, Q=list(G)) for s, G in zip(stacks, grams, strict=True)])
+        for i, these, cube in zip(now, columns, cubes, strict=True):
+            _subtract_columns(step.stacks[i][0], changes[i], cube, these)
+    return [[change.mul_(0.5) for change in each] for each in changes]
 
 
-def _unit_columns(m: Matrix, like: Tensor) -> Tensor:
-    """The rows of the identity that the columns held here are, (n_j, n)."""
-    columns = m.layout.columns
-    I_j = like.new_zeros(len(columns), min(m.layout.shape))
-    return I_j.scatter_(1, columns.positions(like.device)[:, None], 1.0)
+def _columns_of_turn(m: Matrix, turn: int, turns: int) -> range:
+    n = min(m.layout.shape)
+    width = -(-n // turns)
+    return range(min(n, turn * width), min(n, (turn + 1) * width))
+
+
+def _unit_columns(m: Matrix, these: range, like: Tensor) -> Tensor:
+    """The rows of these columns of the identity that are the columns held here, (n_j, w)."""
+    held = m.layout.columns.positions(like.device)
+    wanted = torch.arange(these.start, these.stop, device=like.device)
+    return (held[:, None] == wanted).to(like.dtype)
+
+
+def _subtract_columns(m: Matrix, change: Sequence[Tensor], cube: Tensor, these: range) -> None:
+    """Subtract what (k, m_i, w) has of the columns held here."""
+    held = m.layout.columns.indices
+    first, last = max(held.start, these.start), min(held.stop, these.stop)
+    if first >= last:
+        return
+    for x, c in zip(change, cube, strict=True):
+        own = x[:, first - held.start : last - held.start]
+        own.sub_(c[:, first - these.start : last - these.start])
 
 
 def _shares(step: LowRankStep, changes: Sequence[Sequence[Tensor]]) -> list[Tensor]:

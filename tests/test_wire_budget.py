@@ -220,11 +220,15 @@ def test_a_polar_step_lengthens_the_mean_direction(options):
             assert actual.equal(other)
 
 
-def after_a_drop_of_the_rate(rank):
-    """How far the next opening turns momenta, relatively, once the rate is next to nothing."""
+def after_a_drop_of_the_rate(rank, polar=False):
+    """How far the next opening turns momenta, relatively, once the rate is next to nothing.
+
+    And the matrices after it; ``polar``: whether they take a polar step then.
+    """
     model = toy.model()
     optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **{**TURNS, "reconcile_bits": 1})
     toy.train(model, optimizer, range(PERIOD), rank)
+    optimizer.reconcile_polar = polar
     before = momenta(optimizer)
     for group in optimizer.param_groups:
         group |= {"lr": 1e-9, "mu": 1.0}  # steps and decay that do not matter
@@ -234,12 +238,19 @@ def after_a_drop_of_the_rate(rank):
         model.linear.bias.grad += rank + 1  # replicas with equal gradients would be an error
         optimizer.step()
     ends = momenta(optimizer)
-    return [float((a - b).norm() / b.norm()) for a, b in zip(ends, before, strict=True)]
+    turned = [float((a - b).norm() / b.norm()) for a, b in zip(ends, before, strict=True)]
+    return turned, [model.linear.weight.detach(), model.lm_head.weight.detach()]
 
 
 def test_what_codes_lost_at_a_higher_rate_does_not_turn_momenta():
-    for turned in distributed.run(2, after_a_drop_of_the_rate):
+    for turned, _ in distributed.run(2, after_a_drop_of_the_rate):
         assert max(turned) < 1e-4
+
+
+def test_what_codes_lost_at_a_higher_rate_does_not_lengthen_directions():
+    kept, lengthened = (distributed.run(2, after_a_drop_of_the_rate, p)[0][1] for p in (0, 1))
+    for X, Y in zip(kept, lengthened, strict=True):
+        assert float((X - Y).norm()) < 1e-6
 
 
 def norms_after_an_open_step(rank):
