@@ -177,6 +177,7 @@ def quick(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
     variants = [
         Variant("adamw", {}),
         *(Variant("dion", {"rank_fraction": rank}) for rank in DION_RANKS[:2]),
+        Variant("dion_nesterov", {"rank_fraction": DION_RANKS[0]}),
         Variant("published", {}),
         Variant("authors", {}),
         *(

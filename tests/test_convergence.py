@@ -33,6 +33,7 @@ DENSE = SHAPES.parameters
 NUMBERS = {
     "adamw": STEPS * DENSE,
     "dion": STEPS * SHAPES.dion_step(1 / 8),
+    "dion_nesterov": STEPS * SHAPES.dion_step(1 / 8),
     "powersgd": 2 * DENSE + 4 * SHAPES.powersgd_step(1),
     "diloco_adamw": 2 * DENSE,
     "diloco_dion": 2 * DENSE,  # one of them after the last step
@@ -40,6 +41,7 @@ NUMBERS = {
 }
 SETTINGS = {
     "dion": {"rank_fraction": 1 / 8},
+    "dion_nesterov": {"rank_fraction": 1 / 8},
     "powersgd": {"rank": 1},
     "diloco_adamw": {"period": 3},
     "diloco_dion": {"period": 4},
@@ -48,7 +50,7 @@ SETTINGS = {
     "ours": {"wire_budget": 0.04, "momenta": False},
     "ours_rmmc": {"wire_budget": 0.03, "bits": 4},
 }
-GATED = {"dion", "averaging", "published", "authors", "ours", "ours_rmmc"}
+GATED = {"dion", "dion_nesterov", "averaging", "published", "authors", "ours", "ours_rmmc"}
 BITS = {"ours": 2, "ours_rmmc": 4}
 CPU = torch.device("cpu")
 
@@ -263,9 +265,10 @@ def test_flags_choose_runs():
     assert {each.budget for each in chosen} == {0.1, 0.01}
     assert {each.settings["elementwise"] for each in chosen} == {0.5, 2.0}
     assert len(chosen) == 2 * 2 * 3
+    budgeted = {"powersgd", "diloco_adamw", "diloco_dion", "averaging", "ours", "ours_rmmc"}
     flags = "--grid full --seed 0 --budget 0"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
-    assert {each.method for each in chosen} == {"adamw", "dion", "published", "authors"}
+    assert {each.method for each in chosen} == set(METHODS) - budgeted
 
 
 def test_best_rates_are_those_of_the_records(tmp_path):
