@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,11 @@ def accumulate_momenta(plan: Plan, pushed: Pushed) -> None:
 
 def _look_ahead_(pushed: Pushed, share: Callable[[Parameter], float]) -> None:
     """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
-    each = zip(pushed.each(share), pushed.M, pushed.G, strict=True)
-    for alpha, these in groupby(each, itemgetter(0)):
-        if alpha:
-            _, M, G = zip(*these, strict=True)
+    stop = 0
+    for p, count in pushed.runs:
+        start, stop = stop, stop + count
+        if alpha := share(p):
+            M, G = tuple(pushed.M[start:stop]), tuple(pushed.G[start:stop])
             torch._foreach_add_(M, G, alpha=alpha)
 
 

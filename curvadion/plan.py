@@ -193,9 +193,10 @@ class Matrix:
 
     def write(self, X: Tensor, M: Tensor | None) -> None:
         """Store updated pieces that are not views; a momentum that is None was not updated."""
-        self.store(self.parameter.local, X)
-        if M is not None:
-            self.store(self.parameter.M, M)
+        if not self.is_view:
+            self.store(self.parameter.local, X)
+            if M is not None:
+                self.store(self.parameter.M, M)
 
     def _oriented(self, piece: Tensor) -> Tensor:
         return piece.mT if self.layout.transposed else piece
