@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 ALGORITHMS = ("dion", "adamw", "lion")
+# Key of every group: the sum of its learning rates since replicas last agreed.
+LR_SINCE_AGREEMENT = "lr_since_agreement"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Written into groups by torch.optim, its schedulers and training frameworks; without effect here.

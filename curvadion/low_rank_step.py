@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.hyperparameters import LR_SINCE_AGREEMENT
 from curvadion.plan import Matrix, Parameter, Plan, Pushed, as_stack
 from curvadion.power_iteration import LowRank, power_iteration
 
@@ -51,11 +52,14 @@ class LowRankStep(NamedTuple):
         order = [i for stack in self.plan.stack_positions for i in stack]
         return torch.cat(list(values))[torch.tensor(order).argsort()]
 
-    def lengths(self, steps: int) -> list[Tensor]:
-        """k lr sqrt(fan_out / fan_in): how far k steps in one direction go, (k,) by stack."""
+    def lengths(self) -> list[Tensor]:
+        """L = sqrt(fan_out / fan_in) sum of lr, (k,) by stack.
+
+        So far the steps since replicas last agreed go where all have one direction.
+        """
         return [
-            _numbers([steps * m.group["lr"] * m.layout.update_scale for m in stack], factors.R)
-            for stack, factors in zip(self.stacks, self.factors, strict=True)
+            _numbers([m.group[LR_SINCE_AGREEMENT] * m.layout.update_scale for m in stack], each.R)
+            for stack, each in zip(self.stacks, self.factors, strict=True)
         ]
 
     def by_stack(self, values: Tensor) -> list[Tensor]:

@@ -1,15 +1,15 @@
 """How momenta follow when replicas agree on weights: no byte is sent for it.
 
-Since replicas last agreed, over k steps of learning rate lr (with the shape's scale), replica i has
-gone
+Since replicas last agreed, over steps of learning rates lr (with the shape's scale) that add up to
+L, replica i has gone
 
-    D_i = X_i - X = -lr sum over k steps of U_i,      U_i = P Q^T the direction of its momentum.
+    D_i = X_i - X = -sum over steps of lr U_i,      U_i = P Q^T the direction of its momentum.
 
-M_i is U_i S_i with S_i = U_i^T M_i, so that D_i / (-k lr) is the direction that it had on average.
+M_i is U_i S_i with S_i = U_i^T M_i, so that -D_i / L is the direction that it had on average.
 The mean drift D, which replicas have agreed on, gives the mean direction in the same way. The
 momentum takes it and keeps its own S_i:
 
-    M_i <- M_i - (D - D_i) S_i / (k lr),              S_i = Q (M_i^T P)^T.
+    M_i <- M_i - (D - D_i) S_i / L,              S_i = Q (M_i^T P)^T.
 
 Local noise in M_i, which differs between replicas, gives way to its mean, as if momenta had been
 averaged.
@@ -36,13 +36,12 @@ def weights(step: LowRankStep) -> list[list[Tensor]]:
     return [[m.X.clone() for m in stack] for stack in step.stacks]
 
 
-def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]], steps: int) -> None:
+def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]]) -> None:
     """Turn momenta from the replica's own direction to the mean one.
 
     Args:
         step: the last step, a local one. Collective inside the replica.
         own: the :func:`weights` after it, before the replicas agreed on those of now; overwritten.
-        steps: taken since they agreed the time before.
     """
     if not step.stacks:
         return
@@ -59,18 +58,18 @@ def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]], steps: int
             for stack, factors, D in zip(momenta, step.factors, missing, strict=True)
         ]
     )
-    shares = _shares(step, missing, steps)
+    shares = _shares(step, missing)
     for stack, T, share, R in zip(step.stacks, turned, shares, right, strict=True):
         # (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, n_j) = (m_i, r) (r, n_j)
         _subtract(stack, T * share[:, None, None], R)
 
 
-def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) -> list[Tensor]:
-    """1 / (k lr) by stack; less where D - D_i is too long.
+def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """1 / L by stack; less where D - D_i is too long.
 
     Directions differ by no more than sqrt(r) in Frobenius norm, which codes may exceed where the
-    learning rate has fallen: they make up for what they lost when steps were longer. With L = k lr
-    the share is 1 / L up to a length of L sqrt(r), and falls with its square beyond.
+    learning rate has fallen: they make up for what they lost when steps were longer. The
+    share is 1 / L up to a length of L sqrt(r), and falls with its square beyond.
     """
     norms = [
         torch.stack([torch.linalg.vector_norm(D, dtype=factors.Q.dtype) for D in each])
@@ -78,7 +77,7 @@ def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]], steps: int) 
     ]
     squares = step.by_stack(step.plan.sum_over_shards(step.by_matrix(norms).square()))
     shares = []
-    for L, factors, square in zip(step.lengths(steps), step.factors, squares, strict=True):
+    for L, factors, square in zip(step.lengths(), step.factors, squares, strict=True):
         r = factors.Q.shape[2]
         shares.append(L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))
     return shares

@@ -210,6 +210,8 @@ class CurvaDion(Optimizer):
             "stochastic_rounding": stochastic_rounding,
             # A key of all groups, since checkpoint tools save and load the keys of groups.
             "progress": record(self.progress, self.gate),
+            # How far directions have been followed; the rate may have changed meanwhile.
+            check.LR_SINCE_AGREEMENT: 0.0,
         }
         check.check_group(defaults, defaults)
         super().__init__(params, defaults)
@@ -255,7 +257,7 @@ class CurvaDion(Optimizer):
         reason = self._reason_to_open(agreement)
         if reason is not None:
             self._synchronized_step(plan, pushed, after, complete=agreement.complete)
-            self.progress.local_steps = 0
+            self._have_agreed()
         else:
             self._local_step(plan, pushed, after, complete=agreement.complete)
             self.progress.local_steps += 1
@@ -287,18 +289,23 @@ class CurvaDion(Optimizer):
     def _come_together(self, plan: Plan, step: LowRankStep | None = None) -> None:
         """Replicas move to the mean of what each has moved since the last time, ``step`` last."""
         group = self._replicas.process_group
-        several, steps = group_size(group) > 1, self.progress.local_steps + 1
+        several = group_size(group) > 1
         turned = step if several and self.reconcile_momentum else None
         lengthened = step if several and self.reconcile_polar else None
         own = [] if turned is None else weights(turned)
         before = [] if lengthened is None else agreements(lengthened)
         consensus.agree_(plan.parameters, self.reconcile_bits, group)
         if turned is not None:
-            turn_momenta_(turned, own, steps)
+            turn_momenta_(turned, own)
         if lengthened is not None:
-            polar_step_(lengthened, before, steps)
+            polar_step_(lengthened, before)
         if turned is not None and self.gate.reads_momentum:
             measure_momenta(plan)
+
+    def _have_agreed(self) -> None:
+        self.progress.local_steps = 0
+        for group in self.param_groups:
+            group[check.LR_SINCE_AGREEMENT] = 0.0
 
     def _local_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
@@ -315,6 +322,8 @@ class CurvaDion(Optimizer):
             local_gradient_step(plan, pushed, norms, step=self.progress.steps)
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         _elementwise_steps(plan, gradients)
+        for group in self.param_groups:
+            group[check.LR_SINCE_AGREEMENT] += float(group["lr"])
         return taken
 
     def _momentum_norms(self, plan: Plan, pushed: Pushed) -> tuple[Tensor | None, Tensor | None]:
@@ -469,7 +478,7 @@ class CurvaDion(Optimizer):
                 )
             if self.progress.local_steps:
                 self._come_together(plan)
-                self.progress.local_steps = 0
+                self._have_agreed()
             return
         tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
@@ -481,7 +490,7 @@ class CurvaDion(Optimizer):
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
         consensus.renew_(ready.parameters)
         measure_momenta(ready)
-        self.progress.local_steps = 0
+        self._have_agreed()
 
     @torch.no_grad()
     def drift(self) -> float:

@@ -1,12 +1,12 @@
 """A step that lengthens the directions on which replicas agreed only in part; no byte is sent.
 
-Since replicas last agreed, over k steps of learning rate lr (with the shape's scale), each has gone
-k lr times its own orthonormal directions, and all move by the mean of that, D. A singular value of
-D / (k lr) is 1 where replicas took the same direction and less where noise turned them apart, while
-a synchronised step goes its full length along every direction of the mean momentum. One step of
-Newton and Schulz's iteration for the polar factor,
+Since replicas last agreed, over steps whose learning rates (with the shape's scale) add up to L,
+each has gone along its own orthonormal directions, and all move by the mean of that, D. A singular
+value of D / L is 1 where replicas took the same direction and less where noise turned them apart,
+while a synchronised step goes its full length along every direction of the mean momentum. One step
+of Newton and Schulz's iteration for the polar factor,
 
-    D <- D + (k lr) (V - V V^T V) / 2,                V = D / (k lr),
+    D <- D + L (V - V V^T V) / 2,                V = D / L,
 
 takes a singular value s of V to s (3 - s^2) / 2 and moves no singular vector (Higham, Functions of
 Matrices, 2008, chapter 8).
@@ -38,19 +38,18 @@ def agreements(step: LowRankStep) -> list[list[Tensor]]:
     return [[_agreed(m).clone() for m in stack] for stack in step.stacks]
 
 
-def polar_step_(step: LowRankStep, before: Sequence[Sequence[Tensor]], steps: int) -> None:
+def polar_step_(step: LowRankStep, before: Sequence[Sequence[Tensor]]) -> None:
     """Move the weights, and what replicas agree they are, by a Newton-Schulz step of D.
 
     Args:
         step: the last step, a local one. Collective inside the replica.
         before: the :func:`agreements` of the time before; overwritten.
-        steps: taken since then.
 
     Replicas hold the same bits before and compute the same.
     """
     if not step.stacks:
         return
-    lengths = [length.clamp_min(TINY) for length in step.lengths(steps)]
+    lengths = [length.clamp_min(TINY) for length in step.lengths()]
     V = [
         [v.neg_().add_(_agreed(m)).div_(L) for m, v, L in zip(stack, each, length, strict=True)]
         for stack, each, length in zip(step.stacks, before, lengths, strict=True)

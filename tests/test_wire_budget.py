@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 import distributed
 import toy
@@ -151,9 +152,16 @@ def test_a_run_sends_what_its_budget_allows(by):
 TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, reconcile="quantized", reconcile_bits=8)
 TURNS |= dict(reconcile_polar=False)
 PERIOD = 3
+STEADY, FALLING = (1.0, 1.0, 1.0), (1.0, 0.5, 0.25)
 
 
-def around_an_opening(rank, options):
+def train_at(model, optimizer, steps, rank, rates):
+    """At these shares of the learning rate, one after the other."""
+    scheduler = LambdaLR(optimizer, lambda step: rates[step % len(rates)])
+    toy.train(model, optimizer, range(steps), rank, scheduler.step)
+
+
+def around_an_opening(rank, options, rates):
     """Weights and momenta after it with and without turned momenta, and after the step alone."""
     ends = {}
     for case, period, steps, turns in (
@@ -163,56 +171,66 @@ def around_an_opening(rank, options):
         ("turned", PERIOD, PERIOD, True),
     ):
         model = toy.model()
-        arguments = {**TURNS, **options, "reconcile_momentum": turns}
+        arguments = {**TURNS, **copy.deepcopy(options), "reconcile_momentum": turns}
         optimizer = optimizer_of(model, gate=FixedPeriod(period), **arguments)
-        toy.train(model, optimizer, range(steps), rank)
+        train_at(model, optimizer, steps, rank, rates)
         X = [x.detach().double() for x in optimizer.state if "momentum" in optimizer.state[x]]
         ends[case] = X, [M.double() for M in momenta(optimizer)]
     return ends
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"momentum_rule": "error_feedback"}, {"momentum_rule": "plain"}, {"lr": torch.tensor(0.02)}],
-    ids=["error feedback", "plain", "tensor lr"],
+    ("options", "rates"),
+    [
+        ({"momentum_rule": "error_feedback"}, STEADY),
+        ({"momentum_rule": "plain"}, STEADY),
+        ({"lr": torch.tensor(0.02)}, FALLING),
+        ({}, FALLING),
+    ],
+    ids=["error feedback", "plain", "tensor lr", "falling lr"],
 )
-def test_momenta_turn_to_the_mean_direction(options):
-    for ends in distributed.run(2, around_an_opening, options):
+def test_momenta_turn_to_the_mean_direction(options, rates):
+    for ends in distributed.run(2, around_an_opening, options, rates):
         for i, agreed in enumerate(ends["turned"][0]):
             assert agreed.equal(ends["kept"][0][i])
             M, turned = ends["kept"][1][i], ends["turned"][1][i]
             own, before = ends["alone"][0][i], ends["before the last step"][0][i]
             tall = M.shape[0] >= M.shape[1]
             length = 0.02 * (M.shape[0] / M.shape[1]) ** 0.5
-            U, D = (before - own) / length, (agreed - own) / (PERIOD * length)
+            U, D = (before - own) / (rates[-1] * length), (agreed - own) / (sum(rates) * length)
             expected = M - (D @ U.T @ M if tall else M @ U.T @ D)
             assert float((expected - M).norm()) > 0.1 * float(M.norm())
             assert float((turned - expected).norm()) < 1e-3 * float(M.norm())
 
 
-def around_a_polar_step(rank, options):
+def around_a_polar_step(rank, options, rates):
     """Matrices at the start, and after an opening without and with the polar step, in float64."""
     ends = []
     for steps, polar in ((0, False), (PERIOD, False), (PERIOD, True)):
         model = toy.model()
-        arguments = {**TURNS, **options, "reconcile_polar": polar}
+        arguments = {**TURNS, **copy.deepcopy(options), "reconcile_polar": polar}
         optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **arguments)
-        toy.train(model, optimizer, range(steps), rank)
+        train_at(model, optimizer, steps, rank, rates)
         matrices = [model.linear.weight, model.lm_head.weight]
         ends.append([x.detach().double().clone() for x in matrices])
     return ends
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"lr": torch.tensor(0.02)}, {"rank_fraction": 0.5, "reconcile_momentum": False}],
-    ids=["full rank", "tensor lr", "half the rank"],
+    ("options", "rates"),
+    [
+        ({}, STEADY),
+        ({}, FALLING),
+        ({"lr": torch.tensor(0.02)}, FALLING),
+        ({"rank_fraction": 0.5, "reconcile_momentum": False}, STEADY),
+    ],
+    ids=["full rank", "falling lr", "tensor lr", "half the rank"],
 )
-def test_a_polar_step_lengthens_the_mean_direction(options):
-    ranks = distributed.run(2, around_a_polar_step, options)
+def test_a_polar_step_lengthens_the_mean_direction(options, rates):
+    ranks = distributed.run(2, around_a_polar_step, options, rates)
     for start, kept, lengthened in ranks:
         for X, mean, actual, other in zip(start, kept, lengthened, ranks[0][2], strict=True):
-            length = PERIOD * 0.02 * (X.shape[0] / X.shape[1]) ** 0.5
+            length = sum(rates) * 0.02 * (X.shape[0] / X.shape[1]) ** 0.5
             V = (mean - X) / length
             expected = length * (V - V @ V.T @ V) / 2
             assert float(expected.norm()) > 0.01 * float((mean - X).norm())
