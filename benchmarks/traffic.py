@@ -94,16 +94,19 @@ def quantized_bytes(shapes: Shapes, bits: int) -> int:
     return message_bytes(map(math.prod, shapes.all), bits)
 
 
-def bits_and_budget(shapes: Shapes, budget: float, steps: int) -> tuple[int, float]:
-    """Return the bits of a number, and what of a budget is left for training.
+def bits_and_budget(
+    shapes: Shapes, budget: float, steps: int, *, spared: int = 0
+) -> tuple[int, float]:
+    """Return the bits of a number, and the budget whose last opening falls on the last step.
 
-    The bits are CurvaDion's own choice, with averages at every second step at most. A quantised
-    mean of the weights ends training.
+    The bits are CurvaDion's own choice, with averages at every second step at most. ``spared``:
+    so many openings less, for a gate that may end a run ahead of its budget, or off its period.
     """
     bits = bits_within(budget)
-    share = quantized_bytes(shapes, bits) / (4 * shapes.parameters)
-    left = min(budget - share / steps, share / 2)
-    return bits, math.floor(1e5 * left) / 1e5
+    once = quantized_bytes(shapes, bits) / (4 * shapes.parameters)
+    gate = GATE / shapes.parameters
+    openings = min(math.floor((budget - gate) * steps / once), steps // 2) - spared
+    return bits, math.ceil(1e6 * (openings * once / steps + gate)) / 1e6
 
 
 def powersgd_rank(shapes: Shapes, budget: float, steps: int) -> int | None:

@@ -19,6 +19,7 @@ import convergence
 import convergence_report
 import distributed
 import traffic
+from curvadion import WireBudget
 from diloco import DiLoCo
 from grids import BUDGETS, GRIDS, SIZES, Run, Task
 from methods import METHODS
@@ -211,14 +212,19 @@ def test_settings_use_a_budget_up(size, budget, steps):
         gates = traffic.GATE * steps
         assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
         assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
-    bits, before = traffic.bits_and_budget(shapes, budget, steps)
+    bits, wire_budget = traffic.bits_and_budget(shapes, budget, steps)
     assert bits == (4 if budget == 0.1 else 2)  # 4 of 32 bits, with the scales, are 13 %
     once = traffic.quantized_bytes(shapes, bits) / (4 * shapes.parameters)
     assert once == pytest.approx(bits / 32, rel=0.1)
-    if budget == 0.1:
-        assert before <= once / 2 < before + 2e-5
-    else:
-        assert before + once / steps <= budget < before + once / steps + 2e-5
+    gate = WireBudget(wire_budget)
+    gate.open_cost, gate.closed_cost = once, traffic.GATE / shapes.parameters
+    opened, local_steps = [], 0
+    for step in range(steps):
+        local_steps = 0 if gate.opens(0.0, local_steps) else local_steps + 1
+        opened += [step] if not local_steps else []
+    assert opened[-1] == steps - 1
+    left = budget - len(opened) * once / steps - gate.closed_cost
+    assert len(opened) == steps // 2 if budget == 0.1 else 0 <= left < once / steps
     rank = traffic.powersgd_rank(shapes, budget, steps)
     sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
     if rank is None:
