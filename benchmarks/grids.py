@@ -107,7 +107,7 @@ LEARNING_RATES = {
 # Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
 # squared gradient, which is larger where gradients are not averaged before.
 ELEMENTWISE_LR = {
-    method: (1.0,) if method.startswith("ours") else (0.5,)
+    method: (0.75,) if method.startswith("ours") else (0.5,)
     for method, rates in LEARNING_RATES.items()
     if rates is not _ADAMW
 }

@@ -32,7 +32,7 @@ from curvadion.momentum_turn import turn_momenta_, weights
 from curvadion.plan import Plan, Pushed, check_parameter, names
 from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, read_record, record
-from curvadion.quantization import BITS, bits_within
+from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import (
     GATE_BYTES,
@@ -97,7 +97,8 @@ class CurvaDion(Optimizer):
             (curvadion.polar_step). Weights are held once more meanwhile.
         mu: momentum decay.
         nesterov: directions are those of M + nesterov G: a look-ahead, 1 / mu is Nesterov's. None
-            takes 0 (Dion's), and 2 with reconcile="quantized".
+            takes 0 (Dion's), and with reconcile="quantized" 1.6 times the root of the gate's
+            period: 4 where it opens at every sixth step.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. None takes 1/4, and 1 with
@@ -176,12 +177,14 @@ class CurvaDion(Optimizer):
         self.reconcile: str = reconcile
         if rank_fraction is None:
             rank_fraction = 1.0 if reconcile == "quantized" else 0.25
-        if nesterov is None:
-            nesterov = 2.0 if reconcile == "quantized" else 0.0
-        if right_factor is None:
-            right_factor = "qr" if reconcile == "quantized" else "column_normalized"
         share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
+        if nesterov is None:
+            nesterov = 0.0
+            if reconcile == "quantized":
+                nesterov = _look_ahead(_period(self.gate, self.reconcile_bits))
+        if right_factor is None:
+            right_factor = "qr" if reconcile == "quantized" else "column_normalized"
         self.reconcile_momentum = reconcile_momentum
         self.reconcile_polar = reconcile_polar
         self.progress = Progress()
@@ -716,6 +719,18 @@ def _gate(
             f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
         )
     return gate
+
+
+def _period(gate: Gate, bits: int) -> float:
+    """Steps from one opening to the next; 1 for gates whose openings nobody knows beforehand."""
+    if isinstance(gate, FixedPeriod):
+        return gate.period
+    return max(1.0, coded_share(bits) / gate.share) if isinstance(gate, WireBudget) else 1.0
+
+
+def _look_ahead(period: float) -> float:
+    """The weight of the present gradient in directions that did best (docs/convergence.md)."""
+    return round(1.6 * math.sqrt(period), 1)
 
 
 def _with_gradient(

@@ -21,13 +21,18 @@ def block_bytes(bits: int) -> int:
     return BLOCK * bits // 8 + SCALE_BYTES
 
 
+def coded_share(bits: int) -> float:
+    """What codes take, as a share of float32 numbers."""
+    return block_bytes(bits) / (4 * BLOCK)
+
+
 def bits_within(share: float) -> int:
     """Bits of a code that this share of float32 bytes pays for at every second step; 2 at least.
 
     Fewer openings with more bits are worse below, and openings at every step worse above
     (docs/convergence.md).
     """
-    return max(b for b in BITS if b <= 2 or block_bytes(b) / (4 * BLOCK) <= 2 * share)
+    return max(b for b in BITS if b <= 2 or coded_share(b) <= 2 * share)
 
 
 def encode(x: Tensor, bits: int) -> Tensor:

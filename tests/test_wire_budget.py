@@ -324,6 +324,23 @@ def test_the_rank_is_full_where_it_costs_no_bytes():
     assert ranks == {"budget": 1.0, "given": 0.5, "quantized": 1.0, "averaged": 0.25}
 
 
+@pytest.mark.parametrize(
+    ("options", "nesterov"),
+    [
+        ({"gate": FixedPeriod(6), "reconcile": "quantized"}, 3.9),
+        ({"gate": FixedPeriod(6)}, 0.0),
+        ({"gate": FixedPeriod(6), "reconcile": "quantized", "nesterov": 1.0}, 1.0),
+        ({"gate": RMMC(0.3), "reconcile": "quantized"}, 1.6),
+        ({"wire_budget": 0.1}, 1.8),  # 4 bits and their scales are 12.7 %
+        ({"wire_budget": 0.01}, 4.1),
+        ({"wire_budget": 0.01, "reconcile_bits": 1}, 2.9),
+        ({"wire_budget": 0.5}, 1.6),
+    ],
+)
+def test_the_look_ahead_grows_with_the_period(options, nesterov):
+    assert optimizer_of(toy.model(), **options).param_groups[0]["nesterov"] == nesterov
+
+
 def train_in_two_parts(rank, part):
     model = toy.model()
     optimizer = optimizer_of(model, wire_budget=0.05)
