@@ -121,6 +121,11 @@ VARIANTS = (
     Variant("look-ahead-2-polar", nesterov=2.0, polar=1.0),
     Variant("qr", qr=True),
     Variant("look-ahead-2-polar-qr", nesterov=2.0, polar=1.0, qr=True),
+    *(
+        Variant(f"look-ahead-{w:g}-polar-qr-period-{p}", nesterov=w, polar=1.0, qr=True, period=p)
+        for p, weights in ((2, (1.0, 2.0, 4.0)), (6, (4.0,)), (24, (2.0, 4.0, 8.0)))
+        for w in weights
+    ),
     Variant("synchronised-qr", synchronised=True, qr=True, elementwise_lr=0.02),
     Variant("synchronised-look-ahead-1", synchronised=True, nesterov=1.0, elementwise_lr=0.02),
 )

@@ -66,6 +66,22 @@ class LowRankStep(NamedTuple):
         """The inverse of :meth:`by_matrix`."""
         return [values[stack] for stack in self.plan.stack_positions]
 
+    def squared_norms(self, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Squared Frobenius norms of what has these pieces of the stacks' matrices, (k,) by stack.
+
+        Collective inside the replica.
+        """
+        norms = [
+            torch.stack(
+                [
+                    torch.linalg.vector_norm(m.held(x), dtype=factors.Q.dtype)
+                    for m, x in zip(stack, each, strict=True)
+                ]
+            )
+            for stack, factors, each in zip(self.stacks, self.factors, pieces, strict=True)
+        ]
+        return self.by_stack(self.plan.sum_over_shards(self.by_matrix(norms).square()))
+
 
 def low_rank_step(
     plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int, inside_replica: bool

@@ -68,15 +68,11 @@ def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]]) -> list[Tens
     """1 / L by stack; less where D - D_i is too long.
 
     Directions differ by no more than sqrt(r) in Frobenius norm, which codes may exceed where the
-    learning rate has fallen: they make up for what they lost when steps were longer. The
-    share is 1 / L up to a length of L sqrt(r), and falls with its square beyond.
+    learning rate has fallen: they make up for what they lost when steps were longer. The share is
+    1 / L up to a length of L sqrt(r), and falls with its square beyond.
     """
-    norms = [
-        torch.stack([torch.linalg.vector_norm(D, dtype=factors.Q.dtype) for D in each])
-        for factors, each in zip(step.factors, missing, strict=True)
-    ]
-    squares = step.by_stack(step.plan.sum_over_shards(step.by_matrix(norms).square()))
     shares = []
+    squares = step.squared_norms(missing)
     for L, factors, square in zip(step.lengths(), step.factors, squares, strict=True):
         r = factors.Q.shape[2]
         shares.append(L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))

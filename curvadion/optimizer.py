@@ -175,16 +175,16 @@ class CurvaDion(Optimizer):
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
-        if rank_fraction is None:
-            rank_fraction = 1.0 if reconcile == "quantized" else 0.25
         share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
-        if nesterov is None:
-            nesterov = 0.0
-            if reconcile == "quantized":
-                nesterov = _look_ahead(_period(self.gate, self.reconcile_bits))
+        quantized = reconcile == "quantized"
+        if rank_fraction is None:
+            rank_fraction = 1.0 if quantized else 0.25
         if right_factor is None:
-            right_factor = "qr" if reconcile == "quantized" else "column_normalized"
+            right_factor = "qr" if quantized else "column_normalized"
+        if nesterov is None:
+            period = _period(self.gate, self.reconcile_bits)
+            nesterov = _look_ahead(period) if quantized else 0.0
         self.reconcile_momentum = reconcile_momentum
         self.reconcile_polar = reconcile_polar
         self.progress = Progress()

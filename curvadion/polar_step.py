@@ -118,13 +118,8 @@ def _shares(step: LowRankStep, changes: Sequence[Sequence[Tensor]]) -> list[Tens
     Codes make D too long where the learning rate has fallen: they make up for what they lost when
     steps were longer.
     """
-    squares = [
-        torch.stack([m.held(c).square().sum() for m, c in zip(stack, each, strict=True)])
-        for stack, each in zip(step.stacks, changes, strict=True)
-    ]
     shares = []
-    whole = step.by_stack(step.plan.sum_over_shards(step.by_matrix(squares)))
-    for stack, square in zip(step.stacks, whole, strict=True):
+    for stack, square in zip(step.stacks, step.squared_norms(changes), strict=True):
         longest = LONGEST * math.sqrt(min(stack[0].layout.shape))
         shares.append(longest / square.sqrt().clamp_min(longest))
     return shares

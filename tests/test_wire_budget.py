@@ -150,7 +150,7 @@ def test_a_run_sends_what_its_budget_allows(by):
 
 
 TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, reconcile="quantized", reconcile_bits=8)
-TURNS |= dict(reconcile_polar=False)
+TURNS |= dict(reconcile_polar=False, nesterov=2.0)
 PERIOD = 3
 STEADY, FALLING = (1.0, 1.0, 1.0), (1.0, 0.5, 0.25)
 
