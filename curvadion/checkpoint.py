@@ -26,6 +26,11 @@ def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
         return
     for g, (live, held) in enumerate(zip(here, there, strict=True)):
+        if missing := sorted(optimizer.defaults.keys() - held.keys()):
+            raise ValueError(
+                f"state_dict lacks {missing} in param group {g}: another version of this optimizer "
+                f"saved it. Give its groups these keys to continue with it."
+            )
         if live["algorithm"] != held["algorithm"]:
             raise ValueError(
                 f"state_dict has algorithm={held['algorithm']!r} in param group {g}, which has "

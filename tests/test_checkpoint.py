@@ -304,6 +304,13 @@ def test_reordered_groups_of_equal_sizes():
         other.load_state_dict(saved)
 
 
+def test_groups_of_another_version():
+    saved = trained(two_groups()).state_dict()
+    del saved["param_groups"][1]["nesterov"]
+    with pytest.raises(ValueError, match=r"lacks \['nesterov'\] in param group 1"):
+        CurvaDion(two_groups()).load_state_dict(saved)
+
+
 def test_state_of_another_shape():
     saved = trained(two_groups()).state_dict()
     with pytest.raises(ValueError, match="shape"):
