@@ -74,6 +74,7 @@ class Variant:
     nesterov: float = option(0.0, "share of the gradient in directions, beside the momentum")
     polar: float = option(0.0, "share of a Newton-Schulz step that the mean drift takes")
     orthonormalized: bool = option(False, "polar factor of the mean drift, as long as the steps")
+    elementwise_every: int = option(1, "averages from one of all but the matrices to the next")
     qr: bool = option(False, "the right factor is orthonormal, not only normalised")
     rank_fraction: float = option(1.0, "of Dion's low-rank factors")
     mu: float = option(0.95, "Dion's momentum")
@@ -125,6 +126,14 @@ VARIANTS = (
         Variant(f"look-ahead-{w:g}-polar-qr-period-{p}", nesterov=w, polar=1.0, qr=True, period=p)
         for p, weights in ((2, (1.0, 2.0, 4.0)), (6, (4.0,)), (24, (2.0, 4.0, 8.0)))
         for w in weights
+    ),
+    Variant(
+        "look-ahead-4-polar-qr-period-5-elementwise-15",
+        nesterov=4.0,
+        polar=1.0,
+        qr=True,
+        period=5,
+        elementwise_every=3,
     ),
     Variant("synchronised-qr", synchronised=True, qr=True, elementwise_lr=0.02),
     Variant("synchronised-look-ahead-1", synchronised=True, nesterov=1.0, elementwise_lr=0.02),
@@ -281,15 +290,24 @@ class Averaging:
     def __init__(self, variant: Variant, world: World):
         self.variant, self.mean = variant, Mean(variant.bits, variant.uplink_bits)
         self.shared = Replicas(variant, world, 1)
+        self.averages = 0
         self.velocity = {name: torch.zeros_like(X) for name, X in self.shared.X.items()}
 
     def gather(self, gradients: Weights) -> None:
         """Note the gradients of a local step."""
 
-    def agree(self, own: Replicas, window: Sequence[tuple[int, float]]) -> None:
-        """Bring replicas together after the steps, each with its scale, since the last time."""
+    def agree(
+        self, own: Replicas, window: Sequence[tuple[int, float]], *, last: bool = False
+    ) -> None:
+        """Bring replicas together after the steps, each with its scale, since the last time.
+
+        ``last``: of all times, at which nothing is left out.
+        """
         length = self.variant.lr * sum(scale for _, scale in window)
+        self.averages += 1
         for name, X in own.X.items():
+            if name not in own.M and self.averages % self.variant.elementwise_every and not last:
+                continue
             agreed = self.shared.X[name]
             drift = X - agreed
             mean = self.mean(name, drift)
@@ -337,7 +355,9 @@ class Replay(Averaging):
             decay = self.variant.mu if name in self.shared.M else 1.0
             self.gathered[name] = decay * self.gathered[name] + G if name in self.gathered else G
 
-    def agree(self, own: Replicas, window: Sequence[tuple[int, float]]) -> None:
+    def agree(
+        self, own: Replicas, window: Sequence[tuple[int, float]], *, last: bool = False
+    ) -> None:
         for name, gathered in self.gathered.items():
             mean = self.mean(name, gathered)
             if name in self.shared.M:
@@ -381,7 +401,7 @@ def train(
         agreement.gather(gradients)
         averages = variant.averages_after(step, len(window), steps)
         if averages and not variant.synchronised:
-            agreement.agree(own, window)
+            agreement.agree(own, window, last=step == steps - 1)
             window.clear()
     loss = world.loss(own.X)
     dense = 4 * steps * sum(X.numel() for X in world.initial.values())
