@@ -20,9 +20,11 @@ class Progress:
     step: int = 0
     """Steps done."""
     wire_bytes: int = 0
-    """Bytes that the first rank sent in training."""
+    """Payloads of the first rank's collectives in training."""
+    sent_bytes: float = 0.0
+    """Bytes that a rank must send at least for them."""
     optimizer_bytes: int = 0
-    """Those of them that the optimizer sent."""
+    """Payloads of the optimizer's."""
     seconds: float = 0.0
     """Time spent training, without evaluation and checkpoints."""
     open_gates: int = 0

@@ -1,10 +1,10 @@
-"""Compare AdamW with plain DDP, Dion and CurvaDion: same model, data, seed and tokens.
+"""Compare AdamW with plain DDP, Dion and CurvaDion, with a gate and with a budget of bytes.
 
     python examples/demo.py
 
-Each run trains a small GPT on this machine with two processes. The result is a table,
-``summary.json`` and ``demo.png`` below ``--out``. Further flags go to train_gpt.py, to all runs:
-``python examples/demo.py --steps 100 --seed 1``.
+Model, data, seed and tokens are the same. Each run trains a small GPT on this machine with two
+processes. The result is a table, ``summary.json`` and ``demo.png`` below ``--out``. Further flags
+go to train_gpt.py, to all runs: ``python examples/demo.py --steps 100 --seed 1``.
 """
 
 import argparse
@@ -29,6 +29,7 @@ RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
     "Dion": "--optimizer dion --lr 0.02",
     "CurvaDion": "--optimizer curvadion --lr 0.02 --max-local-steps 10",
+    "CurvaDion-1%": "--optimizer curvadion --lr 0.02 --wire-budget 0.01",
 }
 
 
@@ -87,9 +88,9 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
             [
                 summary["name"],
                 f"{summary['val_loss']:.4f}",
-                f"{summary['wire_bytes'] / 1e6:.2f}",
-                f"{summary['wire_bytes_per_step'] / 1e3:.1f}",
-                f"{summary['wire_bytes'] / summaries[0]['wire_bytes']:.2%}",
+                f"{summary['sent_bytes'] / 1e6:.2f}",
+                f"{summary['sent_bytes_per_step'] / 1e3:.1f}",
+                f"{summary['sent_bytes'] / summaries[0]['sent_bytes']:.2%}",
                 f"{summary['open_gate_share']:.1%}",
                 f"{summary['drift']:.1e}" if summary["drift"] else "0",
                 f"{summary['seconds']:.0f}",
@@ -111,7 +112,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Train the three, print the table, write summary.json and demo.png; return the summary."""
+    """Train all, print the table, write summary.json and demo.png; return the summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

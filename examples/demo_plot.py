@@ -14,7 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
 # Okabe and Ito's palette: distinct for every kind of colour vision.
-COLOURS = {"AdamW-DDP": "#666666", "Dion": "#0072B2", "CurvaDion": "#D55E00"}
+COLOURS = {
+    "AdamW-DDP": "#666666",
+    "Dion": "#0072B2",
+    "CurvaDion": "#D55E00",
+    "CurvaDion-1%": "#009E73",
+}
 FAINT = "#9a9a9a"
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -41,10 +46,10 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
         label_ends(by_tokens, runs)
         by_tokens.set(title="Held-out loss by tokens", xlabel="training tokens")
         by_tokens.set_ylabel("nats per token")
-        held_out_loss(by_bytes, runs, "wire_bytes")
+        held_out_loss(by_bytes, runs, "sent_bytes")
         label_bytes(by_bytes, runs)
         by_bytes.set(title="Held-out loss by bytes", xlabel="bytes sent per replica", xscale="log")
-        momentum_change(gate, runs[-1])
+        momentum_change(gate, max(runs, key=lambda run: len(measured(run))))
         by_tokens.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
         by_tokens.xaxis.set_major_formatter(EngFormatter())
         by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
@@ -77,11 +82,11 @@ def label_ends(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
 def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     """Write names above the curves' beginnings, and below their ends what share was sent."""
     axes.margins(x=0.15, y=0.14)
-    reference = runs[0]["summary"]["wire_bytes"]
+    reference = runs[0]["summary"]["sent_bytes"]
     for run in runs:
         start, summary = run["validation"][0], run["summary"]
-        beginning = (start["wire_bytes"], start["val_loss"])
-        end = (summary["wire_bytes"], summary["val_loss"])
+        beginning = (start["sent_bytes"], start["val_loss"])
+        end = (summary["sent_bytes"], summary["val_loss"])
         # The curve furthest to the right leaves the room on its left to the others.
         side = "left" if run is runs[0] else "center"
         write(axes, run, summary["name"], beginning, (0, 10), ha=side)
@@ -110,12 +115,16 @@ def write(
     )
 
 
+def measured(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of a run that tell its RMMC."""
+    return [r for r in run["train"] if isinstance(r["rmmc"], (int, float))]
+
+
 def momentum_change(axes: Axes, run: dict[str, Any]) -> None:
     """Draw a run's RMMC by step, the threshold, and the steps at which its gate was open."""
     name, records = run["summary"]["name"], run["train"]
-    measured = [r for r in records if isinstance(r["rmmc"], (int, float))]
     for is_open, size in ((False, 7), (True, 16)):
-        shown = [r for r in measured if r["gate_open"] == is_open]
+        shown = [r for r in measured(run) if r["gate_open"] == is_open]
         axes.scatter(
             [r["step"] for r in shown],
             [r["rmmc"] for r in shown],
@@ -132,11 +141,11 @@ def momentum_change(axes: Axes, run: dict[str, Any]) -> None:
         xlabel="step (marks: gate open)",
         ylabel="relative momentum change (RMMC)",
     )
-    if measured:
+    if measured(run):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.yaxis.set_major_formatter("{x:g}")
-    if measured and run["config"]["period"] is None:
+    if measured(run) and run["config"]["period"] is None:
         threshold = run["config"]["threshold"]
         axes.axhline(threshold, color="#333333", lw=1, ls=(0, (4, 3)))
         axes.annotate(

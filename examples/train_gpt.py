@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -296,6 +296,24 @@ def decision(report: StepReport) -> dict[str, Any]:
     return {key: kept[key] for key in ("gate_open", "rmmc", "local_steps", "skipped")}
 
 
+class Counted(NamedTuple):
+    """What a meter had counted at some time."""
+
+    payload: int
+    sent: float
+
+    @classmethod
+    def by(cls, meter: curvadion.WireMeter) -> "Counted":
+        """Return what it has counted by now."""
+        return cls(meter.total_bytes, meter.total_sent)
+
+    def add_to(self, progress: Progress, meter: curvadion.WireMeter) -> int:
+        """Add what it has counted since, and return the payload of that."""
+        progress.wire_bytes += meter.total_bytes - self.payload
+        progress.sent_bytes += meter.total_sent - self.sent
+        return meter.total_bytes - self.payload
+
+
 class Trainer:
     """A model, its optimizer and its data: one rank's share of the training."""
 
@@ -379,11 +397,9 @@ class Trainer:
     def save(self, progress: Progress) -> None:
         """Bring the replicas together, where they may differ, and write a checkpoint."""
         if isinstance(self.optimizer, CurvaDion):
-            sent = self.meter.total_bytes
+            counted = Counted.by(self.meter)
             self.optimizer.synchronize()
-            sent = self.meter.total_bytes - sent
-            progress.wire_bytes += sent
-            progress.optimizer_bytes += sent
+            progress.optimizer_bytes += counted.add_to(progress, self.meter)
         with self.meter.paused():
             checkpoint.save(self.checkpoints, self.model, self.optimizer, progress)
 
@@ -420,13 +436,13 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
 
 def train_step(trainer: Trainer, progress: Progress) -> dict[str, Any]:
     """Take one step, bring the progress up to date and return what to log."""
-    started, sent = time.perf_counter(), trainer.meter.total_bytes
+    started, counted = time.perf_counter(), Counted.by(trainer.meter)
     record = trainer.step(progress.step)
     with trainer.meter.paused():
         record["loss"] = mean_over_ranks(record["loss"])
     progress.step += 1
     progress.seconds += time.perf_counter() - started
-    progress.wire_bytes += trainer.meter.total_bytes - sent
+    counted.add_to(progress, trainer.meter)
     progress.optimizer_bytes += record["optimizer_bytes"]
     progress.open_gates += record["gate_open"]
     return record
@@ -443,10 +459,13 @@ def is_due(every: int, config: Config, progress: Progress) -> bool:
     return progress.step == config.steps or (every > 0 and progress.step % every == 0)
 
 
-def position(config: Config, progress: Progress) -> dict[str, int]:
+def position(config: Config, progress: Progress) -> dict[str, float]:
     """Return a log record's abscissas: tokens read and bytes sent."""
-    tokens = progress.step * config.tokens_per_step
-    return {"tokens": tokens, "wire_bytes": progress.wire_bytes}
+    return {
+        "tokens": progress.step * config.tokens_per_step,
+        "wire_bytes": progress.wire_bytes,
+        "sent_bytes": progress.sent_bytes,
+    }
 
 
 def summarise(config: Config, progress: Progress) -> dict[str, Any]:
@@ -459,6 +478,7 @@ def summarise(config: Config, progress: Progress) -> dict[str, Any]:
         "val_loss": progress.val_loss,
         "tokens_per_step": config.tokens_per_step,
         "wire_bytes_per_step": progress.wire_bytes / steps,
+        "sent_bytes_per_step": progress.sent_bytes / steps,
         "optimizer_bytes_per_step": progress.optimizer_bytes / steps,
         "open_gate_share": progress.open_gates / steps,
         "drift": progress.drift,

@@ -143,11 +143,11 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
     with log, curvadion.WireMeter() as meter:
         count_steps(trainer.optimizer, meter, progress)
         while progress.step < config.steps:
-            started, sent = time.perf_counter(), meter.total_bytes
+            started, counted = time.perf_counter(), train_gpt.Counted.by(meter)
             record = trainer.step(progress.step)
             progress.step += 1
             progress.seconds += time.perf_counter() - started
-            progress.wire_bytes += meter.total_bytes - sent
+            counted.add_to(progress, meter)
             progress.open_gates += record["gate_open"]
             where = train_gpt.position(trainer.config, progress)
             with meter.paused():
