@@ -29,7 +29,7 @@ RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
     "Dion": "--optimizer dion --lr 0.02",
     "CurvaDion": "--optimizer curvadion --lr 0.02 --max-local-steps 10",
-    "CurvaDion-1%": "--optimizer curvadion --lr 0.02 --wire-budget 0.01",
+    "CurvaDion-1%": "--optimizer curvadion --lr 0.03 --wire-budget 0.01",
 }
 
 
