@@ -1,4 +1,4 @@
-# make demo               train three small GPTs on this machine and compare them: runs/demo/
+# make demo               train four small GPTs on this machine and compare them: runs/demo/
 # make demo-layouts       train one small GPT under every layout: runs/demo-layouts/
 # make demo-deepspeed     the same GPT with DeepSpeed's four ZeRO stages: runs/demo-deepspeed/
 # make convergence-quick  losses and bytes of every method: runs/quick/report
