@@ -55,6 +55,10 @@ class Gate(ABC):
         replica; anything else lets replicas disagree and wait for each other forever.
         """
 
+    def expected_period(self, open_cost: float) -> float:
+        """Steps from one opening to the next if an open step sends this share; 1 if unforeseen."""
+        return 1.0
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold to continue this gate: numbers and strings."""
         return {}
@@ -122,6 +126,9 @@ class FixedPeriod(Gate):
     def opens(self, signal: float, local_steps: int) -> bool:
         return local_steps + 1 >= self.period
 
+    def expected_period(self, open_cost: float) -> float:
+        return self.period
+
     def __repr__(self) -> str:
         return f"FixedPeriod(period={self.period})"
 
@@ -186,6 +193,9 @@ class WireBudget(Gate):
                 f"reconcile='quantized'."
             )
         return min(1.0, max(0.0, self.share - self.closed_cost) / self.open_cost)
+
+    def expected_period(self, open_cost: float) -> float:
+        return max(1.0, open_cost / self.share)
 
     def check_feasible(self, max_local_steps: int | None) -> None:
         """Raise ValueError if the budget cannot be met, once the costs are known."""

@@ -58,7 +58,7 @@ class LowRankStep(NamedTuple):
         So far the steps since replicas last agreed go where all have one direction.
         """
         return [
-            _numbers([m.group[LR_SINCE_AGREEMENT] * m.layout.update_scale for m in stack], each.R)
+            each.R.new_tensor([m.group[LR_SINCE_AGREEMENT] * m.layout.update_scale for m in stack])
             for stack, each in zip(self.stacks, self.factors, strict=True)
         ]
 
@@ -114,13 +114,6 @@ def low_rank_step(
         drops = taken.by_matrix([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
         plan.store_norms(_norms_after(plan, norms, drops))
     return taken
-
-
-def _numbers(values: Sequence[float | Tensor], like: Tensor) -> Tensor:
-    """Numbers, some of them tensors of one number, as one tensor, (k,)."""
-    if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value).to(like) for value in values])
-    return like.new_tensor(values)
 
 
 def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:

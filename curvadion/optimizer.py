@@ -183,7 +183,7 @@ class CurvaDion(Optimizer):
         if right_factor is None:
             right_factor = "qr" if quantized else "column_normalized"
         if nesterov is None:
-            period = _period(self.gate, self.reconcile_bits)
+            period = self.gate.expected_period(coded_share(self.reconcile_bits))
             nesterov = _look_ahead(period) if quantized else 0.0
         self.reconcile_momentum = reconcile_momentum
         self.reconcile_polar = reconcile_polar
@@ -325,8 +325,9 @@ class CurvaDion(Optimizer):
             local_gradient_step(plan, pushed, norms, step=self.progress.steps)
         gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
         _elementwise_steps(plan, gradients)
-        for group in self.param_groups:
-            group[check.LR_SINCE_AGREEMENT] += float(group["lr"])
+        if self.reconcile == "quantized":  # a tensor's read waits for its device
+            for group in self.param_groups:
+                group[check.LR_SINCE_AGREEMENT] += float(group["lr"])
         return taken
 
     def _momentum_norms(self, plan: Plan, pushed: Pushed) -> tuple[Tensor | None, Tensor | None]:
@@ -719,13 +720,6 @@ def _gate(
             f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
         )
     return gate
-
-
-def _period(gate: Gate, bits: int) -> float:
-    """Steps from one opening to the next; 1 for gates whose openings nobody knows beforehand."""
-    if isinstance(gate, FixedPeriod):
-        return gate.period
-    return max(1.0, coded_share(bits) / gate.share) if isinstance(gate, WireBudget) else 1.0
 
 
 def _look_ahead(period: float) -> float:
