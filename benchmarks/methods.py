@@ -94,15 +94,20 @@ class LocalThenOuter(Method):
             self.diloco.synchronize()
 
 
-def adamw(model: GPT, replicas: dist.ProcessGroup, lr: float) -> Method:
+def adamw(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, bucket_cap_mb: int | None = None
+) -> Method:
     """AdamW on gradients that DDP averages at every step: the dense baseline."""
-    module = DistributedDataParallel(model, process_group=replicas)
+    module = DistributedDataParallel(model, process_group=replicas, bucket_cap_mb=bucket_cap_mb)
     return Method(module, build_optimizer(Config(optimizer="adamw", lr=lr), model, None))
 
 
 def powersgd(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank: int) -> Method:
     """AdamW on gradients that PyTorch's PowerSGD hook compresses, with error feedback."""
-    method = adamw(model, replicas, lr)
+    # The hook starts a bucket's second collective when its first is done. Of several buckets, ranks
+    # may start them in different orders, and wait for ever then.
+    one_bucket = 1 + sum(p.nbytes for p in model.parameters()) // 2**20
+    method = adamw(model, replicas, lr, bucket_cap_mb=one_bucket)
     state = PowerSGDState(
         replicas,
         matrix_approximation_rank=rank,
