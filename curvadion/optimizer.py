@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from curvadion import consensus, ops, reconcile, wire
+from curvadion import consensus, reconcile, wire
 from curvadion import hyperparameters as check
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import group_size, mean_
@@ -26,7 +26,6 @@ from curvadion.low_rank_step import (
     accumulate_momenta,
     low_rank_step,
     measure_momenta,
-    momentum_decay,
 )
 from curvadion.momentum_turn import turn_momenta_, weights
 from curvadion.plan import Plan, Pushed, check_parameter, names
@@ -34,15 +33,9 @@ from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, read_record, record
 from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
-from curvadion.replicas import (
-    GATE_BYTES,
-    Agreement,
-    ReplicaGroup,
-    agree,
-    held_anywhere,
-    verify_replicas,
-)
+from curvadion.replicas import GATE_BYTES, Agreement, ReplicaGroup, verify_replicas
 from curvadion.sharding import FLAT_SHARD_START, local
+from curvadion.signals import agree_on_gradients, momentum_norms, with_gradients
 from curvadion.telemetry import StepReport
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -154,9 +147,9 @@ class CurvaDion(Optimizer):
         q_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
     ) -> None:
-        check.one_of("local_step", local_step, ("dion", "gradient"))
         if reconcile is None:
             reconcile = "average" if wire_budget is None else "quantized"
+        check.one_of("local_step", local_step, ("dion", "gradient"))
         check.one_of("reconcile", reconcile, ("average", "quantized", "none"))
         if reconcile_bits is not None:
             check.one_of("reconcile_bits", reconcile_bits, BITS)
@@ -166,7 +159,8 @@ class CurvaDion(Optimizer):
         if max_local_steps is not None:
             check.integer("max_local_steps", max_local_steps, 1)
         self.gate = _gate(gate, threshold, wire_budget, max_local_steps)
-        if isinstance(self.gate, WireBudget) and reconcile != "quantized":
+        share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
+        if share and reconcile != "quantized":
             raise ValueError(
                 f"reconcile={reconcile!r} with gate={self.gate!r}: a budget of bytes needs "
                 f"reconcile='quantized'."
@@ -175,16 +169,7 @@ class CurvaDion(Optimizer):
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
-        share = self.gate.share if isinstance(self.gate, WireBudget) else 0.0
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
-        quantized = reconcile == "quantized"
-        if rank_fraction is None:
-            rank_fraction = 1.0 if quantized else 0.25
-        if right_factor is None:
-            right_factor = "qr" if quantized else "column_normalized"
-        if nesterov is None:
-            period = self.gate.expected_period(coded_share(self.reconcile_bits))
-            nesterov = _look_ahead(period) if quantized else 0.0
         self.reconcile_momentum = reconcile_momentum
         self.reconcile_polar = reconcile_polar
         self.progress = Progress()
@@ -216,8 +201,17 @@ class CurvaDion(Optimizer):
             # How far directions have been followed; the rate may have changed meanwhile.
             check.LR_SINCE_AGREEMENT: 0.0,
         }
+        chosen = self._when_none()
+        defaults |= {key: value for key, value in chosen.items() if defaults[key] is None}
         check.check_group(defaults, defaults)
         super().__init__(params, defaults)
+
+    def _when_none(self) -> dict[str, Any]:
+        """What None stands for where it depends on how replicas come together."""
+        if self.reconcile != "quantized":
+            return {"rank_fraction": 0.25, "right_factor": "column_normalized", "nesterov": 0.0}
+        period = self.gate.expected_period(coded_share(self.reconcile_bits))
+        return {"rank_fraction": 1.0, "right_factor": "qr", "nesterov": _look_ahead(period)}
 
     # ---------------------------------------------------------------- step
 
@@ -248,8 +242,10 @@ class CurvaDion(Optimizer):
         scaled = self._unscale(plan)
 
         pushed = plan.pushed()
-        before, after = self._momentum_norms(plan, pushed)
-        agreement = self._agree(plan, pushed, before, after)
+        reads = self.gate.reads_momentum and plan.dion
+        momenta = momentum_norms(plan, pushed) if reads else None
+        norms = None if momenta is None else momenta.after
+        agreement = agree_on_gradients(self.gate, plan, pushed, momenta)
         if created and agreement.all_zero and self._lr_is_zero():
             return loss
         if not agreement.finite:
@@ -259,10 +255,10 @@ class CurvaDion(Optimizer):
 
         reason = self._reason_to_open(agreement)
         if reason is not None:
-            self._synchronized_step(plan, pushed, after, complete=agreement.complete)
+            self._synchronized_step(plan, pushed, norms, complete=agreement.complete)
             self._have_agreed()
         else:
-            self._local_step(plan, pushed, after, complete=agreement.complete)
+            self._local_step(plan, pushed, norms, complete=agreement.complete)
             self.progress.local_steps += 1
         self.progress.steps += 1
         self.progress.skipped_in_a_row = 0
@@ -281,13 +277,11 @@ class CurvaDion(Optimizer):
             weights = [p.local for p in plan.parameters]
             reconcile.average_(weights + plan.moments(), plan.counters(), group)
         if not complete:
-            plan, norms = _with_gradient(plan, norms, plan.everyone)
+            plan, norms = with_gradients(plan, norms, plan.everyone)
             pushed = plan.pushed()
-        gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
-        mean_(gradients, group)
         accumulate_momenta(plan, pushed)
         low_rank_step(plan, pushed, norms, step=self.progress.steps, inside_replica=False)
-        _elementwise_steps(plan, gradients)
+        _elementwise_steps(plan, group)
 
     def _come_together(self, plan: Plan, step: LowRankStep | None = None) -> None:
         """Replicas move to the mean of what each has moved since the last time, ``step`` last."""
@@ -316,68 +310,18 @@ class CurvaDion(Optimizer):
         """A step inside the replica; what it was made of, if it was Dion's."""
         if not complete:
             # A replica's shards are one matrix: a piece that some of them miss is a piece of zeros.
-            plan, norms = _with_gradient(plan, norms, plan.inside)
+            plan, norms = with_gradients(plan, norms, plan.inside)
             pushed = plan.pushed()
         taken = None
         if self.local_step == "dion":
             taken = local_dion_step(plan, pushed, norms, step=self.progress.steps)
         else:
             local_gradient_step(plan, pushed, norms, step=self.progress.steps)
-        gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
-        _elementwise_steps(plan, gradients)
+        _elementwise_steps(plan, None)
         if self.reconcile == "quantized":  # a tensor's read waits for its device
             for group in self.param_groups:
                 group[check.LR_SINCE_AGREEMENT] += float(group["lr"])
         return taken
-
-    def _momentum_norms(self, plan: Plan, pushed: Pushed) -> tuple[Tensor | None, Tensor | None]:
-        """Norms of the momenta before and after this step's gradient; None if no gate asks."""
-        if not (self.gate.reads_momentum and plan.dion):
-            return None, None
-        before = plan.stored_norms()
-        if not plan.matrices:
-            # A rank that holds none of the experts has no norms, but takes part in the decision.
-            after = before
-        elif pushed.everyone and plan.one_matrix_each:
-            after = ops.momentum_norms(pushed.M, pushed.G, pushed.each(momentum_decay))
-        else:
-            after = ops.momentum_norms(*plan.matrices_with_gradients())
-        return before, plan.norms_over_shards(after)
-
-    def _agree(
-        self, plan: Plan, pushed: Pushed, before: Tensor | None, after: Tensor | None
-    ) -> Agreement:
-        covered = plan.elementwise if after is not None else plan.parameters
-        gradients = [p.G for p in covered if p.G is not None]
-        norms = [ops.norms(gradients)] if gradients else []
-        signals = torch.empty(0, device=plan.device)
-        if before is not None and after is not None:
-            signals = self._signals(plan, pushed, before, after)
-            norms.append(after)
-        if not sum(n.numel() for n in norms):
-            norms.append(torch.zeros(1, device=plan.device))
-        unsure = plan.elementwise if pushed.everyone else plan.parameters
-        return agree(
-            signals,
-            plan.owners,
-            torch.cat(norms),
-            # FSDP1 gives no gradient to a parameter of which it holds nothing here.
-            complete=all(p.G is not None or p.local.numel() == 0 for p in unsure),
-            group=plan.everyone,
-        )
-
-    def _signals(self, plan: Plan, pushed: Pushed, before: Tensor, after: Tensor) -> Tensor:
-        """The gate's signals; the momentum of a matrix without a gradient is as it was."""
-        if not pushed.everyone:
-            held = [m.parameter.G is not None for m in plan.matrices]
-            after = torch.where(torch.tensor(held, device=after.device), after, before)
-        signals = self.gate.signal(before, after)
-        if signals.shape != after.shape:
-            raise ValueError(
-                f"gate={self.gate!r}: signal() returned the shape {tuple(signals.shape)}, but "
-                f"there is one signal per matrix: {tuple(after.shape)}"
-            )
-        return signals
 
     def _reason_to_open(self, agreement: Agreement) -> str | None:
         """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
@@ -727,19 +671,10 @@ def _look_ahead(period: float) -> float:
     return round(1.6 * math.sqrt(period), 1)
 
 
-def _with_gradient(
-    plan: Plan, norms: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Plan, Tensor | None]:
-    """The plan of the parameters that have a gradient on some rank of the group, and its norms."""
-    keep = held_anywhere([p.G is not None for p in plan.parameters], plan.device, group)
-    if norms is not None:
-        pieces = norms.split([len(p.matrices) for p in plan.dion])
-        kept = [piece for piece, k in zip(pieces, keep, strict=False) if k]
-        norms = torch.cat(kept) if kept else norms[:0]
-    return plan.select(keep), norms
-
-
-def _elementwise_steps(plan: Plan, gradients: list[Tensor]) -> None:
+def _elementwise_steps(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """Steps with the gradients' means over a group; a missing gradient is zero."""
+    gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
+    mean_(gradients, group)
     gradient = {id(p): G for p, G in zip(plan.elementwise, gradients, strict=True)}
     for parameters in plan.elementwise_by_group():
         elementwise_step(

@@ -83,14 +83,15 @@ def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     """Write names above the curves' beginnings, and below their ends what share was sent."""
     axes.margins(x=0.15, y=0.14)
     reference = runs[0]["summary"]["sent_bytes"]
-    for run in runs:
+    ordered = sorted(runs, key=lambda run: run["summary"]["sent_bytes"])
+    # Away from the neighbours: the outermost have room on their right, those between on their left.
+    sides = ["left", *["right"] * (len(runs) - 3), "center", "left"][-len(runs) :]
+    for run, side in zip(ordered, sides, strict=True):
         start, summary = run["validation"][0], run["summary"]
         beginning = (start["sent_bytes"], start["val_loss"])
         end = (summary["sent_bytes"], summary["val_loss"])
-        # The curve furthest to the right leaves the room on its left to the others.
-        side = "left" if run is runs[0] else "center"
         write(axes, run, summary["name"], beginning, (0, 10), ha=side)
-        write(axes, run, f"{end[0] / reference:.0%}", end, (0, -12), ha="center")
+        write(axes, run, f"{end[0] / reference:.0%}", end, (0, -12), ha=side)
 
 
 def write(

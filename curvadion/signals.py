@@ -1,0 +1,93 @@
+"""What a step's gradients tell all ranks before it is taken: signals for the gate, and faults."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.gate import Gate
+from curvadion.low_rank_step import momentum_decay
+from curvadion.plan import Plan, Pushed
+from curvadion.replicas import Agreement, agree, held_anywhere
+
+
+class MomentumNorms(NamedTuple):
+    """Frobenius norms of a step's momenta, one per matrix, (k,).
+
+    before: without the step's gradients. after: with them; a matrix without one has decayed.
+    """
+
+    before: Tensor
+    after: Tensor
+
+
+def momentum_norms(plan: Plan, pushed: Pushed) -> MomentumNorms:
+    """Norms before and after this step's gradients; collective over the shards of a replica."""
+    before = plan.stored_norms()
+    if not plan.matrices:
+        # A rank that holds none of the experts has no norms, but takes part in the decision.
+        after = before
+    elif pushed.everyone and plan.one_matrix_each:
+        after = ops.momentum_norms(pushed.M, pushed.G, pushed.each(momentum_decay))
+    else:
+        after = ops.momentum_norms(*plan.matrices_with_gradients())
+    return MomentumNorms(before, plan.norms_over_shards(after))
+
+
+def agree_on_gradients(
+    gate: Gate, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None
+) -> Agreement:
+    """The gate's one collective; ``momenta`` if the gate reads them.
+
+    Raises:
+        ValueError: if the gate's signals are not one per matrix.
+    """
+    covered = plan.parameters if momenta is None else plan.elementwise
+    gradients = [p.G for p in covered if p.G is not None]
+    norms = [ops.norms(gradients)] if gradients else []
+    signals = torch.empty(0, device=plan.device)
+    if momenta is not None:
+        signals = _signals(gate, plan, pushed, momenta)
+        norms.append(momenta.after)
+    if not sum(n.numel() for n in norms):
+        norms.append(torch.zeros(1, device=plan.device))
+    unsure = plan.elementwise if pushed.everyone else plan.parameters
+    return agree(
+        signals,
+        plan.owners,
+        torch.cat(norms),
+        # FSDP1 gives no gradient to a parameter of which it holds nothing here.
+        complete=all(p.G is not None or p.local.numel() == 0 for p in unsure),
+        group=plan.everyone,
+    )
+
+
+def _signals(gate: Gate, plan: Plan, pushed: Pushed, momenta: MomentumNorms) -> Tensor:
+    """The gate's signals; the momentum of a matrix without a gradient is as it was."""
+    before, after = momenta
+    if not pushed.everyone:
+        held = [m.parameter.G is not None for m in plan.matrices]
+        after = torch.where(torch.tensor(held, device=after.device), after, before)
+    signals = gate.signal(before, after)
+    if signals.shape != after.shape:
+        raise ValueError(
+            f"gate={gate!r}: signal() returned the shape {tuple(signals.shape)}, but "
+            f"there is one signal per matrix: {tuple(after.shape)}"
+        )
+    return signals
+
+
+def with_gradients(
+    plan: Plan, norms: Tensor | None, group: dist.ProcessGroup | None
+) -> tuple[Plan, Tensor | None]:
+    """The plan of the parameters that have a gradient on some rank of the group, and its norms."""
+    keep = held_anywhere([p.G is not None for p in plan.parameters], plan.device, group)
+    if norms is not None:
+        pieces = norms.split([len(p.matrices) for p in plan.dion])
+        kept = [piece for piece, k in zip(pieces, keep, strict=False) if k]
+        norms = torch.cat(kept) if kept else norms[:0]
+    return plan.select(keep), norms
