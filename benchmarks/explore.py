@@ -75,6 +75,8 @@ class Variant:
     polar: float = option(0.0, "share of a Newton-Schulz step that the mean drift takes")
     orthonormalized: bool = option(False, "polar factor of the mean drift, as long as the steps")
     elementwise_every: int = option(1, "averages from one of all but the matrices to the next")
+    parts: int = option(1, "averages from one of a tensor to the next: tensors take turns")
+    drift_rank: int | None = option(None, "of matrices' drifts, sent as float32 factors; no codes")
     qr: bool = option(False, "the right factor is orthonormal, not only normalised")
     rank_fraction: float = option(1.0, "of Dion's low-rank factors")
     mu: float = option(0.95, "Dion's momentum")
@@ -134,6 +136,29 @@ VARIANTS = (
         qr=True,
         period=5,
         elementwise_every=3,
+    ),
+    *(
+        Variant(
+            f"look-ahead-4-polar-qr-{parts}-parts-in-turn",
+            nesterov=4.0,
+            polar=1.0,
+            qr=True,
+            period=6 // parts,
+            parts=parts,
+        )
+        for parts in (2, 3)
+    ),
+    Variant("drift-rank-3", drift_rank=3, correction=0.0),
+    *(
+        Variant(
+            f"diloco-lr-{lr:g}",
+            correction=0.0,
+            outer_lr=0.7,
+            outer_momentum=0.9,
+            lr=lr,
+            elementwise_lr=lr,
+        )
+        for lr in (0.005, 0.01, 0.02)
     ),
     Variant("synchronised-qr", synchronised=True, qr=True, elementwise_lr=0.02),
     Variant("synchronised-look-ahead-1", synchronised=True, nesterov=1.0, elementwise_lr=0.02),
@@ -267,11 +292,33 @@ class Mean:
         self.down, self.up = bits, uplink_bits or bits
         self.bytes = 0.0
         self.lost: dict[tuple[str, str], Tensor] = {}
+        self.factors: dict[tuple[str, str], Tensor] = {}
+        self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """(replicas, ...) -> (1, ...); errors are kept by name."""
         sent = self._sent(("up", name), x, self.up)
         return self._sent(("down", name), sent.mean(0, keepdim=True), self.down)
+
+    def low_rank(self, name: str, x: Tensor, rank: int) -> Tensor:
+        """(replicas, m, n) -> (1, m, n): one power iteration on the mean; each keeps its own error.
+
+        Two all-reduces of float32 factors, of (m + n) rank numbers together.
+        """
+        key = ("low rank", name)
+        m, n = x.shape[-2:]
+        wanted = x + self.lost[key] if key in self.lost else x
+        if key not in self.factors:
+            self.factors[key] = torch.randn(n, min(rank, m, n), generator=self.generator)
+        [P] = orthonormalize(
+            [(wanted @ self.factors[key]).mean(0, keepdim=True)], [Extent(range(m))]
+        )
+        R = (wanted.mT @ P).mean(0, keepdim=True)
+        self.bytes += 4 * (m + n) * P.shape[-1]
+        [self.factors[key]] = R / (R.norm(dim=-2, keepdim=True) + EPSILON)
+        mean = P @ R.mT
+        self.lost[key] = wanted - mean
+        return mean
 
     def _sent(self, key: tuple[str, str], x: Tensor, bits: int | None) -> Tensor:
         if bits is None:
@@ -291,6 +338,7 @@ class Averaging:
         self.variant, self.mean = variant, Mean(variant.bits, variant.uplink_bits)
         self.shared = Replicas(variant, world, 1)
         self.averages = 0
+        self.length = dict.fromkeys(self.shared.X, 0.0)  # of the steps since a tensor's average
         self.velocity = {name: torch.zeros_like(X) for name, X in self.shared.X.items()}
 
     def gather(self, gradients: Weights) -> None:
@@ -303,20 +351,28 @@ class Averaging:
 
         ``last``: of all times, at which nothing is left out.
         """
-        length = self.variant.lr * sum(scale for _, scale in window)
         self.averages += 1
-        for name, X in own.X.items():
-            if name not in own.M and self.averages % self.variant.elementwise_every and not last:
+        for i, (name, X) in enumerate(own.X.items()):
+            self.length[name] += self.variant.lr * sum(scale for _, scale in window)
+            every = self.variant.elementwise_every if name not in own.M else 1
+            if not last and (self.averages % every or (self.averages - i) % self.variant.parts):
                 continue
+            length, self.length[name] = self.length[name], 0.0
             agreed = self.shared.X[name]
             drift = X - agreed
-            mean = self.mean(name, drift)
+            mean = self._mean(name, drift)
             if name in own.M and self.variant.correction:
                 self._correct(own, name, (mean - drift) / (length * shape_scale(X)))
             agreed += self._outer(name, mean, length)
             X.copy_(agreed)
         for name, M in own.M.items() if self.variant.momenta else ():
             M.copy_(self.shared.M[name].add_(self.mean("M " + name, M - self.shared.M[name])))
+
+    def _mean(self, name: str, drift: Tensor) -> Tensor:
+        rank = self.variant.drift_rank
+        if rank is None or name not in self.shared.M:
+            return self.mean(name, drift)
+        return self.mean.low_rank(name, drift, rank)
 
     def _correct(self, own: Replicas, name: str, turn: Tensor) -> None:
         # M = U S with a symmetric S; weights go along -U, so that ``turn`` is own - mean direction.
