@@ -144,8 +144,8 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
     for method, spared in (("ours", 0), ("ours_rmmc", 1)):
-        bits, wire_budget = traffic.bits_and_budget(shapes, budget, steps, spared=spared)
-        yield Variant(method, {"wire_budget": wire_budget, "bits": bits}, budget)
+        spent = traffic.spending(shapes, budget, steps, spared=spared)
+        yield Variant(method, asdict(spent), budget)
 
 
 def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:

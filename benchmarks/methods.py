@@ -71,12 +71,10 @@ class Gated(Method):
 
     @torch.no_grad()
     def finish(self) -> None:
-        if not self.optimizer.progress.local_steps:
-            return
-        if self.optimizer.reconcile == "average":
-            mean_([X.detach() for X in self.model.parameters()], self.replicas)
-        elif self.optimizer.reconcile == "quantized":
+        if self.optimizer.reconcile == "quantized":
             self.optimizer.synchronize(exact=False)
+        elif self.optimizer.reconcile == "average" and self.optimizer.progress.local_steps:
+            mean_([X.detach() for X in self.model.parameters()], self.replicas)
 
 
 class LocalThenOuter(Method):
@@ -179,6 +177,7 @@ def ours(
     *,
     wire_budget: float,
     bits: int | None = None,
+    parts: int | None = None,
     momenta: bool = True,
     polar: bool = True,
     qr: bool = True,
@@ -188,9 +187,10 @@ def ours(
 ) -> Method:
     """CurvaDion under a budget of bytes.
 
-    ``bits`` are of a number sent; ``momenta``: whether they turn to the mean direction; ``polar``:
-    whether that is lengthened; ``qr``: whether the right factor is orthonormal; ``by`` says when
-    the gate opens. Nothing of a rank crosses the wire, so it is full.
+    ``bits`` are of a number sent; ``parts`` of the parameters take turns; ``momenta``: whether
+    they turn to the mean direction; ``polar``: whether that is lengthened; ``qr``: whether the
+    right factor is orthonormal; ``by`` says when the gate opens. Nothing of a rank crosses the
+    wire, so it is full.
     """
     config = _dion_config(
         lr,
@@ -198,6 +198,7 @@ def ours(
         wire_budget=wire_budget,
         budget_by=by,
         reconcile_bits=bits,
+        reconcile_parts=parts,
         reconcile_momentum=momenta,
         reconcile_polar=polar,
         right_factor="qr" if qr else "column_normalized",

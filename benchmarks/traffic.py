@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.quantization import bits_within
+from curvadion.quantization import bits_within, coded_share, parts_within
 from curvadion.quantized_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 
@@ -94,19 +94,29 @@ def quantized_bytes(shapes: Shapes, bits: int) -> int:
     return message_bytes(map(math.prod, shapes.all), bits)
 
 
-def bits_and_budget(
-    shapes: Shapes, budget: float, steps: int, *, spared: int = 0
-) -> tuple[int, float]:
-    """Return the bits of a number, and the budget whose last opening falls on the last step.
+@dataclass(frozen=True)
+class Spending:
+    """How CurvaDion spends a budget: arguments of ``methods.ours``."""
 
-    The bits are CurvaDion's own choice, with averages at every second step at most. ``spared``:
-    so many openings less, for a gate that may end a run ahead of its budget, or off its period.
+    wire_budget: float
+    bits: int
+    parts: int
+
+
+def spending(shapes: Shapes, budget: float, steps: int, *, spared: int = 0) -> Spending:
+    """Return the bits, the parts, and the budget whose last opening falls on the last step.
+
+    Bits and parts are CurvaDion's own choice, with agreements on a weight at every second step at
+    most. Counted are also the parts that come together after the last step. ``spared``: so many
+    openings less, for a gate that may end a run ahead of its budget, or off its period.
     """
     bits = bits_within(budget)
-    once = quantized_bytes(shapes, bits) / (4 * shapes.parameters)
+    parts = parts_within(min(budget, coded_share(bits) / 2), bits)
+    once = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
-    openings = min(math.floor((budget - gate) * steps / once), steps // 2) - spared
-    return bits, math.ceil(1e6 * (openings * once / steps + gate)) / 1e6
+    fitting = math.floor((budget - gate) * steps / once) - (parts - 1)
+    openings = min(fitting, steps // 2 * parts) - spared
+    return Spending(math.ceil(1e6 * (openings * once / steps + gate)) / 1e6, bits, parts)
 
 
 def powersgd_rank(shapes: Shapes, budget: float, steps: int) -> int | None:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.plan import Parameter
+from curvadion.hyperparameters import LR_SUM
+from curvadion.plan import LR_AT_AGREEMENT, Parameter
 from curvadion.reconcile import quantized_average_
 from curvadion.sharding import global_shape, local
 
@@ -38,6 +39,25 @@ def begin(parameters: Sequence[Parameter]) -> None:
             wide = torch.promote_types(X.dtype, torch.float32)
             p.state[AGREED] = X.to(wide, copy=True)
             p.state[RESIDUAL] = torch.zeros_like(X, dtype=torch.float32)
+            _note(p)
+
+
+def _note(parameter: Parameter) -> None:
+    if parameter.matrices:
+        parameter.state[LR_AT_AGREEMENT] = parameter.group[LR_SUM]
+
+
+def in_parts(sizes: Sequence[int], count: int) -> list[int]:
+    """Which of so many parts of about equal size each of the parameters of these sizes belongs to.
+
+    The largest goes first, each to the part that is smallest so far. No part is empty; there are
+    fewer where parameters are.
+    """
+    parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        parts[i] = min(range(len(filled)), key=filled.__getitem__)
+        filled[parts[i]] += max(1, sizes[i])
+    return parts
 
 
 def sizes(parameters: Sequence[Parameter]) -> list[int]:
@@ -58,6 +78,13 @@ def agree_(parameters: Sequence[Parameter], bits: int, group: dist.ProcessGroup 
     quantized_average_(X, agreed, residuals, bits, group)
 
 
+def settle(parameters: Sequence[Parameter]) -> None:
+    """Note that replicas agree on these parameters, once everything has moved them."""
+    for p in parameters:
+        if AGREED in p.state:
+            _note(p)
+
+
 def give_back_losses_(parameters: Sequence[Parameter]) -> None:
     """Add what codes have lost to the weights, before an exact average of these."""
     for X, _, residual in consensuses(parameters):
@@ -69,6 +96,7 @@ def renew_(parameters: Sequence[Parameter]) -> None:
     """Agree on what the weights are: they have just been averaged."""
     for X, agreed, _ in consensuses(parameters):
         agreed.copy_(X)
+    settle(parameters)
 
 
 def fingerprint(parameters: Sequence[Parameter]) -> float:

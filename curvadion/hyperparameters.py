@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 ALGORITHMS = ("dion", "adamw", "lion")
-# Key of every group: the sum of its learning rates since replicas last agreed.
-LR_SINCE_AGREEMENT = "lr_since_agreement"
+# Key of every group: the sum of its learning rates so far, which tells how far weights may have
+# gone since replicas agreed on them; the rate itself may have changed meanwhile.
+LR_SUM = "lr_sum"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Written into groups by torch.optim, its schedulers and training frameworks; without effect here.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.hyperparameters import LR_SINCE_AGREEMENT
 from curvadion.plan import Matrix, Parameter, Plan, Pushed, as_stack
 from curvadion.power_iteration import LowRank, power_iteration
 
@@ -47,6 +46,20 @@ class LowRankStep(NamedTuple):
     stacks: list[list[Matrix]]
     factors: list[LowRank]
 
+    def among(self, parameters: Sequence[Parameter]) -> LowRankStep:
+        """What these parameters had of it."""
+        these = set(map(id, parameters))
+        plan = self.plan.select([id(p) in these for p in self.plan.parameters])
+        if plan is self.plan:
+            return self
+        places = {id(m): (s, i) for s, stack in enumerate(self.stacks) for i, m in enumerate(stack)}
+        stacks, factors = plan.stacks(), []
+        for stack in stacks:
+            # Matrices of one stack were in one stack before.
+            (s, *_), rows = zip(*(places[id(m)] for m in stack), strict=True)
+            factors.append(LowRank(*(factor[list(rows)] for factor in self.factors[s])))
+        return LowRankStep(plan, stacks, factors)
+
     def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
         """One number a matrix, given by stack, in the order of the plan's matrices, (k,)."""
         order = [i for stack in self.plan.stack_positions for i in stack]
@@ -58,7 +71,9 @@ class LowRankStep(NamedTuple):
         So far the steps since replicas last agreed go where all have one direction.
         """
         return [
-            each.R.new_tensor([m.group[LR_SINCE_AGREEMENT] * m.layout.update_scale for m in stack])
+            each.R.new_tensor(
+                [m.parameter.lr_since_agreement * m.layout.update_scale for m in stack]
+            )
             for stack, each in zip(self.stacks, self.factors, strict=True)
         ]
 

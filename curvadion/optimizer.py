@@ -28,10 +28,10 @@ from curvadion.low_rank_step import (
     measure_momenta,
 )
 from curvadion.momentum_turn import turn_momenta_, weights
-from curvadion.plan import Plan, Pushed, check_parameter, names
+from curvadion.plan import LR_AT_AGREEMENT, Plan, Pushed, check_parameter, names
 from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, read_record, record
-from curvadion.quantization import BITS, bits_within, coded_share
+from curvadion.quantization import BITS, bits_within, coded_share, parts_within
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import GATE_BYTES, Agreement, ReplicaGroup, verify_replicas
 from curvadion.sharding import FLAT_SHARD_START, local
@@ -82,6 +82,10 @@ class CurvaDion(Optimizer):
             "quantized" with a wire_budget, "average" without.
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
             None takes what a budget pays for at every second step, 2 at least: 4 for 0.1.
+        reconcile_parts: of "quantized": parameters come together in so many parts of about equal
+            size, one when the gate opens, in turn; 1 brings all together. None takes 1, and under a
+            budget as many as there are steps from one agreement on a weight to the next, 3 at
+            most; 1 if there are more than 16.
         reconcile_momentum: of "quantized" with local_step="dion": whether momenta turn to the mean
             direction that the agreement on weights tells, for no bytes (curvadion.momentum_turn).
             Weights are held twice meanwhile.
@@ -130,6 +134,7 @@ class CurvaDion(Optimizer):
         wire_budget: float | None = None,
         reconcile: Literal["average", "quantized", "none"] | None = None,
         reconcile_bits: int | None = None,
+        reconcile_parts: int | None = None,
         reconcile_momentum: bool = True,
         reconcile_polar: bool = True,
         mu: float = 0.95,
@@ -153,6 +158,8 @@ class CurvaDion(Optimizer):
         check.one_of("reconcile", reconcile, ("average", "quantized", "none"))
         if reconcile_bits is not None:
             check.one_of("reconcile_bits", reconcile_bits, BITS)
+        if reconcile_parts is not None:
+            check.integer("reconcile_parts", reconcile_parts, 1)
         check.boolean("reconcile_momentum", reconcile_momentum)
         check.boolean("reconcile_polar", reconcile_polar)
         check.integer("warmup_steps", warmup_steps, 0)
@@ -170,6 +177,9 @@ class CurvaDion(Optimizer):
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
+        if reconcile_parts is None:
+            reconcile_parts = parts_within(share, self.reconcile_bits) if share else 1
+        self.reconcile_parts = reconcile_parts
         self.reconcile_momentum = reconcile_momentum
         self.reconcile_polar = reconcile_polar
         self.progress = Progress()
@@ -198,8 +208,7 @@ class CurvaDion(Optimizer):
             "stochastic_rounding": stochastic_rounding,
             # A key of all groups, since checkpoint tools save and load the keys of groups.
             "progress": record(self.progress, self.gate),
-            # How far directions have been followed; the rate may have changed meanwhile.
-            check.LR_SINCE_AGREEMENT: 0.0,
+            check.LR_SUM: 0.0,
         }
         chosen = self._when_none()
         defaults |= {key: value for key, value in chosen.items() if defaults[key] is None}
@@ -210,7 +219,8 @@ class CurvaDion(Optimizer):
         """What None stands for where it depends on how replicas come together."""
         if self.reconcile != "quantized":
             return {"rank_fraction": 0.25, "right_factor": "column_normalized", "nesterov": 0.0}
-        period = self.gate.expected_period(coded_share(self.reconcile_bits))
+        opening = coded_share(self.reconcile_bits) / self.reconcile_parts
+        period = self.gate.expected_period(opening)
         return {"rank_fraction": 1.0, "right_factor": "qr", "nesterov": _look_ahead(period)}
 
     # ---------------------------------------------------------------- step
@@ -256,7 +266,7 @@ class CurvaDion(Optimizer):
         reason = self._reason_to_open(agreement)
         if reason is not None:
             self._synchronized_step(plan, pushed, norms, complete=agreement.complete)
-            self._have_agreed()
+            self.progress.local_steps = 0
         else:
             self._local_step(plan, pushed, norms, complete=agreement.complete)
             self.progress.local_steps += 1
@@ -283,12 +293,23 @@ class CurvaDion(Optimizer):
         low_rank_step(plan, pushed, norms, step=self.progress.steps, inside_replica=False)
         _elementwise_steps(plan, group)
 
-    def _come_together(self, plan: Plan, step: LowRankStep | None = None) -> None:
-        """Replicas move to the mean of what each has moved since the last time, ``step`` last."""
+    def _come_together(
+        self, plan: Plan, step: LowRankStep | None = None, *, parts: int = 1
+    ) -> None:
+        """Replicas move the next parts to the mean of what each has moved since the last time.
+
+        step: the one just taken, which the momenta are to follow.
+        """
+        if not plan.parameters:
+            return
+        part_of = consensus.in_parts(consensus.sizes(plan.parameters), self.reconcile_parts)
+        total = max(part_of) + 1
+        now = {(self.progress.part + i) % total for i in range(parts)}
+        plan = plan.select([part in now for part in part_of])
         group = self._replicas.process_group
-        several = group_size(group) > 1
-        turned = step if several and self.reconcile_momentum else None
-        lengthened = step if several and self.reconcile_polar else None
+        taken = None if step is None or group_size(group) == 1 else step.among(plan.parameters)
+        turned = taken if self.reconcile_momentum else None
+        lengthened = taken if self.reconcile_polar else None
         own = [] if turned is None else weights(turned)
         before = [] if lengthened is None else agreements(lengthened)
         consensus.agree_(plan.parameters, self.reconcile_bits, group)
@@ -298,11 +319,9 @@ class CurvaDion(Optimizer):
             polar_step_(lengthened, before)
         if turned is not None and self.gate.reads_momentum:
             measure_momenta(plan)
-
-    def _have_agreed(self) -> None:
-        self.progress.local_steps = 0
-        for group in self.param_groups:
-            group[check.LR_SINCE_AGREEMENT] = 0.0
+        consensus.settle(plan.parameters)
+        self.progress.part = (self.progress.part + parts) % total
+        self.progress.parts_apart = max(0, min(self.progress.parts_apart, total) - parts)
 
     def _local_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
@@ -320,7 +339,8 @@ class CurvaDion(Optimizer):
         _elementwise_steps(plan, None)
         if self.reconcile == "quantized":  # a tensor's read waits for its device
             for group in self.param_groups:
-                group[check.LR_SINCE_AGREEMENT] += float(group["lr"])
+                group[check.LR_SUM] += float(group["lr"])
+            self.progress.parts_apart = self.reconcile_parts
         return taken
 
     def _reason_to_open(self, agreement: Agreement) -> str | None:
@@ -364,6 +384,7 @@ class CurvaDion(Optimizer):
                 self.local_step,
                 self.reconcile,
                 self.reconcile_bits,
+                self.reconcile_parts,
                 self.reconcile_momentum,
                 self.reconcile_polar,
                 self.warmup_steps,
@@ -424,21 +445,21 @@ class CurvaDion(Optimizer):
                     f"exact=False needs reconcile='quantized', but it is {self.reconcile!r}: leave "
                     f"exact out."
                 )
-            if self.progress.local_steps:
-                self._come_together(plan)
-                self._have_agreed()
+            if self.progress.parts_apart:
+                self._come_together(plan, parts=self.progress.parts_apart)
+            self.progress.local_steps = 0
             return
         tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
         consensus.give_back_losses_(ready.parameters)
         for p in ready.dion:
-            own = p.state.keys() - {"momentum_norm", FLAT_SHARD_START, *consensus.STATE_KEYS}
-            tensors += [local(p.state[key]) for key in sorted(own)]
+            others = {"momentum_norm", FLAT_SHARD_START, LR_AT_AGREEMENT, *consensus.STATE_KEYS}
+            tensors += [local(p.state[key]) for key in sorted(p.state.keys() - others)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
         consensus.renew_(ready.parameters)
         measure_momenta(ready)
-        self._have_agreed()
+        self.progress.local_steps = self.progress.parts_apart = 0
 
     @torch.no_grad()
     def drift(self) -> float:
@@ -516,7 +537,7 @@ class CurvaDion(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         behaviour = ("gate", "local_step", "max_local_steps", "warmup_steps")
-        together = ("reconcile", "reconcile_bits", "reconcile_momentum", "reconcile_polar")
+        together = [f"reconcile{what}" for what in ("", "_bits", "_parts", "_momentum", "_polar")]
         own = (*behaviour, *together, "progress", "report", "_replicas")
         kept = {key: getattr(self, key) for key in own}
         return {**super().__getstate__(), **kept}
@@ -560,8 +581,8 @@ class CurvaDion(Optimizer):
         if self.reconcile != "quantized" or not plan.parameters:
             return
         sizes = consensus.sizes(plan.parameters)
-        dense = 4 * sum(sizes)
-        self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / dense
+        dense, parts = 4 * sum(sizes), min(self.reconcile_parts, len(sizes))
+        self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / parts / dense
         self.gate.closed_cost = GATE_BYTES / dense
         if isinstance(self.gate, WireBudget):
             self.gate.check_feasible(self.max_local_steps)

@@ -19,10 +19,14 @@ from curvadion import sharding
 from curvadion.collectives import Buckets, Slot, group_size
 from curvadion.elementwise import STATE_KEYS, create_state
 from curvadion.groups import Unions
+from curvadion.hyperparameters import LR_SUM
 from curvadion.layout import MatrixLayout
 from curvadion.power_iteration import RightFactor, Stack
 from curvadion.sharding import Part, global_shape, local
 from curvadion.tensors import Parameters, Settled, Tensors
+
+# State of what takes Dion: its group's LR_SUM when replicas last agreed on its weights.
+LR_AT_AGREEMENT = "lr_at_agreement"
 
 States = MutableMapping[Tensor, dict[str, Any]]
 Number = TypeVar("Number")
@@ -103,6 +107,11 @@ class Parameter:
         """Learning rate of the local gradient step."""
         local_lr: float | Tensor | None = self.group["local_lr"]
         return self.group["lr"] if local_lr is None else local_lr
+
+    @property
+    def lr_since_agreement(self) -> float:
+        """The sum of the learning rates of the steps since replicas last agreed on X."""
+        return float(self.group[LR_SUM] - self.state[LR_AT_AGREEMENT])
 
     @property
     def stochastic_rounding(self) -> bool:

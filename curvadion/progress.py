@@ -17,11 +17,15 @@ class Progress:
         steps: steps taken, skipped ones included.
         local_steps: steps since the replicas last synchronised.
         skipped_in_a_row: steps skipped for a non-finite gradient since the last that was not.
+        part: of the parameters, the one that comes together when the gate opens next.
+        parts_apart: so many parts, from that one on, have moved since replicas agreed on them.
     """
 
     steps: int = 0
     local_steps: int = 0
     skipped_in_a_row: int = 0
+    part: int = 0
+    parts_apart: int = 0
 
 
 def record(progress: Progress, gate: Gate) -> str:

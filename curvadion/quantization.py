@@ -35,6 +35,16 @@ def bits_within(share: float) -> int:
     return max(b for b in BITS if b <= 2 or coded_share(b) <= 2 * share)
 
 
+def parts_within(share: float, bits: int) -> int:
+    """Parts of the weights that had best take turns, where codes may take this share of the bytes.
+
+    Three, or as many as there are steps from one agreement on a weight to the next. After more
+    than 16 steps alone a part of one replica no longer fits the others' (docs/convergence.md).
+    """
+    period = coded_share(bits) / share
+    return 1 if period > 16 else max(1, min(3, int(period)))
+
+
 def encode(x: Tensor, bits: int) -> Tensor:
     """(k * BLOCK,) float32 -> (k, block_bytes(bits)) uint8.
 

@@ -115,6 +115,7 @@ class Config:
     )
     reconcile_bits: int | None = option(None, "of a number, where quantized; by the budget")
     reconcile_momentum: bool = option(True, "where quantized: momenta turn to the mean")
+    reconcile_parts: int | None = option(None, "that take turns, where quantized; by the budget")
     reconcile_polar: bool = option(True, "where quantized: mean directions are lengthened")
 
     # Running
@@ -198,6 +199,7 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         reconcile=config.reconcile or ("quantized" if config.wire_budget else "average"),
         reconcile_bits=config.reconcile_bits,
         reconcile_momentum=config.reconcile_momentum,
+        reconcile_parts=config.reconcile_parts,
         reconcile_polar=config.reconcile_polar,
         **shared,
     )

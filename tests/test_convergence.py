@@ -21,6 +21,8 @@ import convergence_report
 import distributed
 import traffic
 from curvadion import WireBudget
+from curvadion.consensus import in_parts
+from curvadion.quantized_mean import message_bytes
 from diloco import DiLoCo
 from grids import BUDGETS, GRIDS, SIZES, Run, Task
 from methods import METHODS
@@ -49,11 +51,10 @@ SETTINGS = {
     "diloco_dion": {"period": 4},
     "averaging": {"period": 4},
     "published": {"threshold": 2.0},
-    "ours": {"wire_budget": 0.04, "momenta": False},
-    "ours_rmmc": {"wire_budget": 0.03, "bits": 4},
+    "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
+    "ours_rmmc": {"wire_budget": 0.03, "bits": 4, "parts": 3},
 }
 GATED = {"dion", "dion_nesterov", "averaging", "published", "authors", "ours", "ours_rmmc"}
-BITS = {"ours": 2, "ours_rmmc": 4}
 CPU = torch.device("cpu")
 
 
@@ -80,16 +81,25 @@ def records():
     return dict(zip(METHODS, first, strict=True))
 
 
+def bytes_in_turns(openings, *, bits, parts, **_):
+    """Codes of so many openings, and after a last step with the gate closed, or open."""
+    sizes = [math.prod(shape) for shape in SHAPES.all]
+    turns = [0] * parts
+    for size, part in zip(sizes, in_parts(sizes, parts), strict=True):
+        turns[part] += message_bytes([size], bits)
+    taken = [turns[i % parts] for i in range(openings)]
+    return sum(taken), sum(turns), sum(turns) - taken[-1]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_sends_what_its_formula_says(records, method):
     record = records[method]
     sent, payload = (record[key] * STEPS for key in ("sent_per_step", "payload_per_step"))
     opened = round(record["gate_open_share"] * STEPS)
-    if method in BITS:
-        once = traffic.quantized_bytes(SHAPES, BITS[method])
-        expected = opened * once
-        if sent > expected + 1000:  # once more, after the last step
-            expected += once
+    if method.startswith("ours"):
+        taken, closed_at_last, open_at_last = bytes_in_turns(opened, **SETTINGS[method])
+        late = closed_at_last if sent > taken + open_at_last + 500 else open_at_last
+        expected = taken + late
     else:
         # Without a number of its own, how often the gate was open decides.
         expected = 4 * NUMBERS.get(method, opened * SHAPES.dion_step())
@@ -221,19 +231,22 @@ def test_settings_use_a_budget_up(size, budget, steps):
         gates = traffic.GATE * steps
         assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
         assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
-    bits, wire_budget = traffic.bits_and_budget(shapes, budget, steps)
-    assert bits == (4 if budget == 0.1 else 2)  # 4 of 32 bits, with the scales, are 13 %
-    once = traffic.quantized_bytes(shapes, bits) / (4 * shapes.parameters)
-    assert once == pytest.approx(bits / 32, rel=0.1)
-    gate = WireBudget(wire_budget)
+    spent = traffic.spending(shapes, budget, steps)
+    assert spent.bits == (4 if budget == 0.1 else 2)  # 4 of 32 bits, with the scales, are 13 %
+    assert spent.parts == {0.1: 2, 0.03: 2, 0.01: 3, 0.003: 1}[budget]
+    once = traffic.quantized_bytes(shapes, spent.bits) / (4 * shapes.parameters)
+    assert once == pytest.approx(spent.bits / 32, rel=0.1)
+    once /= spent.parts
+    gate = WireBudget(spent.wire_budget)
     gate.open_cost, gate.closed_cost = once, traffic.GATE / shapes.parameters
     opened, local_steps = [], 0
     for step in range(steps):
         local_steps = 0 if gate.opens(0.0, local_steps) else local_steps + 1
         opened += [step] if not local_steps else []
     assert opened[-1] == steps - 1
-    left = budget - len(opened) * once / steps - gate.closed_cost
-    assert len(opened) == steps // 2 if budget == 0.1 else 0 <= left < once / steps
+    left = budget - (len(opened) + spent.parts - 1) * once / steps - gate.closed_cost
+    most = steps // 2 * spent.parts
+    assert len(opened) == most if budget == 0.1 else 0 <= left < once / steps
     rank = traffic.powersgd_rank(shapes, budget, steps)
     sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
     if rank is None:

@@ -8,11 +8,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR
 
 import distributed
 import toy
 from curvadion import RMMC, CurvaDion, FixedPeriod, WireBudget, WireMeter
+from curvadion.consensus import in_parts
 from curvadion.quantized_mean import message_bytes
 
 BITS = (1, 2, 4, 8)
@@ -138,15 +141,76 @@ def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, momenta):
         assert mean == 16 + (codes if step % 2 else 0)
 
 
+def take_turns(rank, parts, local_step):
+    """Per step which parameters replicas agree on, and the codes' bytes against the formula's."""
+    model = toy.model()
+    how = dict(reconcile="quantized", reconcile_parts=parts, local_step=local_step)
+    optimizer = optimizer_of(model, gate=FixedPeriod(2), **how)
+    steps = []
+    for step in range(4 * min(parts, 6)):
+        with WireMeter() as meter:
+            toy.train(model, optimizer, [step], rank)
+        agreed = agreed_on(model)
+        formula = message_bytes((x.numel() for x in agreed.values()), 2)
+        steps.append((set(agreed), meter.total_sent - 16, formula))
+    with WireMeter() as meter:
+        optimizer.synchronize(exact=False)
+    formula = message_bytes((x.numel() for n, x in agreed_on(model).items() if n not in agreed), 2)
+    steps.append((set(agreed_on(model)), meter.total_sent, formula))
+    return steps
+
+
+def agreed_on(model):
+    """The parameters of which all replicas hold the same bits."""
+    agreed = {}
+    for name, x in model.named_parameters():
+        others = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, x.detach().contiguous())
+        if all(other.equal(x) for other in others):
+            agreed[name] = x
+    return agreed
+
+
+@pytest.mark.parametrize("local_step", ["dion", "gradient"])
+@pytest.mark.parametrize("parts", [2, 3, 100])
+def test_parts_of_the_weights_take_turns(parts, local_step):
+    ranks = distributed.run(2, take_turns, parts, local_step)
+    assert [step[0] for step in ranks[0]] == [step[0] for step in ranks[1]]
+    *turns, last = (step[0] for step in ranks[0])
+    names = dict(toy.model().named_parameters())
+    assert not any(turns[::2])  # the gate is closed
+    rounds = turns[1::2]
+    count = len(rounds) // 2
+    assert rounds[:count] == rounds[count:]
+    assert all(rounds) and sum(map(len, rounds[:count])) == len(names)
+    assert set().union(*rounds) == last == set(names)
+    for step in range(1, 2 * len(rounds) + 1):  # the first also compares the replicas
+        sent, formula = ((ranks[0][step][i] + ranks[1][step][i]) / 2 for i in (1, 2))
+        assert sent == formula
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
+def test_parts_are_of_about_equal_size(sizes, count):
+    parts = in_parts(sizes, count)
+    assert len(parts) == len(sizes) and set(parts) == set(range(min(count, len(sizes))))
+    filled = [sum(s for s, p in zip(sizes, parts, strict=True) if p == part) for part in set(parts)]
+    assert max(filled) - min(filled) <= max(sizes) + len(sizes)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("by", ["period", "rmmc"])
-def test_a_run_sends_what_its_budget_allows(by):
+def test_a_run_sends_what_its_budget_allows(by, parts):
     steps, share = 120, 0.3
-    arguments = dict(gate=WireBudget(share, by), reconcile="quantized", reconcile_bits=2)
+    arguments = dict(gate=WireBudget(share / parts, by), reconcile="quantized", reconcile_bits=2)
+    arguments["reconcile_parts"] = parts
     ranks = distributed.run(2, train, steps, arguments)
     dense = 4 * sum(p.numel() for p in toy.model().parameters())
     openings = sum(report.gate_open for report in ranks[0][1])
-    allowed = steps * (share * dense - 16) / bytes_of_codes(2)
+    allowed = steps * (share / parts * dense - 16) / (bytes_of_codes(2) / parts)
     assert openings == pytest.approx(min(allowed, steps), rel=0.1)
+    sent = sum(sum(rank[2]) for rank in ranks) / 2
+    whole = openings // parts * bytes_of_codes(2)
+    assert 0 <= sent - 16 * steps - whole < bytes_of_codes(2) + 150
 
 
 TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, reconcile="quantized", reconcile_bits=8)
@@ -162,18 +226,23 @@ def train_at(model, optimizer, steps, rank, rates):
 
 
 def around_an_opening(rank, options, rates):
-    """Weights and momenta after it with and without turned momenta, and after the step alone."""
+    """Weights and momenta after it with and without turned momenta, and before and after its step.
+
+    The first opening, or with parts the last of the first round.
+    """
     ends = {}
-    for case, period, steps, turns in (
-        ("before the last step", 99, PERIOD - 1, True),
-        ("alone", 99, PERIOD, True),
-        ("kept", PERIOD, PERIOD, False),
-        ("turned", PERIOD, PERIOD, True),
-    ):
+    last = PERIOD * options.get("reconcile_parts", 1) - 1
+    for case in ("before", "alone", "kept", "turned"):
         model = toy.model()
-        arguments = {**TURNS, **copy.deepcopy(options), "reconcile_momentum": turns}
-        optimizer = optimizer_of(model, gate=FixedPeriod(period), **arguments)
-        train_at(model, optimizer, steps, rank, rates)
+        options_here = {**TURNS, **copy.deepcopy(options)}
+        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **options_here)
+        scheduler = LambdaLR(optimizer, lambda step: rates[step % len(rates)])
+        toy.train(model, optimizer, range(last), rank, scheduler.step)
+        optimizer.reconcile_momentum = case == "turned"
+        if case == "alone":
+            optimizer.gate = FixedPeriod(99)
+        if case != "before":
+            toy.train(model, optimizer, [last], rank)
         X = [x.detach().double() for x in optimizer.state if "momentum" in optimizer.state[x]]
         ends[case] = X, [M.double() for M in momenta(optimizer)]
     return ends
@@ -186,21 +255,30 @@ def around_an_opening(rank, options, rates):
         ({"momentum_rule": "plain"}, STEADY),
         ({"lr": torch.tensor(0.02)}, FALLING),
         ({}, FALLING),
+        ({"reconcile_parts": 2}, FALLING),
     ],
-    ids=["error feedback", "plain", "tensor lr", "falling lr"],
+    ids=["error feedback", "plain", "tensor lr", "falling lr", "parts in turn"],
 )
 def test_momenta_turn_to_the_mean_direction(options, rates):
+    parts = options.get("reconcile_parts", 1)
     for ends in distributed.run(2, around_an_opening, options, rates):
+        agreements = 0
         for i, agreed in enumerate(ends["turned"][0]):
             assert agreed.equal(ends["kept"][0][i])
             M, turned = ends["kept"][1][i], ends["turned"][1][i]
-            own, before = ends["alone"][0][i], ends["before the last step"][0][i]
+            own, before = ends["alone"][0][i], ends["before"][0][i]
+            if agreed.equal(own):
+                assert turned.equal(M)
+                continue
+            agreements += 1
             tall = M.shape[0] >= M.shape[1]
             length = 0.02 * (M.shape[0] / M.shape[1]) ** 0.5
-            U, D = (before - own) / (rates[-1] * length), (agreed - own) / (sum(rates) * length)
+            gone = parts * sum(rates) * length
+            U, D = (before - own) / (rates[-1] * length), (agreed - own) / gone
             expected = M - (D @ U.T @ M if tall else M @ U.T @ D)
             assert float((expected - M).norm()) > 0.1 * float(M.norm())
             assert float((turned - expected).norm()) < 1e-3 * float(M.norm())
+        assert agreements == len(ends["turned"][0]) / parts
 
 
 def around_a_polar_step(rank, options, rates):
@@ -341,26 +419,27 @@ def test_the_look_ahead_grows_with_the_period(options, nesterov):
     assert optimizer_of(toy.model(), **options).param_groups[0]["nesterov"] == nesterov
 
 
-def train_in_two_parts(rank, part):
+def train_in_two_parts(rank, part, parts):
     model = toy.model()
-    optimizer = optimizer_of(model, wire_budget=0.05)
+    optimizer = optimizer_of(model, wire_budget=0.05, reconcile_parts=parts)
     if part == "whole":
         toy.train(model, optimizer, range(14), rank)
         return toy.weights(model)
     toy.train(model, optimizer, range(5), rank)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     model = toy.model()
-    optimizer = optimizer_of(model, wire_budget=0.05)
+    optimizer = optimizer_of(model, wire_budget=0.05, reconcile_parts=parts)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     toy.train(model, optimizer, range(5, 14), rank)
     return toy.weights(model)
 
 
-def test_a_run_goes_on_bitwise_from_each_replicas_state():
-    whole = distributed.run(2, train_in_two_parts, "whole")
-    parts = distributed.run(2, train_in_two_parts, "parts")
-    for ours, theirs in zip(whole, parts, strict=True):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_run_goes_on_bitwise_from_each_replicas_state(parts):
+    whole = distributed.run(2, train_in_two_parts, "whole", parts)
+    resumed = distributed.run(2, train_in_two_parts, "resumed", parts)
+    for ours, theirs in zip(whole, resumed, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -443,6 +522,7 @@ def test_bfloat16_weights_follow_a_float32_agreement():
         ({"wire_budget": 0.01, "gate": RMMC(0.1)}, ValueError, "gate=RMMC"),
         ({"wire_budget": 0.01, "reconcile": "average"}, ValueError, "reconcile='average'"),
         ({"reconcile": "quantized", "reconcile_bits": 5}, ValueError, "reconcile_bits=5"),
+        ({"reconcile": "quantized", "reconcile_parts": 0}, ValueError, "reconcile_parts=0"),
     ],
 )
 def test_impossible_arguments_are_errors(arguments, error, message):

@@ -74,12 +74,14 @@ COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp"
 NEITHER = (("reconcile_momentum", False), ("reconcile_polar", False))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_shards_turn_and_lengthen_as_whole_replicas_do(setup, layout, option):
+def test_shards_turn_and_lengthen_as_whole_replicas_do(setup, layout, option, parts):
     replicas, shards, copies = COUNTS[layout]
+    fixed = dict((*EIGHT_BITS, *NEITHER, ("reconcile_parts", parts)))
     turned, kept = (
-        training.Setting(training.OPEN_STEPS, tuple((dict(EIGHT_BITS + NEITHER) | chosen).items()))
+        training.Setting(training.OPEN_STEPS, tuple((fixed | chosen).items()))
         for chosen in ({option: True}, {})
     )
     whole, other = (training.whole(replicas, shards, setting) for setting in (turned, kept))
