@@ -3,7 +3,8 @@
     python benchmarks/convergence_report.py
 
 Of each method and setting the learning rates with the lowest mean loss over seeds count. Writes
-all records, the table and the picture below ``--out``: ``<name>.json``, ``.md`` and ``.png``.
+all records, two tables and the picture below ``--out``: ``<name>.json``, ``.md`` and ``.png``. One
+table, and the picture, have the best setting of each method at each budget, the other all settings.
 """
 
 import json
@@ -211,24 +212,31 @@ def write_json(path: Path, command: str, records: Sequence[Record]) -> None:
     path.write_text(f'{{"command": {json.dumps(command)},\n"records": [\n{lines}\n]}}\n')
 
 
-def points(results: Iterable[Result]) -> list[convergence_plot.Point]:
-    """Return the best of each method at each budget, and at each setting without one."""
-    best: dict[str, Result] = {}
+def best_at_budgets(results: Iterable[Result]) -> list[Result]:
+    """Return the best of each method at each budget, and at each setting without one.
+
+    Settings with fewer seeds than others are left out.
+    """
+    alike: dict[str, list[Result]] = {}
     for r in results:
         what = r.settings if r.budget is None else r.budget
-        key = json.dumps([r.size, r.steps, r.method, what])
-        if math.isfinite(r.loss) and (key not in best or r.loss < best[key].loss):
-            best[key] = r
+        alike.setdefault(json.dumps([r.size, r.steps, r.method, what]), []).append(r)
+    return [min(each, key=lambda r: (-len(r.losses), r.loss)) for each in alike.values()]
+
+
+def points(results: Iterable[Result]) -> list[convergence_plot.Point]:
+    """Return what the picture shows of results; nothing of those that diverged."""
     return [
         convergence_plot.Point(
             f"{r.size}, {r.steps} steps", r.method, r.mean("share"), r.loss, r.deviation
         )
-        for r in best.values()
+        for r in results
+        if math.isfinite(r.loss)
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    """Write the report, print the table and return its rows' results."""
+    """Write the report, print the shorter table and return the results of all settings."""
     options = parse(Options, arguments)
     records = read_records(Path(options.runs))
     if not records:
@@ -243,10 +251,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         best_results(records),
         key=lambda r: (r.mean("parameters"), r.steps, r.method, -r.mean("share")),
     )
-    cells = rows(results)
+    best = best_at_budgets(results)
+    cells = rows(best)
     write_json(out / f"{options.name}.json", command, records)
-    (out / f"{options.name}.md").write_text(f"{markdown(cells)}\n{CAPTION}\n")
-    convergence_plot.draw(points(results), out / f"{options.name}.png")
+    (out / f"{options.name}.md").write_text(
+        f"{markdown(cells)}\n{CAPTION}\n\nEvery setting:\n\n{markdown(rows(results))}"
+    )
+    convergence_plot.draw(points(best), out / f"{options.name}.png")
     print(f"{aligned(cells)}\n\n{CAPTION}\n\n{out}/{options.name}.json, .md and .png")
     return results
 

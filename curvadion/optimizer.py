@@ -94,8 +94,8 @@ class CurvaDion(Optimizer):
             (curvadion.polar_step). Weights are held once more meanwhile.
         mu: momentum decay.
         nesterov: directions are those of M + nesterov G: a look-ahead, 1 / mu is Nesterov's. None
-            takes 0 (Dion's), and with reconcile="quantized" 1.6 times the root of the gate's
-            period: 4 where it opens at every sixth step.
+            takes 0 (Dion's), and with reconcile="quantized" 1.6 times the root of the number of
+            steps from one agreement on a weight to the next: 4 for six.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. None takes 1/4, and 1 with
@@ -219,8 +219,8 @@ class CurvaDion(Optimizer):
         """What None stands for where it depends on how replicas come together."""
         if self.reconcile != "quantized":
             return {"rank_fraction": 0.25, "right_factor": "column_normalized", "nesterov": 0.0}
-        opening = coded_share(self.reconcile_bits) / self.reconcile_parts
-        period = self.gate.expected_period(opening)
+        parts = self.reconcile_parts
+        period = parts * self.gate.expected_period(coded_share(self.reconcile_bits) / parts)
         return {"rank_fraction": 1.0, "right_factor": "qr", "nesterov": _look_ahead(period)}
 
     # ---------------------------------------------------------------- step

@@ -448,12 +448,15 @@ def test_the_picture_has_the_best_of_each_budget():
             (record("ours", 0.1, 2.0, bits=2), 0.01),
             (record("ours", 0.1, 1.0, bits=4), 0.01),
             (record("ours", 0.1, 3.0, bits=4), 0.03),
+            (record("ours", 0.1, 3.0, bits=4, seed=1), 0.03),
+            (record("ours", 0.1, 0.5, bits=2), 0.03),  # of one seed only
             (record("dion", 0.1, 1.5, rank_fraction=1), None),
             (record("dion", 0.1, 2.5, rank_fraction=0.25), None),
             (record("adamw", 0.1, None), None),
         )
     ]
-    shown = convergence_report.points(convergence_report.best_results(records))
+    best = convergence_report.best_at_budgets(convergence_report.best_results(records))
+    shown = convergence_report.points(best)
     assert sorted((p.method, p.loss) for p in shown) == [
         ("dion", 1.5), ("dion", 2.5), ("ours", 1.0), ("ours", 3.0)
     ]  # fmt: skip
@@ -476,7 +479,7 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
     written = json.loads((out / "all.json").read_text())
     assert written["records"] == records
     assert written["command"].startswith("python benchmarks/convergence_report.py --runs")
-    assert (out / "all.md").read_text().count("\n| ") == 7
+    assert (out / "all.md").read_text().count("\n| ") == 7 + 8
     assert (out / "all.png").read_bytes().startswith(b"\x89PNG")
     assert "published" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="convergence.py first"):
@@ -485,5 +488,5 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
 
 def test_the_document_shows_the_results():
     root = Path(convergence.__file__).resolve().parent.parent
-    table, _ = (root / "benchmarks/results/convergence/runs.md").read_text().split("\n\n")
+    table, *_ = (root / "benchmarks/results/convergence/runs.md").read_text().split("\n\n")
     assert table in (root / "docs" / "convergence.md").read_text()
