@@ -137,16 +137,18 @@ VARIANTS = (
         period=5,
         elementwise_every=3,
     ),
+    Variant("look-ahead-5.5-polar-qr-period-12", nesterov=5.5, polar=1.0, qr=True, period=12),
     *(
         Variant(
-            f"look-ahead-4-polar-qr-{parts}-parts-in-turn",
-            nesterov=4.0,
+            f"look-ahead-{w:g}-polar-qr-period-{p}-in-{parts}-parts",
+            nesterov=w,
             polar=1.0,
             qr=True,
-            period=6 // parts,
+            period=p // parts,
             parts=parts,
         )
-        for parts in (2, 3)
+        for p, w, counts in ((6, 4.0, (2, 3, 6)), (12, 5.5, (3,)), (24, 8.0, (3,)))
+        for parts in counts
     ),
     Variant("drift-rank-3", drift_rank=3, correction=0.0),
     *(

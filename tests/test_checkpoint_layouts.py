@@ -200,7 +200,8 @@ def build(placed, **options):
 
 def states(optimizer):
     held = optimizer.state_dict()["state"]
-    return {f"{i}.{key}": local(t).clone() for i, s in held.items() for key, t in s.items()}
+    tensors = {f"{i}.{key}": torch.as_tensor(t) for i, s in held.items() for key, t in s.items()}
+    return {name: local(t).clone() for name, t in tensors.items()}
 
 
 def form_of(state):
@@ -365,6 +366,7 @@ def resume_bitwise(rank, layout, folder, options):
 CLOSING = {
     "narrow": {"local_step": "dion", "momentum_dtype": "bfloat16", "q_dtype": "bfloat16"},
     "gradient": {"local_step": "gradient", "local_lr": 0.01, "momentum_rule": "plain"},
+    "quantized": {"reconcile": "quantized", "reconcile_parts": 3},
 }
 
 
