@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.quantization import bits_within, coded_share, parts_within
+from curvadion.quantization import bits_within, parts_within
 from curvadion.quantized_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 
@@ -111,7 +111,7 @@ def spending(shapes: Shapes, budget: float, steps: int, *, spared: int = 0) -> S
     openings less, for a gate that may end a run ahead of its budget, or off its period.
     """
     bits = bits_within(budget)
-    parts = parts_within(min(budget, coded_share(bits) / 2), bits)
+    parts = parts_within(budget, bits)
     once = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
     fitting = math.floor((budget - gate) * steps / once) - (parts - 1)

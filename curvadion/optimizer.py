@@ -83,9 +83,8 @@ class CurvaDion(Optimizer):
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
             None takes what a budget pays for at every second step, 2 at least: 4 for 0.1.
         reconcile_parts: of "quantized": parameters come together in so many parts of about equal
-            size, one when the gate opens, in turn; 1 brings all together. None takes 1, and under a
-            budget as many as there are steps from one agreement on a weight to the next, 3 at
-            most; 1 if there are more than 16.
+            size, one when the gate opens, in turn; 1 brings all together. None takes 1, and 3 under
+            a budget that brings each weight together at every third to sixteenth step.
         reconcile_momentum: of "quantized" with local_step="dion": whether momenta turn to the mean
             direction that the agreement on weights tells, for no bytes (curvadion.momentum_turn).
             Weights are held twice meanwhile.

@@ -38,11 +38,11 @@ def bits_within(share: float) -> int:
 def parts_within(share: float, bits: int) -> int:
     """Parts of the weights that had best take turns, where codes may take this share of the bytes.
 
-    Three, or as many as there are steps from one agreement on a weight to the next. After more
-    than 16 steps alone a part of one replica no longer fits the others' (docs/convergence.md).
+    Three where that brings each weight together at every third to sixteenth step. Two gain nothing
+    at every second step, and after more than sixteen alone a part of one replica no longer fits
+    the others' (docs/convergence.md).
     """
-    period = coded_share(bits) / share
-    return 1 if period > 16 else max(1, min(3, int(period)))
+    return 3 if 3 <= coded_share(bits) / share <= 16 else 1
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
