@@ -24,9 +24,7 @@ from torch import Tensor, nn
 
 import curvadion
 from curvadion.collectives import chunks
-from curvadion.consensus import in_parts
 from curvadion.layout import MatrixLayout
-from curvadion.quantization import parts_within
 from curvadion.quantized_mean import message_bytes
 from curvadion.reconcile import coded_together
 from curvadion.replicas import GATE_BYTES
@@ -224,24 +222,21 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
 def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
     """CurvaDion with a budget: codes of the weights' movement as often as it allows."""
     weights = _tensors([*shapes.matrices, *shapes.others])
-    part_of = in_parts(_sizes(shapes), parts_within(share, bits))
-    exchanges = 0
-    for part in set(part_of):
-        together = [X for X, its in zip(weights, part_of, strict=True) if its == part]
-        exchanges += 2 * len(list(coded_together(together, bits)))
-    turn = Traffic("all_to_all", exchanges, 2 * message_bytes(_sizes(shapes), bits))
-    return [GATE, turn.times(openings(shapes, share, bits) / len(set(part_of)))]
+    codes = _codes(shapes, bits)
+    exchanges = 2 * len(list(coded_together(weights, bits)))
+    opened = Traffic("all_to_all", exchanges, 2 * codes)
+    return [GATE, opened.times(openings(shapes, share, bits))]
 
 
-def _sizes(shapes: Shapes) -> list[int]:
-    return [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
+def _codes(shapes: Shapes, bits: int) -> int:
+    sizes = (math.prod(shape) for shape in [*shapes.matrices, *shapes.others])
+    return message_bytes(sizes, bits)
 
 
 def openings(shapes: Shapes, share: float, bits: int = 2) -> float:
     """Open steps per step that a budget allows: the gate's own answer."""
-    sizes, gate = _sizes(shapes), curvadion.WireBudget(share)
-    parts = min(parts_within(share, bits), len(sizes))
-    gate.open_cost = message_bytes(sizes, bits) / parts / (FLOAT * shapes.parameters)
+    gate = curvadion.WireBudget(share)
+    gate.open_cost = _codes(shapes, bits) / (FLOAT * shapes.parameters)
     gate.closed_cost = GATE_BYTES / (FLOAT * shapes.parameters)
     return gate.rate
 

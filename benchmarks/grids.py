@@ -86,6 +86,7 @@ class Variant:
 SIZES = {"small": Task(layers=2, dim=64), "medium": Task(layers=4, dim=96)}
 ELEMENTWISE = "elementwise"  # the setting that is tuned together with the learning rate
 BUDGETS = (0.1, 0.03, 0.01, 0.003)
+IN_PARTS = (0.01,)  # budgets at which parts of the weights may gain by taking turns
 DION_RANKS = (1.0, 1 / 4, 1 / 8, 1 / 16)
 STEPS = {"quick": 300, "full": 1000}
 # At least three a method and a factor of two apart. Where the best turns out to be the first or
@@ -143,9 +144,10 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
         yield Variant("diloco_dion", {"period": period}, budget)
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
-    for method, spared in (("ours", 0), ("ours_rmmc", 1)):
-        spent = traffic.spending(shapes, budget, steps, spared=spared)
-        yield Variant(method, asdict(spent), budget)
+    for method, parts, spared in (("ours", 1, 0), ("ours", 3, 0), ("ours_rmmc", 1, 1)):
+        if parts == 1 or budget in IN_PARTS:
+            spent = traffic.spending(shapes, budget, steps, parts=parts, spared=spared)
+            yield Variant(method, asdict(spent), budget)
 
 
 def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
@@ -184,7 +186,7 @@ def quick(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
             variant
             for budget, methods in budgets.items()
             for variant in within_budget(shapes, budget, steps)
-            if variant.method in methods
+            if variant.method in methods and variant.settings.get("parts", 1) == 1
         ),
     ]
     for seed in choice.seeds or (0,):

@@ -177,7 +177,7 @@ def ours(
     *,
     wire_budget: float,
     bits: int | None = None,
-    parts: int | None = None,
+    parts: int = 1,
     momenta: bool = True,
     polar: bool = True,
     qr: bool = True,

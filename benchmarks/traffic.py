@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.quantization import bits_within, parts_within
+from curvadion.quantization import bits_within
 from curvadion.quantized_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 
@@ -103,15 +103,16 @@ class Spending:
     parts: int
 
 
-def spending(shapes: Shapes, budget: float, steps: int, *, spared: int = 0) -> Spending:
-    """Return the bits, the parts, and the budget whose last opening falls on the last step.
+def spending(
+    shapes: Shapes, budget: float, steps: int, *, parts: int = 1, spared: int = 0
+) -> Spending:
+    """Return the bits, and the budget whose last opening falls on the last step.
 
-    Bits and parts are CurvaDion's own choice, with agreements on a weight at every second step at
-    most. Counted are also the parts that come together after the last step. ``spared``: so many
+    The bits are CurvaDion's own choice, with agreements on a weight at every second step at most.
+    Counted are also the ``parts`` that come together after the last step. ``spared``: so many
     openings less, for a gate that may end a run ahead of its budget, or off its period.
     """
     bits = bits_within(budget)
-    parts = parts_within(budget, bits)
     once = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
     fitting = math.floor((budget - gate) * steps / once) - (parts - 1)

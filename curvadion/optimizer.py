@@ -31,7 +31,7 @@ from curvadion.momentum_turn import turn_momenta_, weights
 from curvadion.plan import LR_AT_AGREEMENT, Plan, Pushed, check_parameter, names
 from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, read_record, record
-from curvadion.quantization import BITS, bits_within, coded_share, parts_within
+from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import GATE_BYTES, Agreement, ReplicaGroup, verify_replicas
 from curvadion.sharding import FLAT_SHARD_START, local
@@ -83,8 +83,9 @@ class CurvaDion(Optimizer):
         reconcile_bits: of "quantized": 1, 2, 3, 4 or 8. What these bits lose is sent the next time.
             None takes what a budget pays for at every second step, 2 at least: 4 for 0.1.
         reconcile_parts: of "quantized": parameters come together in so many parts of about equal
-            size, one when the gate opens, in turn; 1 brings all together. None takes 1, and 3 under
-            a budget that brings each weight together at every third to sixteenth step.
+            size, one when the gate opens, in turn; under a wire_budget it opens as many times more
+            often. 3 gain in short runs where each weight is agreed on at every third to sixteenth
+            step (docs/convergence.md).
         reconcile_momentum: of "quantized" with local_step="dion": whether momenta turn to the mean
             direction that the agreement on weights tells, for no bytes (curvadion.momentum_turn).
             Weights are held twice meanwhile.
@@ -133,7 +134,7 @@ class CurvaDion(Optimizer):
         wire_budget: float | None = None,
         reconcile: Literal["average", "quantized", "none"] | None = None,
         reconcile_bits: int | None = None,
-        reconcile_parts: int | None = None,
+        reconcile_parts: int = 1,
         reconcile_momentum: bool = True,
         reconcile_polar: bool = True,
         mu: float = 0.95,
@@ -157,8 +158,7 @@ class CurvaDion(Optimizer):
         check.one_of("reconcile", reconcile, ("average", "quantized", "none"))
         if reconcile_bits is not None:
             check.one_of("reconcile_bits", reconcile_bits, BITS)
-        if reconcile_parts is not None:
-            check.integer("reconcile_parts", reconcile_parts, 1)
+        check.integer("reconcile_parts", reconcile_parts, 1)
         check.boolean("reconcile_momentum", reconcile_momentum)
         check.boolean("reconcile_polar", reconcile_polar)
         check.integer("warmup_steps", warmup_steps, 0)
@@ -176,8 +176,6 @@ class CurvaDion(Optimizer):
         self.warmup_steps = warmup_steps
         self.reconcile: str = reconcile
         self.reconcile_bits = bits_within(share) if reconcile_bits is None else reconcile_bits
-        if reconcile_parts is None:
-            reconcile_parts = parts_within(share, self.reconcile_bits) if share else 1
         self.reconcile_parts = reconcile_parts
         self.reconcile_momentum = reconcile_momentum
         self.reconcile_polar = reconcile_polar

@@ -35,16 +35,6 @@ def bits_within(share: float) -> int:
     return max(b for b in BITS if b <= 2 or coded_share(b) <= 2 * share)
 
 
-def parts_within(share: float, bits: int) -> int:
-    """Parts of the weights that had best take turns, where codes may take this share of the bytes.
-
-    Three where that brings each weight together at every third to sixteenth step. Two gain nothing
-    at every second step, and after more than sixteen alone a part of one replica no longer fits
-    the others' (docs/convergence.md).
-    """
-    return 3 if 3 <= coded_share(bits) / share <= 16 else 1
-
-
 def encode(x: Tensor, bits: int) -> Tensor:
     """(k * BLOCK,) float32 -> (k, block_bytes(bits)) uint8.
 

@@ -115,7 +115,7 @@ class Config:
     )
     reconcile_bits: int | None = option(None, "of a number, where quantized; by the budget")
     reconcile_momentum: bool = option(True, "where quantized: momenta turn to the mean")
-    reconcile_parts: int | None = option(None, "that take turns, where quantized; by the budget")
+    reconcile_parts: int = option(1, "of the weights that take turns, where quantized")
     reconcile_polar: bool = option(True, "where quantized: mean directions are lengthened")
 
     # Running

@@ -216,8 +216,8 @@ def test_diloco_wants_a_period():
 
 @pytest.mark.parametrize("steps", [300, 1000])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_settings_use_a_budget_up(size, budget, steps):
+@pytest.mark.parametrize(("budget", "parts"), [*((b, 1) for b in BUDGETS), (0.01, 3)])
+def test_settings_use_a_budget_up(size, budget, parts, steps):
     shapes = SIZES[size].shapes()
     limit = budget * steps * shapes.parameters
     period = traffic.period_within(budget, steps, shapes.parameters, shapes.parameters)
@@ -231,9 +231,9 @@ def test_settings_use_a_budget_up(size, budget, steps):
         gates = traffic.GATE * steps
         assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
         assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
-    spent = traffic.spending(shapes, budget, steps)
+    spent = traffic.spending(shapes, budget, steps, parts=parts)
     assert spent.bits == (4 if budget == 0.1 else 2)  # 4 of 32 bits, with the scales, are 13 %
-    assert spent.parts == (3 if budget == 0.01 else 1)
+    assert spent.parts == parts
     once = traffic.quantized_bytes(shapes, spent.bits) / (4 * shapes.parameters)
     assert once == pytest.approx(spent.bits / 32, rel=0.1)
     once /= spent.parts
@@ -292,7 +292,8 @@ def test_flags_choose_runs():
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
     assert {each.budget for each in chosen} == {0.1, 0.01}
     assert {each.settings["elementwise"] for each in chosen} == {0.5, 2.0}
-    assert len(chosen) == 2 * 2 * 3
+    assert {each.settings["parts"] for each in chosen if each.budget == 0.01} == {1, 3}
+    assert len(chosen) == (1 + 2) * 2 * 3
     budgeted = {"powersgd", "diloco_adamw", "diloco_dion", "averaging", "ours", "ours_rmmc"}
     flags = "--grid full --seed 0 --budget 0"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))

@@ -389,23 +389,6 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_second_step(share, bit
     assert optimizer_of(toy.model(), wire_budget=share, reconcile_bits=1).reconcile_bits == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"wire_budget": 0.1}, 1),
-        ({"wire_budget": 0.03}, 1),
-        ({"wire_budget": 0.01}, 3),
-        ({"wire_budget": 0.01, "reconcile_bits": 8}, 1),  # at every 25th step
-        ({"wire_budget": 0.003}, 1),
-        ({"wire_budget": 0.003, "reconcile_parts": 2}, 2),
-        ({"gate": WireBudget(0.01, by="rmmc"), "reconcile": "quantized"}, 3),
-        ({"gate": FixedPeriod(6), "reconcile": "quantized"}, 1),
-    ],
-)
-def test_parts_take_turns_where_that_pays(options, parts):
-    assert optimizer_of(toy.model(), **options).reconcile_parts == parts
-
-
 def test_the_rank_is_full_where_it_costs_no_bytes():
     ranks = {
         how: optimizer_of(toy.model(), **how_arguments).param_groups[0]["rank_fraction"]
