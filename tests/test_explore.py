@@ -1,6 +1,7 @@
 """The simulation of variants: what its averages, codes and replays do, its bytes, and resuming."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,85 @@ def weights_after(variant, steps=4, replicas=3, *, same_data=False):
 def assert_close(X, expected, tolerance=2e-5):
     for name, x in X.items():
         torch.testing.assert_close(x, expected[name].expand_as(x), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_variant_trains(variant):
+    result = explore.train(variant, TINY, steps=3, seed=0, replicas=2)
+    assert 4 < result["loss"] < 7
+    assert 0 < result["share"] <= 1
+
+
+def test_one_replica_that_averages_exactly_is_dion():
+    synchronised = weights_after(replace(EXACT, synchronised=True), replicas=1)
+    assert_close(weights_after(EXACT, replicas=1), synchronised)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momenta": True}, {"correction": 1.0}, {"momenta": True, "period": 3}, {"replay": True}],
+    ids=str,
+)
+def test_agreeing_changes_nothing_where_replicas_read_the_same(options):
+    alone = weights_after(replace(EXACT, period=99), same_data=True)
+    X = weights_after(replace(EXACT, **options), same_data=True)
+    assert_close(X, alone)
+
+
+def test_a_replay_of_every_step_is_dion_on_mean_gradients():
+    # AdamW's too: its moments follow from mean gradients alone.
+    synchronised = weights_after(replace(EXACT, synchronised=True))
+    assert_close(weights_after(replace(EXACT, replay=True)), synchronised)
+
+
+def test_averaged_momenta_are_those_of_mean_gradients_while_weights_agree():
+    world = World(TINY, seed=0, replicas=3)
+    own, agreement = Replicas(EXACT, world, 3), Averaging(replace(EXACT, momenta=True), world)
+    gradients = world.gradients(0, own.X)
+    own.step(0, 1.0, gradients)
+    agreement.agree(own, [(0, 1.0)])
+    mean = {name: EXACT.mu * gradients[name].mean(0, keepdim=True) for name in own.M}
+    assert_close(own.M, mean)
+
+
+def test_a_correction_gives_momenta_the_mean_direction_and_leaves_their_spectrum():
+    world, variant = World(TINY, seed=0, replicas=3), replace(EXACT, correction=1.0)
+    own, agreement = Replicas(variant, world, 3), Averaging(variant, world)
+    expected = {}
+    for name, M in own.M.items():
+        M.normal_(generator=torch.Generator().manual_seed(1))
+        left, sizes, right = torch.linalg.svd(M, full_matrices=False)
+        own.U[name] = left @ right
+        own.X[name].sub_(own.U[name], alpha=variant.lr * explore.shape_scale(M))
+        mean = own.U[name].mean(0)
+        tall = M.shape[1] >= M.shape[2]
+        within = right.mT @ sizes.diag_embed() @ right if tall else left * sizes[:, None] @ left.mT
+        expected[name] = mean @ within if tall else within @ mean
+    agreement.agree(own, [(0, 1.0)])
+    assert_close(own.M, expected, tolerance=1e-4)
+
+
+def test_an_orthonormalized_step_is_as_long_as_a_local_one():
+    world = World(TINY, seed=0, replicas=3)
+    variant = replace(EXACT, orthonormalized=True)
+    own, agreement = Replicas(variant, world, 3), Averaging(variant, world)
+    own.step(0, 1.0, world.gradients(0, own.X))
+    agreement.agree(own, [(0, 1.0)])
+    for name in world.matrices:
+        step = own.X[name][0] - world.initial[name]
+        lengths = torch.linalg.svdvals(step) / (variant.lr * explore.shape_scale(step))
+        torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=0, atol=1e-3)
+
+
+def test_what_codes_lose_is_sent_later():
+    torch.manual_seed(0)
+    mean, x = Mean(2, 1), torch.randn(3, 10, 30)
+    exact = x.mean(0, keepdim=True)
+    means = [mean("x", x) for _ in range(10)]
+    assert (means[0] - exact).norm() > 0.2 * exact.norm()
+    later = mean.lost["down", "x"] + mean.lost["up", "x"].mean(0, keepdim=True)
+    torch.testing.assert_close(sum(means) + later, 10 * exact)
+    assert mean.bytes == pytest.approx(10 * 2 * (BLOCK_BYTES[1] + BLOCK_BYTES[2]) / 2)
 
 
 def bytes_of_one_average(variant, X, *, matrix):
