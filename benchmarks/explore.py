@@ -354,8 +354,9 @@ class Averaging:
         ``last``: of all times, at which nothing is left out.
         """
         self.averages += 1
+        gone = self.variant.lr * sum(scale for _, scale in window)
         for i, (name, X) in enumerate(own.X.items()):
-            self.length[name] += self.variant.lr * sum(scale for _, scale in window)
+            self.length[name] += gone
             every = self.variant.elementwise_every if name not in own.M else 1
             if not last and (self.averages % every or (self.averages - i) % self.variant.parts):
                 continue

@@ -184,6 +184,7 @@ class CurvaDion(Optimizer):
         self._replicas = ReplicaGroup(replicas)
         self._cached: tuple[object, Plan] | None = None
         self._verified = False
+        self._part_of: list[int] = []  # of each parameter of the plan
         self._wire_bytes, _ = wire.counted_bytes()
         defaults = {
             "algorithm": "dion",
@@ -299,10 +300,9 @@ class CurvaDion(Optimizer):
         """
         if not plan.parameters:
             return
-        part_of = consensus.in_parts(consensus.sizes(plan.parameters), self.reconcile_parts)
-        total = max(part_of) + 1
+        total = max(self._part_of) + 1
         now = {(self.progress.part + i) % total for i in range(parts)}
-        plan = plan.select([part in now for part in part_of])
+        plan = plan.select([part in now for part in self._part_of])
         group = self._replicas.process_group
         taken = None if step is None or group_size(group) == 1 else step.among(plan.parameters)
         turned = taken if self.reconcile_momentum else None
@@ -578,7 +578,8 @@ class CurvaDion(Optimizer):
         if self.reconcile != "quantized" or not plan.parameters:
             return
         sizes = consensus.sizes(plan.parameters)
-        dense, parts = 4 * sum(sizes), min(self.reconcile_parts, len(sizes))
+        self._part_of = consensus.in_parts(sizes, self.reconcile_parts)
+        dense, parts = 4 * sum(sizes), max(self._part_of) + 1
         self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / parts / dense
         self.gate.closed_cost = GATE_BYTES / dense
         if isinstance(self.gate, WireBudget):

@@ -123,9 +123,9 @@ def measured(run: dict[str, Any]) -> list[dict[str, Any]]:
 
 def momentum_change(axes: Axes, run: dict[str, Any]) -> None:
     """Draw a run's RMMC by step, the threshold, and the steps at which its gate was open."""
-    name, records = run["summary"]["name"], run["train"]
+    name, records, known = run["summary"]["name"], run["train"], measured(run)
     for is_open, size in ((False, 7), (True, 16)):
-        shown = [r for r in measured(run) if r["gate_open"] == is_open]
+        shown = [r for r in known if r["gate_open"] == is_open]
         axes.scatter(
             [r["step"] for r in shown],
             [r["rmmc"] for r in shown],
@@ -142,11 +142,11 @@ def momentum_change(axes: Axes, run: dict[str, Any]) -> None:
         xlabel="step (marks: gate open)",
         ylabel="relative momentum change (RMMC)",
     )
-    if measured(run):
+    if known:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.yaxis.set_major_formatter("{x:g}")
-    if measured(run) and run["config"]["period"] is None:
+    if known and run["config"]["period"] is None:
         threshold = run["config"]["threshold"]
         axes.axhline(threshold, color="#333333", lw=1, ls=(0, (4, 3)))
         axes.annotate(

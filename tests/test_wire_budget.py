@@ -236,8 +236,7 @@ def around_an_opening(rank, options, rates):
         model = toy.model()
         options_here = {**TURNS, **copy.deepcopy(options)}
         optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **options_here)
-        scheduler = LambdaLR(optimizer, lambda step: rates[step % len(rates)])
-        toy.train(model, optimizer, range(last), rank, scheduler.step)
+        train_at(model, optimizer, last, rank, rates)
         optimizer.reconcile_momentum = case == "turned"
         if case == "alone":
             optimizer.gate = FixedPeriod(99)
