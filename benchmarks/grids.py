@@ -99,6 +99,7 @@ LEARNING_RATES = {
     "dion": _DION,
     "dion_nesterov": _DION,
     "diloco_dion": _FAR_APART,
+    "averaged_weights": _DION,
     "averaging": _FAR_APART,
     "published": _FAR_APART,
     "authors": _FAR_APART,
@@ -112,7 +113,7 @@ ELEMENTWISE_LR = {
     for method, rates in LEARNING_RATES.items()
     if rates is not _ADAMW
 }
-QUICK_BUDGETED = ("diloco_adamw", "diloco_dion", "ours", "ours_rmmc")
+QUICK_BUDGETED = ("diloco_adamw", "diloco_dion", "averaged_weights", "ours", "ours_rmmc")
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,8 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
     if rank := traffic.powersgd_rank(shapes, budget, steps):
         yield Variant("powersgd", {"rank": rank}, budget)
     if period := traffic.period_within(budget, steps, shapes.parameters, shapes.parameters):
-        yield Variant("diloco_adamw", {"period": period}, budget)
-        yield Variant("diloco_dion", {"period": period}, budget)
+        for method in ("diloco_adamw", "diloco_dion", "averaged_weights"):
+            yield Variant(method, {"period": period}, budget)
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
     for method, parts, spared in (("ours", 1, 0), ("ours", 3, 0), ("ours_rmmc", 1, 1)):

@@ -137,7 +137,10 @@ def _dion_config(lr: float, *, elementwise: float = ELEMENTWISE_SHARE, **setting
 def averaging(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int, **settings: Any
 ) -> Method:
-    """Local Dion steps; every ``period``-th is Dion's on exactly averaged replicas."""
+    """Local Dion steps of a quarter of the rank; every ``period``-th on exactly averaged replicas.
+
+    That one is Dion's, synchronised; weights and AdamW's moments are averaged before it.
+    """
     settings |= {"period": period, "max_local_steps": period}
     config = _dion_config(lr, optimizer="curvadion", **settings)
     return Gated(model, replicas, config)
@@ -232,6 +235,17 @@ def diloco_dion(
     return LocalThenOuter(model, replicas, config, **outer)
 
 
+def averaged_weights(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int, **settings: Any
+) -> Method:
+    """Dion of full rank inside; weights alone are averaged, every ``period`` steps and exactly.
+
+    It is DiLoCo whose outer step goes to the mean.
+    """
+    outer = {"period": period, "outer_lr": 1.0, "outer_momentum": 0.0}
+    return diloco_dion(model, replicas, lr, **outer, **settings)
+
+
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,
@@ -239,6 +253,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "powersgd": powersgd,
     "diloco_adamw": diloco_adamw,
     "diloco_dion": diloco_dion,
+    "averaged_weights": averaged_weights,
     "averaging": averaging,
     "published": published,
     "authors": authors,
