@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.hyperparameters import LR_SUM
-from curvadion.plan import LR_AT_AGREEMENT, Parameter
+from curvadion.plan import LR_AT_AGREEMENT, Parameter, Plan, product_dtype
 from curvadion.reconcile import quantized_average_
 from curvadion.sharding import global_shape, local
 
@@ -74,8 +74,9 @@ def consensuses(parameters: Sequence[Parameter]) -> Iterator[Consensus]:
 
 def agree_(parameters: Sequence[Parameter], bits: int, group: dist.ProcessGroup | None) -> None:
     """Bring the replicas to a new consensus; afterwards they hold the same bits. Collective."""
-    X, agreed, residuals = zip(*consensuses(parameters), strict=True)
-    quantized_average_(X, agreed, residuals, bits, group)
+    if those := list(consensuses(parameters)):
+        X, agreed, residuals = zip(*those, strict=True)
+        quantized_average_(X, agreed, residuals, bits, group)
 
 
 def settle(parameters: Sequence[Parameter]) -> None:
@@ -83,6 +84,29 @@ def settle(parameters: Sequence[Parameter]) -> None:
     for p in parameters:
         if AGREED in p.state:
             _note(p)
+
+
+def stand_still(parameters: Sequence[Parameter]) -> None:
+    """Note that no replica moves these parameters at a step that is counted in LR_SUM."""
+    for p in parameters:
+        if LR_AT_AGREEMENT in p.state:
+            p.state[LR_AT_AGREEMENT] += float(p.group["lr"])
+
+
+def lengths_since_agreement(plan: Plan) -> list[Tensor]:
+    """L = sqrt(fan_out / fan_in) times the sum of lr, one a matrix, (k,) by stack.
+
+    So far the steps since replicas last agreed go where all have one direction. The same on every
+    replica: a step counts if some replica has taken it.
+    """
+    return [
+        torch.tensor(
+            [m.parameter.lr_since_agreement * m.layout.update_scale for m in stack],
+            dtype=product_dtype(stack[0].parameter.X),
+            device=stack[0].parameter.X.device,
+        )
+        for stack in plan.stacks()
+    ]
 
 
 def give_back_losses_(parameters: Sequence[Parameter]) -> None:

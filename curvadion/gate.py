@@ -55,6 +55,9 @@ class Gate(ABC):
         replica; anything else lets replicas disagree and wait for each other forever.
         """
 
+    def spend(self, openings: int) -> None:
+        """Note that replicas came together, which sent as much as so many open steps do."""
+
     def expected_period(self, open_cost: float) -> float:
         """Steps from one opening to the next if an open step sends this share; 1 if unforeseen."""
         return 1.0
@@ -179,7 +182,6 @@ class WireBudget(Gate):
         # Openings earned and not yet made; the threshold's logarithm, None before the first signal.
         self._credit = 0.0
         self._log_threshold: float | None = None
-        self._asked = False
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         return relative_change(before, after)
@@ -204,7 +206,7 @@ class WireBudget(Gate):
                 f"wire_budget={self.share!r} is less than a closed gate sends "
                 f"({self.closed_cost:.2g} of dense gradients): raise it."
             )
-        longest = round(1 / self.rate) - 1
+        longest = math.ceil(1 / self.rate - 1e-9) - 1
         if max_local_steps is not None and longest > max_local_steps:
             raise ValueError(
                 f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
@@ -213,33 +215,27 @@ class WireBudget(Gate):
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:
-        # Whatever opened the last step, a warm-up for example, its cost is spent.
-        opened = self._asked and local_steps == 0
-        self._asked = True
-        self._credit += self.rate - opened
+        self._credit += self.rate
         if not self.reads_momentum:
             return self._credit >= 1 - 1e-9
-        self._move_threshold(signal, opened)
+        if self._log_threshold is not None:
+            self._log_threshold -= self.GAIN * self.rate
+        elif 0 < signal < math.inf:
+            self._log_threshold = math.log(signal)
         if abs(self._credit) >= self.SLACK:
             return self._credit > 0
         return self._log_threshold is not None and signal > math.exp(self._log_threshold)
 
-    def _move_threshold(self, signal: float, opened: bool) -> None:
+    def spend(self, openings: int) -> None:
+        self._credit -= openings
         if self._log_threshold is not None:
-            self._log_threshold += self.GAIN * (opened - self.rate)
-        elif 0 < signal < math.inf:
-            self._log_threshold = math.log(signal)
+            self._log_threshold += self.GAIN * openings
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "credit": self._credit,
-            "log_threshold": self._log_threshold,
-            "asked": self._asked,
-        }
+        return {"credit": self._credit, "log_threshold": self._log_threshold}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._credit, self._asked = state["credit"], state["asked"]
-        self._log_threshold = state["log_threshold"]
+        self._credit, self._log_threshold = state["credit"], state["log_threshold"]
 
     def __repr__(self) -> str:
         return f"WireBudget(share={self.share}, by={self.by!r})"

@@ -60,43 +60,6 @@ class LowRankStep(NamedTuple):
             factors.append(LowRank(*(factor[list(rows)] for factor in self.factors[s])))
         return LowRankStep(plan, stacks, factors)
 
-    def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
-        """One number a matrix, given by stack, in the order of the plan's matrices, (k,)."""
-        order = [i for stack in self.plan.stack_positions for i in stack]
-        return torch.cat(list(values))[torch.tensor(order).argsort()]
-
-    def lengths(self) -> list[Tensor]:
-        """L = sqrt(fan_out / fan_in) sum of lr, (k,) by stack.
-
-        So far the steps since replicas last agreed go where all have one direction.
-        """
-        return [
-            each.R.new_tensor(
-                [m.parameter.lr_since_agreement * m.layout.update_scale for m in stack]
-            )
-            for stack, each in zip(self.stacks, self.factors, strict=True)
-        ]
-
-    def by_stack(self, values: Tensor) -> list[Tensor]:
-        """The inverse of :meth:`by_matrix`."""
-        return [values[stack] for stack in self.plan.stack_positions]
-
-    def squared_norms(self, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Squared Frobenius norms of what has these pieces of the stacks' matrices, (k,) by stack.
-
-        Collective inside the replica.
-        """
-        norms = [
-            torch.stack(
-                [
-                    torch.linalg.vector_norm(m.held(x), dtype=factors.Q.dtype)
-                    for m, x in zip(stack, each, strict=True)
-                ]
-            )
-            for stack, factors, each in zip(self.stacks, self.factors, pieces, strict=True)
-        ]
-        return self.by_stack(self.plan.sum_over_shards(self.by_matrix(norms).square()))
-
 
 def low_rank_step(
     plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int, inside_replica: bool
@@ -126,7 +89,7 @@ def low_rank_step(
     if norms is not None and any(p.nesterov for p in plan.dion):
         measure_momenta(plan)
     elif norms is not None and stacks:
-        drops = taken.by_matrix([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
+        drops = plan.by_matrix([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
         plan.store_norms(_norms_after(plan, norms, drops))
     return taken
 

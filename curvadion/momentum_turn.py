@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.consensus import lengths_since_agreement
 from curvadion.low_rank_step import LowRankStep
 from curvadion.plan import Matrix, as_stack
 from curvadion.power_iteration import left_products, right_products
@@ -72,8 +73,8 @@ def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]]) -> list[Tens
     1 / L up to a length of L sqrt(r), and falls with its square beyond.
     """
     shares = []
-    squares = step.squared_norms(missing)
-    for L, factors, square in zip(step.lengths(), step.factors, squares, strict=True):
+    lengths, squares = lengths_since_agreement(step.plan), step.plan.squared_norms(missing)
+    for L, factors, square in zip(lengths, step.factors, squares, strict=True):
         r = factors.Q.shape[2]
         shares.append(L * r / torch.maximum(L.square() * r, square).clamp_min(TINY))
     return shares

@@ -50,9 +50,9 @@ class CurvaDion(Optimizer):
 
     Per matrix X (m x n) on every replica i, after M_i <- M_i + G_i of the LOCAL gradient:
 
-        gate open:   P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P )
-                     M_i <- M_i - (1 - mu) P R^T,   Q = column_normalize(R)
-                     X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
+        gate open:   P = orth( mean_i(M_i Q_i) ),   R = mean_i( M_i^T P )
+                     M_i <- M_i - (1 - mu) P R^T,   Q_i = column_normalize(R)
+                     X <- (1 - lr wd) X - lr sqrt(m / n) P Q_i^T
         gate closed: a step of this replica's own, and nothing but the gate's 16 bytes sent
 
     (Dion, arXiv 2504.05295, algorithm 1; CurvaDion, arXiv 2512.13728.) The other parameters take
@@ -119,6 +119,11 @@ class CurvaDion(Optimizer):
     # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
     _step_supports_amp_scaling = True
 
+    _cached: tuple[object, Plan] | None
+    _part_of: list[int]  # of each parameter of the plan
+    _verified: bool
+    _wire_bytes: int
+
     def __init__(
         self,
         params: Params,
@@ -182,10 +187,7 @@ class CurvaDion(Optimizer):
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
-        self._cached: tuple[object, Plan] | None = None
-        self._verified = False
-        self._part_of: list[int] = []  # of each parameter of the plan
-        self._wire_bytes, _ = wire.counted_bytes()
+        self._forget()
         defaults = {
             "algorithm": "dion",
             "lr": lr,
@@ -302,28 +304,36 @@ class CurvaDion(Optimizer):
             return
         total = max(self._part_of) + 1
         now = {(self.progress.part + i) % total for i in range(parts)}
-        plan = plan.select([part in now for part in self._part_of])
+        self._agree(plan.select([part in now for part in self._part_of]), step)
+        self.progress.part = (self.progress.part + parts) % total
+        self.progress.parts_apart = max(0, min(self.progress.parts_apart, total) - parts)
+        self.gate.spend(parts)
+
+    def _agree(self, plan: Plan, step: LowRankStep | None) -> None:
+        """Replicas agree on the weights of a plan; momenta turn as far as the step has them."""
         group = self._replicas.process_group
-        taken = None if step is None or group_size(group) == 1 else step.among(plan.parameters)
-        turned = taken if self.reconcile_momentum else None
-        lengthened = taken if self.reconcile_polar else None
+        if group_size(group) == 1:
+            consensus.renew_(plan.parameters)
+            return
+        turned = step.among(plan.parameters) if step and self.reconcile_momentum else None
         own = [] if turned is None else weights(turned)
-        before = [] if lengthened is None else agreements(lengthened)
+        lengthen = step is not None and self.reconcile_polar
+        before = agreements(plan) if lengthen else []
         consensus.agree_(plan.parameters, self.reconcile_bits, group)
         if turned is not None:
             turn_momenta_(turned, own)
-        if lengthened is not None:
-            polar_step_(lengthened, before)
+        if lengthen:
+            polar_step_(plan, before)
         if turned is not None and self.gate.reads_momentum:
             measure_momenta(plan)
         consensus.settle(plan.parameters)
-        self.progress.part = (self.progress.part + parts) % total
-        self.progress.parts_apart = max(0, min(self.progress.parts_apart, total) - parts)
 
     def _local_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
     ) -> LowRankStep | None:
         """A step inside the replica; what it was made of, if it was Dion's."""
+        if self.reconcile == "quantized":
+            self._count_rates(plan, complete=complete)
         if not complete:
             # A replica's shards are one matrix: a piece that some of them miss is a piece of zeros.
             plan, norms = with_gradients(plan, norms, plan.inside)
@@ -334,11 +344,17 @@ class CurvaDion(Optimizer):
         else:
             local_gradient_step(plan, pushed, norms, step=self.progress.steps)
         _elementwise_steps(plan, None)
-        if self.reconcile == "quantized":  # a tensor's read waits for its device
-            for group in self.param_groups:
-                group[check.LR_SUM] += float(group["lr"])
-            self.progress.parts_apart = self.reconcile_parts
         return taken
+
+    def _count_rates(self, plan: Plan, *, complete: bool) -> None:
+        """Note how far this local step goes, which some replica takes."""
+        for group in self.param_groups:
+            group[check.LR_SUM] += float(group["lr"])
+        if not complete:
+            moving, _ = with_gradients(plan, None, plan.everyone)
+            these = set(map(id, moving.dion))
+            consensus.stand_still([p for p in plan.dion if id(p) not in these])
+        self.progress.parts_apart = self.reconcile_parts
 
     def _reason_to_open(self, agreement: Agreement) -> str | None:
         """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
@@ -425,17 +441,21 @@ class CurvaDion(Optimizer):
     def synchronize(self, *, exact: bool = True) -> None:
         """Make replicas agree in parameters and optimizer state; collective, dense.
 
-        For before a checkpoint or an evaluation. Averaging the momenta changes nothing in
-        what later synchronised steps compute: these depend on the momenta's mean only.
+        For before a checkpoint or an evaluation, and before parameters are frozen. Averaging the
+        momenta changes nothing in what later synchronised steps compute, which depend on the
+        momenta's mean only; local steps, all there are with reconcile="quantized", go on from it.
 
         Args:
-            exact: False sends no more than an open step with reconcile="quantized" does; replicas
-                then agree in what that averages.
+            exact: True sends several times as much as dense gradients. False sends, with
+                reconcile="quantized", what an open step does for each of the ``reconcile_parts``
+                that has moved since replicas agreed on it, and they agree in what that averages.
+                A budget of bytes counts either as that many openings.
 
         Raises:
             ValueError: if ``exact`` is False with another ``reconcile``.
         """
         plan = self._plan()
+        plan.look_up_states()
         if not exact:
             if self.reconcile != "quantized":
                 raise ValueError(
@@ -456,6 +476,7 @@ class CurvaDion(Optimizer):
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
         consensus.renew_(ready.parameters)
         measure_momenta(ready)
+        self.gate.spend(self.progress.parts_apart)
         self.progress.local_steps = self.progress.parts_apart = 0
 
     @torch.no_grad()
@@ -493,7 +514,7 @@ class CurvaDion(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._forget()
+        self._verified = False
 
     def _check_last_group(self) -> None:
         group = self.param_groups[-1]
@@ -546,6 +567,7 @@ class CurvaDion(Optimizer):
     def _forget(self) -> None:
         """Drop what is derived from the groups; it is rebuilt at the next use."""
         self._cached = None
+        self._part_of = []
         self._verified = False
         self._wire_bytes, _ = wire.counted_bytes()
 
@@ -560,9 +582,11 @@ class CurvaDion(Optimizer):
                 *map(requires_grad, g["params"]),
             ]
             for g in self.param_groups
-        ] + [id(self.state)]
+        ] + [[id(self.state), id(self.gate)]]
         if self._cached is None or self._cached[0] != key:
             plan = Plan.of(self.param_groups, self.state, self._replicas.process_group)
+            if self._cached is not None:
+                self._change_plan(self._cached[1], plan)
             dion = [g for g in self.param_groups if g["algorithm"] == "dion" and g["params"]]
             if self.gate.reads_momentum and not dion:
                 raise ValueError(
@@ -573,12 +597,29 @@ class CurvaDion(Optimizer):
             self._cached = (key, plan)
         return self._cached[1]
 
+    def _change_plan(self, before: Plan, after: Plan) -> None:
+        """Parameters were frozen, thawed or added since the plan of before was made."""
+        alone = self.reconcile == "none" or group_size(self._replicas.process_group) == 1
+        if not alone and (self.progress.local_steps or self.progress.parts_apart):
+            kept = {id(X) for group in self.param_groups for X in group["params"]}
+            for p in before.parameters:
+                if id(p.X) in kept and not p.X.requires_grad:
+                    raise RuntimeError(
+                        f"{p.name} was frozen while replicas are apart, of which each would keep "
+                        f"its own: set requires_grad_(True), call synchronize() and freeze it then."
+                    )
+        known = {id(p.X) for p in before.parameters}
+        consensus.settle([p for p in after.parameters if id(p.X) not in known])
+
     def _tell_costs(self, plan: Plan) -> None:
         """Tell the gate what steps send, alike on all ranks, whatever pieces they hold."""
         if self.reconcile != "quantized" or not plan.parameters:
             return
         sizes = consensus.sizes(plan.parameters)
-        self._part_of = consensus.in_parts(sizes, self.reconcile_parts)
+        part_of = consensus.in_parts(sizes, self.reconcile_parts)
+        if self.progress.parts_apart and part_of != self._part_of:
+            self.progress.parts_apart = self.reconcile_parts  # which of the old ones is not known
+        self._part_of = part_of
         dense, parts = 4 * sum(sizes), max(self._part_of) + 1
         self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / parts / dense
         self.gate.closed_cost = GATE_BYTES / dense

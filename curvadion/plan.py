@@ -345,6 +345,15 @@ class Plan:
         """The matrices of ``stack_positions``."""
         return [[self.matrices[i] for i in stack] for stack in self.stack_positions]
 
+    def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
+        """One number a matrix, given by stack, in the order of ``matrices``, (k,)."""
+        order = [i for stack in self.stack_positions for i in stack]
+        return torch.cat(list(values))[torch.tensor(order).argsort()]
+
+    def by_stack(self, values: Tensor) -> list[Tensor]:
+        """The inverse of :meth:`by_matrix`."""
+        return [values[stack] for stack in self.stack_positions]
+
     def elementwise_by_group(self) -> list[list[Parameter]]:
         by_group: dict[int, list[Parameter]] = {}
         for parameter in self.elementwise:
@@ -460,6 +469,22 @@ class Plan:
         buckets.all_reduce_()
         return torch.stack(buckets.views)
 
+    def squared_norms(self, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Squared Frobenius norms of what has these pieces of the stacks' matrices, (k,) by stack.
+
+        Collective inside the replica.
+        """
+        norms = [
+            torch.stack(
+                [
+                    torch.linalg.vector_norm(m.held(x), dtype=product_dtype(x))
+                    for m, x in zip(stack, each, strict=True)
+                ]
+            )
+            for stack, each in zip(self.stacks(), pieces, strict=True)
+        ]
+        return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))
+
     def description(self, *settings: object) -> int:
         """A number below 2**32 that differs where optimizers are set up differently."""
         keys = ("algorithm", "rank_fraction", "rank_multiple_of", "momentum_rule", "right_factor")
@@ -482,7 +507,7 @@ def names(group: dict[str, Any], position: int) -> list[str]:
 
 
 def product_dtype(X: Tensor) -> torch.dtype:
-    """The dtype of products with X's momentum: float32 or wider."""
+    """The dtype of products with X or its momentum: float32 or wider."""
     return torch.promote_types(X.dtype, torch.float32)
 
 

@@ -22,61 +22,66 @@ import torch
 from torch import Tensor
 
 from curvadion.collectives import group_size
-from curvadion.consensus import AGREED
-from curvadion.low_rank_step import LowRankStep
-from curvadion.plan import Matrix, as_stack
+from curvadion.consensus import AGREED, lengths_since_agreement
+from curvadion.plan import Matrix, Plan, as_stack
 from curvadion.power_iteration import left_products, right_products
 from curvadion.sharding import local
 
 # The largest (s - s^3) / 2 for a singular value s in [0, 1], at sqrt(1 / 3).
 LONGEST = 1 / (3 * math.sqrt(3))
-TINY = torch.finfo(torch.float32).tiny
+# Where L is less, D is what codes made up for, and the cube of D / L could overflow.
+SHORTEST = 1e-10
 
 
-def agreements(step: LowRankStep) -> list[list[Tensor]]:
-    """Copies of what replicas have agreed the weights are that the step has moved, by stack."""
-    return [[_agreed(m).clone() for m in stack] for stack in step.stacks]
+def agreements(plan: Plan) -> list[list[Tensor]]:
+    """Copies of what replicas have agreed the plan's matrices are, by stack."""
+    return [[_agreed(m).clone() for m in stack] for stack in plan.stacks()]
 
 
-def polar_step_(step: LowRankStep, before: Sequence[Sequence[Tensor]]) -> None:
+def polar_step_(plan: Plan, before: Sequence[Sequence[Tensor]]) -> None:
     """Move the weights, and what replicas agree they are, by a Newton-Schulz step of D.
 
     Args:
-        step: the last step, a local one. Collective inside the replica.
+        plan: the matrices that have come together, the same ones on every replica, whichever of
+            them has lacked gradients. Collective inside the replica.
         before: the :func:`agreements` of the time before; overwritten.
 
     Replicas hold the same bits before and compute the same.
     """
-    if not step.stacks:
+    stacks = plan.stacks()
+    if not stacks:
         return
-    lengths = [length.clamp_min(TINY) for length in step.lengths()]
+    lengths = lengths_since_agreement(plan)
+    divisors = [L.where(L > SHORTEST, torch.inf) for L in lengths]
     V = [
-        [v.neg_().add_(_agreed(m)).div_(L) for m, v, L in zip(stack, each, length, strict=True)]
-        for stack, each, length in zip(step.stacks, before, lengths, strict=True)
+        [v.neg_().add_(_agreed(m)).div_(L) for m, v, L in zip(stack, each, divisor, strict=True)]
+        for stack, each, divisor in zip(stacks, before, divisors, strict=True)
     ]
-    changes = _newton_schulz(step, V)
-    shares = _shares(step, changes)
-    for stack, each, length, share in zip(step.stacks, changes, lengths, shares, strict=True):
+    changes = _newton_schulz(stacks, V)
+    shares = _shares(plan, changes)
+    for stack, each, length, share in zip(stacks, changes, lengths, shares, strict=True):
         for m, change, alpha in zip(stack, each, length * share, strict=True):
             _move(m, change.mul_(alpha))
 
 
-def _newton_schulz(step: LowRankStep, V: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+def _newton_schulz(
+    matrices: Sequence[Sequence[Matrix]], V: Sequence[Sequence[Tensor]]
+) -> list[list[Tensor]]:
     """(V - V V^T V) / 2, pieces (m_i, n_j) as V's.
 
     Columns take turns where they are cut, as many at a time as a rank holds, so that no piece is
     ever put together with the others.
     """
     changes = [[v.clone() for v in each] for each in V]
-    turns = [group_size(stack[0].layout.columns.group) for stack in step.stacks]
+    turns = [group_size(stack[0].layout.columns.group) for stack in matrices]
     for turn in range(max(turns)):
         now = [i for i, last in enumerate(turns) if turn < last]
-        columns = [_columns_of_turn(step.stacks[i][0], turn, turns[i]) for i in now]
+        columns = [_columns_of_turn(matrices[i][0], turn, turns[i]) for i in now]
         stacks = [
             replace(
-                as_stack(step.stacks[i], inside_replica=True),
+                as_stack(matrices[i], inside_replica=True),
                 B=V[i],
-                Q=[_unit_columns(step.stacks[i][0], these, V[i][0])] * len(V[i]),
+                Q=[_unit_columns(matrices[i][0], these, V[i][0])] * len(V[i]),
             )
             for i, these in zip(now, columns, strict=True)
         ]
@@ -84,7 +89,7 @@ def _newton_schulz(step: LowRankStep, V: Sequence[Sequence[Tensor]]) -> list[lis
         grams, _ = right_products(stacks, chosen)  # (n_j, w) = V^T V
         cubes = left_products([replace(s, Q=list(G)) for s, G in zip(stacks, grams, strict=True)])
         for i, these, cube in zip(now, columns, cubes, strict=True):
-            _subtract_columns(step.stacks[i][0], changes[i], cube, these)
+            _subtract_columns(matrices[i][0], changes[i], cube, these)
     return [[change.mul_(0.5) for change in each] for each in changes]
 
 
@@ -112,14 +117,14 @@ def _subtract_columns(m: Matrix, change: Sequence[Tensor], cube: Tensor, these: 
         own.sub_(c[:, first - these.start : last - these.start])
 
 
-def _shares(step: LowRankStep, changes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _shares(plan: Plan, changes: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """1 by stack, (k,); less where a change is longer than singular values up to 1 can make it.
 
     Codes make D too long where the learning rate has fallen: they make up for what they lost when
     steps were longer.
     """
     shares = []
-    for stack, square in zip(step.stacks, step.squared_norms(changes), strict=True):
+    for stack, square in zip(plan.stacks(), plan.squared_norms(changes), strict=True):
         longest = LONGEST * math.sqrt(min(stack[0].layout.shape))
         shares.append(longest / square.sqrt().clamp_min(longest))
     return shares

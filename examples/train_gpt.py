@@ -90,7 +90,10 @@ class Config:
     beta1: float = option(0.9, "AdamW's decay of the first moment")
     beta2: float = option(0.95, "AdamW's decay of the second moment")
     mu: float = option(0.95, "Dion's momentum")
-    nesterov: float | None = option(None, "weight of the gradient beside it; 0, under a budget 2")
+    nesterov: float | None = option(
+        None,
+        "weight of the gradient beside it; 0, under a budget the more the rarer the gate opens",
+    )
     rank_fraction: float | None = option(
         None, "rank of an update, as a share of a matrix's smaller side; 1/4, under a budget 1"
     )
