@@ -49,7 +49,7 @@ def load() -> ctypes.CDLL:
 def norms(X: Sequence[Tensor]) -> Tensor:
     """See :func:`curvadion.ops.norms`."""
     (x,) = elementwise_facts([X])
-    result = torch.empty(len(X))
+    result = torch.empty(len(X), dtype=torch.float32, device="cpu")
     load().curvadion_norms(len(X), *counted(x), result.data_ptr(), torch.get_num_threads())
     return result
 
@@ -74,7 +74,7 @@ def _momentum_norms(
 ) -> Tensor:
     m, g = elementwise_facts([M], [G])
     decay = floats(mu, len(M))
-    result = torch.empty(len(M))
+    result = torch.empty(len(M), dtype=torch.float32, device="cpu")
     load().curvadion_momentum_norms(
         len(M), *counted(m), *addressed(g), start(decay), write, result.data_ptr(),
         torch.get_num_threads(),
@@ -105,7 +105,7 @@ def local_step_(
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
     stack = float32_stack(R)
-    sums = torch.empty(*R.shape[:-2], R.shape[-1])
+    sums = torch.empty(*R.shape[:-2], R.shape[-1], dtype=torch.float32, device="cpu")
     load().curvadion_column_sum_of_squares(
         R.data_ptr(), *stack, sums.data_ptr(), torch.get_num_threads()
     )

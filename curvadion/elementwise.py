@@ -15,7 +15,7 @@ STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
 def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
     """Zero moments of X's shape and dtype, and a float32 step counter on the CPU."""
     state = {key: torch.zeros_like(X) for key in STATE_KEYS[algorithm]}
-    return {"step": torch.zeros(()), **state}
+    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **state}
 
 
 def elementwise_step(

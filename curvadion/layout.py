@@ -121,8 +121,8 @@ class MatrixLayout:
     def initial_q(self, rank: int) -> Tensor:
         """The rows held here of Q ~ N(0, 1), (len(columns), rank) float32, drawn from the shape."""
         m, n = self.shape
-        generator = torch.Generator().manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
-        q = torch.randn(min(m, n), rank, generator=generator)
+        generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
+        q = torch.randn(min(m, n), rank, generator=generator, dtype=torch.float32, device="cpu")
         return q[self.columns.indices.start : self.columns.indices.stop]
 
     def inside_replica(self) -> MatrixLayout:

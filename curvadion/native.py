@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -58,9 +58,15 @@ def library(name: str) -> ctypes.CDLL:
     """
     installed = HERE / file_name(name)
     if installed.exists():
-        loaded = _load(installed)
-        if source_folder(name) is None or _digest_in(loaded) == source_digest(name):
-            return loaded
+        without_sources = source_folder(name) is None
+        try:
+            loaded = _load(installed)
+        except Unavailable:
+            if without_sources:
+                raise
+        else:
+            if without_sources or _digest_in(loaded) == source_digest(name):
+                return loaded
     cached = cache_folder() / source_digest(name) / file_name(name)
     if not cached.exists():
         with _lock(cached.parent):
@@ -147,8 +153,12 @@ def cache_folder() -> Path:
     chosen = os.environ.get("CURVADION_CACHE")
     if chosen:
         return Path(chosen)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "curvadion"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "curvadion"
+    try:
+        return Path.home() / ".cache" / "curvadion"
+    except RuntimeError as error:  # a user without an entry and HOME, as in some containers
+        raise Unavailable(f"no cache folder ({error}): set CURVADION_CACHE") from error
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -228,5 +238,7 @@ def _lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise Unavailable(f"cannot write {folder} ({error}): set CURVADION_CACHE") from error
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        # Some network file systems know no locks: then all build, and the last one's file stays.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -315,7 +315,7 @@ def _sum_dtype(X: Lists) -> torch.dtype:
 
 
 def _fake_norms(X: Lists, *_: Any) -> Tensor:
-    return torch.empty(len(X), dtype=_sum_dtype(X), device=X[0].device if X else None)
+    return torch.empty(len(X), dtype=_sum_dtype(X), device=X[0].device if X else "cpu")
 
 
 def _fake_column_sum_of_squares(R: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, Literal, overload
 
@@ -246,6 +247,11 @@ class CurvaDion(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._plan()
+        with _full_precision(plan.device):
+            self._step(plan)
+        return loss
+
+    def _step(self, plan: Plan) -> None:
         created = self._create_state(plan)
         if plan.sharded:
             settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
@@ -257,10 +263,10 @@ class CurvaDion(Optimizer):
         norms = None if momenta is None else momenta.after
         agreement = agree_on_gradients(self.gate, plan, pushed, momenta)
         if created and agreement.all_zero and self._lr_is_zero():
-            return loss
+            return
         if not agreement.finite:
             self.skip_step(tolerate=scaled)
-            return loss
+            return
         self._verify(plan)
 
         reason = self._reason_to_open(agreement)
@@ -273,7 +279,6 @@ class CurvaDion(Optimizer):
         self.progress.steps += 1
         self.progress.skipped_in_a_row = 0
         self._report(plan, reason or "closed", reason is not None, agreement)
-        return loss
 
     def _synchronized_step(
         self, plan: Plan, pushed: Pushed, norms: Tensor | None, *, complete: bool
@@ -463,7 +468,8 @@ class CurvaDion(Optimizer):
                     f"exact out."
                 )
             if self.progress.parts_apart:
-                self._come_together(plan, parts=self.progress.parts_apart)
+                with _full_precision(plan.device):
+                    self._come_together(plan, parts=self.progress.parts_apart)
             self.progress.local_steps = 0
             return
         tensors = [p.local for p in plan.parameters]
@@ -699,6 +705,13 @@ class Dion(CurvaDion):
             q_dtype=q_dtype,
             stochastic_rounding=stochastic_rounding,
         )
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Keep a caller's autocast from an update's products, which it would take in half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _gate(

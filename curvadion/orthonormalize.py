@@ -8,6 +8,7 @@ the unique QR factor: it does not depend on the cut, nor on the signs a Househol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,8 @@ DEPENDENT = 1e-6
 SHIFT = 1e-13
 # Lengths whose reciprocal float32 cannot hold count as zero.
 SHORTEST = 1e-37
+# Numbers of float64 that slices of stacks may take at a time: 128 MiB, or those of one matrix.
+WORKSPACE = 2**24
 
 
 def orthonormalize(
@@ -45,28 +48,42 @@ def orthonormalize(
 
     The condition number may be up to 1e6; columns that reach beyond count as dependent.
     """
-    first, dependent = _cholesky_qr(matrices, rows)
+    stacks = [p.reshape(math.prod(p.shape[:-2]), *p.shape[-2:]) for p in matrices]
+    first, dependent = _cholesky_qr(stacks, rows)
     if complete:
         first = [_completed(*stack) for stack in zip(first, dependent, rows, strict=True)]
     second, _ = _cholesky_qr(first, rows, last=dependent)
-    return second
+    return [q.view(p.shape) for q, p in zip(second, matrices, strict=True)]
 
 
 def _cholesky_qr(
     matrices: Sequence[Tensor], rows: Sequence[Extent], last: Sequence[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One pass: the orthonormalised matrices, dependent columns zero, and which these are.
+    """One pass over (k, m_i, r): orthonormalised, dependent columns zero, and which these are.
 
-    last: columns, (..., r) of bool per stack, to be orthonormalised after all others, which then
+    last: columns, (k, r) of bool per stack, to be orthonormalised after all others, which then
     do not depend on them.
     """
     results, dependents = [], []
-    for i, (p, gram) in enumerate(zip(matrices, _gram_matrices(matrices, rows), strict=True)):
-        factor, dependent = _inverse_triangle(gram, None if last is None else last[i])
-        # (..., m_i, r) = (..., m_i, r) (..., r, r)
-        results.append(p @ factor.to(p.dtype))
+    for i, (p, summed) in enumerate(zip(matrices, _summed_triangles(matrices, rows), strict=True)):
+        k, _, r = p.shape
+        result, dependent = p.new_empty(p.shape), p.new_empty((k, r), dtype=torch.bool)
+        for these in _slices(p):
+            gram = _gram(p[these], rows[i]) if summed is None else _unpacked(summed[these], r)
+            after = None if last is None else last[i][these]
+            factor, dependent[these] = _inverse_triangle(gram, after)
+            # (k, m_i, r) = (k, m_i, r) (k, r, r)
+            torch.bmm(p[these], factor.to(p.dtype), out=result[these])
+        results.append(result)
         dependents.append(dependent)
     return results, dependents
+
+
+def _slices(p: Tensor) -> list[slice]:
+    """As many matrices of a stack at a time as bound what float64 takes beside them."""
+    k, m, r = p.shape
+    count = max(1, WORKSPACE // max(1, m * r + 6 * r * r))
+    return [slice(first, first + count) for first in range(0, k, count)]
 
 
 def _completed(p: Tensor, dependent: Tensor, rows: Extent) -> Tensor:
@@ -77,36 +94,50 @@ def _completed(p: Tensor, dependent: Tensor, rows: Extent) -> Tensor:
     return torch.where(dependent.unsqueeze(-2), directions.to(p), p)
 
 
-def _gram_matrices(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> list[Tensor]:
-    """P^T P of the uncut P, float64, summed over the row group as packed upper triangles."""
-    grams = []
-    for p, extent in zip(matrices, rows, strict=True):
-        wide = extent.counted(p).double()
-        grams.append(wide.mT @ wide)
-    if all(extent.group is None for extent in rows):
-        return grams
-    triangles = [torch.triu_indices(g.shape[-1], g.shape[-1], device=g.device) for g in grams]
-    packed = [g[..., t[0], t[1]] for g, t in zip(grams, triangles, strict=True)]
-    buckets = Buckets(
-        [
-            Slot(tuple(t.shape), extent.group, t.dtype, t.device)
-            for t, extent in zip(packed, rows, strict=True)
-        ]
-    )
-    for view, triangle in zip(buckets.views, packed, strict=True):
-        view.copy_(triangle)
+def _gram(p: Tensor, rows: Extent) -> Tensor:
+    """P^T P of the rows that count here, (k, r, r) float64."""
+    wide = rows.counted(p).double()
+    return wide.mT @ wide
+
+
+def _summed_triangles(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> list[Tensor | None]:
+    """Upper triangles of P^T P of the uncut P, packed, (k, r (r + 1) / 2); None if P is whole."""
+    cut = [i for i, extent in enumerate(rows) if extent.group is not None]
+    slots = []
+    for i in cut:
+        k, _, r = matrices[i].shape
+        size = r * (r + 1) // 2
+        slots.append(Slot((k, size), rows[i].group, torch.float64, matrices[i].device))
+    buckets = Buckets(slots)
+    for i, view in zip(cut, buckets.views, strict=True):
+        upper, lower = _triangle(matrices[i].shape[-1], view.device)
+        for these in _slices(matrices[i]):
+            view[these] = _gram(matrices[i][these], rows[i])[:, upper, lower]
     buckets.all_reduce_()
-    for gram, view, (upper, lower) in zip(grams, buckets.views, triangles, strict=True):
-        gram[..., upper, lower] = view
-        gram[..., lower, upper] = view
-    return grams
+    summed: list[Tensor | None] = [None] * len(matrices)
+    for i, view in zip(cut, buckets.views, strict=True):
+        summed[i] = view
+    return summed
+
+
+def _unpacked(triangles: Tensor, r: int) -> Tensor:
+    """The symmetric matrices, (k, r, r), of packed upper triangles."""
+    gram = triangles.new_empty(len(triangles), r, r)
+    upper, lower = _triangle(r, triangles.device)
+    gram[:, upper, lower] = triangles
+    gram[:, lower, upper] = triangles
+    return gram
+
+
+def _triangle(r: int, device: torch.device) -> Tensor:
+    return torch.triu_indices(r, r, device=device)
 
 
 def _inverse_triangle(gram: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
     """W with orthonormal columns in P W, and which columns depend on those before them.
 
-    gram: (..., r, r) float64 -> W (..., r, r), upper triangular but for the columns that come
-    last; dependent (..., r) of bool, whose columns of W are zero.
+    gram: (k, r, r) float64 -> W (k, r, r), upper triangular but for the columns that come
+    last; dependent (k, r) of bool, whose columns of W are zero.
     """
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
@@ -129,7 +160,7 @@ def _inverse_triangle(gram: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """Rows and columns of (..., r, r) in a new order, (..., r)."""
+    """Rows and columns of (k, r, r) in a new order, (k, r)."""
     rows = matrix.gather(-2, order.unsqueeze(-1).expand_as(matrix))
     return rows.gather(-1, order.unsqueeze(-2).expand_as(matrix))
 

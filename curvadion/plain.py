@@ -126,7 +126,7 @@ def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
 
 def _stacked(norms: Iterable[Tensor]) -> Tensor:
     found = list(norms)
-    return torch.stack(found) if found else torch.empty(0)
+    return torch.stack(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _norm(tensor: Tensor) -> Tensor:

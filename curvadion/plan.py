@@ -296,6 +296,7 @@ class Plan:
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
                     continue
+                check_parameter(X, name, group)
                 sharding.check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
                     try:
@@ -348,7 +349,7 @@ class Plan:
     def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
         """One number a matrix, given by stack, in the order of ``matrices``, (k,)."""
         order = [i for stack in self.stack_positions for i in stack]
-        return torch.cat(list(values))[torch.tensor(order).argsort()]
+        return torch.cat(list(values))[torch.tensor(order, device="cpu").argsort()]
 
     def by_stack(self, values: Tensor) -> list[Tensor]:
         """The inverse of :meth:`by_matrix`."""
@@ -520,7 +521,7 @@ class _Norms:
 
     def __init__(self) -> None:
         self._views: list[Tensor] = []
-        self._all = torch.empty(0)
+        self._all = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def read(self, states: Sequence[dict[str, Any]]) -> Tensor:
         stored = list(map(itemgetter("momentum_norm"), states))

@@ -79,12 +79,12 @@ def levels(bits: int) -> Tensor:
     """
     if bits not in BITS:
         raise ValueError(f"bits={bits!r} must be one of {BITS}")
-    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)
     count = 2**bits
     # The best levels for many bits lie like normal numbers of variance 3 (Panter and Dite, 1951).
-    middle = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    middle = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     result: Tensor = math.sqrt(3) * normal.icdf(middle)
-    infinity = torch.tensor([math.inf], dtype=torch.float64)
+    infinity = torch.tensor([math.inf], dtype=torch.float64, device="cpu")
     for _ in range(500):
         edges = torch.cat((-infinity, (result[1:] + result[:-1]) / 2, infinity))
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
@@ -106,9 +106,10 @@ def _midpoints_on(device: torch.device, bits: int) -> Tensor:
 
 @lru_cache
 def _signs_and_hadamard_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (BLOCK,), generator=generator).float() * 2 - 1
-    H = torch.ones(1, 1)
+    generator = torch.Generator("cpu").manual_seed(0)
+    bits = torch.randint(0, 2, (BLOCK,), generator=generator, device="cpu")
+    signs = bits.float() * 2 - 1
+    H = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(H) < SIDE:
         H = torch.cat((torch.cat((H, H), 1), torch.cat((H, -H), 1)))
     return signs.to(device), (H / math.sqrt(SIDE)).to(device)

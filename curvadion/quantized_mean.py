@@ -117,7 +117,7 @@ def _encode(
     """Codes of X and residuals, and of the blocks owned here the numbers; keep what codes lose."""
     device = residuals[0].device
     codes = torch.empty(spans[-1].stop, block_bytes(bits), dtype=torch.uint8, device=device)
-    own = _Own(torch.empty(len(own_blocks), BLOCK, device=device), own_blocks)
+    own = _Own(torch.empty(len(own_blocks), BLOCK, dtype=torch.float32, device=device), own_blocks)
     for x, residual, span in zip(X, residuals, spans, strict=True):
         z = (x.float() + residual).reshape(-1)
         z = torch.nn.functional.pad(z, (0, -z.numel() % BLOCK))

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from curvadion.collectives import group_size
-from curvadion.groups import Group, Unions, group_of_ranks, same_ranks
+from curvadion.groups import Group, Unions, group_of_ranks
 from curvadion.layout import Extent, MatrixLayout
 from curvadion.pieces import Block, FlatRange, Piece
 
 _FLAT_SHARD = "curvadion_flat_shard"
+_REPLICAS = "curvadion_replicas"
 FLAT_SHARD_START = "flat_shard_start"  # key of a state
 
 
@@ -82,7 +83,9 @@ def place_of_flat_shard(parameter: Tensor) -> dict[str, Tensor]:
     A tensor of one number: the form that torch.distributed.checkpoint and FSDP1 treat least.
     """
     declared = flat_shard(parameter)
-    return {} if declared is None else {FLAT_SHARD_START: torch.tensor(declared.start)}
+    if declared is None:
+        return {}
+    return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -144,13 +147,32 @@ def groups_of(X: Tensor) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
+def declare_replicas(parameter: Tensor, count: int) -> None:
+    """Note that gradients of so many replicas of the parameter are kept apart."""
+    setattr(parameter, _REPLICAS, count)
+
+
 def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
-    """Raise ValueError if the parameter is cut over the ranks that should hold it alike."""
-    if replicas is not None and any(same_ranks(group, replicas) for group in groups_of(X)):
-        raise ValueError(
-            f"replicas is a process group over which {name} of shape {global_shape(X)} is sharded: "
-            f"pass the group that replicates it, or None."
-        )
+    """Raise ValueError if the parameter is cut over the ranks that should hold it alike.
+
+    Or if no ranks should, but its replicas' gradients are kept apart.
+    """
+    if replicas is None:
+        if (count := getattr(X, _REPLICAS, 1)) > 1:
+            raise ValueError(
+                f"replicas=None, but keep_gradients_local keeps the gradients of {count} replicas "
+                f"of {name} apart, which would never come together: pass replicas=, the process "
+                f"group of the replicas (one of this rank alone to train each for itself)."
+            )
+        return
+    alike = set(dist.get_process_group_ranks(replicas))
+    for group in groups_of(X):
+        if len(alike.intersection(dist.get_process_group_ranks(group))) > 1:
+            raise ValueError(
+                f"replicas is the process group of ranks {sorted(alike)}, over which {name} of "
+                f"shape {global_shape(X)} is sharded: pass the group that replicates it, such as "
+                f"mesh['replicate'], or None."
+            )
 
 
 def check_placements(X: Tensor, name: str) -> None:

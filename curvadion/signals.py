@@ -49,12 +49,12 @@ def agree_on_gradients(
     covered = plan.parameters if momenta is None else plan.elementwise
     gradients = [p.G for p in covered if p.G is not None]
     norms = [ops.norms(gradients)] if gradients else []
-    signals = torch.empty(0, device=plan.device)
+    signals = torch.empty(0, dtype=torch.float32, device=plan.device)
     if momenta is not None:
         signals = _signals(gate, plan, pushed, momenta)
         norms.append(momenta.after)
     if not sum(n.numel() for n in norms):
-        norms.append(torch.zeros(1, device=plan.device))
+        norms.append(torch.zeros(1, dtype=torch.float32, device=plan.device))
     unsure = plan.elementwise if pushed.everyone else plan.parameters
     return agree(
         signals,

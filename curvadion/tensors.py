@@ -129,7 +129,8 @@ class Settled(Tensors):
     def gradients(cls, gradients: Sequence[Tensor], of: Settled) -> Settled:
         """The gradients of parameters, in their order.
 
-        Autograd has checked shapes and devices. dtypes and strides may differ.
+        Autograd has checked devices. dtypes and strides may differ, and sizes where ``.data`` was
+        set since.
         """
         made, known = cls(gradients), of.facts
         addresses = list(map(_address, gradients))
@@ -138,6 +139,7 @@ class Settled(Tensors):
             and len(known.dtypes) == 1
             and set(map(_dtype, gradients)) == known.dtypes
             and all(map(_contiguous, gradients))
+            and array("q", map(_numel, gradients)) == known.sizes.numel
         )
         made._given = known.moved(made, addresses) if alike else _inspect(made, addresses)
         return made

@@ -212,6 +212,51 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
         native.library.cache_clear()
 
 
+@needs_compiler
+def test_a_library_that_does_not_load_is_built_anew(tmp_path, monkeypatch):
+    (tmp_path / native.file_name("cpu")).write_text("of another machine")
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    try:
+        with pytest.raises(native.Unavailable, match="does not load"):
+            native.library("cpu")
+        native.library.cache_clear()
+        (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+        native.source_digest.cache_clear()
+        assert native.library("cpu")._name.startswith(str(tmp_path / "cache"))
+    finally:
+        native.library.cache_clear()
+        native.source_digest.cache_clear()
+
+
+@needs_compiler
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path):
+    code = """
+        import errno, fcntl
+        def flock(*_):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        fcntl.flock = flock
+        from curvadion import native
+        print(native.library("cpu")._name)
+    """
+    assert python(code, CURVADION_CACHE=str(tmp_path)).startswith(str(tmp_path))
+
+
+def test_a_user_without_a_home_is_told_what_to_set():
+    code = """
+        import pathlib
+        def home():
+            raise RuntimeError("Could not determine home directory.")
+        pathlib.Path.home = home
+        from curvadion import native
+        native.HERE = pathlib.Path("nowhere")
+    """
+    code = textwrap.dedent(code) + textwrap.dedent(USE)
+    said = python(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None)
+    assert said.startswith("3.0\n2.0\n") and "set CURVADION_CACHE" in said
+
+
 # ---------------------------------------------------------------- exactness
 
 

@@ -6,6 +6,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
+from curvadion import Dion
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.wire import WireMeter
 
@@ -142,6 +143,20 @@ def keep_twice(rank):
 
 def test_a_second_call_changes_nothing():
     assert distributed.run(2, keep_twice) == [2.0, 4.0]
+
+
+def forget_replicas(rank):
+    ddp = keep_gradients_local(DistributedDataParallel(nn.Linear(4, 3)))
+    ddp(torch.ones(2, 4)).sum().backward()
+    try:
+        Dion([ddp.module.weight]).step()
+    except ValueError as error:
+        return str(error)
+
+
+def test_local_gradients_without_replicas_are_an_error():
+    for message in distributed.run(2, forget_replicas):
+        assert "replicas=None" in message and "gradients of 2 replicas" in message
 
 
 def keep_on(rank, spoil):

@@ -380,6 +380,32 @@ def test_only_low_rank_factors_are_sent(layout):
         assert actual[1] < min(4 * m * n for m, n in shapes)
 
 
+def take_for_replicas(rank, which):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(8, 8, bias=False)
+    fully_shard(model, mesh=mesh)
+    keep_gradients_local(model)
+    model(torch.ones(2, 8)).sum().backward()
+    replicas = {"all": dist.group.WORLD, "none": None, "shard": mesh.get_group("shard")}[which]
+    try:
+        CurvaDion([("W", model.weight)], replicas=replicas).step()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("all", "ranks [0, 1, 2, 3], over which W of shape (8, 8) is sharded"),
+        ("shard", "over which W of shape (8, 8) is sharded"),
+        ("none", "replicas=None, but keep_gradients_local keeps the gradients of 2 replicas of W"),
+    ],
+)
+def test_replicas_that_are_none_are_an_error(which, message):
+    for said in distributed.run(4, take_for_replicas, which):
+        assert message in said
+
+
 def peak_memory(optimizer, mesh):
     """The most that a step holds at once of what it allocates itself, in bytes."""
     with torch.profiler.profile(

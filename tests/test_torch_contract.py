@@ -137,6 +137,70 @@ def test_is_an_optimizer(make):
     assert isinstance(make(matrices()), torch.optim.Optimizer)
 
 
+# ---------------------------------------------------------------- global settings of torch
+
+
+@pytest.fixture
+def restored_defaults():
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+MORE = {"budget": {"gate": FixedPeriod(2), "reconcile": "quantized"}}
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, MORE["budget"]], ids=str)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
+@pytest.mark.usefixtures("restored_defaults")
+def test_default_dtype_and_device_change_no_bit(options, default):
+    alike = run(CurvaDion(toy.groups(toy.model()), **copy.deepcopy(options)), 4)
+    optimizer = CurvaDion(toy.groups(toy.model()), **copy.deepcopy(options))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(4):
+        give_gradients(parameters, step)
+        if isinstance(default, str):
+            torch.set_default_device(default)
+        else:
+            torch.set_default_dtype(default)
+        optimizer.step()
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert_same([p.detach() for p in parameters], alike)
+    steps = [s["step"] for s in optimizer.state.values() if "step" in s]
+    assert {s.dtype for s in steps} == {torch.float32}
+
+
+@pytest.mark.parametrize("options", [{}, MORE["budget"]], ids=str)
+def test_a_step_inside_autocast_is_the_same(options):
+    ends = []
+    for inside in (False, True):
+        optimizer = CurvaDion(toy.groups(toy.model()), **copy.deepcopy(options))
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            ends.append(run(optimizer, 4))
+            if options:
+                optimizer.synchronize(exact=False)
+    assert_same(*ends)
+
+
+def test_data_set_to_another_size_after_the_gradient_is_an_error():
+    (X,) = matrices(1)
+    optimizer = Dion([X])
+    give_gradients([X])
+    X.data = torch.ones(64, 64)
+    with pytest.raises((ValueError, RuntimeError), match="64"):
+        optimizer.step()
+
+
+def test_a_layout_that_changes_before_the_first_step_is_an_error_that_names_it():
+    convolution = nn.Conv2d(4, 4, 3, bias=False)
+    optimizer = Dion([("kernel", convolution.weight)])
+    convolution.to(memory_format=torch.channels_last)
+    convolution.weight.grad = torch.ones_like(convolution.weight)
+    with pytest.raises(ValueError, match="kernel.*not contiguous"):
+        optimizer.step()
+
+
 # ---------------------------------------------------------------- learning rates
 
 

@@ -9,9 +9,12 @@
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
 
-// One portable library: the loader picks the widest vectors that the machine has.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// One portable library: the loader picks the widest vectors that the machine has. GCC knows these
+// levels of the architecture by name since version 12.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define VECTOR_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define VECTOR_CLONES
 #endif

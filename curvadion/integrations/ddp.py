@@ -5,9 +5,13 @@ from __future__ import annotations
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from curvadion.sharding import declare_replicas
+
 
 def keep_gradients_local(ddp: DistributedDataParallel) -> DistributedDataParallel:
     """Stop ``ddp`` from reducing gradients, for optimizers that communicate themselves.
+
+    Curvadion's then want ``replicas``, the ranks of ``ddp``.
 
     After any backward ``p.grad`` is this replica's own gradient, neither summed nor divided by the
     number of replicas, wherever the forward ran. (``no_sync()`` around the backward alone does not
@@ -53,6 +57,8 @@ def keep_gradients_local(ddp: DistributedDataParallel) -> DistributedDataParalle
     except RuntimeError as error:  # a built-in hook, which only DDP's C++ side knows of
         ddp._comm_hooks.clear()
         raise _hooked("built-in") from error
+    for parameter in ddp.module.parameters():
+        declare_replicas(parameter, ddp.process_group.size())
     return ddp
 
 

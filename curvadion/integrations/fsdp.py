@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from curvadion.sharding import declare_flat_shard
+from curvadion.sharding import declare_flat_shard, declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -123,6 +123,9 @@ def _reduce_over_shards_only(group: Any) -> None:
             "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
             "has not handed out: call keep_gradients_local before the first backward."
         )
+    for parameter in _private(group, "fsdp_params"):
+        replicas = _private(mesh_info, "replicate_mesh_size")
+        declare_replicas(_private(parameter, "sharded_param"), replicas)
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
     local: Any

@@ -63,7 +63,7 @@ def normalize_kernel(
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
     k, n, r = float32_stack(R)
-    sums = torch.empty(*R.shape[:-2], r, device=R.device)
+    sums = torch.empty(*R.shape[:-2], r, dtype=torch.float32, device=R.device)
     if sums.numel():
         with on(R.device):
             column_sums_kernel[(k, triton.cdiv(r, COLUMNS))](

@@ -38,7 +38,7 @@ class Table:
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
         self._cells: array[int] | None = None
-        self._on_device = torch.empty(0, dtype=torch.int64)
+        self._on_device = torch.empty(0, dtype=torch.int64, device="cpu")
         self._spare = [self._pinned(size)] if device.type == "cuda" else []
 
     def write(self, cells: array[int]) -> Tensor:
@@ -60,7 +60,7 @@ class Table:
         return self._on_device
 
     def _pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int64, pin_memory=True)
+        return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 @dataclass(eq=False)
@@ -141,12 +141,12 @@ def _launches(
 def _launch(
     sizes: Sizes, members: list[int], device: torch.device, everything: bool, cells: int
 ) -> Launch:
-    numel = torch.tensor([sizes.numel[i] for i in members])
+    numel = torch.tensor([sizes.numel[i] for i in members], device="cpu")
     # An empty tensor gets a block too: someone must write its norm.
     blocks = ((numel + CHUNK - 1) // CHUNK).clamp_min(1)
     first = blocks.cumsum(0) - blocks
-    of = torch.repeat_interleave(torch.arange(len(members)), blocks)
-    chunk = torch.arange(len(of)) - first[of]
+    of = torch.repeat_interleave(torch.arange(len(members), device="cpu"), blocks)
+    chunk = torch.arange(len(of), device="cpu") - first[of]
     return Launch(
         [] if everything else members,
         len(members),
@@ -154,7 +154,7 @@ def _launch(
         of.int().to(device),
         chunk.int().to(device),
         first.int().to(device),
-        torch.tensor(members, dtype=torch.int32).to(device),
+        torch.tensor(members, dtype=torch.int32, device="cpu").to(device),
         numel.to(device),
         torch.zeros(len(members), dtype=torch.int32, device=device),
         Table(cells * len(members), device),

@@ -216,8 +216,9 @@ def _tiles(
     shapes: tuple[tuple[int, int], ...], height: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Table]:
     """Per tile its matrix and its place there, int32 (tiles, 2); a table for the matrices."""
-    counts = torch.tensor([triton.cdiv(m, height) * triton.cdiv(n, TILE_N) for m, n in shapes])
-    matrix = torch.repeat_interleave(torch.arange(len(shapes)), counts)
-    place = torch.arange(len(matrix)) - (counts.cumsum(0) - counts)[matrix]
+    each = [triton.cdiv(m, height) * triton.cdiv(n, TILE_N) for m, n in shapes]
+    counts = torch.tensor(each, device="cpu")
+    matrix = torch.repeat_interleave(torch.arange(len(shapes), device="cpu"), counts)
+    place = torch.arange(len(matrix), device="cpu") - (counts.cumsum(0) - counts)[matrix]
     tiles = torch.stack([matrix, place], dim=1).int().to(device)
     return tiles, Table(CELLS.value * len(shapes), device)

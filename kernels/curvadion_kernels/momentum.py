@@ -115,9 +115,9 @@ def _run(facts: list[Facts], mu: Sequence[float], *, write: bool, norm: bool = T
     numbers = [floats(mu, len(facts[0].addresses))] if has_g else []
     device = facts[0].device
     assert device is not None
-    result = torch.empty(len(facts[0].addresses) if norm else 0, device=device)
+    result = torch.empty(len(facts[0].addresses) if norm else 0, dtype=torch.float32, device=device)
     for launch, codes in launches(facts):
-        partial = torch.empty(launch.blocks if norm else 0, device=device)
+        partial = torch.empty(launch.blocks if norm else 0, dtype=torch.float32, device=device)
         with on(device):
             momentum_kernel[(launch.blocks,)](
                 launch.table(facts, numbers),

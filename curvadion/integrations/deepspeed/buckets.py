@@ -72,7 +72,7 @@ def _of_stage_3(zero: Any, comm_dtype: torch.dtype) -> Iterable[Tensor]:
 def agree(names: list[str], group: dist.ProcessGroup) -> None:
     """Raise RuntimeError on every rank of the group unless all give the same names in one order."""
     checksum = zlib.crc32("\n".join(names).encode())
-    extremes = torch.tensor([checksum, -checksum])
+    extremes = torch.tensor([checksum, -checksum], device="cpu")
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     if extremes[0] == -extremes[1]:
         return
