@@ -1,10 +1,12 @@
 """The convergence benchmark's picture: held-out loss over bytes sent."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -25,6 +27,7 @@ LOOKS = {
     "ours": ("CurvaDion under a budget", "#D55E00", "*"),
     "ours_rmmc": ("the same, by RMMC", "#882255", "*"),
 }
+COLUMNS = 2  # of panels
 
 
 class Point(NamedTuple):
@@ -40,21 +43,27 @@ class Point(NamedTuple):
 def draw(points: Sequence[Point], path: Path) -> None:
     """Write the picture, one panel for each task."""
     tasks = list(dict.fromkeys(point.task for point in points)) or [""]
+    columns = min(COLUMNS, len(tasks))
+    rows = -(-len(tasks) // columns)
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(
-            1,
-            len(tasks),
-            figsize=(5.5 * len(tasks) + 2.5, 4.8),
+            rows,
+            columns,
+            figsize=(5.5 * columns + 2.5, 4.8 * rows),
             layout="constrained",
             squeeze=False,
         )
-        for axes, task in zip(panels[0], tasks, strict=True):
+        legend: dict[str, Artist] = {}
+        for axes, task in zip_longest(panels.flat, tasks):
+            if task is None:
+                axes.set_visible(False)
+                continue
             draw_panel(axes, [point for point in points if point.task == task])
             axes.set(title=task, xlabel="bytes sent, as a share of AdamW with DDP")
-        panels[0][0].set_ylabel("held-out loss, nats per token")
-        legend = {text.get_label(): text for axes in panels[0] for text in axes.containers}
+            axes.set_ylabel("held-out loss, nats per token")
+            legend |= {str(shown.get_label()): shown for shown in axes.containers}
         figure.legend(legend.values(), legend.keys(), loc="outside right center", frameon=False)
-        figure.savefig(path, dpi=160)
+        figure.savefig(path, dpi=120)
         plt.close(figure)
 
 
