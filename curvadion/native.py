@@ -26,13 +26,8 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 SOURCES, HEADERS = (".cpp", ".cu"), (".h", ".cuh")
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wall", "-Wextra"]
-# Machine code for A100, H100 and B200, and PTX for what comes after.
-CUDA_TARGETS = ["80", "90", "100"]
-NVCC_FLAGS = [
-    *("-O3", "-std=c++17", "-Xcompiler=-fPIC", "-cudart=static", "--threads=4"),
-    *(f"-gencode=arch=compute_{t},code=sm_{t}" for t in CUDA_TARGETS),
-    f"-gencode=arch=compute_{CUDA_TARGETS[-1]},code=compute_{CUDA_TARGETS[-1]}",
-]
+CUDA_TARGETS = ["80", "90", "100"]  # A100, H100 and B200
+NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC", "-cudart=static", "--threads=4"]
 
 logger = logging.getLogger("curvadion")
 
@@ -107,7 +102,8 @@ def build(name: str, target: Path) -> None:
 def build_steps(name: str, folder: Path) -> list[Step]:
     """The commands that build the library in ``folder``; the last one writes the library."""
     if name == "cuda":
-        compiler, flags, link = _nvcc(), NVCC_FLAGS, ["-cudart=static"]
+        compiler, link = _nvcc(), ["-cudart=static"]
+        flags = [*NVCC_FLAGS, *_machine_code(compiler)]
     else:
         compiler, flags, link = _cxx(), CXX_FLAGS, ["-fopenmp"]
     sources = [path for path in source_files(name) if path.suffix in SOURCES]
@@ -142,7 +138,9 @@ def source_files(name: str) -> list[Path]:
 @lru_cache
 def source_digest(name: str) -> str:
     """Names a library's version: 16 hexadecimal digits of its sources, flags and machine."""
-    digest = hashlib.sha256(repr((platform.machine(), CXX_FLAGS, NVCC_FLAGS)).encode())
+    digest = hashlib.sha256(
+        repr((platform.machine(), CXX_FLAGS, NVCC_FLAGS, CUDA_TARGETS)).encode()
+    )
     for path in source_files(name):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -192,6 +190,17 @@ def _nvcc() -> str:
     if found is None:
         raise Unavailable("nvcc was not found: install the CUDA toolkit or set CUDA_HOME")
     return found
+
+
+def _machine_code(nvcc: str) -> list[str]:
+    """Flags for machine code of the targets that this nvcc knows, and PTX for what comes after."""
+    listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False)
+    known = [t for t in CUDA_TARGETS if f"compute_{t}" in listing.stdout.split()]
+    if not known:
+        raise Unavailable(f"{nvcc} compiles for none of sm_{', sm_'.join(CUDA_TARGETS)}: update it")
+    newest = f"compute_{known[-1]}"
+    codes = [f"-gencode=arch=compute_{t},code=sm_{t}" for t in known]
+    return [*codes, f"-gencode=arch={newest},code={newest}"]
 
 
 def _ninja() -> str | None:

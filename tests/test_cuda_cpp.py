@@ -33,16 +33,35 @@ def compiled(tmp_path_factory):
     results = {}
     for kernel in KERNELS:
         source = native.source_folder("cuda") / f"{kernel}.cu"
-        flags = [flag for flag in native.NVCC_FLAGS if not flag.startswith("-gencode")]
         for target in native.CUDA_TARGETS:
             output = folder / f"{kernel}.{target}.cubin"
             said = subprocess.run(
-                [native._nvcc(), *flags, f"-arch=sm_{target}", "-Xptxas=-v", "-cubin", source,
-                 "-o", output],
+                [native._nvcc(), *native.NVCC_FLAGS, f"-arch=sm_{target}", "-Xptxas=-v", "-cubin",
+                 source, "-o", output],
                 capture_output=True, text=True, check=True, timeout=100,
             ).stderr  # fmt: skip
             results[kernel, target] = said, output
     return results
+
+
+@pytest.mark.parametrize(
+    ("knows", "machines", "ptx"),
+    [("70 80 90", ["sm_80", "sm_90"], "compute_90"), ("80 90 100", ["sm_80", "sm_90", "sm_100"],
+     "compute_100")],
+)  # fmt: skip
+def test_an_older_nvcc_compiles_for_what_it_knows(knows, machines, ptx, tmp_path, monkeypatch):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    lines = "".join(f"echo compute_{target}; " for target in knows.split())
+    nvcc.write_text(f"#!/bin/sh\n{lines}\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(nvcc.parent), prepend=":")
+    command = native.build_steps("cuda", tmp_path)[0].command
+    codes = [flag.rpartition("code=")[2] for flag in command if flag.startswith("-gencode")]
+    assert codes == [*machines, ptx]
+    nvcc.write_text("#!/bin/sh\necho compute_70\n")
+    with pytest.raises(native.Unavailable, match="none of sm_80, sm_90, sm_100"):
+        native.build_steps("cuda", tmp_path)
 
 
 def test_no_kernel_spills_registers(compiled):
