@@ -88,7 +88,7 @@ ELEMENTWISE = "elementwise"  # the setting that is tuned together with the learn
 BUDGETS = (0.1, 0.03, 0.01, 0.003)
 IN_PARTS = (0.01,)  # budgets at which parts of the weights may gain by taking turns
 DION_RANKS = (1.0, 1 / 4, 1 / 8, 1 / 16)
-STEPS = {"quick": 300, "full": 1000}
+STEPS = {"quick": 240, "full": 1000}
 # At least three a method and a factor of two apart. Where the best turns out to be the first or
 # the last, more are to be tried with --lr.
 _ADAMW, _DION, _FAR_APART = (2e-3, 4e-3, 8e-3), (0.02, 0.04, 0.08), (0.01, 0.02, 0.04)
