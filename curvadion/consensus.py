@@ -74,9 +74,8 @@ def consensuses(parameters: Sequence[Parameter]) -> Iterator[Consensus]:
 
 def agree_(parameters: Sequence[Parameter], bits: int, group: dist.ProcessGroup | None) -> None:
     """Bring the replicas to a new consensus; afterwards they hold the same bits. Collective."""
-    if those := list(consensuses(parameters)):
-        X, agreed, residuals = zip(*those, strict=True)
-        quantized_average_(X, agreed, residuals, bits, group)
+    X, agreed, residuals = zip(*consensuses(parameters), strict=True)
+    quantized_average_(X, agreed, residuals, bits, group)
 
 
 def settle(parameters: Sequence[Parameter]) -> None:

@@ -53,14 +53,11 @@ def library(name: str) -> ctypes.CDLL:
     """
     installed = HERE / file_name(name)
     if installed.exists():
-        without_sources = source_folder(name) is None
-        try:
+        if source_folder(name) is None:
+            return _load(installed)
+        with suppress(Unavailable):
             loaded = _load(installed)
-        except Unavailable:
-            if without_sources:
-                raise
-        else:
-            if without_sources or _digest_in(loaded) == source_digest(name):
+            if _digest_in(loaded) == source_digest(name):
                 return loaded
     cached = cache_folder() / source_digest(name) / file_name(name)
     if not cached.exists():

@@ -305,14 +305,14 @@ class CurvaDion(Optimizer):
 
         step: the one just taken, which the momenta are to follow.
         """
+        self.gate.spend(parts)
         if not plan.parameters:
             return
-        total = max(self._part_of) + 1
+        total = self._parts
         now = {(self.progress.part + i) % total for i in range(parts)}
         self._agree(plan.select([part in now for part in self._part_of]), step)
         self.progress.part = (self.progress.part + parts) % total
-        self.progress.parts_apart = max(0, min(self.progress.parts_apart, total) - parts)
-        self.gate.spend(parts)
+        self.progress.parts_apart = max(0, self.progress.parts_apart - parts)
 
     def _agree(self, plan: Plan, step: LowRankStep | None) -> None:
         """Replicas agree on the weights of a plan; momenta turn as far as the step has them."""
@@ -320,7 +320,9 @@ class CurvaDion(Optimizer):
         if group_size(group) == 1:
             consensus.renew_(plan.parameters)
             return
-        turned = step.among(plan.parameters) if step and self.reconcile_momentum else None
+        turned = (
+            step.among(plan.parameters) if step is not None and self.reconcile_momentum else None
+        )
         own = [] if turned is None else weights(turned)
         lengthen = step is not None and self.reconcile_polar
         before = agreements(plan) if lengthen else []
@@ -359,7 +361,7 @@ class CurvaDion(Optimizer):
             moving, _ = with_gradients(plan, None, plan.everyone)
             these = set(map(id, moving.dion))
             consensus.stand_still([p for p in plan.dion if id(p) not in these])
-        self.progress.parts_apart = self.reconcile_parts
+        self.progress.parts_apart = self._parts
 
     def _reason_to_open(self, agreement: Agreement) -> str | None:
         """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
@@ -617,17 +619,21 @@ class CurvaDion(Optimizer):
         known = {id(p.X) for p in before.parameters}
         consensus.settle([p for p in after.parameters if id(p.X) not in known])
 
+    @property
+    def _parts(self) -> int:
+        """In how many parts parameters come together: fewer than asked for where they are few."""
+        return max(self._part_of, default=-1) + 1
+
     def _tell_costs(self, plan: Plan) -> None:
         """Tell the gate what steps send, alike on all ranks, whatever pieces they hold."""
         if self.reconcile != "quantized" or not plan.parameters:
             return
         sizes = consensus.sizes(plan.parameters)
-        part_of = consensus.in_parts(sizes, self.reconcile_parts)
-        if self.progress.parts_apart and part_of != self._part_of:
-            self.progress.parts_apart = self.reconcile_parts  # which of the old ones is not known
-        self._part_of = part_of
-        dense, parts = 4 * sum(sizes), max(self._part_of) + 1
-        self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / parts / dense
+        before, self._part_of = self._part_of, consensus.in_parts(sizes, self.reconcile_parts)
+        if self.progress.parts_apart and before != self._part_of:
+            self.progress.parts_apart = self._parts  # which of the old ones is not known
+        dense = 4 * sum(sizes)
+        self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / self._parts / dense
         self.gate.closed_cost = GATE_BYTES / dense
         if isinstance(self.gate, WireBudget):
             self.gate.check_feasible(self.max_local_steps)

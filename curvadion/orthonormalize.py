@@ -65,11 +65,12 @@ def _cholesky_qr(
     do not depend on them.
     """
     results, dependents = [], []
-    for i, (p, summed) in enumerate(zip(matrices, _summed_triangles(matrices, rows), strict=True)):
+    summed = _summed_triangles(matrices, rows)
+    for i, p in enumerate(matrices):
         k, _, r = p.shape
         result, dependent = p.new_empty(p.shape), p.new_empty((k, r), dtype=torch.bool)
         for these in _slices(p):
-            gram = _gram(p[these], rows[i]) if summed is None else _unpacked(summed[these], r)
+            gram = _unpacked(summed[i][these], r) if i in summed else _gram(p[these], rows[i])
             after = None if last is None else last[i][these]
             factor, dependent[these] = _inverse_triangle(gram, after)
             # (k, m_i, r) = (k, m_i, r) (k, r, r)
@@ -100,8 +101,8 @@ def _gram(p: Tensor, rows: Extent) -> Tensor:
     return wide.mT @ wide
 
 
-def _summed_triangles(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> list[Tensor | None]:
-    """Upper triangles of P^T P of the uncut P, packed, (k, r (r + 1) / 2); None if P is whole."""
+def _summed_triangles(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> dict[int, Tensor]:
+    """Upper triangles of P^T P of each P that is cut, packed, (k, r (r + 1) / 2), by its place."""
     cut = [i for i, extent in enumerate(rows) if extent.group is not None]
     slots = []
     for i in cut:
@@ -114,10 +115,7 @@ def _summed_triangles(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> lis
         for these in _slices(matrices[i]):
             view[these] = _gram(matrices[i][these], rows[i])[:, upper, lower]
     buckets.all_reduce_()
-    summed: list[Tensor | None] = [None] * len(matrices)
-    for i, view in zip(cut, buckets.views, strict=True):
-        summed[i] = view
-    return summed
+    return dict(zip(cut, buckets.views, strict=True))
 
 
 def _unpacked(triangles: Tensor, r: int) -> Tensor:

@@ -147,10 +147,10 @@ def restored_defaults():
     torch.set_default_device(None)
 
 
-MORE = {"budget": {"gate": FixedPeriod(2), "reconcile": "quantized"}}
+QUANTIZED = {"gate": FixedPeriod(2), "reconcile": "quantized"}
 
 
-@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, MORE["budget"]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, QUANTIZED], ids=str)
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
 @pytest.mark.usefixtures("restored_defaults")
 def test_default_dtype_and_device_change_no_bit(options, default):
@@ -171,7 +171,7 @@ def test_default_dtype_and_device_change_no_bit(options, default):
     assert {s.dtype for s in steps} == {torch.float32}
 
 
-@pytest.mark.parametrize("options", [{}, MORE["budget"]], ids=str)
+@pytest.mark.parametrize("options", [{}, QUANTIZED], ids=str)
 def test_a_step_inside_autocast_is_the_same(options):
     ends = []
     for inside in (False, True):

@@ -123,8 +123,8 @@ def _reduce_over_shards_only(group: Any) -> None:
             "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
             "has not handed out: call keep_gradients_local before the first backward."
         )
+    replicas = _private(mesh_info, "replicate_mesh_size")
     for parameter in _private(group, "fsdp_params"):
-        replicas = _private(mesh_info, "replicate_mesh_size")
         declare_replicas(_private(parameter, "sharded_param"), replicas)
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
