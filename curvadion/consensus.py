@@ -120,8 +120,3 @@ def renew_(parameters: Sequence[Parameter]) -> None:
     for X, agreed, _ in consensuses(parameters):
         agreed.copy_(X)
     settle(parameters)
-
-
-def fingerprint(parameters: Sequence[Parameter]) -> float:
-    """A number that is the same where replicas agree on the same."""
-    return sum(float(agreed.double().sum()) for _, agreed, _ in consensuses(parameters))

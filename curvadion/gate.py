@@ -21,6 +21,7 @@ class Gate(ABC):
     Class attributes:
         reason: why the gate opened, for reports.
         reads_momentum: whether :meth:`signal` is wanted. If not, no momentum norm is taken.
+        always_open: whether it opens at every step.
 
     Attributes:
         open_cost, closed_cost: what an open and a closed step send, as shares of an all-reduce of
@@ -29,6 +30,7 @@ class Gate(ABC):
 
     reason: str = "gate"
     reads_momentum: bool = False
+    always_open: bool = False
     open_cost: float | None = None
     closed_cost: float = 0.0
 
@@ -55,8 +57,8 @@ class Gate(ABC):
         replica; anything else lets replicas disagree and wait for each other forever.
         """
 
-    def spend(self, openings: int) -> None:
-        """Note that replicas came together, which sent as much as so many open steps do."""
+    def spend(self, openings: float) -> None:
+        """Note that as much was sent as so many open steps send."""
 
     def expected_period(self, open_cost: float) -> float:
         """Steps from one opening to the next if an open step sends this share; 1 if unforeseen."""
@@ -125,6 +127,7 @@ class FixedPeriod(Gate):
         if period < 1:
             raise ValueError(f"period={period!r} must be >= 1")
         self.period = period
+        self.always_open = period == 1
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return local_steps + 1 >= self.period
@@ -140,6 +143,7 @@ class AlwaysOpen(Gate):
     """Synchronise at every step: Dion."""
 
     reason = "always"
+    always_open = True
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return True
@@ -226,7 +230,7 @@ class WireBudget(Gate):
             return self._credit > 0
         return self._log_threshold is not None and signal > math.exp(self._log_threshold)
 
-    def spend(self, openings: int) -> None:
+    def spend(self, openings: float) -> None:
         self._credit -= openings
         if self._log_threshold is not None:
             self._log_threshold += self.GAIN * openings

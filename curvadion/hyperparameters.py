@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,3 +145,22 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
+
+# Every key whose value decides what a step does.
+SETTINGS = tuple(_CHECKS)
+
+
+def wrong_setting(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the groups as they are now; None if nothing.
+
+    Schedulers and users write into groups between steps. A tensor on a device is not read.
+    """
+    for g, group in enumerate(param_groups):
+        for key, value in group.items():
+            if key not in _CHECKS or (isinstance(value, Tensor) and value.device.type != "cpu"):
+                continue
+            try:
+                _CHECKS[key](f"param_groups[{g}][{key!r}]", value)
+            except (TypeError, ValueError) as error:
+                return str(error)
+    return None

@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from curvadion import consensus, reconcile, wire
@@ -29,15 +28,24 @@ from curvadion.low_rank_step import (
     measure_momenta,
 )
 from curvadion.momentum_turn import turn_momenta_, weights
-from curvadion.plan import LR_AT_AGREEMENT, Plan, Pushed, check_parameter, names
+from curvadion.plan import LR_AT_AGREEMENT, Parameter, Plan, Pushed, check_parameter, names
 from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, read_record, record
 from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
-from curvadion.replicas import GATE_BYTES, Agreement, ReplicaGroup, verify_replicas
+from curvadion.replicas import GATE_BYTES, Agreement, Notice, ReplicaGroup, Replicas, Settings
 from curvadion.sharding import FLAT_SHARD_START, local
-from curvadion.signals import agree_on_gradients, momentum_norms, with_gradients
+from curvadion.signals import MomentumNorms, agree_on_gradients, momentum_norms, with_gradients
 from curvadion.telemetry import StepReport
+from curvadion.verify import (
+    Checksum,
+    GradientWatch,
+    Listing,
+    listing,
+    raise_different,
+    raise_identical,
+    verify_replicas,
+)
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -65,7 +73,9 @@ class CurvaDion(Optimizer):
             "dion" (2-D parameters), "adamw" or "lion"; each has its own lr, betas, decay.
         lr: learning rate, a number or a tensor of one element.
         replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
-            DeviceMesh; None for one replica. Gradients must reach ``step`` unaveraged.
+            DeviceMesh. Gradients must reach ``step`` unaveraged. None for one replica; where
+            several processes hold whole weights and the gate can close, "single" says that this is
+            meant: each trains by itself, or something else averages the gradients.
         threshold: tau of the RMMC gate; the default gate is RMMC(0.3).
         gate: another gate, instead of ``threshold``: FixedPeriod, WireBudget, AlwaysOpen or yours.
         local_step: what a matrix does while the gate is closed: "dion", a power iteration inside
@@ -123,6 +133,9 @@ class CurvaDion(Optimizer):
     _cached: tuple[object, Plan] | None
     _part_of: list[int]  # of each parameter of the plan
     _verified: bool
+    _alike: bool  # whether the last step has shown this rank no other settings than its own
+    _watch: GradientWatch | None
+    _unread: Tensor | None  # what the watch's last look told, on the device
     _wire_bytes: int
 
     def __init__(
@@ -130,7 +143,7 @@ class CurvaDion(Optimizer):
         params: Params,
         lr: float | Tensor = 0.02,
         *,
-        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        replicas: Replicas = None,
         threshold: float | None = None,
         gate: Gate | None = None,
         local_step: Literal["dion", "gradient"] = "dion",
@@ -246,13 +259,15 @@ class CurvaDion(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plan = self._plan()
+        wrong = check.wrong_setting(self.param_groups)
+        # Other ranks wait for this one, which can tell them of its error by the plan it had.
+        plan = self._cached[1] if wrong and self._cached else self._plan()
         with _full_precision(plan.device):
-            self._step(plan)
+            self._step(plan, wrong)
         return loss
 
-    def _step(self, plan: Plan) -> None:
-        created = self._create_state(plan)
+    def _step(self, plan: Plan, wrong: str | None) -> None:
+        new = self._create_state(plan)
         if plan.sharded:
             settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         scaled = self._unscale(plan)
@@ -261,20 +276,24 @@ class CurvaDion(Optimizer):
         reads = self.gate.reads_momentum and plan.dion
         momenta = momentum_norms(plan, pushed) if reads else None
         norms = None if momenta is None else momenta.after
-        agreement = agree_on_gradients(self.gate, plan, pushed, momenta)
+        agreement = self._agreement(plan, pushed, momenta, wrong)
+        created = len(new) == len(plan.parameters)
         if created and agreement.all_zero and self._lr_is_zero():
             return
         if not agreement.finite:
             self.skip_step(tolerate=scaled)
             return
-        self._verify(plan)
+        complete = agreement.complete
+        if agreement.notice == Notice.UNVERIFIED:
+            complete = self._verify(plan, new)
+        self._look_at_gradients(plan)
 
         reason = self._reason_to_open(agreement)
         if reason is not None:
-            self._synchronized_step(plan, pushed, norms, complete=agreement.complete)
+            self._synchronized_step(plan, pushed, norms, complete=complete)
             self.progress.local_steps = 0
         else:
-            self._local_step(plan, pushed, norms, complete=agreement.complete)
+            self._local_step(plan, pushed, norms, complete=complete)
             self.progress.local_steps += 1
         self.progress.steps += 1
         self.progress.skipped_in_a_row = 0
@@ -394,31 +413,79 @@ class CurvaDion(Optimizer):
                 f"model, then load the last checkpoint."
             )
 
-    def _verify(self, plan: Plan) -> None:
-        if self._verified:
-            return
-        own_repr = type(self.gate).__repr__ is not object.__repr__
-        gate = repr(self.gate) if own_repr else type(self.gate).__name__
-        self._verified = verify_replicas(
-            plan.description(
-                self.local_step,
-                self.reconcile,
-                self.reconcile_bits,
-                self.reconcile_parts,
-                self.reconcile_momentum,
-                self.reconcile_polar,
-                self.warmup_steps,
-                self.max_local_steps,
-                gate,
-                repr(self.gate.state_dict()),
-                repr(self.progress),
-                consensus.fingerprint(plan.parameters),
-            ),
-            [p.G for p in plan.parameters if p.G is not None],
-            plan.device,
-            replicas=self._replicas.process_group,
-            everyone=plan.everyone,
+    def _agreement(
+        self, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None, wrong: str | None
+    ) -> Agreement:
+        """What all ranks know of this step before it is taken; a user's error is raised on all."""
+        notice = Notice.NOTHING
+        if wrong is not None:
+            notice = Notice.INVALID
+        elif not self._alike:
+            notice = Notice.DIFFERENT
+        elif not self._verified and group_size(self._replicas.process_group) > 1:
+            notice = Notice.UNVERIFIED
+        settings = Settings(self.progress.steps, self._checksum.of(self.param_groups))
+        unread, self._unread = self._unread, None
+        agreement = agree_on_gradients(
+            self.gate, plan, pushed, momenta, notice=notice, settings=settings, unread=unread
         )
+        self._alike = agreement.alike
+        if wrong is not None:
+            raise ValueError(wrong)
+        if agreement.notice == Notice.INVALID:
+            raise RuntimeError(
+                "Another rank has an impossible value in its param_groups and raises the error "
+                "that names it: see that rank's output."
+            )
+        if agreement.notice == Notice.DIFFERENT:
+            raise_different(self._listing(plan), plan.everyone)
+        if self._watch is not None and agreement.read:
+            averaged = self._watch.conclude(agreement.read)
+            if averaged:
+                raise_identical(", ".join(averaged))
+        return agreement
+
+    def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
+        """Compare the replicas; return whether all of them have all gradients.
+
+        new: the parameters that had no state before this step.
+        """
+        apart = self.progress.local_steps > 0 or self.progress.parts_apart > 0
+        drifts = apart or (self.reconcile == "none" and self.progress.steps > 0)
+        comparable = [p for p in plan.parameters if consensus.AGREED in p.state]
+        if not comparable:
+            comparable = list(new) if drifts else plan.parameters
+        self._verified, complete = verify_replicas(
+            plan,
+            self._listing(plan),
+            comparable,
+            replicas=self._replicas.process_group,
+        )
+        return complete
+
+    def _listing(self, plan: Plan) -> Listing:
+        """All that must be alike on all ranks of all replicas."""
+        own_repr = type(self.gate).__repr__ is not object.__repr__
+        arguments = (
+            *("local_step", "reconcile", "reconcile_bits", "reconcile_parts"),
+            *("reconcile_momentum", "reconcile_polar", "warmup_steps", "max_local_steps"),
+        )
+        more: dict[str, object] = {name: getattr(self, name) for name in arguments}
+        more["gate"] = self.gate if own_repr else type(self.gate).__name__
+        more["the gate's state"] = self.gate.state_dict()
+        more["progress"] = self.progress
+        return listing(self.param_groups, plan, more)
+
+    def _look_at_gradients(self, plan: Plan) -> None:
+        """Look now and then whether something else averages gradients; read at the next step."""
+        if group_size(self._replicas.process_group) == 1:
+            return
+        if self._watch is None:
+            self._watch = GradientWatch(plan)
+        self._unread = self._watch.look(self.progress.steps)
+        if self._unread is not None and self.gate.open_cost:
+            dense = 4 * sum(consensus.sizes(plan.parameters))
+            self.gate.spend(GradientWatch.BYTES / dense / self.gate.open_cost)
 
     def _report(
         self, plan: Plan | None, reason: str, gate_open: bool, agreement: Agreement | None
@@ -486,6 +553,29 @@ class CurvaDion(Optimizer):
         measure_momenta(ready)
         self.gate.spend(self.progress.parts_apart)
         self.progress.local_steps = self.progress.parts_apart = 0
+
+    @torch.no_grad()
+    def broadcast_weights(self, source: int = 0) -> None:
+        """Give all replicas the weights of one; collective, for before the first step.
+
+        Args:
+            source: the replica, as a rank of the process group ``replicas``.
+
+        Frozen parameters are taken along, buffers are not.
+        """
+        group = self._replicas.process_group
+        if group is None:
+            return
+        for X in (X for g in self.param_groups for X in g["params"]):
+            piece = local(X.detach())
+            contiguous = piece.contiguous()
+            dist.broadcast(contiguous, group=group, group_src=source)
+            if contiguous is not piece:
+                piece.copy_(contiguous)
+        plan = self._plan()
+        plan.look_up_states()
+        consensus.renew_(plan.parameters)
+        self._verified = False
 
     @torch.no_grad()
     def drift(self) -> float:
@@ -577,6 +667,9 @@ class CurvaDion(Optimizer):
         self._cached = None
         self._part_of = []
         self._verified = False
+        self._alike = True
+        self._checksum = Checksum()
+        self._watch = self._unread = None
         self._wire_bytes, _ = wire.counted_bytes()
 
     def _plan(self) -> Plan:
@@ -592,7 +685,12 @@ class CurvaDion(Optimizer):
             for g in self.param_groups
         ] + [[id(self.state), id(self.gate)]]
         if self._cached is None or self._cached[0] != key:
-            plan = Plan.of(self.param_groups, self.state, self._replicas.process_group)
+            plan = Plan.of(
+                self.param_groups,
+                self.state,
+                self._replicas.process_group,
+                single=self._replicas.single,
+            )
             if self._cached is not None:
                 self._change_plan(self._cached[1], plan)
             dion = [g for g in self.param_groups if g["algorithm"] == "dion" and g["params"]]
@@ -601,9 +699,25 @@ class CurvaDion(Optimizer):
                     f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
                     f"use gate=FixedPeriod(...) or AlwaysOpen()."
                 )
+            self._check_one_replica(plan)
             self._tell_costs(plan)
             self._cached = (key, plan)
+            self._watch = self._unread = None
         return self._cached[1]
+
+    def _check_one_replica(self, plan: Plan) -> None:
+        """Raise ValueError where processes with whole weights would never come together."""
+        if self._replicas.single or self.gate.always_open or plan.everyone is not None:
+            return
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"replicas=None with gate={self.gate!r}: there are {dist.get_world_size()} "
+                f"processes, each with whole parameters, and none of them would ever hear of the "
+                f"others. Pass replicas=torch.distributed.group.WORLD (which is None until "
+                f"init_process_group has been called) with keep_gradients_local, or "
+                f"replicas='single' if each process trains by itself or something else averages "
+                f"the gradients."
+            )
 
     def _change_plan(self, before: Plan, after: Plan) -> None:
         """Parameters were frozen, thawed or added since the plan of before was made."""
@@ -638,8 +752,8 @@ class CurvaDion(Optimizer):
         if isinstance(self.gate, WireBudget):
             self.gate.check_feasible(self.max_local_steps)
 
-    def _create_state(self, plan: Plan) -> bool:
-        """Give every parameter its state, with or without a gradient; True if none had any."""
+    def _create_state(self, plan: Plan) -> list[Parameter]:
+        """Give every parameter its state, with or without a gradient; return those without any."""
         states = plan.look_up_states()
         without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
         for p in without:
@@ -649,7 +763,7 @@ class CurvaDion(Optimizer):
             consensus.begin(plan.parameters)
         if without:
             plan.look_up_states()
-        return len(without) == len(plan.parameters)
+        return without
 
     def _lr_is_zero(self) -> bool:
         return all(float(group["lr"]) == 0 for group in self.param_groups)
@@ -675,7 +789,7 @@ class Dion(CurvaDion):
         params: Params,
         lr: float | Tensor = 0.02,
         *,
-        replicas: dist.ProcessGroup | DeviceMesh | None = None,
+        replicas: Replicas = None,
         mu: float = 0.95,
         nesterov: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -288,8 +287,13 @@ class Plan:
         param_groups: Sequence[dict[str, Any]],
         states: States,
         replicas: dist.ProcessGroup | None,
+        *,
+        single: bool = False,
     ) -> Plan:
-        """Collective where parameters are sharded: every rank must hold the same parameters."""
+        """Collective where parameters are sharded: every rank must hold the same parameters.
+
+        single: whether the user has said that other replicas, if any, are not to be heard of.
+        """
         dion: list[Parameter] = []
         elementwise, unions = [], Unions()
         for g, group in enumerate(param_groups):
@@ -297,7 +301,8 @@ class Plan:
                 if not X.requires_grad:
                     continue
                 check_parameter(X, name, group)
-                sharding.check_replicas(X, name, replicas)
+                if not single:
+                    sharding.check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
                     try:
                         parts = tuple(sharding.matrices_of(X, group, replicas, unions))
@@ -485,18 +490,6 @@ class Plan:
             for stack, each in zip(self.stacks(), pieces, strict=True)
         ]
         return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))
-
-    def description(self, *settings: object) -> int:
-        """A number below 2**32 that differs where optimizers are set up differently."""
-        keys = ("algorithm", "rank_fraction", "rank_multiple_of", "momentum_rule", "right_factor")
-        more = ("stack_dims", "row_blocks", "stochastic_rounding", "nesterov")
-        text = [repr(settings)]
-        for p in self.parameters:
-            options = [p.group[key] for key in (*keys, *more)]
-            shard = sharding.flat_shard(p.X)
-            held = None if shard is None else (shard.start, shard.stop)
-            text.append(repr((global_shape(p.X), p.X.dtype, held, *options)))
-        return zlib.crc32("\n".join(text).encode())
 
 
 def names(group: dict[str, Any], position: int) -> list[str]:

@@ -162,7 +162,7 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
             raise ValueError(
                 f"replicas=None, but keep_gradients_local keeps the gradients of {count} replicas "
                 f"of {name} apart, which would never come together: pass replicas=, the process "
-                f"group of the replicas (one of this rank alone to train each for itself)."
+                f"group of the replicas, or 'single' to train each by itself."
             )
         return
     alike = set(dist.get_process_group_ranks(replicas))

@@ -12,7 +12,7 @@ from curvadion import ops
 from curvadion.gate import Gate
 from curvadion.low_rank_step import momentum_decay
 from curvadion.plan import Plan, Pushed
-from curvadion.replicas import Agreement, agree, held_anywhere
+from curvadion.replicas import Agreement, Notice, Settings, agree, held_anywhere
 
 
 class MomentumNorms(NamedTuple):
@@ -39,9 +39,18 @@ def momentum_norms(plan: Plan, pushed: Pushed) -> MomentumNorms:
 
 
 def agree_on_gradients(
-    gate: Gate, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None
+    gate: Gate,
+    plan: Plan,
+    pushed: Pushed,
+    momenta: MomentumNorms | None,
+    *,
+    notice: Notice,
+    settings: Settings,
+    unread: Tensor | None = None,
 ) -> Agreement:
     """The gate's one collective; ``momenta`` if the gate reads them.
+
+    notice, settings, unread: as :func:`agree` takes them; a missing gradient is noticed here.
 
     Raises:
         ValueError: if the gate's signals are not one per matrix.
@@ -56,12 +65,16 @@ def agree_on_gradients(
     if not sum(n.numel() for n in norms):
         norms.append(torch.zeros(1, dtype=torch.float32, device=plan.device))
     unsure = plan.elementwise if pushed.everyone else plan.parameters
+    # FSDP1 gives no gradient to a parameter of which it holds nothing here.
+    if any(p.G is None and p.local.numel() for p in unsure):
+        notice = max(notice, Notice.MISSING_GRADIENT)
     return agree(
         signals,
         plan.owners,
         torch.cat(norms),
-        # FSDP1 gives no gradient to a parameter of which it holds nothing here.
-        complete=all(p.G is not None or p.local.numel() == 0 for p in unsure),
+        notice=notice,
+        settings=settings,
+        unread=unread,
         group=plan.everyone,
     )
 

@@ -285,7 +285,7 @@ def test_replicas_whose_gates_differ(arguments):
 
 def load_on_rank_0(rank, optimizer):
     if rank == 0:
-        other = CurvaDion([matrix()], gate=FixedPeriod(3))
+        other = CurvaDion([matrix()], gate=FixedPeriod(3), replicas="single")
         other.param_groups[0]["params"][0].grad = torch.ones(6, 4)
         other.step()
         optimizer.load_state_dict(copy.deepcopy(other.state_dict()))

@@ -15,7 +15,7 @@ from torch import nn
 import distributed
 import toy
 from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate
-from curvadion.replicas import agree
+from curvadion.replicas import Notice, Settings, agree
 
 SHAPES = {"tall": (10, 4), "wide": (4, 9), "square": (6, 6)}
 
@@ -365,16 +365,55 @@ NORMS = st.lists(
 )
 
 
-def agreed(signals, norms, complete=True, group=None):
+SAME = Settings(steps=3, checksum=2**32 - 1)
+
+
+def agreed(
+    signals, norms, complete=True, group=None, notice=Notice.NOTHING, like=SAME, unread=None
+):
     """agree() where every two matrices are one parameter's."""
     signals = torch.as_tensor(signals)
     return agree(
         signals,
         torch.arange(len(signals)) // 2,
         torch.as_tensor(norms),
-        complete=complete,
+        notice=notice if complete else max(notice, Notice.MISSING_GRADIENT),
+        settings=like,
+        unread=unread,
         group=group,
     )
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**32 - 1), st.sampled_from(Notice))
+def test_settings_and_notices_travel_whole(steps, checksum, notice):
+    told = agreed([], [1.0], notice=notice, like=Settings(steps, checksum))
+    assert (told.notice, told.alike, told.read) == (notice, True, [])
+
+
+def test_numbers_left_on_the_device_are_read_with_the_agreement():
+    assert agreed([], [1.0], unread=torch.tensor([5, -(2**62)])).read == [5, -(2**62)]
+
+
+def tell(rank, notices, settings):
+    told = agreed([], [1.0], True, dist.group.WORLD, notices[rank], Settings(*settings[rank]))
+    return told.notice, told.alike
+
+
+@pytest.mark.parametrize(
+    ("notices", "settings", "alike"),
+    [
+        ((0, 1, 0, 0), [(7, 5)] * 4, {True}),
+        ((2, 1, 0, 4), [(7, 5)] * 4, {True}),
+        ((0, 0, 0, 0), [(7, 5), (7, 5), (7, 6), (7, 5)], {True, False}),
+        ((3, 0, 0, 0), [(7, 5), (8, 5), (7, 5), (7, 5)], {True, False}),
+    ],
+)
+def test_the_highest_notice_counts_and_other_settings_are_seen_by_some_rank(
+    notices, settings, alike
+):
+    told = distributed.run(4, tell, [Notice(n) for n in notices], settings)
+    assert {notice for notice, _ in told} == {max(notices)}
+    assert {same for _, same in told} == alike
 
 
 def check_agreement(found, signals, norms, complete):
