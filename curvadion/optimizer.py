@@ -34,13 +34,14 @@ from curvadion.progress import Progress, read_record, record
 from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import GATE_BYTES, Agreement, Notice, ReplicaGroup, Replicas, Settings
-from curvadion.sharding import FLAT_SHARD_START, local
+from curvadion.sharding import FLAT_SHARD_START, global_shape, local
 from curvadion.signals import MomentumNorms, agree_on_gradients, momentum_norms, with_gradients
 from curvadion.telemetry import StepReport
 from curvadion.verify import (
     Checksum,
     GradientWatch,
     Listing,
+    check_alike,
     listing,
     raise_different,
     raise_identical,
@@ -259,24 +260,26 @@ class CurvaDion(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        wrong = check.wrong_setting(self.param_groups)
-        # Other ranks wait for this one, which can tell them of its error by the plan it had.
-        plan = self._cached[1] if wrong and self._cached else self._plan()
+        # Ranks agree by the plan they had: what has changed here may be this rank's alone.
+        plan = self._plan() if self._cached is None else self._cached[1]
+        scaled = self._unscale(plan.device)
         with _full_precision(plan.device):
-            self._step(plan, wrong)
+            self._step(plan, scaled=scaled)
         return loss
 
-    def _step(self, plan: Plan, wrong: str | None) -> None:
+    def _step(self, plan: Plan, *, scaled: bool) -> None:
         new = self._create_state(plan)
         if plan.sharded:
             settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
-        scaled = self._unscale(plan)
 
         pushed = plan.pushed()
         reads = self.gate.reads_momentum and plan.dion
         momenta = momentum_norms(plan, pushed) if reads else None
         norms = None if momenta is None else momenta.after
-        agreement = self._agreement(plan, pushed, momenta, wrong)
+        agreement = self._agreement(plan, pushed, momenta)
+        if agreement.notice == Notice.CHANGED:
+            self._step(self._changed_plan(plan), scaled=scaled)
+            return
         created = len(new) == len(plan.parameters)
         if created and agreement.all_zero and self._lr_is_zero():
             return
@@ -413,15 +416,16 @@ class CurvaDion(Optimizer):
                 f"model, then load the last checkpoint."
             )
 
-    def _agreement(
-        self, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None, wrong: str | None
-    ) -> Agreement:
+    def _agreement(self, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None) -> Agreement:
         """What all ranks know of this step before it is taken; a user's error is raised on all."""
+        wrong = check.wrong_setting(self.param_groups)
         notice = Notice.NOTHING
         if wrong is not None:
             notice = Notice.INVALID
         elif not self._alike:
             notice = Notice.DIFFERENT
+        elif self._cached is not None and self._cached[0] != self._plan_key():
+            notice = Notice.CHANGED
         elif not self._verified and group_size(self._replicas.process_group) > 1:
             notice = Notice.UNVERIFIED
         settings = Settings(self.progress.steps, self._checksum.of(self.param_groups))
@@ -444,6 +448,17 @@ class CurvaDion(Optimizer):
             if averaged:
                 raise_identical(", ".join(averaged))
         return agreement
+
+    def _changed_plan(self, before: Plan) -> Plan:
+        """The plan of what was frozen, thawed, added or regrouped on all ranks alike."""
+        members: Listing = []
+        for g, group in enumerate(self.param_groups):
+            for X, name in zip(group["params"], names(group, g), strict=True):
+                state = "trained" if X.requires_grad else "frozen"
+                how = f"{state}, {group['algorithm']}, {group['right_factor']}"
+                members.append((name, f"{how}, of shape {global_shape(X)}"))
+        check_alike(members, before.everyone, before.device)
+        return self._plan()
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
         """Compare the replicas; return whether all of them have all gradients.
@@ -674,16 +689,7 @@ class CurvaDion(Optimizer):
 
     def _plan(self) -> Plan:
         """The plan of the groups as they are now: frameworks replace parameters after __init__."""
-        key = [
-            [
-                id(g),
-                g["algorithm"],
-                g["right_factor"],
-                *map(id, g["params"]),
-                *map(requires_grad, g["params"]),
-            ]
-            for g in self.param_groups
-        ] + [[id(self.state), id(self.gate)]]
+        key = self._plan_key()
         if self._cached is None or self._cached[0] != key:
             plan = Plan.of(
                 self.param_groups,
@@ -704,6 +710,19 @@ class CurvaDion(Optimizer):
             self._cached = (key, plan)
             self._watch = self._unread = None
         return self._cached[1]
+
+    def _plan_key(self) -> object:
+        """What a plan is made of; it changes where another plan is needed."""
+        return [
+            [
+                id(g),
+                g["algorithm"],
+                g["right_factor"],
+                *map(id, g["params"]),
+                *map(requires_grad, g["params"]),
+            ]
+            for g in self.param_groups
+        ] + [[id(self.state), id(self.gate)]]
 
     def _check_one_replica(self, plan: Plan) -> None:
         """Raise ValueError where processes with whole weights would never come together."""
@@ -768,13 +787,14 @@ class CurvaDion(Optimizer):
     def _lr_is_zero(self) -> bool:
         return all(float(group["lr"]) == 0 for group in self.param_groups)
 
-    def _unscale(self, plan: Plan) -> bool:
+    def _unscale(self, device: torch.device) -> bool:
         """Divide the gradients by a GradScaler's scale, if one drives this step."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            gradients = [p.G for p in plan.parameters if p.G is not None]
+            each = [X.grad for group in self.param_groups for X in group["params"]]
+            gradients = [local(G) for G in each if G is not None]
             if gradients:
-                torch._foreach_mul_(gradients, scale.to(plan.device).double().reciprocal().float())
+                torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
         return hasattr(self, "found_inf")
 
 

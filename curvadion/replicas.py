@@ -90,8 +90,9 @@ class Notice(IntEnum):
     NOTHING = 0
     MISSING_GRADIENT = 1
     UNVERIFIED = 2  # replicas have not been compared since the last change of what they are
-    DIFFERENT = 3  # at the last step some rank had other settings than this one
-    INVALID = 4  # a setting here is impossible
+    CHANGED = 3  # parameters were added, frozen or regrouped here since the last step
+    DIFFERENT = 4  # at the last step some rank had other settings than this one
+    INVALID = 5  # a setting here is impossible
 
 
 class Settings(NamedTuple):

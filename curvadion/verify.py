@@ -109,6 +109,18 @@ def raise_different(own: Listing, group: dist.ProcessGroup | None) -> None:
     )
 
 
+def check_alike(own: Listing, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise RuntimeError on all ranks unless they list the same; 16 bytes over the group."""
+    if group_size(group) == 1:
+        return
+    checksum = zlib.crc32(repr(own).encode())
+    bounds = torch.tensor([checksum, -checksum], device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = bounds.tolist()
+    if largest != -smallest:
+        raise_different(own, group)
+
+
 # -------------------------------------------------------------------- replicas
 
 

@@ -403,9 +403,9 @@ def tell(rank, notices, settings):
     ("notices", "settings", "alike"),
     [
         ((0, 1, 0, 0), [(7, 5)] * 4, {True}),
-        ((2, 1, 0, 4), [(7, 5)] * 4, {True}),
+        ((2, 1, 0, 5), [(7, 5)] * 4, {True}),
         ((0, 0, 0, 0), [(7, 5), (7, 5), (7, 6), (7, 5)], {True, False}),
-        ((3, 0, 0, 0), [(7, 5), (8, 5), (7, 5), (7, 5)], {True, False}),
+        ((4, 0, 0, 0), [(7, 5), (8, 5), (7, 5), (7, 5)], {True, False}),
     ],
 )
 def test_the_highest_notice_counts_and_other_settings_are_seen_by_some_rank(

@@ -192,6 +192,50 @@ def test_replicas_built_differently_are_told_in_what(how, named):
         assert step == 0 and "optimizers differ" in text and named in text
 
 
+def change_parameters(rank, layout, kind, where):
+    """Freeze a matrix at step 3 on some ranks, while replicas are together."""
+    X = parameters()
+    if layout == "sharded":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        placements = [Replicate(), Shard(0)]
+        X = [nn.Parameter(distribute_tensor(x.detach(), mesh, placements)) for x in X]
+        optimizer = optimizer_of(X, kind, replicas=mesh["replicate"])
+    else:
+        optimizer = optimizer_of(X, kind)
+
+    def take(step):
+        if step == 3 and rank in where:
+            X[1].requires_grad_(False)
+        if step == 5 and rank in where:
+            X[1].requires_grad_(True)
+        for i, x in enumerate(X):
+            generator = torch.Generator().manual_seed(1000 * step + 10 * rank + i)
+            noise = torch.randn(x.shape, generator=generator)
+            x.grad = torch.zeros_like(x) if x.requires_grad else None
+            if x.grad is not None and layout == "sharded":
+                x.grad.to_local().copy_(noise[: len(x.to_local())])
+            elif x.grad is not None:
+                x.grad.copy_(noise)
+        optimizer.step()
+
+    return told(7, take)
+
+
+@pytest.mark.parametrize("kind", ["dion", "threshold", "period"])
+@pytest.mark.parametrize(("layout", "ranks"), [("plain", 2), ("sharded", 4)])
+def test_parameters_frozen_on_one_rank_only_are_an_error_not_a_hang(layout, ranks, kind):
+    for step, text in distributed.run(ranks, change_parameters, layout, kind, (1,), timeout=30):
+        assert step == 3
+        assert "matrix1" in text and "frozen" in text and "rank 1" in text
+
+
+@pytest.mark.parametrize("kind", ["dion", "period"])
+@pytest.mark.parametrize(("layout", "ranks"), [("plain", 2), ("sharded", 4)])
+def test_parameters_can_be_frozen_and_thawed_on_all_ranks(layout, ranks, kind):
+    everywhere = tuple(range(ranks))
+    assert distributed.run(ranks, change_parameters, layout, kind, everywhere) == [None] * ranks
+
+
 def load_on_one_rank(rank):
     X = parameters()
     optimizer = optimizer_of(X, "period")
