@@ -50,7 +50,9 @@ def shard(model, layout, mesh):
     """The sharded model and the optimizer's replicas."""
     if layout.startswith("FSDP1"):
         return shard_flat(model, layout, mesh)
-    replicas = mesh["replicate"] if mesh.size(0) > 1 else None
+    # Without replicas FSDP averages the gradients; NO_SHARD leaves parameters whole.
+    alone = "single" if layout == "FSDP1 NO_SHARD" else None
+    replicas = mesh["replicate"] if mesh.size(0) > 1 else alone
     fsdp_mesh = mesh if layout.startswith("hsdp") else mesh["shard"]
     for module in (*model.blocks, model):
         if layout == "replicate":

@@ -59,7 +59,8 @@ def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
     X = [nn.Parameter(shard(weights(shape, seed), layout, mesh)) for shape in shapes]
     extra = {"gate": Scheduled(gate)} if gate else {}
     make = CurvaDion if gate else Dion
-    optimizer = make(X, replicas=group, **options, **extra)
+    # Placements may leave every parameter whole on every rank.
+    optimizer = make(X, replicas="single" if group is None else group, **options, **extra)
     fraction = options.get("rank_fraction", 0.25)
     keys = (
         "lr",

@@ -17,7 +17,7 @@ from curvadion.optimizer import CurvaDion
 def attach(engine: Any, optimizer: CurvaDion) -> None:
     """Switch the engine's gradient all-reduce off and make its clipping the same on all replicas.
 
-    An optimizer with ``replicas=None`` leaves the averaging to DeepSpeed: nothing changes.
+    An optimizer with ``replicas="single"`` or None leaves the averaging to DeepSpeed: nothing changes.
     """
     replicas = optimizer._replicas.process_group
     if replicas is None:
@@ -40,7 +40,7 @@ def _refuse_reduced_gradients(engine: Any, optimizer: CurvaDion) -> None:
             raise RuntimeError(
                 "engine.enable_backward_allreduce is True, so DeepSpeed has averaged the gradients "
                 "that this optimizer was told to synchronise itself: leave it False, or build the "
-                "optimizer with replicas=None."
+                "optimizer with replicas='single'."
             )
         return type(self).step(self, closure)
 
