@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ ALGORITHMS = ("dion", "adamw", "lion")
 # Key of every group: the sum of its learning rates so far, which tells how far weights may have
 # gone since replicas agreed on them; the rate itself may have changed meanwhile.
 LR_SUM = "lr_sum"
+# Keys whose value may be a tensor.
+RATES = ("lr", "local_lr")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Written into groups by torch.optim, its schedulers and training frameworks; without effect here.
@@ -21,20 +24,94 @@ FOREIGN_KEYS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "maximize"}
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
+# What other optimizers call keys of ours.
+_OTHER_NAMES = {"learning_rate": "lr", "local_learning_rate": "local_lr", "momentum": "mu"}
+# What the optimizer itself writes into its groups.
+OWN_RECORDS = frozenset({"progress", LR_SUM})
 
 
-def check_group(group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError for a key or a value that a parameter group cannot have."""
+def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
+    """Raise ValueError or TypeError for a key or a value that a parameter group cannot have.
+
+    Keys of other tools may stand in a group (:func:`strangers`), but not what looks like a
+    misspelt key of ours, nor one of the optimizer's ``arguments`` that concerns all groups.
+    """
     for key in group:
-        if key not in known and key not in FOREIGN_KEYS:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f": did you mean {close[0]!r}?" if close else f"; known keys: {sorted(known)}"
-            raise ValueError(f"Unknown key {key!r} (={group[key]!r}) in a parameter group{hint}")
-    if group.get("maximize"):
-        raise ValueError("maximize=True is not supported: minimise the negated loss instead.")
+        if not isinstance(key, str):
+            raise TypeError(f"The key {key!r} (={group[key]!r}) of a parameter group is no string")
+        if key in _CHECKS or key in OWN_RECORDS or key in FOREIGN_KEYS:
+            continue
+        if key in arguments:
+            raise ValueError(
+                f"{key}={group[key]!r} in a parameter group: it concerns all groups, so pass it "
+                f"to the optimizer itself."
+            )
+        close = difflib.get_close_matches(key, _CHECKS, n=1)
+        if meant := _OTHER_NAMES.get(key, close[0] if close else None):
+            raise ValueError(
+                f"Unknown key {key!r} (={group[key]!r}) in a parameter group: did you mean "
+                f"{meant!r}?"
+            )
+    if wrong := _why_maximize(group):
+        raise ValueError(wrong)
     for key, check in _CHECKS.items():
         if key in group:
             check(key, group[key])
+
+
+def strangers(group: Mapping[str, Any]) -> set[str]:
+    """The keys of a group that mean nothing here, nor to torch and its schedulers."""
+    return {key for key in group if key not in _CHECKS} - OWN_RECORDS - FOREIGN_KEYS
+
+
+def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong in the groups as they are now, which anyone may have changed; else None.
+
+    Cheap enough for every step. The value of a tensor on an accelerator is not read.
+    """
+    for g, group in enumerate(param_groups):
+        wrong = _why_maximize(group)
+        for key in _CHECKS:
+            if key not in group:
+                wrong = f"the key {key!r} is missing"
+            else:
+                wrong = wrong or _fault(key, group[key])
+        if wrong:
+            return f"param_groups[{g}]: {wrong}"
+    return None
+
+
+def _why_maximize(group: Mapping[str, Any]) -> str | None:
+    if group.get("maximize"):
+        return "maximize=True is not supported: minimise the negated loss instead."
+    return None
+
+
+def _fault(key: str, value: Any) -> str | None:
+    """Why a group cannot have this value."""
+    if type(value) is float and key in RATES and 0 <= value < math.inf:
+        return None  # schedules set another one at each step
+    if isinstance(value, Tensor):
+        unread = key in RATES and value.device.type != "cpu" and value.numel() == 1
+        return None if unread else _fault_unseen(key, value)
+    try:
+        return _fault_seen(key, type(value).__name__, value)
+    except TypeError:  # a list has no hash
+        return _fault_unseen(key, value)
+
+
+@lru_cache(maxsize=4096)
+def _fault_seen(key: str, kind: str, value: Any) -> str | None:
+    """As _fault_unseen, remembered by value and type: 1, 1.0 and True are equal."""
+    return _fault_unseen(key, value)
+
+
+def _fault_unseen(key: str, value: Any) -> str | None:
+    try:
+        _CHECKS[key](key, value)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def dtype_name(key: str, value: object) -> str | None:
@@ -69,6 +146,8 @@ def number(
     """Raise unless ``value`` is a finite number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{key}={value!r} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ValueError(f"{key} is an integer of {value.bit_length()} bits: too large for a float")
     if not (math.isfinite(value) and least <= value <= most and value < below):
         bound = (
             f" and < {below}" if below < math.inf else f" and <= {most}" if most < math.inf else ""
@@ -110,10 +189,14 @@ def _betas(key: str, value: object) -> None:
         number(f"{key}[{i}]", beta, below=1.0)
 
 
+# Ranks are computed from nine decimals of the fraction of a matrix' side.
+_LEAST_FRACTION = 1e-9
+
+
 def _rank_fraction(key: str, value: object) -> None:
     number(key, value, most=1.0)
-    if value == 0:
-        raise ValueError(f"{key}={value!r} must be > 0 and <= 1")
+    if isinstance(value, (int, float)) and value < _LEAST_FRACTION:
+        raise ValueError(f"{key}={value!r} must be > 0, at least {_LEAST_FRACTION}, and <= 1")
 
 
 def _row_blocks(key: str, value: object) -> None:

@@ -307,8 +307,10 @@ def test_reordered_groups_of_equal_sizes():
 def test_groups_of_another_version():
     saved = trained(two_groups()).state_dict()
     del saved["param_groups"][1]["nesterov"]
-    with pytest.raises(ValueError, match=r"lacks \['nesterov'\] in param group 1"):
-        CurvaDion(two_groups()).load_state_dict(saved)
+    optimizer = CurvaDion(two_groups(), mu=0.5, nesterov=0.25)
+    with pytest.warns(UserWarning, match=r"lacks keys.*\{1: \{'nesterov': 0\.25\}\}"):
+        optimizer.load_state_dict(saved)
+    assert [(g["mu"], g["nesterov"]) for g in optimizer.param_groups] == [(0.95, 0), (0.95, 0.25)]
 
 
 def test_state_of_another_shape():
