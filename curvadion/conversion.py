@@ -151,11 +151,7 @@ def _states(
 def _check_complete(
     name: str, X: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], anchored: bool
 ) -> None:
-    algorithm = group["algorithm"]
-    if algorithm == "dion":
-        needed = {"momentum", "momentum_norm", *right_factor_shapes(X, group)}
-    else:
-        needed = {"step", *STATE_KEYS[algorithm]}
+    algorithm, needed = group["algorithm"], _needed(X, group)
     if anchored and not state.keys().isdisjoint(consensus.STATE_KEYS):
         needed |= {*consensus.STATE_KEYS}
     if missing := sorted(needed - state.keys()):
@@ -168,6 +164,29 @@ def _check_complete(
             raise TypeError(
                 f"state_dict holds {key}={state[key]!r} for {name}: it must be a tensor"
             )
+
+
+def wrong_algorithm(
+    param_groups: Sequence[dict[str, Any]], states: Mapping[Tensor, Mapping[str, Any]]
+) -> str | None:
+    """Which parameter has a state that its group's algorithm cannot go on from; else None."""
+    for g, group in enumerate(param_groups):
+        for name, X in zip(names(group, g), group["params"], strict=True):
+            state = states.get(X)
+            if state and (missing := sorted(_needed(X, group) - state.keys())):
+                return (
+                    f"{name} has no {missing} in its state, which algorithm="
+                    f"{group['algorithm']!r} needs: set the algorithm back, or take the parameter "
+                    f"out of optimizer.state to let it start afresh."
+                )
+    return None
+
+
+def _needed(X: Tensor, group: Mapping[str, Any]) -> set[str]:
+    """Keys that a parameter's state must have, whatever brings replicas together."""
+    if group["algorithm"] == "dion":
+        return {"momentum", "momentum_norm", *right_factor_shapes(X, group)}
+    return {"step", *STATE_KEYS[group["algorithm"]]}
 
 
 def _right_factors(

@@ -20,7 +20,7 @@ from curvadion import consensus, reconcile, wire
 from curvadion import hyperparameters as check
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import group_size, mean_
-from curvadion.conversion import Loading, convert
+from curvadion.conversion import Loading, convert, wrong_algorithm
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.gradients import settle_gradients
@@ -124,6 +124,7 @@ class CurvaDion(Optimizer):
     _step_supports_amp_scaling = True
 
     _cached: tuple[object, Plan] | None
+    _algorithms: list[str]  # of the groups, whose states hold what these need
     _part_of: list[int]  # of each parameter of the plan
     _verified: bool
     _wire_bytes: int
@@ -252,12 +253,23 @@ class CurvaDion(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if wrong := check.settings(self.param_groups):
+        if wrong := self._wrong_settings():
             raise ValueError(wrong)
         plan = self._plan()
         with _full_precision(plan.device):
             self._step(plan)
         return loss
+
+    def _wrong_settings(self) -> str | None:
+        """What is wrong in the groups as they are now, told before anything is sent."""
+        if wrong := check.settings(self.param_groups):
+            return wrong
+        algorithms = [group["algorithm"] for group in self.param_groups]
+        if algorithms != self._algorithms:
+            if wrong := wrong_algorithm(self.param_groups, self.state):
+                return wrong
+            self._algorithms = algorithms
+        return None
 
     def _step(self, plan: Plan) -> None:
         created = self._create_state(plan)
@@ -659,6 +671,7 @@ class CurvaDion(Optimizer):
     def _forget(self) -> None:
         """Drop what is derived from the groups; it is rebuilt at the next use."""
         self._cached = None
+        self._algorithms = []
         self._part_of = []
         self._verified = False
         self._wire_bytes, _ = wire.counted_bytes()

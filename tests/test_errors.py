@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import curvadion
 import distributed
 import toy
-from curvadion import hyperparameters as check
 from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, WireMeter
+from curvadion import hyperparameters as check
 from curvadion.integrations.ddp import keep_gradients_local
 
 NAN = math.nan
