@@ -144,8 +144,10 @@ def folders(tmp_path_factory):
     return made, apart[False][0]
 
 
-@pytest.mark.parametrize("way", ["own", "dcp", "flat"])
-@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+WAYS = [("own", True), ("own", False), ("dcp", True), ("dcp", False), ("flat", True)]
+
+
+@pytest.mark.parametrize(("way", "together"), WAYS, ids=str)
 def test_every_pair_goes_on_or_says_why_not(folders, way, together):
     made, apart = folders
     outcomes = distributed.run(2, go_on, made[together], way, timeout=100)
