@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -70,13 +71,7 @@ def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     Cheap enough for every step. The value of a tensor on an accelerator is not read.
     """
     for g, group in enumerate(param_groups):
-        wrong = _why_maximize(group)
-        for key in _CHECKS:
-            if key not in group:
-                wrong = f"the key {key!r} is missing"
-            else:
-                wrong = wrong or _fault(key, group[key])
-        if wrong:
+        if wrong := _fault_in(group):
             return f"param_groups[{g}]: {wrong}"
     return None
 
@@ -87,30 +82,44 @@ def _why_maximize(group: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _fault(key: str, value: Any) -> str | None:
-    """Why a group cannot have this value."""
-    if type(value) is float and key in RATES and 0 <= value < math.inf:
-        return None  # schedules set another one at each step
-    if isinstance(value, Tensor):
-        unread = key in RATES and value.device.type != "cpu" and value.numel() == 1
-        return None if unread else _fault_unseen(key, value)
+def _fault_in(group: Mapping[str, Any]) -> str | None:
+    """What is wrong in a group."""
+    for key in _CHECKS:
+        if key not in group:
+            return f"the key {key!r} is missing"
+    if wrong := _why_maximize(group) or _fault_of_rates(group):
+        return wrong
+    values = _steady_values(group)
     try:
-        return _fault_seen(key, type(value).__name__, value)
+        return _fault_seen(values, tuple(map(type, values)))
     except TypeError:  # a list has no hash
-        return _fault_unseen(key, value)
+        return _first_fault(zip(STEADY, values, strict=True))
 
 
-@lru_cache(maxsize=4096)
-def _fault_seen(key: str, kind: str, value: Any) -> str | None:
-    """As _fault_unseen, remembered by value and type: 1, 1.0 and True are equal."""
-    return _fault_unseen(key, value)
+def _fault_of_rates(group: Mapping[str, Any]) -> str | None:
+    """What is wrong with the rates, of which schedules set others at each step."""
+    for key in RATES:
+        value = group[key]
+        if type(value) is float and 0 <= value < math.inf:
+            continue
+        unread = isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1
+        if not unread and (wrong := _first_fault([(key, value)])):
+            return wrong
+    return None
 
 
-def _fault_unseen(key: str, value: Any) -> str | None:
-    try:
-        _CHECKS[key](key, value)
-    except (TypeError, ValueError) as error:
-        return str(error)
+@lru_cache(maxsize=1024)
+def _fault_seen(values: tuple[Any, ...], types: tuple[type, ...]) -> str | None:
+    """What is wrong with the values of STEADY; types tell 1, 1.0 and True apart."""
+    return _first_fault(zip(STEADY, values, strict=True))
+
+
+def _first_fault(values: Iterable[tuple[str, Any]]) -> str | None:
+    for key, value in values:
+        try:
+            _CHECKS[key](key, value)
+        except (TypeError, ValueError) as error:
+            return str(error)
     return None
 
 
@@ -228,3 +237,6 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
+# The keys whose values seldom change.
+STEADY = tuple(key for key in _CHECKS if key not in RATES)
+_steady_values = itemgetter(*STEADY)
