@@ -309,7 +309,7 @@ def after_a_drop_of_the_rate(rank, polar=False):
     optimizer.reconcile_polar = polar
     before = momenta(optimizer)
     for group in optimizer.param_groups:
-        group |= {"lr": 1e-9, "mu": 1.0}  # steps and decay that do not matter
+        group |= {"lr": 1e-9, "mu": 1 - 1e-9}  # steps and decay that do not matter
     for _ in range(PERIOD):
         for x in model.parameters():
             x.grad = torch.zeros_like(x)
