@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from curvadion import consensus
+from curvadion.conversion import ANCHOR_KEYS
 from curvadion.plan import names
-from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape
+from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape, local
 
 # State tensors that have the parameter's shape.
 _LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq", *consensus.STATE_KEYS)
 
 
 def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the group or parameter, if a state_dict is another optimizer's.
-
-    Numbers of groups and of their parameters are left to torch.
-    """
+    """Raise ValueError, naming the group or parameter, if a state_dict is another optimizer's."""
     here, there = optimizer.param_groups, saved["param_groups"]
-    if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
-        return
+    if len(here) != len(there):
+        raise ValueError(
+            f"state_dict has a different number of parameter groups: {len(there)} instead of "
+            f"{len(here)}."
+        )
     for g, (live, held) in enumerate(zip(here, there, strict=True)):
-        if missing := sorted(optimizer.defaults.keys() - held.keys()):
+        if not isinstance(held.get("params"), list) or len(held["params"]) != len(live["params"]):
             raise ValueError(
-                f"state_dict lacks {missing} in param group {g}: another version of this optimizer "
-                f"saved it. Give its groups these keys to continue with it."
+                f"state_dict has {held.get('params')!r} in param group {g}, which does not match "
+                f"the size of optimizer's group: {len(live['params'])} parameters."
             )
         if live["algorithm"] != held["algorithm"]:
             raise ValueError(
@@ -38,6 +46,8 @@ def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 f"saved."
             )
     for name, X, state in _states(optimizer, saved):
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state_dict holds {state!r} for {name}: it must be a dictionary")
         for key in _LIKE_THE_PARAMETER:
             if isinstance(tensor := state.get(key), Tensor):
                 _check_piece(name, X, key, tensor)
@@ -67,6 +77,75 @@ def restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
                 loaded[key] = value.detach().clone().to(loaded[key].device)
+
+
+def fit_to_checkpoint(
+    state: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+) -> None:
+    """Prepare ``state`` to load a checkpoint that was saved under other arguments. In place.
+
+    ``torch.distributed.checkpoint.load`` reads into tensors of the sizes that were saved, and
+    demands every key. Another gate, sync kind or rank asks for other ones: right factors get the
+    saved number of columns here, and anchors and keys of groups that were not saved are left out.
+    ``load_state_dict`` then converts what was read. A checkpoint of the same arguments needs
+    nothing of this, and is left as it is::
+
+        weights, held = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": held}
+        fit_to_checkpoint(state, checkpoint_id=path)
+        torch.distributed.checkpoint.load(state, checkpoint_id=path)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"]
+        )
+
+    Args:
+        state: as it is given to ``load``, with what get_optimizer_state_dict returned in it.
+        checkpoint_id: as it is given to ``load``.
+        storage_reader: as it is given to ``load``.
+
+    Raises:
+        ValueError: if neither of the two is given.
+    """
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
+        storage_reader = FileSystemReader(checkpoint_id)
+    saved = storage_reader.read_metadata().state_dict_metadata
+    _, paths = flatten_state_dict(state)
+    for key, path in paths.items():
+        parent = functools.reduce(lambda held, step: held[step], path[:-1], cast(Any, state))
+        # A flattened optimizer state has keys like "state.linear.weight.Q".
+        name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
+        if key not in saved:
+            if name in ANCHOR_KEYS or "param_groups" in path:
+                del parent[path[-1]]
+            continue
+        form = saved[key]
+        if _is_right_factor(name) and isinstance(form, TensorStorageMetadata):
+            parent[path[-1]] = _with_columns(target, form.size[-1])
+
+
+def _is_right_factor(key: str) -> bool:
+    return key == "Q" or key.startswith("Q_")
+
+
+def _with_columns(Q: Tensor, columns: int) -> Tensor:
+    """A tensor like Q, cut as it is, with so many columns, which are never cut."""
+    if Q.shape[-1] == columns:
+        return Q
+    piece = local(Q)
+    resized = piece.new_zeros(*piece.shape[:-1], columns)
+    if not isinstance(Q, DTensor):
+        return resized
+    shape = torch.Size((*Q.shape[:-1], columns))
+    stride = torch.empty(shape, device="meta").stride()
+    whole: Tensor = DTensor.from_local(
+        resized, Q.device_mesh, Q.placements, run_check=False, shape=shape, stride=stride
+    )
+    return whole
 
 
 def _states(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ ALGORITHMS = ("dion", "adamw", "lion")
 # Key of every group: the sum of its learning rates so far, which tells how far weights may have
 # gone since replicas agreed on them; the rate itself may have changed meanwhile.
 LR_SUM = "lr_sum"
+# Keys whose value may be a tensor.
+RATES = ("lr", "local_lr")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Written into groups by torch.optim, its schedulers and training frameworks; without effect here.
@@ -21,20 +25,102 @@ FOREIGN_KEYS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "maximize"}
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
+# What other optimizers call keys of ours.
+_OTHER_NAMES = {"learning_rate": "lr", "local_learning_rate": "local_lr", "momentum": "mu"}
+# What the optimizer itself writes into its groups.
+OWN_RECORDS = frozenset({"progress", LR_SUM})
 
 
-def check_group(group: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError for a key or a value that a parameter group cannot have."""
+def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
+    """Raise ValueError or TypeError for a key or a value that a parameter group cannot have.
+
+    Keys of other tools may stand in a group (:func:`strangers`), but not what looks like a
+    misspelt key of ours, nor one of the optimizer's ``arguments`` that concerns all groups.
+    """
     for key in group:
-        if key not in known and key not in FOREIGN_KEYS:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f": did you mean {close[0]!r}?" if close else f"; known keys: {sorted(known)}"
-            raise ValueError(f"Unknown key {key!r} (={group[key]!r}) in a parameter group{hint}")
-    if group.get("maximize"):
-        raise ValueError("maximize=True is not supported: minimise the negated loss instead.")
+        if not isinstance(key, str):
+            raise TypeError(f"The key {key!r} (={group[key]!r}) of a parameter group is no string")
+        if key in _CHECKS or key in OWN_RECORDS or key in FOREIGN_KEYS:
+            continue
+        if key in arguments:
+            raise ValueError(
+                f"{key}={group[key]!r} in a parameter group: it concerns all groups, so pass it "
+                f"to the optimizer itself."
+            )
+        close = difflib.get_close_matches(key, _CHECKS, n=1)
+        if meant := _OTHER_NAMES.get(key, close[0] if close else None):
+            raise ValueError(
+                f"Unknown key {key!r} (={group[key]!r}) in a parameter group: did you mean "
+                f"{meant!r}?"
+            )
+    if wrong := _why_maximize(group):
+        raise ValueError(wrong)
     for key, check in _CHECKS.items():
         if key in group:
             check(key, group[key])
+
+
+def strangers(group: Mapping[str, Any]) -> set[str]:
+    """The keys of a group that mean nothing here, nor to torch and its schedulers."""
+    return {key for key in group if key not in _CHECKS} - OWN_RECORDS - FOREIGN_KEYS
+
+
+def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong in the groups as they are now, which anyone may have changed; else None.
+
+    Cheap enough for every step. The value of a tensor on an accelerator is not read.
+    """
+    for g, group in enumerate(param_groups):
+        if wrong := _fault_in(group):
+            return f"param_groups[{g}]: {wrong}"
+    return None
+
+
+def _why_maximize(group: Mapping[str, Any]) -> str | None:
+    if group.get("maximize"):
+        return "maximize=True is not supported: minimise the negated loss instead."
+    return None
+
+
+def _fault_in(group: Mapping[str, Any]) -> str | None:
+    """What is wrong in a group."""
+    for key in _CHECKS:
+        if key not in group:
+            return f"the key {key!r} is missing"
+    if wrong := _why_maximize(group) or _fault_of_rates(group):
+        return wrong
+    values = _steady_values(group)
+    try:
+        return _fault_seen(values, tuple(map(type, values)))
+    except TypeError:  # a list has no hash
+        return _first_fault(zip(STEADY, values, strict=True))
+
+
+def _fault_of_rates(group: Mapping[str, Any]) -> str | None:
+    """What is wrong with the rates, of which schedules set others at each step."""
+    for key in RATES:
+        value = group[key]
+        if type(value) is float and 0 <= value < math.inf:
+            continue
+        unread = isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1
+        if not unread and (wrong := _first_fault([(key, value)])):
+            return wrong
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _fault_seen(values: tuple[Any, ...], types: tuple[type, ...]) -> str | None:
+    """What is wrong with the values of STEADY; types tell 1, 1.0 and True apart."""
+    return _first_fault(zip(STEADY, values, strict=True))
+
+
+def _first_fault(values: Iterable[tuple[str, Any]]) -> str | None:
+    for key, value in values:
+        try:
+            _CHECKS[key](key, value)
+        except (TypeError, ValueError) as error:
+            return str(error)
+    return None
 
 
 def dtype_name(key: str, value: object) -> str | None:
@@ -69,6 +155,8 @@ def number(
     """Raise unless ``value`` is a finite number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{key}={value!r} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ValueError(f"{key} is an integer of {value.bit_length()} bits: too large for a float")
     if not (math.isfinite(value) and least <= value <= most and value < below):
         bound = (
             f" and < {below}" if below < math.inf else f" and <= {most}" if most < math.inf else ""
@@ -110,10 +198,14 @@ def _betas(key: str, value: object) -> None:
         number(f"{key}[{i}]", beta, below=1.0)
 
 
+# Ranks are computed from nine decimals of the fraction of a matrix' side.
+_LEAST_FRACTION = 1e-9
+
+
 def _rank_fraction(key: str, value: object) -> None:
     number(key, value, most=1.0)
-    if value == 0:
-        raise ValueError(f"{key}={value!r} must be > 0 and <= 1")
+    if isinstance(value, (int, float)) and value < _LEAST_FRACTION:
+        raise ValueError(f"{key}={value!r} must be > 0, at least {_LEAST_FRACTION}, and <= 1")
 
 
 def _row_blocks(key: str, value: object) -> None:
@@ -145,22 +237,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
-
+# The keys whose values seldom change.
+STEADY = tuple(key for key in _CHECKS if key not in RATES)
+_steady_values = itemgetter(*STEADY)
 # Every key whose value decides what a step does.
 SETTINGS = tuple(_CHECKS)
-
-
-def wrong_setting(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with the groups as they are now; None if nothing.
-
-    Schedulers and users write into groups between steps. A tensor on a device is not read.
-    """
-    for g, group in enumerate(param_groups):
-        for key, value in group.items():
-            if key not in _CHECKS or (isinstance(value, Tensor) and value.device.type != "cpu"):
-                continue
-            try:
-                _CHECKS[key](f"param_groups[{g}][{key!r}]", value)
-            except (TypeError, ValueError) as error:
-                return str(error)
-    return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -17,6 +19,7 @@ from curvadion import consensus, reconcile, wire
 from curvadion import hyperparameters as check
 from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import group_size, mean_
+from curvadion.conversion import Loading, convert, wrong_algorithm
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.gradients import settle_gradients
@@ -30,7 +33,7 @@ from curvadion.low_rank_step import (
 from curvadion.momentum_turn import turn_momenta_, weights
 from curvadion.plan import LR_AT_AGREEMENT, Parameter, Plan, Pushed, check_parameter, names
 from curvadion.polar_step import agreements, polar_step_
-from curvadion.progress import Progress, read_record, record
+from curvadion.progress import Progress, Record, read_record, record
 from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import GATE_BYTES, Agreement, Notice, ReplicaGroup, Replicas, Settings
@@ -132,6 +135,7 @@ class CurvaDion(Optimizer):
     _step_supports_amp_scaling = True
 
     _cached: tuple[object, Plan] | None
+    _algorithms: list[str]  # of the groups, whose states hold what these need
     _part_of: list[int]  # of each parameter of the plan
     _verified: bool
     _alike: bool  # whether the last step has shown this rank no other settings than its own
@@ -177,6 +181,7 @@ class CurvaDion(Optimizer):
         check.one_of("local_step", local_step, ("dion", "gradient"))
         check.one_of("reconcile", reconcile, ("average", "quantized", "none"))
         if reconcile_bits is not None:
+            check.integer("reconcile_bits", reconcile_bits, 1)
             check.one_of("reconcile_bits", reconcile_bits, BITS)
         check.integer("reconcile_parts", reconcile_parts, 1)
         check.boolean("reconcile_momentum", reconcile_momentum)
@@ -202,7 +207,9 @@ class CurvaDion(Optimizer):
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
+        self._strangers: set[str] = set()
         self._forget()
+        self._defaults_by_sync = self._when_none()
         defaults = {
             "algorithm": "dion",
             "lr": lr,
@@ -222,12 +229,12 @@ class CurvaDion(Optimizer):
             "q_dtype": check.dtype_name("q_dtype", q_dtype),
             "stochastic_rounding": stochastic_rounding,
             # A key of all groups, since checkpoint tools save and load the keys of groups.
-            "progress": record(self.progress, self.gate),
+            "progress": self._record(),
             check.LR_SUM: 0.0,
         }
-        chosen = self._when_none()
+        chosen = self._defaults_by_sync
         defaults |= {key: value for key, value in chosen.items() if defaults[key] is None}
-        check.check_group(defaults, defaults)
+        check.check_group(defaults)
         super().__init__(params, defaults)
 
     def _when_none(self) -> dict[str, Any]:
@@ -260,25 +267,39 @@ class CurvaDion(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        wrong = self._wrong_settings()
+        if wrong is not None and self._cached is None:
+            raise ValueError(wrong)
         # Ranks agree by the plan they had: what has changed here may be this rank's alone.
         plan = self._plan() if self._cached is None else self._cached[1]
         scaled = self._unscale(plan.device)
         with _full_precision(plan.device):
-            self._step(plan, scaled=scaled)
+            self._step(plan, wrong, scaled=scaled)
         return loss
 
-    def _step(self, plan: Plan, *, scaled: bool) -> None:
+    def _wrong_settings(self) -> str | None:
+        """What is wrong in the groups as they are now."""
+        if wrong := check.settings(self.param_groups):
+            return wrong
+        algorithms = [group["algorithm"] for group in self.param_groups]
+        if algorithms != self._algorithms:
+            if wrong := wrong_algorithm(self.param_groups, self.state):
+                return wrong
+            self._algorithms = algorithms
+        return None
+
+    def _step(self, plan: Plan, wrong: str | None, *, scaled: bool) -> None:
         new = self._create_state(plan)
         if plan.sharded:
             settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
 
         pushed = plan.pushed()
         reads = self.gate.reads_momentum and plan.dion
-        momenta = momentum_norms(plan, pushed) if reads else None
+        momenta = momentum_norms(plan, pushed, skip=wrong is not None) if reads else None
         norms = None if momenta is None else momenta.after
-        agreement = self._agreement(plan, pushed, momenta)
+        agreement = self._agreement(plan, pushed, momenta, wrong)
         if agreement.notice == Notice.CHANGED:
-            self._step(self._changed_plan(plan), scaled=scaled)
+            self._step(self._changed_plan(plan), wrong, scaled=scaled)
             return
         created = len(new) == len(plan.parameters)
         if created and agreement.all_zero and self._lr_is_zero():
@@ -313,6 +334,8 @@ class CurvaDion(Optimizer):
         if self.reconcile == "average" and self.progress.local_steps:
             weights = [p.local for p in plan.parameters]
             reconcile.average_(weights + plan.moments(), plan.counters(), group)
+        elif self.progress.local_steps:
+            self.progress.parts_apart = 1  # weights stay apart until synchronize()
         if not complete:
             plan, norms = with_gradients(plan, norms, plan.everyone)
             pushed = plan.pushed()
@@ -416,9 +439,13 @@ class CurvaDion(Optimizer):
                 f"model, then load the last checkpoint."
             )
 
-    def _agreement(self, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None) -> Agreement:
-        """What all ranks know of this step before it is taken; a user's error is raised on all."""
-        wrong = check.wrong_setting(self.param_groups)
+    def _agreement(
+        self, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None, wrong: str | None
+    ) -> Agreement:
+        """What all ranks know of this step before it is taken; a user's error is raised on all.
+
+        wrong: what is wrong with the settings here.
+        """
         notice = Notice.NOTHING
         if wrong is not None:
             notice = Notice.INVALID
@@ -607,13 +634,15 @@ class CurvaDion(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its keys override the constructor's defaults.
 
+        Keys of other tools are kept without effect, and a warning names them.
+
         Raises:
-            ValueError, TypeError: for unknown keys, impossible values, and parameters that the
-                group's algorithm cannot take.
+            ValueError, TypeError: for keys that look misspelt, impossible values, and parameters
+                that the group's algorithm cannot take.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        check.check_group(param_group, self.defaults)
+        check.check_group(param_group, _ARGUMENTS)
         if "params" not in param_group:
             raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
         dtypes: dict[str, Any] = {
@@ -627,6 +656,7 @@ class CurvaDion(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._warn_of_strangers(self.param_groups[-1:])
         self._verified = False
 
     def _check_last_group(self) -> None:
@@ -639,47 +669,119 @@ class CurvaDion(Optimizer):
         for key in ("lr", "local_lr"):
             group[key] = check.without_dimensions(group[key])
 
+    def _warn_of_strangers(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Name the keys that have no effect here, each once."""
+        found = set().union(*(check.strangers(group) for group in groups)) - self._strangers
+        if found:
+            self._strangers |= found
+            warnings.warn(
+                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept for the "
+                f"tool that wrote them, without effect here.",
+                stacklevel=3,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's; every group also holds ``progress``: the gate's memory and the counters.
 
-        Replicas hold momenta of their own, and a distributed checkpoint keeps one of each: call
-        :meth:`synchronize` before it.
+        Replicas hold momenta and, after local steps, weights of their own, of which a distributed
+        checkpoint, or a file that one rank writes, keeps one: call :meth:`synchronize` or
+        :meth:`eval` before it. A warning says so if replicas are apart. It may be ignored where
+        each rank saves its own state and loads it again, which loses nothing.
         """
+        if self.progress.apart and self._replicas.size > 1:
+            warnings.warn(
+                f"state_dict() while the replicas are apart, {self.progress.local_steps} local "
+                f"steps after they last agreed: a checkpoint of one replica loses what the others "
+                f"did since. Call optimizer.synchronize() or optimizer.eval() on all ranks before, "
+                f"or let each rank save and load its own.",
+                stacklevel=2,
+            )
         for group in self.param_groups:
-            group["progress"] = record(self.progress, self.gate)
+            group["progress"] = self._record()
         return super().state_dict()
+
+    def _record(self) -> str:
+        ways = self.reconcile, self._defaults_by_sync
+        return record(self.progress, self.gate, *ways, self._replicas.replica)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every tensor keeps the dtype it was saved with.
 
+        From the saved state come momenta, right factors, moments, counters and the groups' values,
+        learning rates among them. From the constructor's arguments come the gate, whose saved
+        memory counts if it is of the same class, how replicas come together, and, where that
+        changes their default, the groups' rank_fraction, rank_multiple_of, right_factor and
+        nesterov. Right factors then take the new rank: the first columns stay, others are initial.
+        Anchors of reconcile="quantized" are dropped under another kind, and begin as the weights
+        are under it. Warnings say what is lost, and name keys of groups that mean nothing here.
+
         Raises:
-            ValueError: if the groups or parameters do not match, come from another optimizer, or
-                the state is missing, or another rank's piece.
+            TypeError: if this is no state_dict.
+            ValueError: if the groups or parameters do not match, come from another optimizer, the
+                state is damaged, missing or another rank's piece, or anchors are wanted of weights
+                that were saved while replicas were apart.
         """
-        progress, gate = read_record(state_dict)
+        held = read_record(state_dict)
         check_fits(self, state_dict)
-        check_complete(self, state_dict, progress.steps)
-        super().load_state_dict(state_dict)
-        restore_dtypes(self, state_dict)
-        if gate:
-            self.gate.load_state_dict(gate)
-        self.progress = progress
+        check_complete(self, state_dict, held.progress.steps)
+        ways = self.reconcile, self._defaults_by_sync
+        fitting = convert(
+            state_dict, held, Loading(self.param_groups, *ways, self._replicas.replica)
+        )
+        self._remember(held)
+        super().load_state_dict(fitting.state_dict)
+        restore_dtypes(self, fitting.state_dict)
+        self.progress = fitting.progress
         self._forget()
+        for text in fitting.warnings:
+            warnings.warn(text, stacklevel=2)
+        self._warn_of_strangers(self.param_groups)
+
+    def _remember(self, held: Record) -> None:
+        """Give the gate its memory, if it is that of a gate of its class."""
+        if not held.memory or held.gate_class not in (None, type(self.gate).__name__):
+            return
+        before = self.gate.state_dict()
+        try:
+            self.gate.load_state_dict(held.memory)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self.gate.load_state_dict(before)
+            if held.gate_class is not None:
+                raise ValueError(
+                    f"state_dict holds the memory {held.memory!r}, which gate={self.gate!r} "
+                    f"cannot load ({type(error).__name__}: {error})."
+                ) from error
+
+    def eval(self) -> None:
+        """Bring the replicas together if they are apart, as for an evaluation or a checkpoint.
+
+        Collective: call it on every rank, or on none. It does nothing if the replicas agree or
+        there is one. Trainer and Accelerate call it where optimizers have it.
+        """
+        if self.progress.apart and self._replicas.size > 1:
+            self.synchronize()
+
+    def train(self) -> None:
+        """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
 
     def __getstate__(self) -> dict[str, Any]:
         behaviour = ("gate", "local_step", "max_local_steps", "warmup_steps")
         together = [f"reconcile{what}" for what in ("", "_bits", "_parts", "_momentum", "_polar")]
-        own = (*behaviour, *together, "progress", "report", "_replicas")
+        private = ("_replicas", "_defaults_by_sync", "_strangers")
+        own = (*behaviour, *together, "progress", "report", *private)
         kept = {key: getattr(self, key) for key in own}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_strangers" not in vars(self):  # pickled by a version without them
+            self._strangers, self._defaults_by_sync = set(), self._when_none()
         self._forget()
 
     def _forget(self) -> None:
         """Drop what is derived from the groups; it is rebuilt at the next use."""
         self._cached = None
+        self._algorithms = []
         self._part_of = []
         self._verified = False
         self._alike = True
@@ -796,6 +898,9 @@ class CurvaDion(Optimizer):
             if gradients:
                 torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
         return hasattr(self, "found_inf")
+
+
+_ARGUMENTS = frozenset(inspect.signature(CurvaDion).parameters) - {"params"}
 
 
 class Dion(CurvaDion):

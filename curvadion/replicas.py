@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.collectives import group_size
+from curvadion.progress import Replica
 
 GATE_BYTES = 16
 SINGLE: Literal["single"] = "single"
@@ -39,6 +40,11 @@ class ReplicaGroup:
     @property
     def size(self) -> int:
         return group_size(self.process_group)
+
+    @property
+    def replica(self) -> Replica:
+        """Which one of how many this rank holds (a piece of)."""
+        return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
         return self

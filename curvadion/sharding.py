@@ -361,8 +361,7 @@ class _QSlots:
 
     def __init__(self, sizes: Sequence[int], n: int, options: Mapping[str, Any]) -> None:
         whole = [MatrixLayout.whole((size, n)) for size in sizes]
-        rule = options["rank_fraction"], options["rank_multiple_of"]
-        self.ranks = [layout.rank(*rule) for layout in whole]
+        self.ranks = [layout.rank(*_rank_rule(options)) for layout in whole]
         self.transposed = [layout.transposed for layout in whole]
         self.beside = sum(r for r, t in zip(self.ranks, self.transposed, strict=True) if not t)
         self.below = max(
@@ -387,20 +386,101 @@ def create_right_factors(
             part.q.key: part.layout.initial_q(part.rank).to(device=X.device, dtype=dtype)
             for part in parts
         }
-    stack_dims = options["stack_dims"]
-    n = math.prod(X.shape[stack_dims + 1 :])
-    slots = _QSlots(block_sizes(X.shape[stack_dims], options["row_blocks"]), n, options)
-    tensors = {}
-    if slots.beside:
-        cut = _cut_like(X, stack_dims, stack_dims + 1)
-        tensors["Q"] = _zeros(X, (*X.shape[:stack_dims], n, slots.beside), cut, dtype)
-    if slots.below:
-        cut = _cut_like(X, stack_dims, stack_dims)
-        shape = (*X.shape[: stack_dims + 1], slots.below)
-        tensors["Q_rows" if slots.beside else "Q"] = _zeros(X, shape, cut, dtype)
+    tensors = {
+        key: _zeros(X, shape, cut, dtype)
+        for key, (shape, cut) in _right_factor_forms(X, options).items()
+    }
     for part in parts:
         local(tensors[part.q.key])[part.q.index].copy_(part.layout.initial_q(part.rank))
     return tensors
+
+
+def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the state tensors of the right factors, global where they are DTensors."""
+    if (shard := flat_shard(X)) is not None:
+        return {
+            key: (len(held), whole.rank(*_rank_rule(options)))
+            for key, whole, held in _flat_right_factors(shard, options)
+        }
+    return {key: shape for key, (shape, _) in _right_factor_forms(X, options).items()}
+
+
+def resize_right_factors(
+    X: Tensor, saved: Mapping[str, Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Right factors under other rank options: the first columns stay, new ones are initial.
+
+    The first columns are those to keep: each P is orthonormalised column by column, so that the
+    first k columns are a power iteration of rank k of their own, on the largest singular values.
+
+    Args:
+        X: the parameter.
+        saved: its state tensors under the options ``before``.
+        before: options under which they were saved.
+        after: those of now, which differ in rank_fraction or rank_multiple_of only.
+    """
+    if (shard := flat_shard(X)) is not None:
+        tensors = {}
+        for key, whole, held in _flat_right_factors(shard, after):
+            initial = whole.initial_q(whole.rank(*_rank_rule(after)))[held.start : held.stop]
+            tensors[key] = initial.to(device=X.device, dtype=saved[key].dtype)
+            _copy_columns(saved[key], tensors[key])
+        return tensors
+    dtype = next(iter(saved.values())).dtype
+    tensors = {
+        key: _zeros(X, shape, cut, dtype)
+        for key, (shape, cut) in _right_factor_forms(X, after).items()
+    }
+    stack_dims = after["stack_dims"]
+    rows, columns = (d.held for d in _dimensions(X)[stack_dims : stack_dims + 2])
+    width = math.prod(X.shape[stack_dims + 2 :])
+    n = X.shape[stack_dims + 1] * width
+    sizes = block_sizes(X.shape[stack_dims], after["row_blocks"])
+    old, new = (_QSlots(sizes, n, options) for options in (before, after))
+    every = (slice(None),) * stack_dims
+    for b, (start, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
+        inside = _intersection(rows, range(start, start + size))
+        here = slice(inside.start - rows.start, inside.stop - rows.start)
+        held = range(columns.start * width, columns.stop * width)
+        if new.transposed[b]:
+            held = range(inside.start - start, inside.stop - start)
+        was, becomes = old.slot(b, every, here), new.slot(b, every, here)
+        target = local(tensors[becomes.key])[becomes.index]
+        whole = MatrixLayout.whole((size, n))
+        target.copy_(whole.initial_q(new.ranks[b])[held.start : held.stop])
+        _copy_columns(local(saved[was.key])[was.index], target)
+    return tensors
+
+
+def _copy_columns(source: Tensor, target: Tensor) -> None:
+    kept = min(source.shape[-1], target.shape[-1])
+    target[..., :kept].copy_(source[..., :kept])
+
+
+def _right_factor_forms(
+    X: Tensor, options: Mapping[str, Any]
+) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
+    """Global shape and placements of the state tensors that hold right factors, by key."""
+    stack_dims = options["stack_dims"]
+    n = math.prod(X.shape[stack_dims + 1 :])
+    slots = _QSlots(block_sizes(X.shape[stack_dims], options["row_blocks"]), n, options)
+    forms = {}
+    if slots.beside:
+        cut = _cut_like(X, stack_dims, stack_dims + 1)
+        forms["Q"] = (*X.shape[:stack_dims], n, slots.beside), cut
+    if slots.below:
+        cut = _cut_like(X, stack_dims, stack_dims)
+        shape = (*X.shape[: stack_dims + 1], slots.below)
+        forms["Q_rows" if slots.beside else "Q"] = shape, cut
+    return forms
+
+
+def _rank_rule(options: Mapping[str, Any]) -> tuple[float, int]:
+    return options["rank_fraction"], options["rank_multiple_of"]
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 def zeros_per_matrix(X: Tensor, parts: Sequence[Part], options: Mapping[str, Any]) -> Tensor:
@@ -468,29 +548,53 @@ def _flat_parts(
     replicas: Group | None,
     unions: Unions,
 ) -> Iterator[Part]:
-    stack_dims = options["stack_dims"]
-    n = math.prod(shard.shape[stack_dims + 1 :])
-    sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
     everywhere = _ranges(shard)
-    starts = itertools.accumulate(
-        [size * n for _ in _stacks(shard, stack_dims) for size in sizes], initial=0
-    )
-    matrices = [size for _ in _stacks(shard, stack_dims) for size in sizes]
+    matrices = list(_flat_matrices(shard, options))
     group = shard.group if group_size(shard.group) > 1 else None
-    for i, (first, size) in enumerate(zip(starts, matrices, strict=False)):
-        inside = _intersection(range(shard.start, shard.stop), range(first, first + size * n))
-        piece = FlatRange(
-            inside.start - first if inside else 0,
-            inside.stop - first if inside else 0,
-            columns=n,
-            offset=inside.start - shard.start if inside else 0,
-        )
+    for i, (first, (size, n), piece) in enumerate(matrices):
         shared = _shared_rows(everywhere, first, size, n)
         rows = Extent(piece.rows, group, shared, borrowed=bool(piece.rows) and piece.start % n != 0)
         layout = _layout((size, n), rows, Extent(range(n)), replicas, unions)
-        rank = layout.rank(options["rank_fraction"], options["rank_multiple_of"])
-        key = "Q" if len(matrices) == 1 else f"Q_{i}"
-        yield Part(layout, piece, rank, QSlot(key, ()), ("flat", id(X), i))
+        rank = layout.rank(*_rank_rule(options))
+        slot = QSlot(_flat_key(i, len(matrices)), ())
+        yield Part(layout, piece, rank, slot, ("flat", id(X), i))
+
+
+def _flat_matrices(
+    shard: FlatShard, options: Mapping[str, Any]
+) -> Iterator[tuple[int, tuple[int, int], FlatRange]]:
+    """Of each matrix its first element's place, its shape, and the range of it held here."""
+    stack_dims = options["stack_dims"]
+    n = math.prod(shard.shape[stack_dims + 1 :])
+    sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
+    every = [size for _ in _stacks(shard, stack_dims) for size in sizes]
+    for first, size in zip(_starts([size * n for size in every]), every, strict=True):
+        inside = _intersection(range(shard.start, shard.stop), range(first, first + size * n))
+        yield (
+            first,
+            (size, n),
+            FlatRange(
+                inside.start - first if inside else 0,
+                inside.stop - first if inside else 0,
+                columns=n,
+                offset=inside.start - shard.start if inside else 0,
+            ),
+        )
+
+
+def _flat_key(matrix: int, count: int) -> str:
+    return "Q" if count == 1 else f"Q_{matrix}"
+
+
+def _flat_right_factors(
+    shard: FlatShard, options: Mapping[str, Any]
+) -> Iterator[tuple[str, MatrixLayout, range]]:
+    """Of each matrix the key of its Q, its whole layout, and the rows of Q that are held here."""
+    matrices = list(_flat_matrices(shard, options))
+    for i, (_, shape, piece) in enumerate(matrices):
+        whole = MatrixLayout.whole(shape)
+        held = piece.rows if whole.transposed else range(shape[1])
+        yield _flat_key(i, len(matrices)), whole, held
 
 
 def _stacks(shard: FlatShard, stack_dims: int) -> range:

@@ -25,10 +25,13 @@ class MomentumNorms(NamedTuple):
     after: Tensor
 
 
-def momentum_norms(plan: Plan, pushed: Pushed) -> MomentumNorms:
-    """Norms before and after this step's gradients; collective over the shards of a replica."""
+def momentum_norms(plan: Plan, pushed: Pushed, *, skip: bool = False) -> MomentumNorms:
+    """Norms before and after this step's gradients; collective over the shards of a replica.
+
+    skip: only take part in the collective, as a rank does whose settings are impossible.
+    """
     before = plan.stored_norms()
-    if not plan.matrices:
+    if not plan.matrices or skip:
         # A rank that holds none of the experts has no norms, but takes part in the decision.
         after = before
     elif pushed.everyone and plan.one_matrix_each:

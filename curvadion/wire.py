@@ -83,6 +83,7 @@ class WireMeter:
 
     Raises:
         RuntimeError: on entering a meter that is already active.
+        ValueError: on leaving one that is not.
 
     Example::
 
@@ -218,6 +219,8 @@ def _activate(meter: WireMeter) -> None:
 def _deactivate(meter: WireMeter) -> None:
     global _library
     with _lock:
+        if meter not in _active:
+            raise ValueError("This WireMeter is not active: leave it once for each time entered.")
         _active.remove(meter)
         if not _active:
             _library._destroy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import distributed
 import toy
-from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate
+from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, WireMeter
 
 
 class Patient(Gate):
@@ -307,8 +308,10 @@ def test_reordered_groups_of_equal_sizes():
 def test_groups_of_another_version():
     saved = trained(two_groups()).state_dict()
     del saved["param_groups"][1]["nesterov"]
-    with pytest.raises(ValueError, match=r"lacks \['nesterov'\] in param group 1"):
-        CurvaDion(two_groups()).load_state_dict(saved)
+    optimizer = CurvaDion(two_groups(), mu=0.5, nesterov=0.25)
+    with pytest.warns(UserWarning, match=r"lacks keys.*\{1: \{'nesterov': 0\.25\}\}"):
+        optimizer.load_state_dict(saved)
+    assert [(g["mu"], g["nesterov"]) for g in optimizer.param_groups] == [(0.95, 0), (0.95, 0.25)]
 
 
 def test_state_of_another_shape():
@@ -422,3 +425,85 @@ def test_synchronize_does_not_bend_a_synchronised_run():
     with_it, without = (distributed.run(2, continue_open, flag)[0] for flag in (True, False))
     for name, tensor in without.items():
         torch.testing.assert_close(with_it[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- replicas that are apart
+
+
+APART = {
+    "rmmc": {"threshold": 100.0},
+    "period": {"gate": FixedPeriod(3)},
+    "quantized": {"gate": FixedPeriod(3), "reconcile": "quantized"},
+    "parts": {"gate": FixedPeriod(1), "reconcile": "quantized", "reconcile_parts": 3},
+    "no averaging": {"gate": FixedPeriod(2), "reconcile": "none"},
+}
+
+
+def told_by(function, *args):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        function(*args)
+    return [str(warning.message) for warning in told]
+
+
+def save_apart(rank, settings, folder):
+    """What is said when replicas save while they are apart and together, and when they load."""
+    model, optimizer = build(settings)
+    said = {"new": told_by(optimizer.state_dict)}
+    said["prepared"] = told_by(lambda: optimizer.load_state_dict(optimizer.state_dict()))
+    toy.train(model, optimizer, range(4), rank)
+    said["apart"] = told_by(optimizer.state_dict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(f"{folder}/{rank}.pt", model, optimizer)
+    dist.barrier()
+    for who in (0, 1):
+        for _ in range(2):
+            said[who] = told_by(load, f"{folder}/{who}.pt", *build(settings))
+    drift = optimizer.drift()
+    optimizer.eval()
+    said["together"] = told_by(optimizer.state_dict)
+    with WireMeter() as meter:
+        optimizer.eval()
+        optimizer.train()
+    said["loaded"] = told_by(load_copy, optimizer)
+    return said, drift, optimizer.drift(), toy.weights(model), meter.total_calls
+
+
+def load_copy(optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("settings", APART.values(), ids=APART)
+def test_what_is_lost_is_said(settings, tmp_path):
+    answers = distributed.run(2, save_apart, settings, str(tmp_path))
+    for rank, (said, apart, drift, weights, calls) in enumerate(answers):
+        assert said["new"] == said["prepared"] == said["together"] == said["loaded"] == []
+        (at_saving,) = said["apart"]
+        assert "optimizer.synchronize() or optimizer.eval()" in at_saving
+        assert said[rank] == []
+        (at_loading,) = said[1 - rank]
+        assert f"saved by replica {1 - rank} of 2" in at_loading
+        assert "lost" in at_loading
+        assert apart > 0.0
+        assert drift == 0.0
+        assert calls == 0
+        toy.assert_bitwise_equal(weights, answers[0][3])
+
+
+def load_in_one_process(path):
+    return told_by(load, path, *build({"threshold": 100.0}))
+
+
+def test_one_process_that_loads_one_of_two_replicas(tmp_path):
+    distributed.run(2, save_apart, APART["rmmc"], str(tmp_path))
+    (told,) = load_in_one_process(tmp_path / "1.pt")
+    assert "saved by replica 1 of 2" in told
+    assert "3 local steps" in told or "4 local steps" in told
+
+
+def test_one_process_is_never_apart(tmp_path):
+    model, optimizer = build({"threshold": 100.0})
+    toy.train(model, optimizer, range(4))
+    assert optimizer.progress.local_steps
+    assert told_by(load_copy, optimizer) == []

@@ -17,6 +17,7 @@ import curvadion
 import distributed
 import toy
 from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, WireMeter
+from curvadion import hyperparameters as check
 from curvadion.integrations.ddp import keep_gradients_local
 
 NAN = math.nan
@@ -29,6 +30,7 @@ GROUP_KEYS = [
     ("lr", "fast", TypeError),
     ("lr", True, TypeError),
     ("lr", None, TypeError),
+    ("lr", 10**400, ValueError),
     ("local_lr", -0.1, ValueError),
     ("local_lr", NAN, ValueError),
     ("local_lr", "slow", TypeError),
@@ -54,6 +56,8 @@ GROUP_KEYS = [
     ("rank_fraction", -0.25, ValueError),
     ("rank_fraction", 1.5, ValueError),
     ("rank_fraction", NAN, ValueError),
+    ("rank_fraction", 1e-300, ValueError),
+    ("rank_fraction", 1e-10, ValueError),
     ("rank_fraction", True, TypeError),
     ("rank_fraction", "quarter", TypeError),
     ("rank_multiple_of", 0, ValueError),
@@ -102,11 +106,14 @@ CONSTRUCTOR_ONLY = [
     ("warmup_steps", True, TypeError),
     ("reconcile", "sometimes", ValueError),
     ("reconcile", True, ValueError),
+    ("reconcile_bits", 2.0, TypeError),
+    ("reconcile_bits", True, TypeError),
+    ("reconcile_bits", 5, ValueError),
 ]
 
 
 def identify(value):
-    return getattr(value, "__name__", None) or repr(value)
+    return getattr(value, "__name__", None) or repr(value)[:40]
 
 
 def matrix():
@@ -116,6 +123,8 @@ def matrix():
 
 def says(name, value):
     """The message holds the argument's name and the value, or the offending part of a pair."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return rf"{name}.*{value.bit_length()} bits"
     parts = [value, *value] if isinstance(value, tuple) else [value]
     values = "|".join(re.escape(repr(part)) for part in parts)
     return rf"(?s){name}.*({values})"
@@ -365,9 +374,15 @@ def test_unknown_group_key_suggests_a_known_one(key, meant):
         CurvaDion([{"params": [matrix()], key: 0.5}])
 
 
-def test_unlike_any_key_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'xyzzy'.*'algorithm'.*'weight_decay'"):
-        CurvaDion([{"params": [matrix()], "xyzzy": 0.5}])
+@pytest.mark.parametrize(("key", "meant"), [("momentum", "mu"), ("learning_rate", "lr")])
+def test_other_optimizers_names_of_our_keys(key, meant):
+    with pytest.raises(ValueError, match=f"'{key}'.*'{meant}'"):
+        CurvaDion([{"params": [matrix()], key: 0.5}])
+
+
+def test_group_key_that_is_no_string():
+    with pytest.raises(TypeError, match=r"key 3 \(=0\.5\).*no string"):
+        CurvaDion([{"params": [matrix()], 3: 0.5}])
 
 
 @pytest.mark.parametrize("key", ["threshold", "gate", "local_step", "warmup_steps", "reconcile"])
@@ -483,6 +498,70 @@ def test_gate_whose_signals_do_not_fit():
         CurvaDion([x], gate=Wrong()).step()
 
 
+# Values that a user, a scheduler or a script may write into a group between two steps.
+MID_RUN = [
+    ("lr", math.inf),
+    ("lr", NAN),
+    ("lr", torch.tensor(NAN)),
+    ("lr", torch.ones(2)),
+    ("lr", -1.0),
+    ("local_lr", math.inf),
+    ("right_factor", "xx"),
+    ("algorithm", "sgd"),
+    ("betas", [0.9, 1.5]),
+    ("eps", True),
+    ("row_blocks", [0, 6]),
+    ("rank_fraction", 0.0),
+    ("maximize", True),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), MID_RUN, ids=identify)
+def test_wrong_values_in_mid_run_change_nothing(key, value):
+    model = toy.model()
+    optimizer = CurvaDion(toy.groups(model))
+    toy.train(model, optimizer, range(2))
+    before, states = toy.weights(model), toy.states(optimizer)
+    kept = optimizer.param_groups[0].get(key)
+    optimizer.param_groups[0][key] = value
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"param_groups\[0\]: {key}"):
+            optimizer.step()
+    toy.assert_bitwise_equal(toy.weights(model), before)
+    optimizer.param_groups[0][key] = kept
+    toy.assert_bitwise_equal(toy.states(optimizer), states)
+    toy.train(model, optimizer, [2])
+
+
+def test_settings_are_seen_when_they_change():
+    """1, 1.0 and True are equal, but not the same setting; a tensor changes in place."""
+    group = CurvaDion([matrix()]).param_groups[0]
+    assert check.settings([group]) is None
+    assert check.settings([{**group, "rank_multiple_of": 1}]) is None
+    assert "integer" in check.settings([{**group, "rank_multiple_of": 1.0}])
+    assert "integer" in check.settings([{**group, "rank_multiple_of": True}])
+    lr = torch.tensor(0.1)
+    assert check.settings([{**group, "lr": lr}]) is None
+    lr.fill_(NAN)
+    assert "lr=nan" in check.settings([{**group, "lr": lr}])
+    assert check.settings([group, {**group, "lr": torch.ones((), device="meta")}]) is None
+    assert "shape (2,)" in check.settings([{**group, "lr": torch.ones(2, device="meta")}])
+    del group["mu"]
+    assert check.settings([group]) == "param_groups[0]: the key 'mu' is missing"
+
+
+def test_another_algorithm_in_mid_run():
+    x = matrix()
+    optimizer = CurvaDion([("w", x)], gate=AlwaysOpen())
+    x.grad = torch.ones_like(x)
+    optimizer.step()
+    optimizer.param_groups[0]["algorithm"] = "adamw"
+    with pytest.raises(ValueError, match=r"w .*'exp_avg'.*algorithm='adamw'.*optimizer\.state"):
+        optimizer.step()
+    optimizer.param_groups[0]["algorithm"] = "dion"
+    optimizer.step()
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -498,6 +577,94 @@ def test_state_of_another_optimizer(make, foreign):
     with pytest.raises(ValueError, match="state_dict.*'algorithm'"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state_dict() == before
+
+
+def saved_state():
+    x = matrix()
+    optimizer = CurvaDion([("w", x)], gate=AlwaysOpen())
+    x.grad = torch.ones_like(x)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("saved", [None, [], [1], "state", 3], ids=repr)
+def test_no_state_dict_at_all(saved):
+    with pytest.raises(TypeError, match=f"state_dict=.*{type(saved).__name__}"):
+        CurvaDion([matrix()]).load_state_dict(saved)
+
+
+DAMAGED = [
+    "", "{", "null", "[]", "3", "{}", None, 3, {"steps": 1},
+    '{"steps": 1, "local_steps": 0}',
+    '{"gate": {}, "steps": 1}',
+    '{"gate": {}, "steps": "1", "local_steps": 0}',
+    '{"gate": {}, "steps": true, "local_steps": 0}',
+    '{"gate": {}, "steps": -1, "local_steps": 0}',
+    '{"gate": {}, "steps": 1.5, "local_steps": 0}',
+    '{"gate": [], "steps": 1, "local_steps": 0}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "hops": 1}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "replica": [1]}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "defaults_by_sync": 1}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("progress", DAMAGED, ids=repr)
+def test_damaged_progress(progress):
+    saved = saved_state()
+    saved["param_groups"][0]["progress"] = progress
+    optimizer = CurvaDion([matrix()])
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="damaged: 'progress'"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict() == before
+
+
+def test_damaged_memory_of_a_gate():
+    x = matrix()
+    optimizer = CurvaDion([x], wire_budget=0.5)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["progress"] = saved["param_groups"][0]["progress"].replace("cre", "")
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"memory.*gate=WireBudget.*KeyError"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict() == before
+
+
+@pytest.mark.parametrize("key", ["momentum", "Q", "momentum_norm"])
+@pytest.mark.parametrize("value", [None, 1.0], ids=["missing", "a number"])
+def test_state_that_lacks_a_key(key, value):
+    saved = saved_state()
+    if value is None:
+        del saved["state"][0][key]
+    else:
+        saved["state"][0][key] = value
+    optimizer = CurvaDion([("w", matrix())])
+    with pytest.raises((ValueError, TypeError), match=rf"state_dict.*{key}.*w\b"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", NAN), ("lr", "0.1"), ("right_factor", "xx"), ("betas", 1)]
+)
+def test_saved_group_with_an_impossible_value(key, value):
+    saved = saved_state()
+    saved["param_groups"][0][key] = value
+    with pytest.raises(ValueError, match=rf"state_dict.*param_groups\[0\]: {key}"):
+        CurvaDion([matrix()]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("where", ["state", "param_groups", "of a parameter", "params"])
+def test_parts_of_a_state_dict_that_are_none(where):
+    saved = saved_state()
+    if where == "of a parameter":
+        saved["state"][0] = None
+    elif where == "params":
+        saved["param_groups"][0]["params"] = None
+    else:
+        saved[where] = [3] if where == "param_groups" else None
+    with pytest.raises((ValueError, TypeError), match="state_dict"):
+        CurvaDion([matrix()]).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("saved", [{}, {"state": {}, "param_groups": []}], ids=repr)
@@ -571,6 +738,15 @@ def test_meter_entered_twice():
         pytest.raises(RuntimeError, match="already active"),
         meter,
     ):
+        pass
+
+
+def test_meter_left_twice():
+    with WireMeter() as meter:
+        pass
+    with pytest.raises(ValueError, match="not active"):
+        meter.__exit__(None, None, None)
+    with meter:
         pass
 
 

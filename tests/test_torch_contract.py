@@ -593,6 +593,111 @@ def test_copy_shares_nothing_but_the_process_group(duplicate):
         dist.destroy_process_group()
 
 
+# ---------------------------------------------------------------- states, loaded again and again
+
+
+def load_own(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def load_through_torch(model, optimizer):
+    state = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def load_flattened(model, optimizer):
+    how = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    set_optimizer_state_dict(model, optimizer, state, options=how)
+
+
+LOADS = {"own": load_own, "torch": load_through_torch, "flattened": load_flattened}
+COPIES = {"itself": lambda *both: both, "deep copy": copy_deep, "pickled": copy_pickled}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_state_loads_twice(make, duplicate, load, after):
+    model, twin = toy.model(), toy.model()
+    optimizer, undisturbed = make(toy.groups(model)), make(toy.groups(twin))
+    toy.train(model, optimizer, range(after))
+    model, optimizer = duplicate(model, optimizer)
+    load(model, optimizer)
+    load(model, optimizer)
+    toy.train(twin, undisturbed, range(after + 3))
+    toy.train(model, optimizer, range(after, after + 2))
+    load(model, optimizer)
+    toy.train(model, optimizer, [after + 2])
+    toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
+
+
+def test_a_run_that_was_prepared_by_a_framework_resumes():
+    """Accelerate loads an optimizer's own state when it prepares it, and the saved one then."""
+    model = toy.model()
+    optimizer = CurvaDion(toy.groups(model))
+    optimizer.load_state_dict(optimizer.state_dict())
+    toy.train(model, optimizer, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    toy.train(model, optimizer, range(3, 6))
+    resumed = toy.model()
+    its_optimizer = CurvaDion(toy.groups(resumed))
+    its_optimizer.load_state_dict(its_optimizer.state_dict())
+    resumed.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    toy.train(resumed, its_optimizer, range(3, 6))
+    toy.assert_bitwise_equal(toy.weights(resumed), toy.weights(model))
+
+
+FOREIGN = {"lr_scale": 0.5, "rho": 0.05, "adaptive": True, "lr_mult": 2.0, "is_muon": False}
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_keys_of_other_tools_are_kept_without_effect(make, key):
+    expected = run(make(matrices()), 3)
+    with pytest.warns(UserWarning, match=rf"\['{key}'\].*without effect") as told:
+        optimizer = make([{"params": [p], key: FOREIGN[key]} for p in matrices()])
+    assert len(told) == 1
+    assert_same(run(optimizer, 3), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_own(None, optimizer)
+        load_own(None, optimizer)
+        copy.deepcopy(optimizer).add_param_group({"params": matrices(1), key: 1.0})
+    assert [group[key] for group in optimizer.param_groups] == [FOREIGN[key]] * 2
+
+
+def test_states_with_more_or_fewer_keys_of_other_tools_load():
+    with pytest.warns(UserWarning, match="rho"):
+        more = CurvaDion([{"params": matrices(), "rho": 0.05, "initial_lr": 0.1}])
+    fewer = CurvaDion(matrices())
+    run(more, 2)
+    run(fewer, 2)
+    with_rho, without = copy.deepcopy(more.state_dict()), copy.deepcopy(fewer.state_dict())
+    with_rho["param_groups"][0]["lr_scale"] = 1.0
+    for _ in range(2):
+        more.load_state_dict(without)
+    assert more.param_groups[0]["rho"] == 0.05
+    with pytest.warns(UserWarning, match=r"\['lr_scale', 'rho'\]") as told:
+        for _ in range(2):
+            fewer.load_state_dict(with_rho)
+    assert len(told) == 1
+    assert fewer.param_groups[0]["rho"] == 0.05
+    fewer.load_state_dict(without)
+    run(fewer, 2)
+
+
+def test_eval_and_train_of_one_replica_do_nothing(make):
+    model, twin = toy.model(), toy.model()
+    optimizer, undisturbed = make(toy.groups(model)), make(toy.groups(twin))
+    for step in range(4):
+        optimizer.train()
+        toy.train(model, optimizer, [step])
+        optimizer.eval()
+    toy.train(twin, undisturbed, range(4))
+    toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
+
+
 # ---------------------------------------------------------------- distributed checkpoints
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,7 @@ from curvadion.optimizer import CurvaDion
 def attach(engine: Any, optimizer: CurvaDion) -> None:
     """Switch the engine's gradient all-reduce off and make its clipping the same on all replicas.
 
-    An optimizer with ``replicas="single"`` or None leaves the averaging to DeepSpeed: nothing changes.
+    One with ``replicas="single"`` or None leaves the averaging to DeepSpeed: nothing changes.
     """
     replicas = optimizer._replicas.process_group
     if replicas is None:
@@ -27,11 +28,12 @@ def attach(engine: Any, optimizer: CurvaDion) -> None:
     masters = None if engine.optimizer is optimizer else Masters(engine.optimizer)
     if masters is not None:
         masters.step_with(engine, optimizer, replicas)
+        masters.synchronize_with(optimizer)
     else:
         engine.clip_fp32_gradients = lambda: _clip(
             engine, engine.module.parameters(), engine.gradient_clipping(), replicas
         )
-    _synchronize_before_saving(engine, optimizer, masters)
+    _synchronize_before_saving(engine, optimizer)
 
 
 def _refuse_reduced_gradients(engine: Any, optimizer: CurvaDion) -> None:
@@ -73,6 +75,16 @@ class Masters:
 
         self._wrapper.step = MethodType(step, self._wrapper)
 
+    def synchronize_with(self, optimizer: CurvaDion) -> None:
+        """Let the model have what the replicas agree on; Accelerate calls the wrapper's eval()."""
+
+        def synchronize(self_: CurvaDion, *args: Any, **kwargs: Any) -> None:
+            type(self_).synchronize(self_, *args, **kwargs)
+            self.publish()
+
+        setattr(optimizer, "synchronize", MethodType(synchronize, optimizer))  # noqa: B010
+        self._wrapper.eval, self._wrapper.train = optimizer.eval, optimizer.train
+
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the masters into the weights that the model reads."""
@@ -106,14 +118,33 @@ def _clip(
     return float(norm)
 
 
-def _synchronize_before_saving(engine: Any, optimizer: CurvaDion, masters: Masters | None) -> None:
+def _synchronize_before_saving(engine: Any, optimizer: CurvaDion) -> None:
     """Only one rank's weights and state are written, and every rank loads these."""
-    save = engine.save_checkpoint
+    save_checkpoint, save_weights = engine.save_checkpoint, engine.save_16bit_model
 
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def synchronize_and_save(*args: Any, **kwargs: Any) -> Any:
         optimizer.synchronize()
-        if masters is not None:
-            masters.publish()
-        return save(*args, **kwargs)
+        return save_checkpoint(*args, **kwargs)
 
-    engine.save_checkpoint = save_checkpoint
+    def meet_and_save_weights(*args: Any, **kwargs: Any) -> Any:
+        optimizer.eval()
+        return save_weights(*args, **kwargs)
+
+    engine.save_checkpoint = synchronize_and_save
+    engine.save_16bit_model = meet_and_save_weights
+    engine.module.register_state_dict_pre_hook(_warn_if_apart(optimizer))
+
+
+def _warn_if_apart(optimizer: CurvaDion) -> Callable[..., None]:
+    """For tools that read the model's weights themselves, perhaps on one rank only."""
+
+    def hook(*_: Any) -> None:
+        if optimizer.progress.apart:
+            warnings.warn(
+                f"The model's state_dict() while the replicas are apart, "
+                f"{optimizer.progress.local_steps} local steps after they last agreed, holds this "
+                f"rank's weights. Call engine.basic_optimizer.eval() on all ranks before.",
+                stacklevel=3,
+            )
+
+    return hook
