@@ -626,6 +626,60 @@ def test_replicas_can_agree_before_the_gate_opens():
     assert (sent + more) / 2 == bytes_of_codes(2)
 
 
+def go_on_from_one_replicas_state(rank, exact):
+    """How far that takes weights from what replicas had in common, relative to their last steps."""
+    groups = parameters_with_padded_blocks()
+    X = [x for group in groups for x in group["params"]]
+    arguments = dict(replicas=dist.group.WORLD, gate=FixedPeriod(6), reconcile="quantized")
+    optimizer = CurvaDion(groups, **arguments)
+    for step in range(15):
+        if step == 12:
+            agreed = [x.detach().clone() for x in X]
+        for i, x in enumerate(X):
+            common, own = (torch.Generator().manual_seed(seed + step) for seed in (0, 100 + rank))
+            x.grad = torch.randn(x.shape, generator=common) * (i + 1)
+            x.grad += torch.randn(x.shape, generator=own) * (i + 1)
+        optimizer.step()
+    expected = mean_with_losses(optimizer, X)
+    optimizer.synchronize(exact=exact)
+    saved = [(x.detach().clone(), optimizer.state_dict()) if rank == 0 else None for x in X]
+    dist.broadcast_object_list(saved)
+    for x, (weights, _) in zip(X, saved, strict=True):
+        x.detach().copy_(weights)
+    optimizer = CurvaDion(parameters_like(groups), **arguments)
+    optimizer.load_state_dict(saved[0][1])
+    actual = mean_with_losses(optimizer, X)
+    moved = distance(expected, agreed)
+    return distance(actual, expected) / moved
+
+
+def parameters_like(groups):
+    return [
+        {key: group[key] for key in group if key in ("params", "algorithm")} for group in groups
+    ]
+
+
+def mean_with_losses(optimizer, X):
+    """Weights as they are once replicas have sent each other what codes have lost."""
+    means = [x.detach() + optimizer.state[x]["weight_residual"] for x in X]
+    for mean in means:
+        dist.all_reduce(mean)
+    return [mean / dist.get_world_size() for mean in means]
+
+
+def distance(these, those):
+    return math.sqrt(sum(float((x - y).square().sum()) for x, y in zip(these, those, strict=True)))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_checkpoint_of_one_replica_needs_an_exact_synchronisation(replicas):
+    exact, cheap = (
+        distributed.run(replicas, go_on_from_one_replicas_state, exact)[0] for exact in (True, None)
+    )
+    assert exact < 1e-4
+    assert cheap > 0.2
+
+
 def start_from_other_weights(rank):
     model = toy.model()
     with torch.no_grad():

@@ -11,6 +11,7 @@ import training
 import transformer
 from curvadion import CurvaDion, FixedPeriod, WireMeter
 from curvadion.collectives import group_size
+from curvadion.consensus import exact_bytes, sizes
 from curvadion.quantized_mean import message_bytes
 from curvadion.sharding import local
 
@@ -139,3 +140,35 @@ def sent_inside(rank, setup, layout, option):
 def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, option):
     for added, expected in distributed.run(4, sent_inside, setup, layout, option):
         assert added == expected > 0
+
+
+def synchronize_exactly(rank, setup, layout):
+    """Bytes of this rank's collectives, and those that the formula has for a whole replica."""
+    model, replicas, _, reader = setup(layout)
+    optimizer = CurvaDion(transformer.groups(model), replicas=replicas, wire_budget=0.5)
+    transformer.loss_of(model, 0, reader).backward()
+    optimizer.step()
+    balance = optimizer.gate._balance
+    with WireMeter() as meter:
+        optimizer.synchronize(exact=True)
+    plan = optimizer._plan()
+    dense = 4 * sum(sizes([p.X for p in plan.parameters]))
+    spent = (balance - optimizer.gate._balance) * optimizer.gate.open_cost * dense
+    records = meter.records.items()
+    own = sum(
+        n.bytes
+        for (name, kind), n in records
+        if name == replicas.get_group().group_name and kind == "all_reduce"
+    )
+    return own, exact_bytes(plan), spent
+
+
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+def test_an_exact_synchronisation_costs_a_budget_what_it_sends(setup, layout):
+    ranks = distributed.run(4, synchronize_exactly, setup, layout)
+    replicas, *_ = COUNTS[layout]
+    sent = sum(own for own, _, _ in ranks) / replicas
+    for _, formula, spent in ranks:
+        # Flat shards send the rows of a factor that a cut runs through twice.
+        assert formula == pytest.approx(sent, rel=0.02 if "FSDP1" in layout else 1e-9)
+        assert spent == pytest.approx(formula)

@@ -107,11 +107,11 @@ def _clip(
 
 
 def _synchronize_before_saving(engine: Any, optimizer: CurvaDion, masters: Masters | None) -> None:
-    """Only one rank's weights and state are written, and every rank loads these."""
+    """Only one rank's weights and state are written, and every rank loads these: all must agree."""
     save = engine.save_checkpoint
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        optimizer.synchronize()
+        optimizer.synchronize(exact=True)
         if masters is not None:
             masters.publish()
         return save(*args, **kwargs)
