@@ -109,15 +109,17 @@ def spending(
     """Return the bits, and the budget whose last opening falls on the last step.
 
     The bits are CurvaDion's own choice, with agreements on a weight at every second step at most.
-    Counted are also the ``parts`` that come together after the last step. ``spared``: so many
-    openings less, for a gate that may end a run ahead of its budget, or off its period.
+    Counted are also the parts that come together after the last step. The gate is given what it
+    keeps back for an agreement on all, ``parts`` openings more. ``spared``: so many openings less,
+    for a gate that may end a run off its period.
     """
     bits = bits_within(budget)
     once = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
     fitting = math.floor((budget - gate) * steps / once) - (parts - 1)
     openings = min(fitting, steps // 2 * parts) - spared
-    return Spending(math.ceil(1e6 * (openings * once / steps + gate)) / 1e6, bits, parts)
+    share = (openings + parts) * once / steps + gate
+    return Spending(math.ceil(1e6 * share) / 1e6, bits, parts)
 
 
 def powersgd_rank(shapes: Shapes, budget: float, steps: int) -> int | None:

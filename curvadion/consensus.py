@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion import elementwise
+from curvadion.collectives import group_size
 from curvadion.hyperparameters import LR_SUM
 from curvadion.plan import LR_AT_AGREEMENT, Parameter, Plan, product_dtype
 from curvadion.reconcile import quantized_average_
-from curvadion.sharding import global_shape, local
+from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape, groups_of, local
 
 AGREED, RESIDUAL = "weight_agreed", "weight_residual"
 # Keys of the state that hold them, each a tensor of the parameter's shape.
@@ -60,9 +62,47 @@ def in_parts(sizes: Sequence[int], count: int) -> list[int]:
     return parts
 
 
-def sizes(parameters: Sequence[Parameter]) -> list[int]:
+def sizes(X: Sequence[Tensor]) -> list[int]:
     """Numbers in each parameter, all its shards together."""
-    return [math.prod(global_shape(p.X)) for p in parameters]
+    return [math.prod(global_shape(x)) for x in X]
+
+
+def averaged_states(parameter: Parameter) -> dict[str, Tensor]:
+    """The state that an exact average takes in with the weights; empty before the first step."""
+    if parameter.group["algorithm"] != "dion":
+        kept = elementwise.STATE_KEYS[parameter.group["algorithm"]]
+        return {key: parameter.state[key] for key in kept if parameter.state}
+    others = {"momentum_norm", FLAT_SHARD_START, LR_AT_AGREEMENT, *STATE_KEYS}
+    return {key: x for key, x in sorted(parameter.state.items()) if key not in others}
+
+
+def exact_bytes(plan: Plan) -> int:
+    """Bytes that an exact average sends, all ranks of a replica together: the same on all ranks."""
+    total = 0
+    for p in plan.parameters:
+        total += math.prod(global_shape(p.X)) * _wire_bytes(p.X) * plan.copies_inside(p)
+        for key, x in averaged_states(p).items():
+            numbers, pieces = _whole(p, key, x)
+            total += numbers * _wire_bytes(x) * group_size(plan.inside) // pieces
+        if "step" in p.state:
+            total += p.state["step"].nbytes * group_size(plan.inside)
+    return total
+
+
+def _wire_bytes(x: Tensor) -> int:
+    """Bytes of a number that is averaged exactly."""
+    return torch.promote_types(x.dtype, torch.float32).itemsize
+
+
+def _whole(parameter: Parameter, key: str, x: Tensor) -> tuple[int, int]:
+    """Numbers in a state tensor, and the pieces that it is cut into."""
+    like = parameter.X
+    if flat_shard(like) is None:
+        return x.numel(), math.prod(map(group_size, groups_of(x)))  # a DTensor's are all
+    for part in parameter.parts:
+        if part.q.key == key:
+            return min(part.layout.shape) * part.rank, group_size(part.layout.columns.group)
+    return math.prod(global_shape(like)), math.prod(map(group_size, groups_of(like)))
 
 
 def consensuses(parameters: Sequence[Parameter]) -> Iterator[Consensus]:
@@ -74,8 +114,22 @@ def consensuses(parameters: Sequence[Parameter]) -> Iterator[Consensus]:
 
 def agree_(parameters: Sequence[Parameter], bits: int, group: dist.ProcessGroup | None) -> None:
     """Bring the replicas to a new consensus; afterwards they hold the same bits. Collective."""
-    X, agreed, residuals = zip(*consensuses(parameters), strict=True)
-    quantized_average_(X, agreed, residuals, bits, group)
+    for alike in _cut_alike(parameters):
+        X, agreed, residuals = zip(*consensuses(alike), strict=True)
+        quantized_average_(X, agreed, residuals, bits, group)
+
+
+def _cut_alike(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
+    """Parameters that are cut over the same ranks, in an order that ranks share.
+
+    Which replica averages a block depends on the blocks before it. Ranks of one replica that hold
+    a parameter alike must come to the same, whatever pieces they hold of others.
+    """
+    by_cut: dict[tuple[int, ...], list[Parameter]] = {}
+    for p in parameters:
+        if AGREED in p.state:
+            by_cut.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
+    yield from by_cut.values()
 
 
 def settle(parameters: Sequence[Parameter]) -> None:
@@ -83,6 +137,12 @@ def settle(parameters: Sequence[Parameter]) -> None:
     for p in parameters:
         if AGREED in p.state:
             _note(p)
+
+
+def settle_state(state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    """The same of a parameter's state, where it is that of a matrix that replicas agree on."""
+    if LR_AT_AGREEMENT in state:
+        state[LR_AT_AGREEMENT] = group[LR_SUM]
 
 
 def stand_still(parameters: Sequence[Parameter]) -> None:

@@ -26,6 +26,7 @@ class Gate(ABC):
     Attributes:
         open_cost, closed_cost: what an open and a closed step send, as shares of an all-reduce of
             all gradients in float32; the optimizer sets them, where it knows, before it asks.
+        openings_per_agreement: how many openings bring all weights together; set likewise.
     """
 
     reason: str = "gate"
@@ -33,6 +34,7 @@ class Gate(ABC):
     always_open: bool = False
     open_cost: float | None = None
     closed_cost: float = 0.0
+    openings_per_agreement: int = 1
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """What this replica brings to the decision, one number >= 0 per matrix parameter.
@@ -156,10 +158,16 @@ class WireBudget(Gate):
     """Open as often as a budget of bytes allows.
 
     Every step earns what the budget allows it to send, and an open step spends its cost. With
-    ``by="period"`` the gate opens as soon as that is covered. With ``by="rmmc"`` it opens when the
-    relative maximum momentum change exceeds a threshold that rises when it opens and falls while
-    it is closed, so that openings are as frequent as the budget allows, but fall where momenta
-    change most; it never runs more than ``SLACK`` openings ahead of the budget or behind it.
+    ``by="period"`` the gate opens as soon as that is earned. With ``by="rmmc"`` it then waits until
+    the relative maximum momentum change exceeds a threshold, which rises when the gate opens and
+    falls while it is closed: openings are as frequent as the budget allows, but fall where momenta
+    change most. No more than ``SLACK`` openings ever wait.
+
+    The gate keeps back what the last agreement of a run will send, so that a run which ends with
+    ``synchronize()`` ends within its budget. What was sent beyond the budget (by an exact
+    synchronisation, or during a warm-up) is paid back. Both take at most half of what steps earn:
+    openings are at most twice as rare as the budget allows. So the first comes after two periods,
+    and a run that ends before it has paid all back has sent too much.
 
     Args:
         share: of the bytes of an all-reduce of all gradients in float32 at every step, in (0, 1].
@@ -171,7 +179,7 @@ class WireBudget(Gate):
     """
 
     reason = "budget"
-    SLACK = 2.0
+    SLACK = 3.0
     GAIN = 0.3
 
     def __init__(self, share: float, by: str = "period") -> None:
@@ -183,8 +191,10 @@ class WireBudget(Gate):
             raise ValueError(f"by={by!r} must be 'period' or 'rmmc'")
         self.share, self.by = float(share), by
         self.reads_momentum = by == "rmmc"
-        # Openings earned and not yet made; the threshold's logarithm, None before the first signal.
-        self._credit = 0.0
+        # In openings: what was earned and not spent, below 0 if more was spent; and how much of it
+        # is for the next opening. The rest is kept back, or missing there.
+        self._balance = self._credit = 0.0
+        # Of by="rmmc", None before the first signal.
         self._log_threshold: float | None = None
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
@@ -193,15 +203,22 @@ class WireBudget(Gate):
     @property
     def rate(self) -> float:
         """Openings per step that the budget allows."""
+        return min(1.0, self._earned)
+
+    @property
+    def _earned(self) -> float:
+        """Openings that a step pays for; more than one if the budget is ample."""
         if self.open_cost is None:
             raise RuntimeError(
                 f"gate={self!r} must know what an open step sends: use it with "
                 f"reconcile='quantized'."
             )
-        return min(1.0, max(0.0, self.share - self.closed_cost) / self.open_cost)
+        return max(0.0, self.share - self.closed_cost) / self.open_cost
 
     def expected_period(self, open_cost: float) -> float:
-        return max(1.0, open_cost / self.share)
+        left = self.share - self.closed_cost
+        # A budget that closed steps use up is refused by check_feasible.
+        return max(1.0, open_cost / (left if left > 0 else self.share))
 
     def check_feasible(self, max_local_steps: int | None) -> None:
         """Raise ValueError if the budget cannot be met, once the costs are known."""
@@ -219,27 +236,45 @@ class WireBudget(Gate):
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:
-        self._credit += self.rate
-        if not self.reads_momentum:
-            return self._credit >= 1 - 1e-9
+        earned = self._earn()
         if self._log_threshold is not None:
-            self._log_threshold -= self.GAIN * self.rate
+            self._log_threshold -= self.GAIN * earned
         elif 0 < signal < math.inf:
-            self._log_threshold = math.log(signal)
-        if abs(self._credit) >= self.SLACK:
-            return self._credit > 0
-        return self._log_threshold is not None and signal > math.exp(self._log_threshold)
+            # Where it is in the middle of what the credit makes of it.
+            self._log_threshold = math.log(signal) + self.GAIN * (1 + self.SLACK / 2 - self._credit)
+        enough, most = self._credit >= 1 - 1e-9, self._credit >= 1 + self.SLACK - 1e-9
+        if not self.reads_momentum or most:
+            return enough
+        exceeds = self._log_threshold is not None and signal > math.exp(self._log_threshold)
+        return enough and exceeds
+
+    def _earn(self) -> float:
+        """Take in what a step earns; return how much of it is for the next opening."""
+        missing = self.openings_per_agreement - (self._balance - self._credit)
+        for_the_next = min(1.0, self._earned - min(max(0.0, missing), self._earned / 2))
+        self._balance += self._earned
+        self._credit += for_the_next
+        return for_the_next
 
     def spend(self, openings: float) -> None:
-        self._credit -= openings
+        paid = min(openings, self._credit)
+        self._balance -= openings
+        self._credit -= paid
         if self._log_threshold is not None:
-            self._log_threshold += self.GAIN * openings
+            self._log_threshold += self.GAIN * paid
 
     def state_dict(self) -> dict[str, Any]:
-        return {"credit": self._credit, "log_threshold": self._log_threshold}
+        return {
+            "balance": self._balance,
+            "credit": self._credit,
+            "log_threshold": self._log_threshold,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._credit, self._log_threshold = state["credit"], state["log_threshold"]
+        # Earlier versions kept nothing back, so that the balance was the credit.
+        self._balance = state.get("balance", state["credit"])
+        self._credit = max(0.0, state["credit"])
+        self._log_threshold = state["log_threshold"]
 
     def __repr__(self) -> str:
         return f"WireBudget(share={self.share}, by={self.by!r})"

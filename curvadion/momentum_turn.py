@@ -5,11 +5,16 @@ L, replica i has gone
 
     D_i = X_i - X = -sum over steps of lr U_i,      U_i = P Q^T the direction of its momentum.
 
-M_i is U_i S_i with S_i = U_i^T M_i, so that -D_i / L is the direction that it had on average.
-The mean drift D, which replicas have agreed on, gives the mean direction in the same way. The
-momentum takes it and keeps its own S_i:
+The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i, and -D_i / L is the direction
+that it had on average. The mean drift D, which replicas have agreed on, gives the mean direction in
+the same way. The momentum takes it and keeps its own S_i:
 
     M_i <- M_i - (D - D_i) S_i / L,              S_i = Q (M_i^T P)^T.
+
+Here M_i is the momentum as the last step left it: after its gradient and the error feedback (or, by
+the plain rule, after its gradient), without the look-ahead. P and Q are that step's factors, which
+were those of the momentum before the error feedback and with the look-ahead. At full rank without a
+look-ahead the momentum before was P R^T, and M_i is mu times it.
 
 Local noise in M_i, which differs between replicas, gives way to its mean, as if momenta had been
 averaged.

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, overload
 
 import torch
@@ -31,13 +31,13 @@ from curvadion.low_rank_step import (
     measure_momenta,
 )
 from curvadion.momentum_turn import turn_momenta_, weights
-from curvadion.plan import LR_AT_AGREEMENT, Parameter, Plan, Pushed, check_parameter, names
+from curvadion.plan import Parameter, Plan, Pushed, check_parameter, names
 from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, Record, read_record, record
 from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import GATE_BYTES, Agreement, Notice, ReplicaGroup, Replicas, Settings
-from curvadion.sharding import FLAT_SHARD_START, global_shape, local
+from curvadion.sharding import global_shape, local
 from curvadion.signals import MomentumNorms, agree_on_gradients, momentum_norms, with_gradients
 from curvadion.telemetry import StepReport
 from curvadion.verify import (
@@ -110,7 +110,8 @@ class CurvaDion(Optimizer):
         mu: momentum decay.
         nesterov: directions are those of M + nesterov G: a look-ahead, 1 / mu is Nesterov's. None
             takes 0 (Dion's), and with reconcile="quantized" 1.6 times the root of the number of
-            steps from one agreement on a weight to the next: 4 for six.
+            steps from one agreement on a weight to the next, as the gate can afford it for the
+            parameters given here: 4 for six.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. None takes 1/4, and 1 with
@@ -234,16 +235,38 @@ class CurvaDion(Optimizer):
         }
         chosen = self._defaults_by_sync
         defaults |= {key: value for key, value in chosen.items() if defaults[key] is None}
-        check.check_group(defaults)
+        check.check_group({k: v for k, v in defaults.items() if v is not None})
         super().__init__(params, defaults)
+        self._set_look_ahead()
 
     def _when_none(self) -> dict[str, Any]:
         """What None stands for where it depends on how replicas come together."""
         if self.reconcile != "quantized":
             return {"rank_fraction": 0.25, "right_factor": "column_normalized", "nesterov": 0.0}
-        parts = self.reconcile_parts
-        period = parts * self.gate.expected_period(coded_share(self.reconcile_bits) / parts)
-        return {"rank_fraction": 1.0, "right_factor": "qr", "nesterov": _look_ahead(period)}
+        return {"rank_fraction": 1.0, "right_factor": "qr"}
+
+    def _set_look_ahead(self) -> None:
+        """Set what ``nesterov=None`` stands for where it depends on what the parameters cost."""
+        if self.reconcile == "quantized":
+            self._defaults_by_sync["nesterov"] = self._look_ahead()
+        for keys in (self.defaults, *self.param_groups):
+            if keys["nesterov"] is None:
+                keys["nesterov"] = self._defaults_by_sync["nesterov"]
+
+    def _look_ahead(self) -> float:
+        """The weight of the present gradient in directions that did best (docs/convergence.md)."""
+        trained = [
+            (group["algorithm"] != "dion", x)
+            for group in self.param_groups
+            for x in group["params"]
+            if x.requires_grad
+        ]
+        self._tell_costs([x for _, x in sorted(trained, key=itemgetter(0))])
+        cost = self.gate.open_cost
+        if cost is None:  # nothing is trained yet
+            cost = coded_share(self.reconcile_bits) / self.reconcile_parts
+        period = self.gate.openings_per_agreement * self.gate.expected_period(cost)
+        return round(1.6 * math.sqrt(period), 1)
 
     # ---------------------------------------------------------------- step
 
@@ -526,7 +549,7 @@ class CurvaDion(Optimizer):
             self._watch = GradientWatch(plan)
         self._unread = self._watch.look(self.progress.steps)
         if self._unread is not None and self.gate.open_cost:
-            dense = 4 * sum(consensus.sizes(plan.parameters))
+            dense = 4 * sum(consensus.sizes([p.X for p in plan.parameters]))
             self.gate.spend(GradientWatch.BYTES / dense / self.gate.open_cost)
 
     def _report(
@@ -554,22 +577,32 @@ class CurvaDion(Optimizer):
     # ---------------------------------------------------------------- replicas
 
     @torch.no_grad()
-    def synchronize(self, *, exact: bool = True) -> None:
-        """Make replicas agree in parameters and optimizer state; collective, dense.
+    def synchronize(self, *, exact: bool | None = None) -> None:
+        """Bring replicas together, so that they hold the same weights; collective.
 
-        For before a checkpoint or an evaluation, and before parameters are frozen. Averaging the
-        momenta changes nothing in what later synchronised steps compute, which depend on the
-        momenta's mean only; local steps, all there are with reconcile="quantized", go on from it.
+        For before an evaluation or a checkpoint, and before parameters are frozen.
 
         Args:
-            exact: True sends several times as much as dense gradients. False sends, with
-                reconcile="quantized", what an open step does for each of the ``reconcile_parts``
-                that has moved since replicas agreed on it, and they agree in what that averages.
-                A budget of bytes counts either as that many openings.
+            exact: True averages weights, momenta and moments exactly. It sends several times as
+                much as an all-reduce of all gradients (2.6 times with full rank, as
+                reconcile="quantized" has it by default). All state is then the same on every
+                replica. Averaged momenta change nothing in what later synchronised steps compute,
+                which depend on their mean only; local steps go on from it.
+                False needs reconcile="quantized" and sends what an open step does, in codes
+                (0.065 times in 2 bits), for each of the ``reconcile_parts`` that has moved since
+                replicas agreed on it, and nothing where none has. Weights are then the same on
+                every replica; momenta, moments and what codes have lost remain its own.
+                None takes False with reconcile="quantized", and True without.
+
+        A budget of bytes counts either, and opens the gate less often until it is paid back. A
+        checkpoint that keeps one replica's state for all needs ``exact=True``: what the codes of
+        one replica have lost would be sent by each, and what others have lost never.
 
         Raises:
             ValueError: if ``exact`` is False with another ``reconcile``.
         """
+        if exact is None:
+            exact = self.reconcile != "quantized"
         plan = self._plan()
         plan.look_up_states()
         if not exact:
@@ -583,17 +616,17 @@ class CurvaDion(Optimizer):
                     self._come_together(plan, parts=self.progress.parts_apart)
             self.progress.local_steps = 0
             return
-        tensors = [p.local for p in plan.parameters]
         ready = plan.select([bool(p.state) for p in plan.parameters])
         consensus.give_back_losses_(ready.parameters)
-        for p in ready.dion:
-            others = {"momentum_norm", FLAT_SHARD_START, LR_AT_AGREEMENT, *consensus.STATE_KEYS}
-            tensors += [local(p.state[key]) for key in sorted(p.state.keys() - others)]
-        group = self._replicas.process_group
-        reconcile.average_(tensors + ready.moments(), ready.counters(), group)
+        states = [x for p in ready.parameters for x in consensus.averaged_states(p).values()]
+        tensors = [*(p.local for p in plan.parameters), *map(local, states)]
+        reconcile.average_(tensors, ready.counters(), self._replicas.process_group)
         consensus.renew_(ready.parameters)
         measure_momenta(ready)
-        self.gate.spend(self.progress.parts_apart)
+        if self.reconcile == "quantized" and self.gate.open_cost:
+            dense = 4 * sum(consensus.sizes([p.X for p in plan.parameters]))
+            sent = consensus.exact_bytes(plan)
+            self.gate.spend(sent / dense / self.gate.open_cost)
         self.progress.local_steps = self.progress.parts_apart = 0
 
     @torch.no_grad()
@@ -696,6 +729,8 @@ class CurvaDion(Optimizer):
                 f"or let each rank save and load its own.",
                 stacklevel=2,
             )
+        if self._cached is not None:
+            self._settle_new(self._cached[1])
         for group in self.param_groups:
             group["progress"] = self._record()
         return super().state_dict()
@@ -776,6 +811,7 @@ class CurvaDion(Optimizer):
         super().__setstate__(state)
         if "_strangers" not in vars(self):  # pickled by a version without them
             self._strangers, self._defaults_by_sync = set(), self._when_none()
+            self._defaults_by_sync["nesterov"] = self.defaults["nesterov"]
         self._forget()
 
     def _forget(self) -> None:
@@ -800,7 +836,7 @@ class CurvaDion(Optimizer):
                 single=self._replicas.single,
             )
             if self._cached is not None:
-                self._change_plan(self._cached[1], plan)
+                self._change_plan(self._cached[1])
             dion = [g for g in self.param_groups if g["algorithm"] == "dion" and g["params"]]
             if self.gate.reads_momentum and not dion:
                 raise ValueError(
@@ -808,7 +844,9 @@ class CurvaDion(Optimizer):
                     f"use gate=FixedPeriod(...) or AlwaysOpen()."
                 )
             self._check_one_replica(plan)
-            self._tell_costs(plan)
+            self._tell_costs([p.X for p in plan.parameters])
+            if isinstance(self.gate, WireBudget) and plan.parameters:
+                self.gate.check_feasible(self.max_local_steps)
             self._cached = (key, plan)
             self._watch = self._unread = None
         return self._cached[1]
@@ -840,7 +878,7 @@ class CurvaDion(Optimizer):
                 f"the gradients."
             )
 
-    def _change_plan(self, before: Plan, after: Plan) -> None:
+    def _change_plan(self, before: Plan) -> None:
         """Parameters were frozen, thawed or added since the plan of before was made."""
         alone = self.reconcile == "none" or group_size(self._replicas.process_group) == 1
         if not alone and (self.progress.local_steps or self.progress.parts_apart):
@@ -851,27 +889,36 @@ class CurvaDion(Optimizer):
                         f"{p.name} was frozen while replicas are apart, of which each would keep "
                         f"its own: set requires_grad_(True), call synchronize() and freeze it then."
                     )
+        self._settle_new(before)
+
+    def _settle_new(self, before: Plan) -> None:
+        """Note that replicas agree on what has been thawed since: nobody has moved it."""
         known = {id(p.X) for p in before.parameters}
-        consensus.settle([p for p in after.parameters if id(p.X) not in known])
+        for group in self.param_groups:
+            for X in group["params"]:
+                if X.requires_grad and id(X) not in known:
+                    consensus.settle_state(self.state.get(X, {}), group)
 
     @property
     def _parts(self) -> int:
         """In how many parts parameters come together: fewer than asked for where they are few."""
         return max(self._part_of, default=-1) + 1
 
-    def _tell_costs(self, plan: Plan) -> None:
-        """Tell the gate what steps send, alike on all ranks, whatever pieces they hold."""
-        if self.reconcile != "quantized" or not plan.parameters:
+    def _tell_costs(self, X: Sequence[Tensor]) -> None:
+        """Tell the gate what steps send, alike on all ranks, whatever pieces they hold.
+
+        X: the parameters that are trained, in the order of a plan.
+        """
+        sizes = consensus.sizes(X)
+        if self.reconcile != "quantized" or not sum(sizes):
             return
-        sizes = consensus.sizes(plan.parameters)
         before, self._part_of = self._part_of, consensus.in_parts(sizes, self.reconcile_parts)
         if self.progress.parts_apart and before != self._part_of:
             self.progress.parts_apart = self._parts  # which of the old ones is not known
         dense = 4 * sum(sizes)
         self.gate.open_cost = message_bytes(sizes, self.reconcile_bits) / self._parts / dense
         self.gate.closed_cost = GATE_BYTES / dense
-        if isinstance(self.gate, WireBudget):
-            self.gate.check_feasible(self.max_local_steps)
+        self.gate.openings_per_agreement = self._parts
 
     def _create_state(self, plan: Plan) -> list[Parameter]:
         """Give every parameter its state, with or without a gradient; return those without any."""
@@ -982,11 +1029,6 @@ def _gate(
             f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
         )
     return gate
-
-
-def _look_ahead(period: float) -> float:
-    """The weight of the present gradient in directions that did best (docs/convergence.md)."""
-    return round(1.6 * math.sqrt(period), 1)
 
 
 def _elementwise_steps(plan: Plan, group: dist.ProcessGroup | None) -> None:

@@ -403,7 +403,8 @@ class Trainer:
         """Bring the replicas together, where they may differ, and write a checkpoint."""
         if isinstance(self.optimizer, CurvaDion):
             counted = Counted.by(self.meter)
-            self.optimizer.synchronize()
+            # A checkpoint keeps one replica's optimizer state, which all of them load.
+            self.optimizer.synchronize(exact=True)
             progress.optimizer_bytes += counted.add_to(progress, self.meter)
         with self.meter.paused():
             checkpoint.save(self.checkpoints, self.model, self.optimizer, progress)

@@ -333,7 +333,7 @@ def resume_bitwise(rank, layout, folder, options):
     placed = place(layout)
     optimizer = build(placed, **options)
     reports = placed.train(optimizer, range(SAVED_AFTER))
-    optimizer.synchronize()
+    optimizer.synchronize(exact=True)
     how = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True)
     state = {
         "model": get_model_state_dict(placed.model, options=how),

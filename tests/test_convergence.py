@@ -242,6 +242,7 @@ def test_settings_use_a_budget_up(size, budget, parts, steps):
     once /= spent.parts
     gate = WireBudget(spent.wire_budget)
     gate.open_cost, gate.closed_cost = once, traffic.GATE / shapes.parameters
+    gate.openings_per_agreement = spent.parts
     opened = ask(gate, steps)
     assert opened[-1] == steps - 1
     left = budget - (len(opened) + spent.parts - 1) * once / steps - gate.closed_cost

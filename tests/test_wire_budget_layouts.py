@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import distributed
 import test_fsdp
@@ -11,6 +16,7 @@ import training
 import transformer
 from curvadion import CurvaDion, FixedPeriod, WireMeter
 from curvadion.collectives import group_size
+from curvadion.consensus import exact_bytes, sizes
 from curvadion.quantized_mean import message_bytes
 from curvadion.sharding import local
 
@@ -139,3 +145,85 @@ def sent_inside(rank, setup, layout, option):
 def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, option):
     for added, expected in distributed.run(4, sent_inside, setup, layout, option):
         assert added == expected > 0
+
+
+def synchronize_exactly(rank, setup, layout):
+    """Bytes of this rank's collectives, and those that the formula has for a whole replica."""
+    model, replicas, _, reader = setup(layout)
+    optimizer = CurvaDion(transformer.groups(model), replicas=replicas, wire_budget=0.5)
+    transformer.loss_of(model, 0, reader).backward()
+    optimizer.step()
+    balance = optimizer.gate._balance
+    with WireMeter() as meter:
+        optimizer.synchronize(exact=True)
+    plan = optimizer._plan()
+    dense = 4 * sum(sizes([p.X for p in plan.parameters]))
+    spent = (balance - optimizer.gate._balance) * optimizer.gate.open_cost * dense
+    records = meter.records.items()
+    own = sum(
+        n.bytes
+        for (name, kind), n in records
+        if name == replicas.get_group().group_name and kind == "all_reduce"
+    )
+    return own, exact_bytes(plan), spent
+
+
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+def test_an_exact_synchronisation_costs_a_budget_what_it_sends(setup, layout):
+    ranks = distributed.run(4, synchronize_exactly, setup, layout)
+    replicas, *_ = COUNTS[layout]
+    sent = sum(own for own, _, _ in ranks) / replicas
+    for _, formula, spent in ranks:
+        # Flat shards send the rows of a factor that a cut runs through twice.
+        assert formula == pytest.approx(sent, rel=0.02 if "FSDP1" in layout else 1e-9)
+        assert spent == pytest.approx(formula)
+
+
+def gradient(shape, replica, step):
+    """Half of its square is what replicas have in common."""
+    common, own = (torch.Generator().manual_seed(seed + step) for seed in (0, 1000 * (replica + 1)))
+    return torch.randn(shape, generator=common) + torch.randn(shape, generator=own)
+
+
+def train_one_matrix(rank, shape, cut, options):
+    """Weights after 16 steps of two replicas, whole or in two shards, and at the start."""
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 10
+    X, replica, replicas, mesh = start.clone(), rank, dist.group.WORLD, None
+    if cut is not None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        replica, replicas = mesh.get_local_rank("replicate"), mesh["replicate"]
+        X = distribute_tensor(X, mesh["shard"], [Shard(cut)], src_data_rank=None)
+    X = nn.Parameter(X)
+    optimizer = CurvaDion([X], replicas=replicas, gate=FixedPeriod(4), **dict(options))
+    for step in range(16):
+        X.grad = gradient(shape, replica, step)
+        if cut is not None:
+            X.grad = distribute_tensor(X.grad, mesh["shard"], [Shard(cut)], src_data_rank=None)
+        optimizer.step()
+    return training.full(X.detach()), start
+
+
+def moved_apart(these, those, start):
+    return float((these - those).norm() / (those - start).norm())
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (50, 77)])
+def test_codes_alone_make_trajectories_depend_on_the_layout(shape):
+    options = {
+        "2 bits": (("reconcile", "quantized"), ("reconcile_bits", 2)),
+        "8 bits": (("reconcile", "quantized"), ("reconcile_bits", 8)),
+        "exact": (("reconcile", "average"),),
+    }
+    whole = {
+        how: distributed.run(2, train_one_matrix, shape, None, options[how]) for how in options
+    }
+    ends, start = {how: weights for how, ((weights, _), _) in whole.items()}, whole["exact"][0][1]
+    by_codes = moved_apart(ends["2 bits"], ends["8 bits"], start)
+    for cut in (0, 1):
+        apart = {}
+        for how in options:
+            (weights, _), *_ = distributed.run(4, train_one_matrix, shape, cut, options[how])
+            apart[how] = moved_apart(weights, ends[how], start)
+        assert apart["exact"] < 1e-5
+        assert apart["8 bits"] < 0.03
+        assert 0.03 < apart["2 bits"] < 1.6 * by_codes

@@ -26,7 +26,8 @@ def attach(engine: Any) -> Any:
     """Make an engine and its CurvaDion or Dion work together; ``deepspeed.initialize`` does it.
 
     Stage 0: the engine no longer reduces gradients, unless the optimizer has
-    ``replicas="single"`` and leaves that to it; norms for ``gradient_clipping`` are taken over all replicas; and
+    ``replicas="single"`` and leaves that to it; norms for ``gradient_clipping`` are taken over
+    all replicas; and
     ``save_checkpoint`` and ``save_16bit_model`` first bring the replicas together. Stages
     1 to 3: the optimizer steps on the ranges of parameters that the flat partitions hold, once per
     ``engine.step()``.

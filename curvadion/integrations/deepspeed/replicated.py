@@ -119,11 +119,11 @@ def _clip(
 
 
 def _synchronize_before_saving(engine: Any, optimizer: CurvaDion) -> None:
-    """Only one rank's weights and state are written, and every rank loads these."""
+    """Only one rank's weights and state are written, and every rank loads these: all must agree."""
     save_checkpoint, save_weights = engine.save_checkpoint, engine.save_16bit_model
 
     def synchronize_and_save(*args: Any, **kwargs: Any) -> Any:
-        optimizer.synchronize()
+        optimizer.synchronize(exact=True)
         return save_checkpoint(*args, **kwargs)
 
     def meet_and_save_weights(*args: Any, **kwargs: Any) -> Any:
