@@ -402,7 +402,8 @@ class QuantizedReference:
             if getattr(leaf, key):
                 tensor, shaken = getattr(leaf, key)[i], getattr(other, key)[i]
                 reach = 1.0 if key in ("X", "agreed") else 0.0
-                if key == "M" and self.turn and leaf.opened_length > 0:
+                turns = self.turn and self.local_step == "dion"
+                if key == "M" and turns and leaf.opened_length > 0:
                     reach = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.opened_length
                 yield key, tensor, _roundings(tensor, shaken, spacing) + reach * of_codes
         pairs = zip(leaf.residual[i], other.residual[i], strict=True)

@@ -37,6 +37,18 @@ STATE = {
 }
 
 
+# Options that the reference names as the optimizer does, and others.
+SHARED = {"nesterov", "lr", "mu", "local_step", "local_lr", "momentum_rule"}
+SHARED |= {"right_factor", "rank_fraction", "betas", "eps"}
+NAMES = {
+    "bits": "reconcile_bits",
+    "parts": "reconcile_parts",
+    "turn": "reconcile_momentum",
+    "polar": "reconcile_polar",
+    "wd": "weight_decay",
+}
+
+
 def shapes():
     return {str(i): shape for i, shape in enumerate(MATRICES)} | VECTORS
 
@@ -66,7 +78,7 @@ def optimizer_of(X, options):
     )  # fmt: skip
 
 
-def train(rank, dtype, options):
+def train(rank, dtype, fall, options):
     """Per step what is held of each parameter."""
     X = {name: nn.Parameter(x) for name, x in start(dtype).items()}
     optimizer = optimizer_of(X, options)
@@ -77,7 +89,7 @@ def train(rank, dtype, options):
             x.grad = None if G is None else G.to(dtype)
         if step == 7:
             for group in optimizer.param_groups:
-                group["lr"] *= 0.5
+                group["lr"] *= fall
         optimizer.step()
         held.append({name: state_of(x, optimizer.state[x]) for name, x in X.items()})
     return held
@@ -88,16 +100,18 @@ def state_of(x, state):
     return held | {"X": x.detach().clone(), "residual": [state["weight_residual"].flatten().clone()]}
 
 
-def follow(ranks, dtype, settings, **options):
-    """Problems and the follower after a run; settings are the reference's."""
+def follow(ranks, dtype, settings):
+    """Problems and the follower after a run.
+
+    settings: of the reference; and "fall", the factor of the rates after the third opening.
+    """
     known = {"nesterov": 2.0, "lr": 0.03, **settings}
+    fall = known.pop("fall", 0.5)
     algorithms = dict.fromkeys(VECTORS, "adamw")
     reference = QuantizedReference(start(dtype), ranks, algorithms=algorithms, **known)
-    rule = {k: v for k, v in known.items() if k in options_shared}
-    names = {"bits": "reconcile_bits", "parts": "reconcile_parts", "turn": "reconcile_momentum"}
-    names |= {"polar": "reconcile_polar", "wd": "weight_decay"}
-    rule |= {names[k]: v for k, v in known.items() if k in names}
-    held = distributed.run(ranks, train, dtype, rule | options)
+    rule = {k: v for k, v in known.items() if k in SHARED}
+    rule |= {NAMES[k]: v for k, v in known.items() if k in NAMES}
+    held = distributed.run(ranks, train, dtype, fall, rule)
     follower = Follower(reference, torch.finfo(dtype).eps)
     problems = []
     for step in range(1, STEPS + 1):
@@ -105,16 +119,13 @@ def follow(ranks, dtype, settings, **options):
         if step == 7:
             for which in filter(None, (reference, follower.twin)):
                 for leaf in which.leaves.values():
-                    leaf.lr *= 0.5
+                    leaf.lr *= fall
         opened = step in OPEN_STEPS
         now = [replica[step - 1] for replica in held]
         new = follower.step(gradients, opened, now, feed_back=opened)
         problems += [f"step {step}: {problem}" for problem in new]
     return problems, follower
 
-
-options_shared = {"nesterov", "lr", "mu", "local_step", "local_lr", "momentum_rule"}
-options_shared |= {"right_factor", "rank_fraction", "betas", "eps"}
 
 SETTINGS = {
     "2 bits": {},
@@ -134,6 +145,7 @@ SETTINGS = {
     },
     "gradient steps": {"local_step": "gradient", "local_lr": 0.01},
     "plain momentum": {"momentum_rule": "plain", "mu": 0.8, "wd": 0.2},
+    "a fall of the rate": {"fall": 1e-3, "bits": 1},
     "no look-ahead": {"nesterov": 0.0, "wd": 0.3},
 }
 
