@@ -351,10 +351,11 @@ class QuantizedReference:
         """Exact: the means of weights with what codes have lost, of momenta, factors, moments."""
         for leaf in self.trainable:
             for i in range(self.replicas):
-                for held, lost in zip(leaf.pieces, leaf.residual[i], strict=True):
-                    # What every rank of a replica holds alike, each of them adds to its own.
-                    leaf.X[i].view(-1)[held] = leaf.X[i].flatten()[held] + lost
-                    lost.zero_()
+                lost = torch.zeros_like(leaf.X[i])
+                for held, piece in zip(leaf.pieces, leaf.residual[i], strict=True):
+                    lost.view(-1)[held] = piece  # ranks may hold the same: added once
+                    piece.zero_()
+                leaf.X[i] = leaf.X[i] + lost
             for key in ("X", "M", "Q", "m", "v", "t"):
                 held = getattr(leaf, key)
                 if held:
@@ -510,6 +511,11 @@ def deficient(A: Tensor) -> bool:
 def shake(tensor: Tensor, spacing: float, generator: torch.Generator) -> Tensor:
     """Relative roundings at random."""
     return tensor * (1 + spacing * torch.randn(tensor.shape, generator=generator).double())
+
+
+def spacing_of(dtype: torch.dtype) -> float:
+    """Of a run in this dtype. What keeps a Gram matrix's factorisation from failing is 1e-13."""
+    return max(torch.finfo(dtype).eps, 1e-13)
 
 
 @dataclass

@@ -18,10 +18,6 @@ import collections
 import sys
 import tempfile
 import time
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "tests")]
 
 import distributed
 import soak_checks
@@ -101,12 +97,17 @@ def soak(minutes: float, first: int, only: str) -> int:
             passed += 1
         if time.monotonic() - last > 60:
             last = time.monotonic()
-            print(f"{(last - started) / 60:.1f} min: {passed} passed, {len(failed)} failed", flush=True)
+            print(
+                f"{(last - started) / 60:.1f} min: {passed} passed, {len(failed)} failed",
+                flush=True,
+            )
     spent = (time.monotonic() - started) / 60
     print(f"{passed} of {passed + len(failed)} trials passed in {spent:.1f} minutes.")
     print("Drawn: " + ", ".join(f"{kind} {count}" for kind, count in sorted(drawn.items())))
     if failed:
-        print(f"Failed: {sorted(failed)}. Run one again: python tests/soak.py --trial {min(failed)}")
+        print(
+            f"Failed: {sorted(failed)}. Run one again: python tests/soak.py --trial {min(failed)}"
+        )
     return bool(failed)
 
 

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantized_reference import Follower, Gradients, Leaf, QuantizedReference, deficient, elementwise_, oriented
+from quantized_reference import (
+    Follower,
+    Gradients,
+    Leaf,
+    QuantizedReference,
+    deficient,
+    elementwise_,
+    oriented,
+    spacing_of,
+)
 from reference import DionReference
 from soak_ranks import Event, Record, frozen_after, gradient, weights
 from soak_trials import Parameter, Trial
@@ -58,17 +67,23 @@ class LowRankReference(QuantizedReference):
         rule = {name: getattr(self, name) for name in names}
         whole = DionReference(leaf.X[0], self.replicas, leaf.r, leaf.lr, reconcile="none", **rule)
         whole.X, whole.M, whole.Q = list(leaf.X), list(leaf.M), list(leaf.Q)
-        ahead = [oriented(whole.accumulated(M, g) + self.nesterov * g) for M, g in zip(leaf.M, G, strict=True)]  # fmt: skip  # noqa: E501
-        P = [B @ Q for B, Q in zip(ahead, leaf.Q, strict=True)]
-        if gate_open:
-            P = [sum(P) / len(P)]
         if gate_open or self.local_step == "dion":
-            leaf.degenerate = any(map(deficient, P)) or (
-                self.right_factor == "qr" and any(deficient(B.mT @ torch.linalg.qr(p).Q) for B, p in zip(ahead, P, strict=False))  # fmt: skip  # noqa: E501
-            )
+            M = [whole.accumulated(M, g) for M, g in zip(leaf.M, G, strict=True)]
+            B = [oriented(m + self.nesterov * g) for m, g in zip(M, G, strict=True)]
+            leaf.degenerate = self._depends(B, leaf.Q, gate_open)
         whole.step(G, gate_open)
         for i in filter(taking.__getitem__, range(self.replicas)):
             leaf.X[i], leaf.M[i], leaf.Q[i] = whole.X[i], whole.M[i], whole.Q[i]
+
+    def _depends(self, B: Sequence[Tensor], Q: Sequence[Tensor], gate_open: bool) -> bool:
+        """Whether a column of P or of R is made of rounding errors."""
+        P = [b @ q for b, q in zip(B, Q, strict=True)]
+        if gate_open:
+            P, B = [sum(P) / len(P)], [sum(B) / len(B)]
+        if any(map(deficient, P)):
+            return True
+        R = [b.mT @ torch.linalg.qr(p).Q for b, p in zip(B, P, strict=True)]
+        return self.right_factor == "qr" and any(map(deficient, R))
 
     def synchronize(self) -> None:
         super().synchronize()
@@ -117,7 +132,7 @@ class Check:
         self.problems: list[str] = []
         self.reference = reference_of(trial, records)
         dtype = getattr(torch, trial.dtype)
-        self.follower = Follower(self.reference, torch.finfo(dtype).eps, trial.seed)
+        self.follower = Follower(self.reference, spacing_of(dtype), trial.seed)
         self.follows = dtype is not torch.bfloat16
         self.held: list[dict[str, dict[str, object]]] = []
         self.local_steps = 0
@@ -162,15 +177,15 @@ class Check:
 
     def step(self, events: Sequence[Event], before: list[dict[str, dict[str, object]]]) -> None:
         event, report = events[0], events[0].report
-        number, moment = event.number, self.trial.script[event.number]
-        if any(e.report.gate_open != report.gate_open or e.report.reason != report.reason for e in events):  # fmt: skip  # noqa: E501
+        number, bad = event.number, [e.bad for e in events]
+        if len({(e.report.gate_open, e.report.reason) for e in events}) > 1:
             self.say(number, f"reports differ: {[e.report for e in events]}")
-        if report.skipped != any(e.bad for e in events):
-            self.say(number, f"skipped is {report.skipped}, but bad gradients are {[e.bad for e in events]}")  # fmt: skip  # noqa: E501
+        if report.skipped != any(bad):
+            self.say(number, f"skipped is {report.skipped}, but bad gradients are {bad}")
         if report.skipped:
             if before and not _equal(self.held, before):
                 self.say(number, "a skipped step has changed weights or states")
-            self.reread(number)
+            self.set_trainable(number)
             return
         self.set_trainable(number)
         gradients = [self.gradients(number, i) for i in range(self.trial.layout.replica_count)]
@@ -187,11 +202,6 @@ class Check:
         self.compare(number)
         self.local_steps = 0 if report.gate_open else self.local_steps + 1
         self.taken += 1
-        del moment
-
-    def reread(self, number: int) -> None:
-        """After a step that was skipped: parameters may have thawed all the same."""
-        self.set_trainable(number)
 
     def compare(self, number: int) -> None:
         if self.follows:
@@ -320,13 +330,15 @@ class Check:
             wanted = forced or self.local_steps + 1 >= numbers[0]
         elif kind == "RMMC" and self.follows and self.plain_signals(event.number):
             rmmc = self.rmmc(gradients)
-            if report.rmmc is not None and not math.isclose(report.rmmc, rmmc, rel_tol=5e-3, abs_tol=1e-4):  # fmt: skip  # noqa: E501
+            if not math.isclose(report.rmmc, rmmc, rel_tol=5e-3, abs_tol=1e-4):
                 self.say(event.number, f"rmmc is {report.rmmc}, not {rmmc}")
             wanted = forced or report.rmmc > numbers[0]
         else:
             return
         if report.gate_open != wanted:
-            self.say(event.number, f"gate_open is {report.gate_open} ({report.reason}), not {wanted}")
+            self.say(
+                event.number, f"gate_open is {report.gate_open} ({report.reason}), not {wanted}"
+            )
 
     def plain_signals(self, number: int) -> bool:
         moment = self.trial.script[number]
@@ -368,7 +380,8 @@ class Check:
             codes = each * sum(self.codes(name) for name, part in part_of.items() if part == now)
             self.openings += codes
         if not codes <= sent <= codes + each * beside:
-            self.say(event.number, f"sent {sent} bytes, but codes are {codes}, and beside at most {each * beside}")  # fmt: skip  # noqa: E501
+            what = f"codes are {codes}, and beside them {each * beside} are allowed"
+            self.say(event.number, f"sent {sent} bytes, but {what}")
 
     def codes(self, name: str) -> int:
         numbers = self.reference.leaves[name].X[0].numel()
@@ -400,9 +413,7 @@ def _equal(these: object, those: object) -> bool:
 # ------------------------------------------------------------------------------- run again
 
 
-def same_end(
-    trial: Trial, straight: Sequence[Record], again: Sequence[Record]
-) -> list[str]:
+def same_end(trial: Trial, straight: Sequence[Record], again: Sequence[Record]) -> list[str]:
     """Where a run that was disturbed leaves the straight one: the first step, per rank."""
     problems = []
     for rank, (one, other) in enumerate(zip(straight, again, strict=True)):

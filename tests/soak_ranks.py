@@ -10,8 +10,8 @@ import pickle
 import signal
 import warnings
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -78,7 +78,7 @@ def play(rank: int, trial: Trial, mode: str, folder: str) -> Record:
         first = last_checkpoint(trial, folder)
         if first:
             load(f"{folder}/{first}", trial.script[first].disturb, rank, placed, optimizer)
-            freeze(trial, placed, first)
+            freeze(trial, placed, first + 1)
     events = []
     for number in range(first, len(trial.script)):
         moment = trial.script[number]
@@ -136,16 +136,20 @@ class Bag(nn.Module):
             self.register_parameter(name, parameter)
 
 
+# A parameter's whole gradient -> what this rank holds of it.
+Cut = Callable[[Tensor, Parameter], Tensor]
+
+
 @dataclass
 class Placed:
-    """A trial's parameters as this rank holds them."""
+    """A trial's parameters as this rank holds them; group: the replicas."""
 
     model: nn.Module
     group: Any
     replica: int
     place: int
     pieces: dict[str, Tensor]
-    cut: Any = field(repr=False)  # (whole tensor, parameter) -> this rank's gradient of it
+    cut: Cut
 
     @property
     def X(self) -> dict[str, nn.Parameter]:
@@ -153,6 +157,7 @@ class Placed:
 
 
 def place(rank: int, trial: Trial) -> Placed:
+    """The trial's parameters, as they start, in its layout."""
     layout = trial.layout
     start = {p.name: weights(trial, p) for p in trial.parameters}
     if layout.kind == "plain":
@@ -162,42 +167,49 @@ def place(rank: int, trial: Trial) -> Placed:
         return Placed(Bag(X), group, rank, 0, pieces, lambda whole, p: whole)
     names = ("replicate", "shard") if layout.replicas is not None else ("a", "b")
     mesh = init_device_mesh("cpu", layout.sizes, mesh_dim_names=names[: len(layout.sizes)])
-    group, replica, place = None, 0, rank
+    group, replica, number = None, 0, rank
     if layout.replicas is not None:
         group, replica = mesh.get_group("replicate"), mesh.get_local_rank("replicate")
-        place = mesh.get_local_rank("shard")
-    if layout.kind == "flat":
-        ends = {p.name: ((0, *p.cut)[place], p.cut[place]) for p in trial.parameters}
-        X = {name: nn.Parameter(x.flatten()[slice(*ends[name])].clone()) for name, x in start.items()}
-        for name, x in X.items():
-            declare_flat_shard(x, start[name].shape, *ends[name], mesh.get_group("shard"))
-        pieces = {name: torch.arange(*ends[name]) for name in X}
-        return Placed(
-            Bag(X), group, replica, place, pieces,
-            lambda whole, p: whole.flatten()[slice(*ends[p.name])].clone(),
-        )  # fmt: skip
+        number = mesh.get_local_rank("shard")
+    make = {"flat": _flat, "fully_shard": _fully_sharded, "dtensor": _distributed}[layout.kind]
+    model, pieces, cut = make(trial, start, mesh)
+    return Placed(model, group, replica, number, pieces, cut)
 
+
+Parts = tuple[nn.Module, dict[str, Tensor], Cut]
+
+
+def _flat(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Parts:
+    number = mesh.get_local_rank("shard")
+    ranges = {p.name: ((0, *p.cut)[number], p.cut[number]) for p in trial.parameters}
+
+    def cut(whole: Tensor, p: Parameter) -> Tensor:
+        return whole.flatten()[slice(*ranges[p.name])].clone()
+
+    X = {p.name: nn.Parameter(cut(start[p.name], p)) for p in trial.parameters}
+    for name, x in X.items():
+        declare_flat_shard(x, start[name].shape, *ranges[name], mesh.get_group("shard"))
+    return Bag(X), {name: torch.arange(*held) for name, held in ranges.items()}, cut
+
+
+def _distributed(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Parts:
     def cut(whole: Tensor, p: Parameter) -> Tensor:
         return shards.shard(whole, p.cut, mesh)
 
-    pieces = {}
-    for p in trial.parameters:
-        indices = torch.arange(start[p.name].numel()).view(p.shape)
-        pieces[p.name] = shards.piece(indices, p.cut, mesh).flatten()
-    if layout.kind == "fully_shard":
-        model: nn.Module = Bag({name: nn.Parameter(x) for name, x in start.items()})
-        fully_shard(model, mesh=mesh)
-        fsdp.keep_gradients_local(model)
-    else:
-        model = Bag({p.name: nn.Parameter(cut(start[p.name], p)) for p in trial.parameters})
-    return Placed(model, group, replica, place, pieces, cut)
+    indices = {p: torch.arange(start[p.name].numel()).view(p.shape) for p in trial.parameters}
+    pieces = {p.name: shards.piece(i, p.cut, mesh).flatten() for p, i in indices.items()}
+    return Bag({p.name: nn.Parameter(cut(start[p.name], p)) for p in indices}), pieces, cut
+
+
+def _fully_sharded(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Parts:
+    _, pieces, cut = _distributed(trial, start, mesh)
+    model = fully_shard(Bag({name: nn.Parameter(x) for name, x in start.items()}), mesh=mesh)
+    return fsdp.keep_gradients_local(model), pieces, cut
 
 
 def build(trial: Trial, placed: Placed) -> CurvaDion:
     kind, *numbers = trial.gate
-    gates: dict[Any, Any] = {
-        "RMMC": RMMC, "FixedPeriod": FixedPeriod, "AlwaysOpen": AlwaysOpen, "WireBudget": WireBudget
-    }  # fmt: skip
+    gates: dict[Any, Any] = {g.__name__: g for g in (RMMC, FixedPeriod, AlwaysOpen, WireBudget)}
     gate: Gate = gates[kind](*numbers)
     by_algorithm: dict[str, list[Any]] = {}
     for p in trial.parameters:
@@ -248,7 +260,10 @@ def give_gradients(rank: int, trial: Trial, placed: Placed, number: int) -> bool
     for p in trial.parameters:
         x = placed.X[p.name]
         x.grad = None
-        rests = (placed.replica, p.name) in moment.missing or (rank, p.name) in moment.pieces_missing
+        rests = (placed.replica, p.name) in moment.missing or (
+            rank,
+            p.name,
+        ) in moment.pieces_missing
         if p.name in frozen or rests:
             continue
         x.grad = placed.cut(gradient(trial, p, number, placed.replica), p)
@@ -270,7 +285,7 @@ def local(tensor: Tensor) -> Tensor:
 def held(placed: Placed, optimizer: CurvaDion) -> dict[str, dict[str, Tensor]]:
     found = {}
     for name, x in placed.X.items():
-        state = optimizer.state[x] if x in optimizer.state else {}
+        state = optimizer.state.get(x, {})
         mine = {"X": local(x.detach()).flatten().clone()}
         for key, own in STATE.items():
             if key == "Q" and key in state:
