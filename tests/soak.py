@@ -92,7 +92,7 @@ def soak(minutes: float, first: int, only: str) -> int:
         if problems:
             failed[trial.seed] = problems[0]
             print(f"trial {trial.seed} FAILED: {trial.description()}")
-            print("\n".join(f"    {line}" for line in problems[:3]), flush=True)
+            print("\n".join(f"    {_short(problem)}" for problem in problems[:3]), flush=True)
         else:
             passed += 1
         if time.monotonic() - last > 60:
@@ -109,6 +109,12 @@ def soak(minutes: float, first: int, only: str) -> int:
             f"Failed: {sorted(failed)}. Run one again: python tests/soak.py --trial {min(failed)}"
         )
     return bool(failed)
+
+
+def _short(problem: str) -> str:
+    """A problem's first line, and the last of a traceback."""
+    lines = problem.strip().splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 if __name__ == "__main__":
