@@ -166,6 +166,8 @@ def _parameters(rng: random.Random, layout: Layout) -> Iterator[Parameter]:
     for i in range(rng.randint(0, 2)):
         shape = (rng.randint(1, 300),) if rng.random() < 0.5 else (rng.randint(1, 15), 17)
         yield Parameter(f"v{i}", shape, algorithm, _cut(rng, layout, shape))
+    if layout.name == "dp x tp":  # whose halves take 2 blocks of codes and 1
+        yield Parameter("uneven", (25, 20), "dion", ("r", "0"))
 
 
 def _cut(
