@@ -4,6 +4,7 @@
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations
+# make soak               20 minutes of random trials beside references: docs/soak.md
 # make clean              remove the environment and whatever was built or run
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain clean
+.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain soak clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -35,6 +36,12 @@ test: .venv/installed
 
 test-plain: .venv/installed
 	CURVADION_BACKEND=torch $(BIN)/python -m pytest -q
+
+MINUTES ?= 20
+SEED ?= 0
+
+soak: .venv/installed
+	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 # torch goes first and alone, so that a CPU build offered locally is taken without resolving the rest.
 .venv/installed: constraints.txt setup.py pyproject.toml

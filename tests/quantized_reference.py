@@ -1,0 +1,593 @@
+"""A float64 reference of replicas that average their weights in codes of a few bits.
+
+Written from docs/convergence.md, docs/layouts.md and the equations in the package's docstrings,
+and from nothing in its code. Replicas are simulated in one process. Gradients and openings are
+prescribed; each matrix is one 2-D parameter.
+
+Two constants are part of the format and not of the mathematics, and are repeated here: the signs
+of the rotation, and the rounds that the iteration for 256 levels takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from reference import initial_q, positive_qr
+
+BLOCK = 256
+TENSORS = ("X", "M", "Q", "agreed", "m", "v")  # what each replica holds of a parameter
+
+
+# ------------------------------------------------------------------------------- codes
+
+
+def _density_and_share(edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a normal number at the inner edges, with those at infinity added."""
+    zero, one = edges.new_zeros(1), edges.new_ones(1)
+    density = torch.cat((zero, torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi), zero))
+    return density, torch.cat((zero, torch.special.ndtr(edges), one))
+
+
+def _off_centre(levels: Tensor) -> Tensor:
+    """How far each level lies from the mean of the normal numbers that it stands for."""
+    density, share = _density_and_share((levels[1:] + levels[:-1]) / 2)
+    return levels - (density[:-1] - density[1:]) / (share[1:] - share[:-1])
+
+
+@lru_cache
+def best_levels(bits: int) -> Tensor:
+    """The 2^bits levels of least mean square error for a normal number: Newton's method."""
+    places = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
+    levels = math.sqrt(3) * torch.special.ndtri(places)
+    for _ in range(30):
+        slope = torch.autograd.functional.jacobian(_off_centre, levels)
+        levels = levels - torch.linalg.solve(slope, _off_centre(levels))
+    return levels
+
+
+@lru_cache
+def levels_of(bits: int) -> Tensor:
+    """The levels of the codes: the best ones, but for 8 bits what 500 of Lloyd's rounds reach."""
+    if bits < 8:
+        return best_levels(bits)
+    places = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
+    levels = math.sqrt(3) * torch.special.ndtri(places)
+    for _ in range(500):
+        levels = levels - _off_centre(levels)
+    return levels
+
+
+@lru_cache
+def rotation() -> Tensor:
+    """(256, 256), orthogonal: Sylvester's Hadamard matrix over 16, after random signs."""
+    generator = torch.Generator().manual_seed(0)
+    signs = 2.0 * torch.randint(0, 2, (BLOCK,), generator=generator).double() - 1
+    odd = [[(i & j).bit_count() % 2 for j in range(BLOCK)] for i in range(BLOCK)]
+    return (1 - 2 * torch.tensor(odd, dtype=torch.float64)) / 16 * signs
+
+
+class Code(NamedTuple):
+    """Blocks in codes: y, (k, 256), are rotated and of mean square 1; scale, (k, 1), exact."""
+
+    y: Tensor
+    scale: Tensor
+    bits: int
+
+    @classmethod
+    def of(cls, blocks: Tensor, bits: int) -> Code:
+        y = blocks @ rotation().mT
+        scale = y.square().mean(1, keepdim=True).sqrt()
+        return cls(y / scale.where(scale > 0, 1.0), scale, bits)
+
+    def decoded(self) -> Tensor:
+        levels = levels_of(self.bits)
+        nearest = torch.bucketize(self.y, (levels[1:] + levels[:-1]) / 2)
+        return levels[nearest] * self.scale.bfloat16().double() @ rotation()
+
+    def largest_flip(self, margin: float) -> float:
+        """How far decoded numbers go if all codes that are this close to an edge flip."""
+        levels = levels_of(self.bits)
+        edges = (levels[1:] + levels[:-1]) / 2
+        right = torch.bucketize(self.y, edges).clamp_max(len(edges) - 1)
+        left = (right - 1).clamp_min(0)
+        gaps = [
+            ((self.y - edges[e]).abs() < margin) * (levels[e + 1] - levels[e])
+            for e in (left, right)
+        ]
+        flips = torch.maximum(*gaps)
+        low, high = ((self.scale * (1 + s * margin)).bfloat16() for s in (-1, 1))
+        tie = (low != high) * 2.0**-8 * self.y
+        return float(((flips + tie.abs()) * self.scale).norm())
+
+
+def blocks_of(numbers: Tensor) -> Tensor:
+    """Flat numbers in blocks of 256, the last filled up with zeros."""
+    return torch.nn.functional.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
+
+
+# ------------------------------------------------------------------------------- the replicas
+
+
+@dataclass
+class Leaf:
+    """One parameter on all replicas; lists have one tensor a replica.
+
+    pieces: per rank of a replica, the flat indices of what it holds. residual: per replica and
+    rank, flat. lr_sum: of all steps; lr_agreed: what it was when replicas last agreed.
+    """
+
+    name: str
+    algorithm: str
+    X: list[Tensor]
+    pieces: list[Tensor]
+    lr: float
+    r: int = 0
+    trainable: bool = True
+    M: list[Tensor] = field(default_factory=list)
+    Q: list[Tensor] = field(default_factory=list)
+    agreed: list[Tensor] = field(default_factory=list)
+    residual: list[list[Tensor]] = field(default_factory=list)
+    m: list[Tensor] = field(default_factory=list)
+    v: list[Tensor] = field(default_factory=list)
+    t: list[float] = field(default_factory=list)
+    lr_sum: float = 0.0
+    lr_agreed: float = 0.0
+    # Of the last opening: codes by replica and of the mean, the largest norm of what was coded,
+    # and L.
+    codes: list[Code] = field(default_factory=list)
+    coded_norm: float = 0.0
+    opened_length: float = 0.0
+    # Of the last step, whether a direction was made of rounding errors.
+    degenerate: bool = False
+
+    @property
+    def length(self) -> float:
+        """L: how far the steps go since replicas agreed, where all have one direction."""
+        m, n = self.X[0].shape
+        return (self.lr_sum - self.lr_agreed) * math.sqrt(m / n)
+
+
+Gradients = Mapping[str, "Tensor | None"]
+# What a real replica holds of a parameter: the tensors above by name, "t", and "residual", a list.
+Held = Mapping[str, Any]
+
+
+@dataclass
+class QuantizedReference:
+    """Replicas under ``reconcile="quantized"``.
+
+    X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that
+    do not take "dion". pieces: per rank of a replica and name, the flat indices held; by default
+    one rank holds all.
+    """
+
+    X0: Mapping[str, Tensor]
+    replicas: int
+    bits: int = 2
+    parts: int = 1
+    algorithms: Mapping[str, str] = field(default_factory=dict)
+    pieces: Sequence[Mapping[str, Tensor]] | None = None
+    turn: bool = True
+    polar: bool = True
+    lr: float = 0.02
+    mu: float = 0.95
+    wd: float = 0.01
+    nesterov: float = 0.0
+    local_step: str = "dion"
+    local_lr: float | None = None
+    momentum_rule: str = "error_feedback"
+    right_factor: str = "qr"
+    rank_fraction: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    next_part: int = 0
+    parts_apart: int = 0
+    leaves: dict[str, Leaf] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaves = {}
+        for name, X0 in self.X0.items():
+            algorithm = self.algorithms.get(name, "dion")
+            all_here = [torch.arange(X0.numel())]
+            pieces = all_here if self.pieces is None else [p[name] for p in self.pieces]
+            leaf = Leaf(name, algorithm, self._each(X0.double()), pieces, self.lr)
+            leaf.agreed = self._each(X0.double())
+            leaf.residual = [[torch.zeros(len(p)).double() for p in pieces] for _ in leaf.X]
+            leaf.t = [0.0] * self.replicas
+            zero = torch.zeros_like(X0, dtype=torch.float64)
+            if algorithm == "dion":
+                m, n = X0.shape
+                leaf.r = math.ceil(round(self.rank_fraction * min(m, n), 9))
+                leaf.M, leaf.Q = self._each(zero), self._each(initial_q(m, n, leaf.r))
+            else:
+                leaf.m, leaf.v = self._each(zero), self._each(zero)
+            self.leaves[name] = leaf
+
+    def _each(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor.clone() for _ in range(self.replicas)]
+
+    @property
+    def trainable(self) -> list[Leaf]:
+        """Those that are not frozen, matrices first."""
+        here = [leaf for leaf in self.leaves.values() if leaf.trainable]
+        return sorted(here, key=lambda leaf: leaf.algorithm != "dion")
+
+    def part_of(self) -> dict[str, int]:
+        """Parts of about equal size: the largest first, each to the smallest part so far."""
+        filled = [0] * min(self.parts, len(self.trainable))
+        part_of = {}
+        for leaf in sorted(self.trainable, key=lambda leaf: -leaf.X[0].numel()):
+            part_of[leaf.name] = filled.index(min(filled))
+            filled[part_of[leaf.name]] += leaf.X[0].numel()
+        return part_of
+
+    def set_trainable(self, name: str, trainable: bool) -> None:
+        """Freeze or thaw; whoever was frozen has agreed all the time."""
+        leaf = self.leaves[name]
+        leaf.trainable, leaf.lr_agreed = trainable, leaf.lr_sum
+
+    # ---------------------------------------------------------------------- steps
+
+    def step(self, gradients: Sequence[Gradients], gate_open: bool) -> list[str]:
+        """A step of every replica on its own, then an opening; the names that have come together.
+
+        A parameter without a gradient on a replica stays there as it is.
+        """
+        last: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        for leaf in self.leaves.values():
+            leaf.codes, leaf.degenerate = [], False
+            leaf.lr_sum += leaf.lr
+        for leaf in self.trainable:
+            own = [g.get(leaf.name) for g in gradients]
+            if all(G is None for G in own):
+                leaf.lr_agreed += leaf.lr
+            for i, G in enumerate(own):
+                if G is not None:
+                    factors = self._local(leaf, i, G.double())
+                    if factors is not None:
+                        last[leaf.name, i] = factors
+        self.parts_apart = len(set(self.part_of().values()))
+        return self.come_together(1, last) if gate_open else []
+
+    def _local(self, leaf: Leaf, i: int, G: Tensor) -> tuple[Tensor, Tensor] | None:
+        if leaf.algorithm != "dion":
+            elementwise_(leaf, i, G, self.wd, self.betas, self.eps)
+            return None
+        keeps = self.momentum_rule == "error_feedback"
+        leaf.M[i] = (leaf.M[i] if keeps else self.mu * leaf.M[i]) + G
+        leaf.X[i] = (1 - leaf.lr * self.wd) * leaf.X[i]
+        if self.local_step == "gradient":
+            leaf.X[i] = leaf.X[i] - (leaf.lr if self.local_lr is None else self.local_lr) * G
+            return None
+        m, n = leaf.X[i].shape
+        B = oriented(leaf.M[i] + self.nesterov * G)
+        P = positive_qr(B @ leaf.Q[i])
+        R = B.mT @ P
+        leaf.degenerate |= deficient(B @ leaf.Q[i]) or deficient(R)
+        if self.right_factor == "qr":
+            leaf.Q[i] = positive_qr(R)
+        else:
+            leaf.Q[i] = R / (R.norm(dim=0, keepdim=True) + 1e-8)
+        if keeps:
+            feedback = oriented_like(P @ R.mT, G) - self.nesterov * G
+            leaf.M[i] = leaf.M[i] - (1 - self.mu) * feedback
+        U = oriented_like(P @ leaf.Q[i].mT, G)
+        leaf.X[i] = leaf.X[i] - leaf.lr * math.sqrt(m / n) * U
+        return P, leaf.Q[i]
+
+    # ---------------------------------------------------------------------- openings
+
+    def come_together(
+        self, count: int, last: Mapping[tuple[str, int], tuple[Tensor, Tensor]] | None = None
+    ) -> list[str]:
+        """Replicas agree on the next parts; the names of what is in them.
+
+        last: factors P and Q by name and replica of the step just taken; None if there was none,
+        and then nothing is corrected.
+        """
+        part_of = self.part_of()
+        total = len(set(part_of.values()))
+        now = {(self.next_part + i) % total for i in range(count)}
+        leaves = [leaf for leaf in self.trainable if part_of[leaf.name] in now]
+        self.next_part = (self.next_part + count) % total
+        self.parts_apart = max(0, self.parts_apart - count)
+        if self.replicas == 1:
+            for leaf in leaves:
+                leaf.agreed = [leaf.X[0].clone()]
+                leaf.lr_agreed = leaf.lr_sum
+            return [leaf.name for leaf in leaves]
+        own = {leaf.name: [X.clone() for X in leaf.X] for leaf in leaves}
+        before = {leaf.name: leaf.agreed[0].clone() for leaf in leaves}
+        self._average(leaves)
+        dion = [leaf for leaf in leaves if leaf.algorithm == "dion"]
+        if last is not None and self.local_step == "dion":
+            for leaf in dion:
+                if self.turn:
+                    for i in range(self.replicas):
+                        if (leaf.name, i) in last:
+                            turn_(leaf, i, own[leaf.name][i], *last[leaf.name, i])
+                if self.polar:
+                    lengthen_(leaf, before[leaf.name])
+        for leaf in leaves:
+            leaf.opened_length = leaf.length if leaf.algorithm == "dion" else 0.0
+            leaf.lr_agreed = leaf.lr_sum
+        return [leaf.name for leaf in leaves]
+
+    def _average(self, leaves: Sequence[Leaf]) -> None:
+        """X <- agreed <- agreed + mean of (X - agreed), in codes with error feedback."""
+        means = {leaf.name: torch.zeros_like(leaf.agreed[0]) for leaf in leaves}
+        for s in range(len(leaves[0].pieces)):
+            sent = [self._to_send(leaves, i, s) for i in range(self.replicas)]
+            received, codes = mean_in_codes(sent, self.bits)
+            starts = 0
+            for leaf in leaves:
+                held = leaf.pieces[s]
+                span = slice(starts, starts + -(-len(held) // BLOCK))
+                starts = span.stop
+                mean, *lost = (x[span].flatten()[: len(held)] for x in received)
+                means[leaf.name].view(-1)[held] = mean
+                for i in range(self.replicas):
+                    leaf.residual[i][s] = lost[i].clone()
+                leaf.codes += [Code(c.y[span], c.scale[span], c.bits) for c in codes]
+                leaf.coded_norm = max(float(z[span].norm()) for z in sent)
+        for leaf in leaves:
+            leaf.agreed = [agreed + means[leaf.name] for agreed in leaf.agreed]
+            leaf.X = [agreed.clone() for agreed in leaf.agreed]
+
+    def _to_send(self, leaves: Sequence[Leaf], i: int, s: int) -> Tensor:
+        moved = ((leaf.X[i] - leaf.agreed[i]).flatten()[leaf.pieces[s]] for leaf in leaves)
+        residuals = (leaf.residual[i][s] for leaf in leaves)
+        return torch.cat([blocks_of(d + e) for d, e in zip(moved, residuals, strict=True)])
+
+    def synchronize(self) -> None:
+        """Exact: the means of weights with what codes have lost, of momenta, factors, moments."""
+        for leaf in self.trainable:
+            for i in range(self.replicas):
+                lost = torch.zeros_like(leaf.X[i])
+                for held, piece in zip(leaf.pieces, leaf.residual[i], strict=True):
+                    lost.view(-1)[held] = piece  # ranks may hold the same: added once
+                    piece.zero_()
+                leaf.X[i] = leaf.X[i] + lost
+            for key in ("X", "M", "Q", "m", "v", "t"):
+                held = getattr(leaf, key)
+                if held:
+                    mean = sum(held) / len(held)
+                    setattr(leaf, key, [mean + 0 for _ in held])
+            leaf.agreed = [X.clone() for X in leaf.X]
+            leaf.lr_agreed = leaf.lr_sum
+        self.parts_apart = 0
+
+    # ---------------------------------------------------------------------- comparing
+
+    def shaken(self, spacing: float, seed: int) -> QuantizedReference:
+        """A copy whose tensors are off by random roundings of this relative size."""
+        twin = copy.deepcopy(self)
+        generator = torch.Generator().manual_seed(seed)
+        for leaf in twin.leaves.values():
+            for key in ("X", "M", "Q", "m", "v"):
+                setattr(leaf, key, [shake(t, spacing, generator) for t in getattr(leaf, key)])
+        return twin
+
+    def take(self, name: str, i: int, held: Held) -> None:
+        """Go on from what a real replica holds."""
+        leaf = self.leaves[name]
+        for key in TENSORS:
+            if getattr(leaf, key) and key in held:
+                getattr(leaf, key)[i] = held[key].double().clone()
+        if "t" in held:
+            leaf.t[i] = float(held["t"])
+        if "residual" in held:
+            leaf.residual[i] = [lost.double().clone() for lost in held["residual"]]
+
+    def expected(
+        self, twin: QuantizedReference, name: str, i: int, spacing: float
+    ) -> Iterator[tuple[str, Tensor, float]]:
+        """Key, tensor and its largest distance (Frobenius) from a real replica's.
+
+        spacing: of the replica's numbers, relative. The distance is a multiple of what roundings
+        of the start do to the twin, which tells how ill-conditioned a matrix is, and of roundings
+        of the result. At an opening, codes that lie too close to an edge may flip; all that these
+        could move is added.
+        """
+        leaf, other = self.leaves[name], twin.leaves[name]
+        of_codes = self._of_codes(leaf, other)
+        for key in TENSORS:
+            if getattr(leaf, key):
+                tensor, shaken = getattr(leaf, key)[i], getattr(other, key)[i]
+                reach = 1.0 if key in ("X", "agreed") else 0.0
+                turns = self.turn and self.local_step == "dion"
+                if key == "M" and turns and leaf.opened_length > 0:
+                    reach = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.opened_length
+                yield key, tensor, _roundings(tensor, shaken, spacing) + reach * of_codes
+        pairs = zip(leaf.residual[i], other.residual[i], strict=True)
+        for s, (lost, shaken) in enumerate(pairs):
+            yield f"residual {s}", lost, _roundings(lost, shaken, spacing) + of_codes
+
+    def _of_codes(self, leaf: Leaf, shaken: Leaf) -> float:
+        """What the codes' own float32 and flips may move."""
+        if not leaf.codes:
+            return 0.0
+        flips = 0.0
+        for code, other in zip(leaf.codes, shaken.codes, strict=True):
+            if code.y.numel():
+                margin = 2e-6 + 30 * float((code.y - other.y).abs().median())
+                flips += code.largest_flip(margin) ** 2
+        return 2e-6 * leaf.coded_norm + 3 * math.sqrt(flips)
+
+
+def _roundings(tensor: Tensor, shaken: Tensor, spacing: float) -> float:
+    return 30 * float((tensor - shaken).norm()) + 8 * spacing * float(tensor.norm())
+
+
+def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...], list[Code]]:
+    """The mean of blocks (k, 256) over the ranks, and what each rank keeps; the codes made.
+
+    Each rank owns an equal share of the blocks, in order, the first ranks one more. It takes its
+    own numbers as they are and the others' from their codes, and sends the code of the mean to
+    all; what that loses it keeps, times the number of ranks.
+    """
+    ranks, count = len(sent), len(sent[0])
+    codes = [Code.of(z, bits) for z in sent]
+    decoded = [code.decoded() for code in codes]
+    lost = [z - d for z, d in zip(sent, decoded, strict=True)]
+    owner = [rank for rank in range(ranks) for _ in range(count // ranks + (rank < count % ranks))]
+    total = torch.zeros_like(sent[0])
+    for b, rank in enumerate(owner):
+        total[b] = sum(sent[i][b] if i == rank else decoded[i][b] for i in range(ranks))
+    code = Code.of(total / ranks, bits)
+    mean = code.decoded()
+    for b, rank in enumerate(owner):
+        lost[rank][b] = total[b] - ranks * mean[b]
+    return (mean, *lost), [*codes, code]
+
+
+def turn_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor) -> None:
+    """M <- M - (D - D_i) S / L, S = Q (M^T P)^T; shorter where D - D_i exceeds L sqrt(r)."""
+    D, M = oriented(leaf.X[i] - own), oriented(leaf.M[i])
+    longest = leaf.length * math.sqrt(leaf.r)
+    share = leaf.length * leaf.r / max(longest**2, float(D.square().sum()), 1e-38)
+    M = M - share * D @ Q @ (M.mT @ P).mT
+    leaf.M[i] = oriented_like(M, leaf.M[i])
+
+
+def lengthen_(leaf: Leaf, before: Tensor) -> None:
+    """D <- D + L (V - V V^T V) / 2, V = D / L; no longer than singular values up to 1 make it."""
+    L = leaf.length
+    if L <= 1e-10:
+        return
+    V = (leaf.agreed[0] - before) / L
+    change = (V - V @ V.mT @ V) / 2
+    s = 1 / math.sqrt(3)  # where s - s^3 is largest
+    longest = (s - s**3) / 2 * math.sqrt(min(V.shape))
+    change = change * L * min(1.0, longest / max(float(change.norm()), 1e-300))
+    leaf.agreed = [agreed + change for agreed in leaf.agreed]
+    leaf.X = [agreed.clone() for agreed in leaf.agreed]
+
+
+def elementwise_(
+    leaf: Leaf, i: int, G: Tensor, wd: float, betas: tuple[float, float], eps: float
+) -> None:
+    """AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675)."""
+    beta1, beta2 = betas
+    leaf.t[i] += 1
+    X = (1 - leaf.lr * wd) * leaf.X[i]
+    if leaf.algorithm == "lion":
+        leaf.X[i] = X - leaf.lr * (beta1 * leaf.m[i] + (1 - beta1) * G).sign()
+        leaf.m[i] = beta2 * leaf.m[i] + (1 - beta2) * G
+        return
+    leaf.m[i] = beta1 * leaf.m[i] + (1 - beta1) * G
+    leaf.v[i] = beta2 * leaf.v[i] + (1 - beta2) * G.square()
+    m, v = leaf.m[i] / (1 - beta1 ** leaf.t[i]), leaf.v[i] / (1 - beta2 ** leaf.t[i])
+    leaf.X[i] = X - leaf.lr * m / (v.sqrt() + eps)
+
+
+def oriented(X: Tensor) -> Tensor:
+    """No fewer rows than columns."""
+    return X.mT if X.shape[0] < X.shape[1] else X
+
+
+def oriented_like(B: Tensor, X: Tensor) -> Tensor:
+    """The inverse for a tensor of X's shape."""
+    return B.mT if X.shape[0] < X.shape[1] else B
+
+
+def deficient(A: Tensor) -> bool:
+    """Whether some column depends on others, up to what float32 tells."""
+    lengths = A.norm(dim=0)
+    if float(lengths.min()) <= 1e-6 * float(lengths.max()):
+        return True
+    diagonal = torch.linalg.qr(A / lengths).R.diagonal().abs()
+    return float(diagonal.min()) < 1e-5
+
+
+def shake(tensor: Tensor, spacing: float, generator: torch.Generator) -> Tensor:
+    """Relative roundings at random."""
+    return tensor * (1 + spacing * torch.randn(tensor.shape, generator=generator).double())
+
+
+def spacing_of(dtype: torch.dtype) -> float:
+    """Of a run in this dtype. What keeps a Gram matrix's factorisation from failing is 1e-13."""
+    return max(torch.finfo(dtype).eps, 1e-13)
+
+
+@dataclass
+class Follower:
+    """Goes beside a real run and says where it leaves the reference.
+
+    spacing: of the run's numbers, relative to them.
+    """
+
+    reference: Any
+    spacing: float
+    seed: int = 0
+    twin: Any = None
+    worst: float = 0.0
+    compared: int = 0
+
+    def step(
+        self,
+        gradients: Sequence[Gradients],
+        gate_open: bool,
+        held: Sequence[Mapping[str, Held]],
+        *,
+        feed_back: bool,
+    ) -> list[str]:
+        """Take the step that a run took, compare, and go on from the run's state if asked to.
+
+        held: per replica and name, after the step.
+        """
+        self.before()
+        self.reference.step(gradients, gate_open)
+        self.twin.step([self._shaken(g) for g in gradients], gate_open)
+        return self.compare(held, feed_back=feed_back)
+
+    def before(self) -> None:
+        """Make the twin where there is none."""
+        if self.twin is None:
+            self.seed += 1
+            self.twin = self.reference.shaken(self.spacing, self.seed)
+
+    def _shaken(self, gradients: Gradients) -> Gradients:
+        generator = torch.Generator().manual_seed(self.seed)
+        return {
+            name: None if G is None else shake(G.double(), self.spacing, generator)
+            for name, G in gradients.items()
+        }
+
+    def compare(self, held: Sequence[Mapping[str, Held]], *, feed_back: bool) -> list[str]:
+        """What is farther from the reference than roundings explain."""
+        problems = []
+        for name, leaf in self.reference.leaves.items():
+            for i, replica in enumerate(held):
+                actual = dict(replica[name])
+                for s, lost in enumerate(actual.get("residual", [])):
+                    actual[f"residual {s}"] = lost
+                for key, wanted, bound in self.reference.expected(self.twin, name, i, self.spacing):
+                    if leaf.degenerate or key not in actual:
+                        continue
+                    self.compared += 1
+                    distance = float((actual[key].double() - wanted).norm())
+                    if not distance <= bound:
+                        problems.append(
+                            f"{key} of {name} on replica {i} is {distance:.2e} from the "
+                            f"reference, of norm {float(wanted.norm()):.2e}; {bound:.2e} is allowed"
+                        )
+                    self.worst = max(self.worst, distance / bound if bound else 0.0)
+        if feed_back or any(leaf.degenerate for leaf in self.reference.leaves.values()):
+            self.feed_back(held)
+        return problems
+
+    def feed_back(self, held: Sequence[Mapping[str, Held]]) -> None:
+        """Go on from what the replicas hold, so that a flipped code is forgotten."""
+        for i, replica in enumerate(held):
+            for name, state in replica.items():
+                self.reference.take(name, i, state)
+        self.twin = None
