@@ -235,7 +235,8 @@ class CurvaDion(Optimizer):
         }
         chosen = self._defaults_by_sync
         defaults |= {key: value for key, value in chosen.items() if defaults[key] is None}
-        check.check_group({k: v for k, v in defaults.items() if v is not None})
+        unset = {"nesterov"} if defaults["nesterov"] is None else set()
+        check.check_group({key: value for key, value in defaults.items() if key not in unset})
         super().__init__(params, defaults)
         self._set_look_ahead()
 
@@ -478,7 +479,8 @@ class CurvaDion(Optimizer):
             notice = Notice.CHANGED
         elif not self._verified and group_size(self._replicas.process_group) > 1:
             notice = Notice.UNVERIFIED
-        settings = Settings(self.progress.steps, self._checksum.of(self.param_groups))
+        checksum = self._checksum.of(self.param_groups) if wrong is None else 0
+        settings = Settings(self.progress.steps, checksum)
         unread, self._unread = self._unread, None
         agreement = agree_on_gradients(
             self.gate, plan, pushed, momenta, notice=notice, settings=settings, unread=unread

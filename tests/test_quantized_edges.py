@@ -10,9 +10,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
+import toy
 from curvadion import CurvaDion, Dion, FixedPeriod, WireBudget
+from curvadion.consensus import STATE_KEYS
 
 SHAPES = [(8, 6), (6, 6), (5, 9)]
 
@@ -267,3 +271,56 @@ def test_agreements_for_an_evaluation_count_as_openings(parts):
     most = min(parts, len(SHAPES))  # there are no more parts than matrices
     for openings, allowed in distributed.run(2, evaluate_often, parts):
         assert openings == pytest.approx(allowed, abs=most + 1)
+
+
+def train_in_tensor_parallel(rank):
+    """A vector that tensor parallelism replicates beside a matrix that it cuts unevenly."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(25, 20, generator=generator), torch.randn(300, generator=generator)
+    places = [Replicate(), Shard(0)], [Replicate(), Replicate()]
+    matrix, vector = (
+        nn.Parameter(distribute_tensor(x, mesh, p)) for x, p in zip(whole, places, strict=True)
+    )
+    optimizer = CurvaDion(
+        [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}],
+        replicas=mesh["replicate"], gate=FixedPeriod(2), reconcile="quantized",
+    )  # fmt: skip
+    replica = mesh.get_local_rank("replicate")
+    for step in range(4):
+        for i, x in enumerate((matrix, vector)):
+            own = torch.Generator().manual_seed(100 * step + 10 * replica + i)
+            noise = torch.randn(x.shape, generator=own)
+            x.grad = distribute_tensor(noise, mesh, x.placements, src_data_rank=None)
+        optimizer.step()
+    state = optimizer.state[vector]
+    return vector.to_local().detach(), *(state[key].to_local() for key in STATE_KEYS)
+
+
+def test_ranks_of_a_replica_agree_on_what_they_hold_alike():
+    first, *others = distributed.run(4, train_in_tensor_parallel)
+    for other in others:
+        assert torch.equal(first[0], other[0]) and torch.equal(first[1], other[1])
+    # The residual is each replica's own, and the same on its ranks.
+    assert torch.equal(first[2], others[0][2]) and torch.equal(others[1][2], others[2][2])
+
+
+def thaw_and_save(rank, saves):
+    """A matrix frozen for a while; perhaps a checkpoint between its thaw and the next step."""
+    model = toy.model()
+    optimizer = CurvaDion(
+        toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(3), reconcile="quantized"
+    )
+    toy.train(model, optimizer, range(3), rank)
+    model.linear.weight.requires_grad_(False)
+    toy.train(model, optimizer, range(3, 9), rank)
+    model.linear.weight.requires_grad_(True)
+    if saves:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    toy.train(model, optimizer, range(9, 15), rank)
+    return toy.weights(model)
+
+
+def test_a_checkpoint_after_a_thaw_changes_nothing():
+    for plain, saved in zip(*(distributed.run(2, thaw_and_save, s) for s in (0, 1)), strict=True):
+        toy.assert_bitwise_equal(plain, saved)
