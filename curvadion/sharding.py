@@ -268,7 +268,8 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
 def _block_parts(
     X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
 ) -> Iterator[Part]:
-    stack_dims = options["stack_dims"]
+    stack_dims, input_first = options["stack_dims"], options["input_first"]
+    X = _output_first(X, options)
     dimensions = _dimensions(X)
     rows, columns, inner = (
         dimensions[stack_dims],
@@ -300,11 +301,48 @@ def _block_parts(
             )
             yield Part(
                 layout,
-                Block(stack, here),
+                Block(stack, here, input_first),
                 slots.ranks[b],
                 slots.slot(b, stack, here),
                 (tuple(X.shape), _placements(X), mesh, b, layout.replicas),
             )
+
+
+def _output_first(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """The parameter, or under ``input_first`` its view (*stack, out, in); for its layout alone."""
+    if not options["input_first"]:
+        return X
+    rows = options["stack_dims"]
+    turned = {rows: rows + 1, rows + 1: rows}
+    X = X.detach()
+    if not isinstance(X, DTensor):
+        return X.mT
+    placements = [
+        _moved(placement, turned.get(dim, dim))
+        if (dim := getattr(placement, "dim", None)) is not None
+        else placement
+        for placement in X.placements
+    ]
+    shape, stride = list(X.shape), list(X.stride())
+    for sizes in (shape, stride):
+        sizes[rows], sizes[rows + 1] = sizes[rows + 1], sizes[rows]
+    view: Tensor = DTensor.from_local(
+        local(X).mT,
+        X.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    return view
+
+
+def _moved(placement: Placement, dimension: int) -> Placement:
+    """The same cut of another dimension."""
+    if factor := _split_factor(placement):
+        strided: Placement = _StridedShard(dimension, split_factor=factor)
+        return strided
+    return Shard(dimension)
 
 
 def _check_inner(X: Tensor, columns: _Dimension, inner: Sequence[_Dimension]) -> None:
@@ -387,7 +425,7 @@ def create_right_factors(
             part.q.key: part.layout.initial_q(part.rank).to(device=X.device, dtype=dtype)
             for part in parts
         }
-    stack_dims = options["stack_dims"]
+    X, stack_dims = _output_first(X, options), options["stack_dims"]
     n = math.prod(X.shape[stack_dims + 1 :])
     slots = _QSlots(block_sizes(X.shape[stack_dims], options["row_blocks"]), n, options)
     tensors = {}
@@ -412,7 +450,7 @@ def zeros_per_matrix(X: Tensor, parts: Sequence[Part], options: Mapping[str, Any
     if flat_shard(X) is not None:
         shape = (len(parts),) if len(parts) > 1 else ()
         return torch.zeros(shape, dtype=dtype, device=X.device)
-    stack_dims = options["stack_dims"]
+    X, stack_dims = _output_first(X, options), options["stack_dims"]
     blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
     shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
     if not stack_dims:
@@ -431,9 +469,7 @@ def _cut_like(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placeme
         if cuts is not None and cuts < stack_dims:
             placements.append(placement)
         elif cuts is not None and cuts == dimension:
-            factor = _split_factor(placement)
-            strided = _StridedShard(stack_dims, split_factor=factor) if factor else None
-            placements.append(strided or Shard(stack_dims))
+            placements.append(_moved(placement, stack_dims))
         else:
             placements.append(Replicate())
     return placements
@@ -468,9 +504,13 @@ def _flat_parts(
     replicas: Group | None,
     unions: Unions,
 ) -> Iterator[Part]:
-    stack_dims = options["stack_dims"]
+    stack_dims, input_first = options["stack_dims"], options["input_first"]
     n = math.prod(shard.shape[stack_dims + 1 :])
-    sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
+    if input_first:
+        _check_one_block(shard.shape, options["row_blocks"])
+        sizes = [shard.shape[stack_dims]]
+    else:
+        sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
     everywhere = _ranges(shard)
     starts = itertools.accumulate(
         [size * n for _ in _stacks(shard, stack_dims) for size in sizes], initial=0
@@ -484,13 +524,26 @@ def _flat_parts(
             inside.stop - first if inside else 0,
             columns=n,
             offset=inside.start - shard.start if inside else 0,
+            input_first=input_first,
         )
         shared = _shared_rows(everywhere, first, size, n)
         rows = Extent(piece.rows, group, shared, borrowed=bool(piece.rows) and piece.start % n != 0)
-        layout = _layout((size, n), rows, Extent(range(n)), replicas, unions)
+        if input_first:
+            layout = _layout((n, size), Extent(range(n)), rows, replicas, unions)
+        else:
+            layout = _layout((size, n), rows, Extent(range(n)), replicas, unions)
         rank = layout.rank(options["rank_fraction"], options["rank_multiple_of"])
         key = "Q" if len(matrices) == 1 else f"Q_{i}"
         yield Part(layout, piece, rank, QSlot(key, ()), ("flat", id(X), i))
+
+
+def _check_one_block(shape: tuple[int, ...], row_blocks: int | Sequence[int]) -> None:
+    if len(block_sizes(shape[-1], row_blocks)) > 1:
+        raise ValueError(
+            f"row_blocks={row_blocks!r} with input_first=True splits a flat shard of shape {shape} "
+            f"along its last dimension, so that no block lies in one piece (ZeRO 1 to 3, FSDP1): "
+            f"leave row_blocks out, or use FSDP2, whose parameters are DTensors."
+        )
 
 
 def _stacks(shard: FlatShard, stack_dims: int) -> range:
