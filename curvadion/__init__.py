@@ -1,6 +1,7 @@
 """Curvadion: low-rank, curvature-gated synchronisation for distributed training in PyTorch."""
 
 from curvadion import deepspeed
+from curvadion.clipping import clip_grad_norm_
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.optimizer import CurvaDion, Dion
 from curvadion.params import param_groups
@@ -20,6 +21,7 @@ __all__ = [
     "Summary",
     "WireBudget",
     "WireMeter",
+    "clip_grad_norm_",
     "deepspeed",
     "param_groups",
 ]

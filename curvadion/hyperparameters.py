@@ -231,6 +231,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "rank_multiple_of": lambda k, v: integer(k, v, 1),
     "stack_dims": lambda k, v: integer(k, v, 0),
     "row_blocks": _row_blocks,
+    "input_first": boolean,
     "momentum_rule": lambda k, v: one_of(k, v, ("error_feedback", "plain")),
     "right_factor": lambda k, v: one_of(k, v, ("column_normalized", "qr")),
     "momentum_dtype": dtype_name,

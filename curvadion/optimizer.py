@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from curvadion import consensus, reconcile, wire
 from curvadion import hyperparameters as check
-from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
+from curvadion.checkpoint import check_complete, check_fits, restore_dtypes, with_new_keys
 from curvadion.collectives import group_size, mean_
 from curvadion.conversion import Loading, convert, wrong_algorithm
 from curvadion.elementwise import elementwise_step
@@ -121,6 +121,8 @@ class CurvaDion(Optimizer):
             experts). Of the others the first are rows and all further ones together columns.
         row_blocks: how many equal blocks of rows, or blocks of which sizes, are matrices of their
             own (3 for a fused QKV weight).
+        input_first: whether matrices are stored as (in, out), as transformers' Conv1D does, and
+            not as (out, in). Rows, as in ``row_blocks``, are outputs either way.
         momentum_rule: "error_feedback" (Dion) or "plain": M <- mu M + G, nothing fed back.
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). None takes the first,
             and the second with reconcile="quantized".
@@ -171,6 +173,7 @@ class CurvaDion(Optimizer):
         rank_multiple_of: int = 1,
         stack_dims: int = 0,
         row_blocks: int | Sequence[int] = 1,
+        input_first: bool = False,
         momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
         right_factor: Literal["column_normalized", "qr"] | None = None,
         momentum_dtype: torch.dtype | str | None = None,
@@ -224,6 +227,7 @@ class CurvaDion(Optimizer):
             "rank_multiple_of": rank_multiple_of,
             "stack_dims": stack_dims,
             "row_blocks": row_blocks,
+            "input_first": input_first,
             "momentum_rule": momentum_rule,
             "right_factor": right_factor,
             "momentum_dtype": check.dtype_name("momentum_dtype", momentum_dtype),
@@ -759,6 +763,7 @@ class CurvaDion(Optimizer):
                 that were saved while replicas were apart.
         """
         held = read_record(state_dict)
+        state_dict = with_new_keys(self, state_dict)
         check_fits(self, state_dict)
         check_complete(self, state_dict, held.progress.steps)
         ways = self.reconcile, self._defaults_by_sync
@@ -973,6 +978,7 @@ class Dion(CurvaDion):
         rank_multiple_of: int = 1,
         stack_dims: int = 0,
         row_blocks: int | Sequence[int] = 1,
+        input_first: bool = False,
         momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
         right_factor: Literal["column_normalized", "qr"] = "column_normalized",
         momentum_dtype: torch.dtype | str | None = None,
@@ -993,6 +999,7 @@ class Dion(CurvaDion):
             rank_multiple_of=rank_multiple_of,
             stack_dims=stack_dims,
             row_blocks=row_blocks,
+            input_first=input_first,
             momentum_rule=momentum_rule,
             right_factor=right_factor,
             momentum_dtype=momentum_dtype,

@@ -16,16 +16,19 @@ class Block:
     Attributes:
         stack: index into the leading dimensions that enumerate matrices; () if there are none.
         rows: the block's rows among the local ones.
+        input_first: the tensor holds the transpose of each matrix.
     """
 
     stack: tuple[int, ...]
     rows: slice
+    input_first: bool = False
 
     is_view = True
 
     def elements(self, local: Tensor) -> Tensor:
         """The held elements as a view of any shape."""
-        return local[self.stack][self.rows]
+        matrix = local[self.stack]
+        return (matrix.mT if self.input_first else matrix)[self.rows]
 
     def read(self, local: Tensor) -> Tensor:
         """The piece as a 2-D view."""
@@ -45,13 +48,15 @@ class FlatRange:
     """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` in a flat tensor.
 
     The first and the last row may be held in part: :meth:`read` fills them up with zeros, so that
-    products are this rank's summands.
+    products are this rank's summands. ``input_first``: the pieces to read, write and hold are those
+    of the matrix's transpose.
     """
 
     start: int
     stop: int
     columns: int
     offset: int = 0
+    input_first: bool = False
 
     @property
     def rows(self) -> range:
@@ -73,8 +78,9 @@ class FlatRange:
         """The piece (len(rows), n), a view where its rows are whole and a padded copy elsewhere."""
         held = self.elements(local)
         if self.is_view:
-            return held.view(len(self.rows), self.columns)
-        piece = torch.zeros(len(self.rows), self.columns, dtype=local.dtype, device=local.device)
+            return self._turned(held.view(len(self.rows), self.columns))
+        padded = torch.zeros(len(self.rows), self.columns, dtype=local.dtype, device=local.device)
+        piece = self._turned(padded)
         self.held(piece).copy_(held)
         return piece
 
@@ -84,9 +90,12 @@ class FlatRange:
             self.elements(local).copy_(self.held(piece))
 
     def held(self, piece: Tensor) -> Tensor:
-        """The elements of a padded piece that are held here, a 1-D view."""
+        """The elements of a padded piece that are held here, 1-D; a view if its rows are dense."""
         skipped = self.start - self.rows.start * self.columns
-        return piece.view(-1)[skipped : skipped + self.stop - self.start]
+        return self._turned(piece).reshape(-1)[skipped : skipped + self.stop - self.start]
+
+    def _turned(self, piece: Tensor) -> Tensor:
+        return piece.mT if self.input_first else piece
 
 
 Piece = Block | FlatRange

@@ -593,6 +593,12 @@ def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
         )
     if 0 in shape:
         raise ValueError(f"{name} has shape {shape}: a matrix needs rows and columns")
-    sharding.block_sizes(shape[stack_dims], group["row_blocks"], f"{name}: row_blocks")
+    if group["input_first"] and len(shape) != stack_dims + 2:
+        raise ValueError(
+            f"{name} has shape {shape}, but input_first=True with stack_dims={stack_dims} takes "
+            f"{stack_dims + 2}-D parameters, (..., in, out)"
+        )
+    rows = shape[-1] if group["input_first"] else shape[stack_dims]
+    sharding.block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
         raise ValueError(f"{name} of shape {shape} is not contiguous: make it so before")

@@ -268,7 +268,8 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
 def _block_parts(
     X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
 ) -> Iterator[Part]:
-    stack_dims = options["stack_dims"]
+    stack_dims, input_first = options["stack_dims"], options["input_first"]
+    X = _output_first(X, options)
     dimensions = _dimensions(X)
     rows, columns, inner = (
         dimensions[stack_dims],
@@ -300,11 +301,48 @@ def _block_parts(
             )
             yield Part(
                 layout,
-                Block(stack, here),
+                Block(stack, here, input_first),
                 slots.ranks[b],
                 slots.slot(b, stack, here),
                 (tuple(X.shape), _placements(X), mesh, b, layout.replicas),
             )
+
+
+def _output_first(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """The parameter, or under ``input_first`` its view (*stack, out, in); for its layout alone."""
+    if not options["input_first"]:
+        return X
+    rows = options["stack_dims"]
+    turned = {rows: rows + 1, rows + 1: rows}
+    X = X.detach()
+    if not isinstance(X, DTensor):
+        return X.mT
+    placements = [
+        _moved(placement, turned.get(dim, dim))
+        if (dim := getattr(placement, "dim", None)) is not None
+        else placement
+        for placement in X.placements
+    ]
+    shape, stride = list(X.shape), list(X.stride())
+    for sizes in (shape, stride):
+        sizes[rows], sizes[rows + 1] = sizes[rows + 1], sizes[rows]
+    view: Tensor = DTensor.from_local(
+        local(X).mT,
+        X.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    return view
+
+
+def _moved(placement: Placement, dimension: int) -> Placement:
+    """The same cut of another dimension."""
+    if factor := _split_factor(placement):
+        strided: Placement = _StridedShard(dimension, split_factor=factor)
+        return strided
+    return Shard(dimension)
 
 
 def _check_inner(X: Tensor, columns: _Dimension, inner: Sequence[_Dimension]) -> None:
@@ -431,7 +469,7 @@ def resize_right_factors(
         key: _zeros(X, shape, cut, dtype)
         for key, (shape, cut) in _right_factor_forms(X, after).items()
     }
-    stack_dims = after["stack_dims"]
+    X, stack_dims = _output_first(X, after), after["stack_dims"]
     rows, columns = (d.held for d in _dimensions(X)[stack_dims : stack_dims + 2])
     width = math.prod(X.shape[stack_dims + 2 :])
     n = X.shape[stack_dims + 1] * width
@@ -461,7 +499,7 @@ def _right_factor_forms(
     X: Tensor, options: Mapping[str, Any]
 ) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
     """Global shape and placements of the state tensors that hold right factors, by key."""
-    stack_dims = options["stack_dims"]
+    X, stack_dims = _output_first(X, options), options["stack_dims"]
     n = math.prod(X.shape[stack_dims + 1 :])
     slots = _QSlots(block_sizes(X.shape[stack_dims], options["row_blocks"]), n, options)
     forms = {}
@@ -492,7 +530,7 @@ def zeros_per_matrix(X: Tensor, parts: Sequence[Part], options: Mapping[str, Any
     if flat_shard(X) is not None:
         shape = (len(parts),) if len(parts) > 1 else ()
         return torch.zeros(shape, dtype=dtype, device=X.device)
-    stack_dims = options["stack_dims"]
+    X, stack_dims = _output_first(X, options), options["stack_dims"]
     blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
     shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
     if not stack_dims:
@@ -511,9 +549,7 @@ def _cut_like(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placeme
         if cuts is not None and cuts < stack_dims:
             placements.append(placement)
         elif cuts is not None and cuts == dimension:
-            factor = _split_factor(placement)
-            strided = _StridedShard(stack_dims, split_factor=factor) if factor else None
-            placements.append(strided or Shard(stack_dims))
+            placements.append(_moved(placement, stack_dims))
         else:
             placements.append(Replicate())
     return placements
@@ -551,10 +587,15 @@ def _flat_parts(
     everywhere = _ranges(shard)
     matrices = list(_flat_matrices(shard, options))
     group = shard.group if group_size(shard.group) > 1 else None
-    for i, (first, (size, n), piece) in enumerate(matrices):
-        shared = _shared_rows(everywhere, first, size, n)
-        rows = Extent(piece.rows, group, shared, borrowed=bool(piece.rows) and piece.start % n != 0)
-        layout = _layout((size, n), rows, Extent(range(n)), replicas, unions)
+    for i, (first, shape, piece) in enumerate(matrices):
+        stored = piece.columns
+        shared = _shared_rows(everywhere, first, math.prod(shape) // stored, stored)
+        cut = Extent(
+            piece.rows, group, shared, borrowed=bool(piece.rows) and piece.start % stored != 0
+        )
+        whole = Extent(range(stored))
+        rows, columns = (whole, cut) if options["input_first"] else (cut, whole)
+        layout = _layout(shape, rows, columns, replicas, unions)
         rank = layout.rank(*_rank_rule(options))
         slot = QSlot(_flat_key(i, len(matrices)), ())
         yield Part(layout, piece, rank, slot, ("flat", id(X), i))
@@ -564,22 +605,24 @@ def _flat_matrices(
     shard: FlatShard, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, tuple[int, int], FlatRange]]:
     """Of each matrix its first element's place, its shape, and the range of it held here."""
-    stack_dims = options["stack_dims"]
+    stack_dims, input_first = options["stack_dims"], options["input_first"]
     n = math.prod(shard.shape[stack_dims + 1 :])
-    sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
+    if input_first:
+        _check_one_block(shard.shape, options["row_blocks"])
+        sizes = [shard.shape[stack_dims]]
+    else:
+        sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
     every = [size for _ in _stacks(shard, stack_dims) for size in sizes]
     for first, size in zip(_starts([size * n for size in every]), every, strict=True):
         inside = _intersection(range(shard.start, shard.stop), range(first, first + size * n))
-        yield (
-            first,
-            (size, n),
-            FlatRange(
-                inside.start - first if inside else 0,
-                inside.stop - first if inside else 0,
-                columns=n,
-                offset=inside.start - shard.start if inside else 0,
-            ),
+        piece = FlatRange(
+            inside.start - first if inside else 0,
+            inside.stop - first if inside else 0,
+            columns=n,
+            offset=inside.start - shard.start if inside else 0,
+            input_first=input_first,
         )
+        yield first, (n, size) if input_first else (size, n), piece
 
 
 def _flat_key(matrix: int, count: int) -> str:
@@ -593,8 +636,19 @@ def _flat_right_factors(
     matrices = list(_flat_matrices(shard, options))
     for i, (_, shape, piece) in enumerate(matrices):
         whole = MatrixLayout.whole(shape)
-        held = piece.rows if whole.transposed else range(shape[1])
+        # Q has a row for each column of the oriented matrix.
+        cut = whole.transposed != options["input_first"]
+        held = piece.rows if cut else range(min(shape))
         yield _flat_key(i, len(matrices)), whole, held
+
+
+def _check_one_block(shape: tuple[int, ...], row_blocks: int | Sequence[int]) -> None:
+    if len(block_sizes(shape[-1], row_blocks)) > 1:
+        raise ValueError(
+            f"row_blocks={row_blocks!r} with input_first=True splits a flat shard of shape {shape} "
+            f"along its last dimension, so that no block lies in one piece (ZeRO 1 to 3, FSDP1): "
+            f"leave row_blocks out, or use FSDP2, whose parameters are DTensors."
+        )
 
 
 def _stacks(shard: FlatShard, stack_dims: int) -> range:

@@ -78,7 +78,7 @@ class Config:
     warmup_steps: int = option(20, "steps of linear learning-rate warm-up")
     warmdown_fraction: float = option(0.3, "wsd: share of the steps in the final linear descent")
     final_lr_fraction: float = option(0.0, "learning rate at the end, as a share of the highest")
-    clip_norm: float | None = option(None, "clip the norm of a replica's gradient")
+    clip_norm: float | None = option(None, "clip the norm of the gradients, of all replicas")
 
     # Optimizer
     optimizer: Literal["adamw", "dion", "curvadion"] = option("curvadion", "adamw: plain DDP")
@@ -359,13 +359,20 @@ class Trainer:
                 loss.backward()
             mean_loss += loss.detach()
         if self.config.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+            self.clip(self.config.clip_norm)
         sent = self.meter.total_bytes
         self.optimizer.step()
         sent = self.meter.total_bytes - sent
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]  # of the matrices
         return {"loss": mean_loss, "lr": lr, **self.gate(), "optimizer_bytes": sent}
+
+    def clip(self, norm: float) -> None:
+        """Clip gradients, which AdamW gets averaged and the others as each replica's own."""
+        if isinstance(self.optimizer, CurvaDion):
+            curvadion.clip_grad_norm_(self.optimizer, norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def gate(self) -> dict[str, Any]:
         """Return what the last step's gate did; with AdamW every step synchronises."""

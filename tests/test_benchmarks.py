@@ -54,6 +54,18 @@ def test_optimizer_step(tmp_path):
     assert by_name["open gate"]["peak_bytes"] > 2000 * 4
 
 
+def test_routing_rates(tmp_path):
+    out = tmp_path / "rates.json"
+    few = ("--steps", "2", "--tasks", "narrow", "--elementwise", "lion", "--rates", "0.001")
+    for kinds in (("all",), ("all", "head")):  # the second time one run is left
+        result = run("routing_rates.py", "--out", out, *few, "--kinds", *kinds)
+        assert result.returncode == 0, result.stderr[-2000:]
+    written = json.loads(out.read_text())
+    assert [r["rates"]["vector"] for r in written["records"]] == [0.001, 0.01]
+    assert all(4 < r["loss"] < 6 for r in written["records"])
+    assert len(written["commands"]) == 2
+
+
 PARSE = """
 import importlib, sys
 sys.path.insert(0, "benchmarks")

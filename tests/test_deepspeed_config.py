@@ -81,6 +81,9 @@ MALFORMED = {
     "options of a wrong type": (with_params(options=3), "optimizer.params: options=3"),
     "kind in patterns": (with_params(patterns={"tall.*": "dion"}), "patterns names the kind"),
     "pattern without a match": (with_params(patterns={"x.*": "head"}), "patterns ['x.*'] match"),
+    "stack that is none": (with_params(patterns={"tall.weight": "stack"}), "cannot be a 'stack'"),
+    "pattern without a kind": (with_params(patterns={"*": {"lr": 1}}), "has no 'kind'"),
+    "elementwise_lr": (with_params(elementwise_lr=-1), "optimizer.params: elementwise_lr=-1"),
     "matrix that is none": (with_params(patterns={"*.bias": "matrix"}), "tall.bias of shape (11,)"),
     "elastic checkpoint": (
         ds.config(1, zero={"elastic_checkpoint": True}), "zero_optimization.elastic_checkpoint",

@@ -24,18 +24,21 @@ PERIOD = {"gate": {"type": "period", "period": 3}, "local_step": "gradient", "lo
 
 
 class Network(nn.Module):
-    """Embedding, two linear layers, norm and output head."""
+    """Embedding, two linear layers, three experts with their inputs first, norm and head."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
         self.up = nn.Linear(6, 9)
         self.norm = nn.LayerNorm(9)
+        self.experts = nn.Parameter(0.3 * torch.randn(3, 9, 5))
         self.down = nn.Linear(9, 7)
-        self.lm_head = nn.Linear(7, 11, bias=False)
+        self.lm_head = nn.Linear(12, 11, bias=False)
 
     def forward(self, tokens):
-        return self.lm_head(self.down(torch.relu(self.norm(self.up(self.embedding(tokens))))))
+        x = torch.relu(self.norm(self.up(self.embedding(tokens))))
+        mixed = torch.einsum("ti,eio->to", x, self.experts)
+        return self.lm_head(torch.cat((self.down(x), mixed), dim=-1))
 
 
 def network():
@@ -53,7 +56,10 @@ PARAMS = {
     "lr": 0.02,
     "elementwise": "lion",
     "options": {"head": {"lr": 2e-3}, "embedding": {"lr": 3e-3}, "vector": {"lr": 1e-3}},
-    "patterns": {"down.weight": "head"},
+    "patterns": {
+        "down.weight": "head",
+        "experts": {"kind": "stack", "input_first": True, "momentum_rule": "plain"},
+    },
     "local_step": "gradient",
 }
 

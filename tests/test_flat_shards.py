@@ -44,6 +44,10 @@ CUT_4 = {
     "stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1}),
     "stacked row blocks": ((2, 6, 4), (5, 24, 27, 48), {"stack_dims": 1, "row_blocks": 2}),
     "convolution": ((6, 2, 3, 2), (5, 24, 51, 72), {}),
+    "input first": ((7, 5), (3, 17, 18, 35), {"input_first": True}),
+    "input first, wide": ((5, 7), (3, 17, 18, 35), {"input_first": True}),
+    "input first, square": ((6, 6), (3, 17, 20, 36), {"input_first": True}),
+    "input first, stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1, "input_first": True}),
 }
 CUT_2 = {
     "through a row": ((7, 5), (17, 35), {}),
@@ -55,8 +59,10 @@ CUT_2 = {
 
 
 def matrices_of(full, options):
-    """The matrices of a row-major tensor, views in the order of its elements."""
+    """The matrices of a row-major tensor, output features first, in the order of its elements."""
     stack = options.get("stack_dims", 0)
+    if options.get("input_first"):
+        full = full.mT
     sizes = block_sizes(full.shape[stack], options.get("row_blocks", 1))
     stacked = full.reshape(-1, full.shape[stack], math.prod(full.shape[stack + 1 :]))
     return [block for one in stacked for block in one.split(sizes)]
@@ -69,6 +75,11 @@ def ranks_of(shape, options):
 
 def flat(parts):
     return torch.cat([part.reshape(-1) for part in parts])
+
+
+def elements_of(matrices, options):
+    """The inverse of matrices_of for uncut blocks: all elements in the order of the tensor."""
+    return flat([m.mT for m in matrices] if options.get("input_first") else matrices)
 
 
 def my_range(ends, place):
@@ -130,7 +141,7 @@ def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=ST
                 reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
         optimizer.step()
     errors = {}
-    for name, (_, ends, _) in cases.items():
+    for name, (_, ends, own) in cases.items():
         start, stop = my_range(ends, place)
         pairs = {
             "X": (X[name], [reference.X[replica] for reference in references[name]]),
@@ -140,7 +151,8 @@ def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=ST
             ),
         }
         for letter, (actual, wanted) in pairs.items():
-            distance = (actual.detach() - flat(wanted)[start:stop]).norm() / flat(wanted).norm()
+            whole = elements_of(wanted, own)
+            distance = (actual.detach() - whole[start:stop]).norm() / whole.norm()
             errors[f"{letter}, {name}"] = distance.item()
     everything = [
         torch.cat([flat([r.X[i] for r in references[name]]) for name in cases])
@@ -234,14 +246,15 @@ def held(shape, ends, options, shards, place, replicas):
     for part, r in zip(
         matrices_of(torch.empty(shape), options), ranks_of(shape, options), strict=True
     ):
-        m, n = part.shape
+        turned = options.get("input_first", False)
+        m, n = part.shape[::-1] if turned else part.shape
         last = first + m * n
         owners = [
             {p for p in range(shards) for e in range(i, i + n) if bounds[p] <= e < bounds[p + 1]}
             for i in range(first, last, n)
         ]
         cut, mine = sum(len(o) > 1 for o in owners), sum(place in o for o in owners)
-        upright = m >= n
+        upright = m >= n + turned
         counts.append(
             formulas.Held(
                 mine if upright else n,
@@ -349,3 +362,11 @@ def other_communicators(rank):
 
 def test_a_group_of_other_backends_is_not_taken():
     assert distributed.run(2, other_communicators) == [(False, True, True)] * 2
+
+
+def test_blocks_of_outputs_that_come_second_are_refused():
+    parameter = declared(torch.ones(4, 6), (24,), 0, None)
+    optimizer = Dion([{"params": [("qkv", parameter)], "input_first": True, "row_blocks": 3}])
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=r"qkv: row_blocks=3 with input_first=True .* FSDP2"):
+        optimizer.step()

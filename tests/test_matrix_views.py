@@ -30,6 +30,17 @@ CASES = {
     "grouped-query QKV": ((20, 6), {"row_blocks": [12, 4, 4]}),
     "grouped-query QKV, narrow": ((19, 3), {"row_blocks": [13, 3, 3]}),
     "experts of QKV": ((3, 12, 5), {"stack_dims": 1, "row_blocks": [8, 2, 2]}),
+    "input first": ((8, 11), {"input_first": True}),
+    "input first, wide": ((5, 8), {"input_first": True}),
+    "input first, square": ((7, 7), {"input_first": True}),
+    "input first, one input": ((1, 6), {"input_first": True}),
+    "input-first QKV": ((8, 24), {"input_first": True, "row_blocks": 3}),
+    "input-first grouped-query QKV": ((4, 19), {"input_first": True, "row_blocks": [13, 3, 3]}),
+    "input-first experts": ((3, 8, 6), {"stack_dims": 1, "input_first": True}),
+    "input-first experts of two": (
+        (3, 6, 10),
+        {"stack_dims": 1, "input_first": True, "row_blocks": [7, 3]},
+    ),
 }
 # Mesh, cuts, the axis of replicas.
 MESHES = {
@@ -49,6 +60,17 @@ def fits(shape, options, layout, sizes):
     pieces = math.prod(n for dim, n in cut if dim == columns)
     even = columns == len(shape) - 1 or shape[columns] % pieces == 0
     return even and all(dim <= columns for dim, _ in cut)
+
+
+def whole_of(matrices, shape, options):
+    """The inverse of matrices_of."""
+    if not options.get("input_first"):
+        return torch.cat([matrix.reshape(-1) for matrix in matrices]).view(shape)
+    blocks = len(matrices) // math.prod(shape[:-2])
+    stacked = [
+        torch.cat(matrices[i : i + blocks]).mT.reshape(-1) for i in range(0, len(matrices), blocks)
+    ]
+    return torch.cat(stacked).view(shape)
 
 
 def train(rank, name, schedule, options):
@@ -92,10 +114,9 @@ def train(rank, name, schedule, options):
         optimizer.step()
     errors = {}
     for (case, layout), x in X.items():
-        shape = CASES[case][0]
         for letter, actual in (("X", x), ("M", optimizer.state[x]["momentum"])):
-            parts = [getattr(reference, letter)[mine].reshape(-1) for reference in references[case]]
-            wanted = torch.cat(parts).view(shape)
+            matrices = [getattr(reference, letter)[mine] for reference in references[case]]
+            wanted = whole_of(matrices, *CASES[case])
             distance = (actual.to_local() - piece(wanted, layout, mesh)).norm() / wanted.norm()
             errors[letter, case, layout] = distance.item()
     wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
@@ -221,6 +242,8 @@ def test_kernels_are_not_cut(shape, layout, message):
         ((8, 4), {"stack_dims": 1}, "stack_dims=1 takes 3-D parameters"),
         ((8,), {}, "takes 2-D parameters"),
         ((3, 0, 4), {"stack_dims": 1}, "rows and columns"),
+        ((4, 8), {"input_first": True, "row_blocks": 3}, "row_blocks=3 does not divide 8 rows"),
+        ((4, 8, 3), {"input_first": True}, "input_first=True with stack_dims=0 takes 2-D"),
     ],
 )
 def test_views_that_do_not_fit(shape, options, message):

@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from curvadion import AlwaysOpen, CurvaDion, Dion, param_groups
+from test_layouts import gradient
 
-KINDS = ("matrix", "embedding", "head", "vector")
+KINDS = ("matrix", "stack", "embedding", "head", "vector")
 
 
 def routes(model, **arguments):
     """Names by kind; every kind is told apart by a learning rate of its own."""
     options = {kind: {"lr": float(i)} for i, kind in enumerate(KINDS)}
-    groups = param_groups(model, options=options, **arguments)
-    return {KINDS[int(g["lr"])]: [name for name, _ in g["params"]] for g in groups}
+    routed: dict[str, list[str]] = {}
+    for group in param_groups(model, options=options, **arguments):
+        routed.setdefault(KINDS[int(group["lr"])], []).extend(name for name, _ in group["params"])
+    return routed
 
 
 def trainable(model):
@@ -64,7 +67,7 @@ def test_gpt():
     assert routed["embedding"] == ["wte.weight", "wpe.weight"]
     assert routed["head"] == ["lm_head.weight"]
     assert set(routed["vector"]) == trainable(GPT()) - {
-        name for kind in KINDS[:3] for name in routed[kind]
+        name for kind in ("matrix", "embedding", "head") for name in routed[kind]
     }
 
 
@@ -284,6 +287,200 @@ def test_optimizer_reports_by_these_names():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert optimizer.report.rmmc_parameter in block_matrices()
+
+
+def test_a_pattern_may_give_group_keys():
+    rows = {"kind": "matrix", "row_blocks": 3}
+    groups = param_groups(GPT(), patterns={"*.qkv.weight": rows}, options={"matrix": {"mu": 0.9}})
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    assert by_name["h.1.attn.qkv.weight"]["row_blocks"] == 3
+    assert "row_blocks" not in by_name["h.1.attn.proj.weight"]
+    assert {by_name[f"h.1.attn.{part}.weight"]["mu"] for part in ("qkv", "proj")} == {0.9}
+    assert rows == {"kind": "matrix", "row_blocks": 3}
+    assert len(CurvaDion(groups).param_groups) == len(groups) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"patterns": {"*": {"row_blocks": 3}}}, ValueError, "has no 'kind'"),
+        ({"patterns": {"*": {"kind": "experts"}}}, ValueError, "kind 'experts'; kinds are"),
+        ({"patterns": {"*": 3}}, ValueError, "kind 3; kinds are"),
+        ({"patterns": {"*": {"kind": "vector", "params": []}}}, ValueError, r"has \['params'\]"),
+        ({"patterns": {"lm_head.weight": "stack"}}, ValueError, "cannot be a 'stack'"),
+        ({"options": {"matrix": 3}}, TypeError, r"options\['matrix'\]=3"),
+        ({"elementwise": "sgd"}, ValueError, "elementwise='sgd'"),
+        ({"elementwise_lr": -1.0}, ValueError, "elementwise_lr=-1.0"),
+        ({"elementwise_lr": "1"}, TypeError, "elementwise_lr='1'"),
+    ],
+)
+def test_errors_name_the_argument(arguments, error, message):
+    with pytest.raises(error, match=message):
+        param_groups(GPT(), **arguments)
+
+
+# ---------------------------------------------------------------- learning rates
+
+
+@pytest.mark.parametrize(
+    ("elementwise", "expected"),
+    [("adamw", (1e-2, 3e-3, 1e-2)), ("lion", (3e-3, 1e-3, 3e-3))],
+)
+def test_each_kind_has_a_rate_of_its_own(elementwise, expected, capsys):
+    groups = param_groups(GPT(), elementwise=elementwise, verbose=True)
+    matrix, embedding, head, vector = Dion(groups, lr=0.05).param_groups
+    assert matrix["lr"] == 0.05
+    assert (embedding["lr"], head["lr"], vector["lr"]) == expected
+    printed = capsys.readouterr().out
+    assert all(f"lr={rate}" in printed for rate in expected)
+
+
+def test_one_rate_for_all_that_is_no_matrix():
+    groups = param_groups(GPT(), elementwise_lr=1e-4, options={"head": {"lr": 1e-5}})
+    assert [g.get("lr") for g in groups] == [None, 1e-4, 1e-5, 1e-4]
+    assert [g["lr"] for g in Dion(groups, lr=0.05).param_groups] == [0.05, 1e-4, 1e-5, 1e-4]
+
+
+def test_a_schedule_multiplies_all_rates():
+    optimizer = Dion(param_groups(GPT()), lr=0.02)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.01, 5e-3, 1.5e-3, 5e-3]
+
+
+# ---------------------------------------------------------------- stacks, Conv1D, LoRA
+
+
+class Experts(nn.Module):
+    """transformers' MixtralExperts and Qwen3MoeExperts, or, input first, Llama4TextExperts."""
+
+    def __init__(self, experts=4, width=24, hidden=20, *, input_first=False):
+        super().__init__()
+        up, down = (experts, 2 * hidden, width), (experts, width, hidden)
+        if input_first:
+            up, down = (experts, width, 2 * hidden), (experts, hidden, width)
+        self.gate_up_proj = nn.Parameter(torch.randn(up))
+        self.down_proj = nn.Parameter(torch.randn(down))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(experts, 2 * hidden))
+
+
+class MoE(nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(24, 4, bias=False), "experts": Experts(**sizes)})
+            for _ in range(2)
+        )
+
+
+# The second has 2 hidden = width, as OLMoE does: gate_up_proj is square.
+@pytest.mark.parametrize("hidden", [20, 12])
+@pytest.mark.parametrize("input_first", [False, True])
+def test_experts_of_transformers_are_stacks(input_first, hidden):
+    model = MoE(input_first=input_first, hidden=hidden)
+    names = [f"layers.{i}.experts.{part}" for i in (0, 1) for part in ("gate_up_proj", "down_proj")]
+    assert routes(model)["stack"] == names
+    (stack,) = [g for g in param_groups(model) if g.get("stack_dims")]
+    assert (stack["algorithm"], stack["stack_dims"]) == ("dion", 1)
+    assert stack.get("input_first", False) == input_first
+    assert "lr" not in stack
+    optimizer = Dion([stack], lr=1.0, weight_decay=0.0, rank_fraction=1.0, right_factor="qr")
+    X = model.layers[0].experts.down_proj
+    before = X.detach().clone()
+    for p in model.parameters():
+        p.grad = gradient(tuple(p.shape), 0, 0)
+    optimizer.step()
+    moved = torch.linalg.matrix_norm(X.detach() - before, 2)
+    assert moved == pytest.approx(torch.full((4,), (24 / hidden) ** 0.5), rel=1e-3)
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: GPT-2's linear layer, with its weight as (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+
+def test_conv1d_has_its_inputs_first():
+    model = nn.ModuleDict({"c_attn": Conv1D(24, 8), "fc": nn.Linear(8, 8)})
+    blocks = {"c_attn.weight": {"kind": "matrix", "row_blocks": 3}}
+    groups = param_groups(model, patterns=blocks)
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    assert by_name["c_attn.weight"]["input_first"] is True
+    assert "input_first" not in by_name["fc.weight"]
+    assert len(Dion(groups)._plan().matrices) == 4  # query, key, value and fc
+
+
+LORA = [(8, 256), (256, 8), (64, 512), (4, 32)]
+
+
+@pytest.mark.parametrize("shape", LORA)
+def test_skinny_matrices_have_full_rank(shape):
+    model = nn.ModuleDict({"lora": nn.Linear(*shape[::-1], bias=False), "fc": nn.Linear(16, 32)})
+    optimizer = Dion(param_groups(model), rank_fraction=0.25)
+    ranks = {m.parameter.name: m.part.rank for m in optimizer._plan().matrices}
+    assert ranks == {"lora.weight": min(shape), "fc.weight": 4}
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 64), (8, 63), (65, 1000), (64, 256)])
+def test_others_have_the_optimizers_rank(shape):
+    groups = param_groups(nn.Linear(*shape, bias=False))
+    assert "rank_fraction" not in groups[0]
+
+
+def test_a_rank_for_all_matrices_makes_one_group_of_them():
+    """As it was before skinny matrices had a group of their own: for states saved then."""
+    model = nn.ModuleDict({"a": nn.Linear(8, 256, bias=False), "b": nn.Linear(16, 32, bias=False)})
+    assert len(param_groups(model)) == 2
+    (group,) = param_groups(model, options={"matrix": {"rank_fraction": 0.5}})
+    assert group["rank_fraction"] == 0.5
+
+
+# ---------------------------------------------------------------- what may be matrices
+
+
+class Strangers(nn.Module):
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, shape in tensors.items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+
+
+def test_a_warning_names_large_tensors_left_to_adamw():
+    blocks = [Strangers(w1=(4, 32, 16), w2=(4, 16, 32)) for _ in range(3)]
+    model = nn.ModuleDict({"h": nn.ModuleList(blocks), "fc": nn.Linear(32, 32, bias=False)})
+    with pytest.warns(UserWarning) as warned:
+        param_groups(model)
+    (warning,) = warned
+    assert warning.filename == __file__
+    message = str(warning.message)
+    assert "92% of the model's elements to adamw" in message
+    assert "'h.*.w1' of shape (4, 32, 16) and 2 more; 'h.*.w2' of shape (4, 16, 32)" in message
+    assert "patterns={'h.*.w1': 'stack'}" in message
+    routed = routes(model, patterns={"h.*.w1": "stack", "h.*.w2": "vector"})  # and no warning
+    assert routed["stack"] == [f"h.{i}.w1" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{"positions": (1, 64, 64)}, {"narrow": (1000, 15)}, {"short": (4096,)}, {"bias": (64, 64)}],
+    ids=str,
+)
+def test_what_cannot_be_a_matrix_is_not_named(tensors):
+    assert list(routes(Strangers(**tensors))) == ["vector"]
+
+
+def test_small_ones_are_not_named():
+    model = nn.ModuleDict({"own": Strangers(w=(16, 16)), "fc": nn.Linear(256, 101, bias=False)})
+    assert routes(model)["vector"] == ["own.w"]  # 256 of 26112 elements
+    model = nn.ModuleDict({"own": Strangers(w=(16, 16)), "fc": nn.Linear(256, 98, bias=False)})
+    with pytest.warns(UserWarning, match=r"'own.w' of shape \(16, 16\)"):
+        param_groups(model)
+
+
+def test_convolutions_are_known():
+    assert list(routes(nn.Sequential(nn.Conv2d(16, 64, 16, bias=False)))) == ["vector"]
 
 
 # ---------------------------------------------------------------- any model

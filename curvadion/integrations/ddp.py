@@ -24,6 +24,9 @@ def keep_gradients_local(ddp: DistributedDataParallel) -> DistributedDataParalle
     the first with ``static_graph=True``. A parameter that only other replicas used gets a gradient
     of zeros.
 
+    To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``, which takes one norm
+    over all replicas: torch's function would divide each replica's gradient by its own norm.
+
     Calling it again changes nothing.
 
     Args:

@@ -22,7 +22,9 @@ def keep_gradients_local(model: Model) -> Model:
     (replicate, shard) FSDP still gathers weights and reduce-scatters gradients along ``shard``,
     and sends nothing along ``replicate``. The optimizer takes over there:
     ``CurvaDion(..., replicas=mesh["replicate"])``. Parameters stay the DTensors they are, and
-    gradients accumulate over backwards as ever; ``clip_grad_norm_`` clips each replica's own.
+    gradients accumulate over backwards as ever. To clip them call
+    ``curvadion.clip_grad_norm_(optimizer, max_norm)``, which takes one norm over all replicas:
+    torch's function would divide each replica's gradient by its own norm.
 
     A model on a mesh without replicas (whose replicas, if any, are outside FSDP's mesh) is left
     as it is. Calling it again changes nothing.

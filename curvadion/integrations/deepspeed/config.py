@@ -24,7 +24,7 @@ GATES: dict[str, type[Gate]] = {
     "budget": WireBudget,
     "always": AlwaysOpen,
 }
-ROUTING = ("elementwise", "options", "patterns")
+ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 
 
 def check_spelling(name: str) -> None:
@@ -112,7 +112,7 @@ def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> li
             )
         return [item if isinstance(item, dict) else {"params": [item]} for item in given]
     for key, value in routing.items():
-        if key != "elementwise" and not isinstance(value, Mapping):
+        if key in ("options", "patterns") and not isinstance(value, Mapping):
             raise TypeError(f"{key}={value!r} must be an object")
     declare_shapes(module)
     wanted = {id(p) for p in given}

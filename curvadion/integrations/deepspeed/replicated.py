@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.collectives import group_size
+from curvadion.clipping import clip_grad_norm_
 from curvadion.optimizer import CurvaDion
 
 
@@ -27,12 +26,10 @@ def attach(engine: Any, optimizer: CurvaDion) -> None:
     _refuse_reduced_gradients(engine, optimizer)
     masters = None if engine.optimizer is optimizer else Masters(engine.optimizer)
     if masters is not None:
-        masters.step_with(engine, optimizer, replicas)
+        masters.step_with(engine, optimizer)
         masters.synchronize_with(optimizer)
     else:
-        engine.clip_fp32_gradients = lambda: _clip(
-            engine, engine.module.parameters(), engine.gradient_clipping(), replicas
-        )
+        engine.clip_fp32_gradients = lambda: _clip(engine, optimizer, engine.gradient_clipping())
     _synchronize_before_saving(engine, optimizer)
 
 
@@ -58,7 +55,7 @@ class Masters:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
 
-    def step_with(self, engine: Any, optimizer: CurvaDion, replicas: dist.ProcessGroup) -> None:
+    def step_with(self, engine: Any, optimizer: CurvaDion) -> None:
         """Replace the wrapper's step by one whose decisions are alike on all replicas."""
 
         def step(wrapper: Any, closure: Any = None) -> None:
@@ -66,8 +63,7 @@ class Masters:
             for weight, master in self._pairs():
                 master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
             if wrapper.clip_grad > 0:
-                masters = [master for _, master in self._pairs()]
-                wrapper._global_grad_norm = _clip(engine, masters, wrapper.clip_grad, replicas)
+                wrapper._global_grad_norm = _clip(engine, optimizer, wrapper.clip_grad)
             optimizer.step()
             for _, master in self._pairs():
                 master.grad = None
@@ -96,26 +92,11 @@ class Masters:
         return [pair for group in groups for pair in zip(*group, strict=True)]
 
 
-@torch.no_grad()
-def _clip(
-    engine: Any, parameters: Iterable[Tensor], max_norm: float, replicas: dist.ProcessGroup
-) -> float:
-    """Scale the gradients of all replicas by one factor; return their norm.
-
-    The norm is the root mean square of the replicas' norms, at least that of the mean gradient;
-    8 bytes are sent. A NaN or an Inf anywhere makes gradients of every replica non-finite.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    square = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for norm in torch._foreach_norm(gradients) if gradients else ():
-        square += norm.double().square()
-    dist.all_reduce(square, group=replicas)
-    norm = (square / group_size(replicas)).sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, factor.float())
-    engine._global_grad_norm = float(norm)
-    return float(norm)
+def _clip(engine: Any, optimizer: CurvaDion, max_norm: float) -> float:
+    """Clip by the norm of all replicas, which is returned and is what the engine reports."""
+    norm = clip_grad_norm_(optimizer, max_norm).item()
+    engine._global_grad_norm = norm
+    return norm
 
 
 def _synchronize_before_saving(engine: Any, optimizer: CurvaDion) -> None:
