@@ -214,7 +214,9 @@ class CurvaDion(Optimizer):
         }
         chosen = self._when_none()
         defaults |= {key: value for key, value in chosen.items() if defaults[key] is None}
-        check.check_group({k: v for k, v in defaults.items() if v is not None}, defaults)
+        # A look-ahead that is None is set by the end of this, as the parameters' costs tell.
+        given = {k: v for k, v in defaults.items() if k != "nesterov" or v is not None}
+        check.check_group(given, defaults)
         super().__init__(params, defaults)
         self._look_ahead()
 
