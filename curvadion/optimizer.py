@@ -239,8 +239,9 @@ class CurvaDion(Optimizer):
         }
         chosen = self._defaults_by_sync
         defaults |= {key: value for key, value in chosen.items() if defaults[key] is None}
-        unset = {"nesterov"} if defaults["nesterov"] is None else set()
-        check.check_group({key: value for key, value in defaults.items() if key not in unset})
+        # A look-ahead that is None is set by the end of this, as the parameters' costs tell.
+        given = {k: v for k, v in defaults.items() if k != "nesterov" or v is not None}
+        check.check_group(given)
         super().__init__(params, defaults)
         self._set_look_ahead()
 

@@ -55,7 +55,7 @@ SETTINGS = {
     "averaging": {"period": 4},
     "published": {"threshold": 2.0},
     "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
-    "ours_rmmc": {"wire_budget": 0.03, "bits": 4, "parts": 3},
+    "ours_rmmc": {"wire_budget": 0.06, "bits": 4, "parts": 3},
 }
 GATED = {"dion", "dion_nesterov", "averaging", "published", "authors", "ours", "ours_rmmc"}
 CPU = torch.device("cpu")
