@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import textwrap
@@ -175,8 +177,8 @@ def test_builds_with_and_without_ninja(ninja, tmp_path, monkeypatch):
         monkeypatch.setattr(native, "_ninja", lambda: None)
     target = tmp_path / "a folder: with $ odd 'names'" / native.file_name("cpu")
     native.build("cpu", target)
-    assert [path.name for path in target.parent.iterdir()] == [target.name]
-    assert native._digest_in(native._load(target)) == native.source_digest("cpu")
+    assert {*target.parent.iterdir()} == {target, native.checksum_file(target)}
+    assert native._digest_in(native._load("cpu", target)) == native.source_digest("cpu")
 
 
 @needs_compiler
@@ -193,7 +195,8 @@ def test_processes_that_build_at_once_share_one_build(tmp_path):
         thread.join()
     assert len(said) == 2
     (folder,) = tmp_path.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == [native.file_name("cpu"), "lock"]
+    library = folder / native.file_name("cpu")
+    assert {*folder.iterdir()} == {library, native.checksum_file(library), folder / "lock"}
 
 
 @needs_compiler
@@ -219,6 +222,11 @@ def test_a_library_that_does_not_load_is_built_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
     native.library.cache_clear()
     try:
+        with pytest.raises(native.Unavailable, match=r"does not match .*\.so\.sha256: delete both"):
+            native.library("cpu")
+        native.checksum_file(tmp_path / native.file_name("cpu")).write_bytes(
+            native._checksum(native.file_name("cpu"), b"of another machine")
+        )
         with pytest.raises(native.Unavailable, match="does not load"):
             native.library("cpu")
         native.library.cache_clear()
@@ -255,6 +263,151 @@ def test_a_user_without_a_home_is_told_what_to_set():
     code = textwrap.dedent(code) + textwrap.dedent(USE)
     said = python(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None)
     assert said.startswith("3.0\n2.0\n") and "set CURVADION_CACHE" in said
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@pytest.fixture(scope="module")
+def a_build(tmp_path_factory):
+    """A cache with the library in it."""
+    cache = tmp_path_factory.mktemp("cache")
+    python(USE, CURVADION_CACHE=str(cache))
+    return cache
+
+
+@pytest.fixture
+def cache(a_build, tmp_path):
+    """A cache of its own that has been used, and the folder of its library."""
+    shutil.copytree(a_build, tmp_path / "cache")
+    for path in (tmp_path / "cache", *(tmp_path / "cache").iterdir()):
+        path.chmod(0o700)
+    return tmp_path / "cache" / native.source_digest("cpu")
+
+
+PLAINLY = "curvadion runs in plain PyTorch on the cpu (cpu: "
+NUMBERS = "3.0\n2.0\n"
+
+
+def spoil(library, how):
+    content = library.read_bytes()
+    if how == "truncated":
+        library.write_bytes(content[:4096])
+    elif how == "one bit":
+        library.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif how == "empty":
+        library.write_bytes(b"")
+    elif how == "foreign":
+        (libm,) = {line.split()[-1] for line in open("/proc/self/maps") if "libm.so" in line}
+        shutil.copyfile(libm, library)
+    elif how == "checksum":
+        native.checksum_file(library).write_bytes(b"\xff")
+    elif how == "no checksum":
+        native.checksum_file(library).unlink()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "how", ["truncated", "one bit", "empty", "foreign", "checksum", "no checksum"]
+)
+def test_a_damaged_library_is_built_anew_and_not_loaded(how, cache):
+    library = cache / native.file_name("cpu")
+    assert native.is_whole(library)
+    spoil(library, how)
+    assert not native.is_whole(library)
+    assert python(USE, CURVADION_CACHE=str(cache.parent)) == NUMBERS
+    assert native.is_whole(library)
+
+
+@needs_compiler
+def test_the_cache_is_for_its_user_alone_whatever_the_umask(tmp_path):
+    for umask in (0o000, 0o077, 0o002):
+        home = tmp_path / f"{umask:o}" / "home"
+        code = f"import os; os.umask({umask})\n{textwrap.dedent(USE)}"
+        said = python(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None, HOME=str(home))
+        assert said == NUMBERS
+        made = [home, home / ".cache", home / ".cache/curvadion"]
+        made += (home / ".cache/curvadion").iterdir()
+        assert [f"{stat.S_IMODE(path.stat().st_mode):o}" for path in made] == ["700"] * 4
+        files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made[-1].iterdir()}
+        assert not [name for name, mode in files.items() if mode & 0o022]
+        assert python(USE, CURVADION_CACHE=str(made[-2])) == NUMBERS
+
+
+@needs_compiler
+@pytest.mark.parametrize(("where", "mode"), [("cache", 0o777), ("cache", 0o1777), ("digest", 0o770)])
+def test_a_cache_that_others_can_write_is_refused(where, mode, cache):
+    folder = cache.parent if where == "cache" else cache
+    folder.chmod(mode)
+    said = python(USE, CURVADION_CACHE=str(cache.parent))
+    assert said.startswith(f"{NUMBERS}{PLAINLY}others can write to the cache {folder} (mode {mode:o})")
+    assert "set CURVADION_CACHE to a folder of mode 700" in said and said.count("\n") == 3
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("where", ["cache", "digest"])
+def test_a_cache_of_somebody_else_is_refused(where, cache):
+    folder = cache.parent if where == "cache" else cache
+    os.chown(folder, 12345, -1)
+    said = python(USE, CURVADION_CACHE=str(cache.parent))
+    assert said.startswith(f"{NUMBERS}{PLAINLY}the cache {folder} belongs to user 12345")
+    assert said.count("\n") == 3
+
+
+@needs_compiler
+def test_a_lock_that_is_a_link_leaves_its_target_alone(cache):
+    precious = cache.parent / "precious"
+    precious.write_text("all I have")
+    (cache / "lock").unlink()
+    (cache / "lock").symlink_to(precious)
+    native.checksum_file(cache / native.file_name("cpu")).unlink()
+    said = python(USE, CURVADION_CACHE=str(cache.parent))
+    assert said.startswith(f"{NUMBERS}{PLAINLY}{cache / 'lock'} is a symbolic link: delete it")
+    assert precious.read_text() == "all I have"
+
+
+@needs_compiler
+def test_a_lock_keeps_what_it_holds(cache):
+    (cache / "lock").write_text("kept")
+    native.checksum_file(cache / native.file_name("cpu")).unlink()
+    assert python(USE, CURVADION_CACHE=str(cache.parent)) == NUMBERS
+    assert (cache / "lock").read_text() == "kept"
+
+
+IDLE = "#!/bin/sh\nfor last; do :; done\n: > $last\n"  # makes the output, with nothing in it
+
+
+@pytest.mark.parametrize(
+    ("compiler", "complaint"),
+    [
+        ("/bin/true", "/bin/true reported success and wrote no library"),
+        ("/bin/false", "failed: "),
+        ("no-such-compiler", "CXX='no-such-compiler' names no program: correct it or unset it"),
+        ("idle", "does not load"),
+        ("not executable", "names no program"),
+        ("of another machine", "failed: "),
+    ],
+)
+@pytest.mark.parametrize("ninja", [True, False])
+def test_a_compiler_that_does_nothing_is_one_warning(compiler, complaint, ninja, tmp_path):
+    contents = {"idle": IDLE, "not executable": "", "of another machine": "\x7fELF"}
+    if compiler in contents:
+        script = tmp_path / "c++"
+        script.write_text(contents[compiler])
+        script.chmod(0o644 if compiler == "not executable" else 0o755)
+        compiler = str(script)
+    without = "" if ninja else "import curvadion.native as n; n._ninja = lambda: None\n"
+    cache = str(tmp_path / "cache")
+    for _ in range(2):
+        said = python(without + textwrap.dedent(USE), CXX=compiler, CURVADION_CACHE=cache)
+        assert said.startswith(NUMBERS + PLAINLY) and complaint in said and said.count("\n") == 3
+
+
+@needs_compiler
+def test_the_compiler_may_have_arguments(tmp_path):
+    words = " ".join(["nice", *native._cxx()])
+    assert python(USE, CXX=words, CURVADION_CACHE=str(tmp_path / "cache")) == NUMBERS
 
 
 # ---------------------------------------------------------------- exactness
