@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
 import shutil
 import stat
@@ -268,25 +269,55 @@ def test_a_user_without_a_home_is_told_what_to_set():
 # ---------------------------------------------------------------- the cache
 
 
+LOAD = """
+import os, sys
+os.umask(int(sys.argv[1], 8))
+import native
+if sys.argv[2] != "ninja":
+    native._ninja = lambda: None
+try:
+    native.library("cpu")
+    print("loaded")
+except native.Unavailable as reason:
+    print("unavailable:", reason)
+"""
+
+
 @pytest.fixture(scope="module")
-def a_build(tmp_path_factory):
-    """A cache with the library in it."""
-    cache = tmp_path_factory.mktemp("cache")
-    python(USE, CURVADION_CACHE=str(cache))
-    return cache
+def package(tmp_path_factory):
+    """A folder with native.py, the sources, and a compiler that copies what was compiled once."""
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copy(native.__file__, folder)
+    (folder / "csrc").symlink_to(native.source_folder("cpu").parent)
+    native.build("cpu", folder / "built" / "library.so")
+    built = folder / "built" / native.file_name("cpu")
+    script(folder / "c++", f"#!/bin/sh\nfor last; do :; done\ncp {built} $last\n")
+    return folder
+
+
+def script(path, text, mode=0o755):
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def load(package, cache, umask="022", ninja=True, **environment):
+    """What native.library says in a fresh process with this cache."""
+    given = {"CXX": str(package / "c++"), "CURVADION_CACHE": str(cache), **environment}
+    env = {key: value for key, value in {**os.environ, **given}.items() if value is not None}
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD, umask, "ninja" if ninja else "none"],
+        capture_output=True, text=True, env=env, cwd=package, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 @pytest.fixture
-def cache(a_build, tmp_path):
-    """A cache of its own that has been used, and the folder of its library."""
-    shutil.copytree(a_build, tmp_path / "cache")
-    for path in (tmp_path / "cache", *(tmp_path / "cache").iterdir()):
-        path.chmod(0o700)
+def cache(package, tmp_path):
+    """The folder of the library in a cache that has been used."""
+    assert load(package, tmp_path / "cache") == "loaded"
     return tmp_path / "cache" / native.source_digest("cpu")
-
-
-PLAINLY = "curvadion runs in plain PyTorch on the cpu (cpu: "
-NUMBERS = "3.0\n2.0\n"
 
 
 def spoil(library, how):
@@ -298,8 +329,11 @@ def spoil(library, how):
     elif how == "empty":
         library.write_bytes(b"")
     elif how == "foreign":
-        (libm,) = {line.split()[-1] for line in open("/proc/self/maps") if "libm.so" in line}
-        shutil.copyfile(libm, library)
+        shutil.copyfile(_ctypes.__file__, library)
+    elif how == "foreign, with its checksum":
+        shutil.copyfile(_ctypes.__file__, library)
+        checksum = native._checksum(library.name, library.read_bytes())
+        native.checksum_file(library).write_bytes(checksum)
     elif how == "checksum":
         native.checksum_file(library).write_bytes(b"\xff")
     elif how == "no checksum":
@@ -310,104 +344,121 @@ def spoil(library, how):
 @pytest.mark.parametrize(
     "how", ["truncated", "one bit", "empty", "foreign", "checksum", "no checksum"]
 )
-def test_a_damaged_library_is_built_anew_and_not_loaded(how, cache):
+def test_a_damaged_library_is_built_anew_and_not_loaded(how, package, cache):
     library = cache / native.file_name("cpu")
     assert native.is_whole(library)
     spoil(library, how)
     assert not native.is_whole(library)
-    assert python(USE, CURVADION_CACHE=str(cache.parent)) == NUMBERS
+    assert load(package, cache.parent) == "loaded"
     assert native.is_whole(library)
 
 
 @needs_compiler
-def test_the_cache_is_for_its_user_alone_whatever_the_umask(tmp_path):
-    for umask in (0o000, 0o077, 0o002):
-        home = tmp_path / f"{umask:o}" / "home"
-        code = f"import os; os.umask({umask})\n{textwrap.dedent(USE)}"
-        said = python(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None, HOME=str(home))
-        assert said == NUMBERS
-        made = [home, home / ".cache", home / ".cache/curvadion"]
-        made += (home / ".cache/curvadion").iterdir()
-        assert [f"{stat.S_IMODE(path.stat().st_mode):o}" for path in made] == ["700"] * 4
-        files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made[-1].iterdir()}
-        assert not [name for name, mode in files.items() if mode & 0o022]
-        assert python(USE, CURVADION_CACHE=str(made[-2])) == NUMBERS
+def test_another_library_with_its_checksum_is_refused(package, cache):
+    spoil(cache / native.file_name("cpu"), "foreign, with its checksum")
+    said = load(package, cache.parent)
+    assert said.startswith("unavailable: ") and "was built from other sources: delete it" in said
 
 
 @needs_compiler
-@pytest.mark.parametrize(("where", "mode"), [("cache", 0o777), ("cache", 0o1777), ("digest", 0o770)])
-def test_a_cache_that_others_can_write_is_refused(where, mode, cache):
+@pytest.mark.parametrize("umask", ["000", "077", "002"])
+def test_the_cache_is_for_its_user_alone_whatever_the_umask(umask, package, tmp_path):
+    home = tmp_path / "home"
+    chosen = {"CURVADION_CACHE": None, "XDG_CACHE_HOME": None, "HOME": str(home)}
+    assert load(package, None, umask, **chosen) == "loaded"
+    cache = home / ".cache" / "curvadion"
+    folders = [home, home / ".cache", cache, cache / native.source_digest("cpu")]
+    assert [f"{stat.S_IMODE(path.stat().st_mode):o}" for path in folders] == ["700"] * 4
+    assert not [path for path in folders[-1].iterdir() if path.stat().st_mode & 0o022]
+    assert load(package, cache, CXX="/bin/false") == "loaded"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("where", "mode"), [("cache", 0o777), ("cache", 0o1777), ("digest", 0o770)]
+)
+def test_a_cache_that_others_can_write_is_refused(where, mode, package, cache):
     folder = cache.parent if where == "cache" else cache
     folder.chmod(mode)
-    said = python(USE, CURVADION_CACHE=str(cache.parent))
-    assert said.startswith(f"{NUMBERS}{PLAINLY}others can write to the cache {folder} (mode {mode:o})")
-    assert "set CURVADION_CACHE to a folder of mode 700" in said and said.count("\n") == 3
+    said = load(package, cache.parent)
+    assert said.startswith(
+        f"unavailable: others can write to the cache {folder} (mode {mode:o}) and could put any "
+        f"code there: delete it, or set CURVADION_CACHE to a folder of mode 700"
+    )
 
 
 @needs_compiler
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 @pytest.mark.parametrize("where", ["cache", "digest"])
-def test_a_cache_of_somebody_else_is_refused(where, cache):
+def test_a_cache_of_somebody_else_is_refused(where, package, cache):
     folder = cache.parent if where == "cache" else cache
     os.chown(folder, 12345, -1)
-    said = python(USE, CURVADION_CACHE=str(cache.parent))
-    assert said.startswith(f"{NUMBERS}{PLAINLY}the cache {folder} belongs to user 12345")
-    assert said.count("\n") == 3
+    said = load(package, cache.parent)
+    assert said.startswith(f"unavailable: the cache {folder} belongs to user 12345")
+    assert said.endswith("set CURVADION_CACHE to a folder of user 0")
 
 
 @needs_compiler
-def test_a_lock_that_is_a_link_leaves_its_target_alone(cache):
+def test_a_lock_that_is_a_link_leaves_its_target_alone(package, cache):
     precious = cache.parent / "precious"
     precious.write_text("all I have")
     (cache / "lock").unlink()
     (cache / "lock").symlink_to(precious)
-    native.checksum_file(cache / native.file_name("cpu")).unlink()
-    said = python(USE, CURVADION_CACHE=str(cache.parent))
-    assert said.startswith(f"{NUMBERS}{PLAINLY}{cache / 'lock'} is a symbolic link: delete it")
+    spoil(cache / native.file_name("cpu"), "no checksum")
+    said = load(package, cache.parent)
+    assert said == f"unavailable: {cache / 'lock'} is a symbolic link: delete it"
     assert precious.read_text() == "all I have"
 
 
 @needs_compiler
-def test_a_lock_keeps_what_it_holds(cache):
+def test_a_lock_keeps_what_it_holds(package, cache):
     (cache / "lock").write_text("kept")
-    native.checksum_file(cache / native.file_name("cpu")).unlink()
-    assert python(USE, CURVADION_CACHE=str(cache.parent)) == NUMBERS
+    spoil(cache / native.file_name("cpu"), "no checksum")
+    assert load(package, cache.parent) == "loaded"
     assert (cache / "lock").read_text() == "kept"
 
 
-IDLE = "#!/bin/sh\nfor last; do :; done\n: > $last\n"  # makes the output, with nothing in it
+# ---------------------------------------------------------------- compilers
 
-
-@pytest.mark.parametrize(
-    ("compiler", "complaint"),
-    [
-        ("/bin/true", "/bin/true reported success and wrote no library"),
-        ("/bin/false", "failed: "),
-        ("no-such-compiler", "CXX='no-such-compiler' names no program: correct it or unset it"),
-        ("idle", "does not load"),
-        ("not executable", "names no program"),
-        ("of another machine", "failed: "),
-    ],
-)
-@pytest.mark.parametrize("ninja", [True, False])
-def test_a_compiler_that_does_nothing_is_one_warning(compiler, complaint, ninja, tmp_path):
-    contents = {"idle": IDLE, "not executable": "", "of another machine": "\x7fELF"}
-    if compiler in contents:
-        script = tmp_path / "c++"
-        script.write_text(contents[compiler])
-        script.chmod(0o644 if compiler == "not executable" else 0o755)
-        compiler = str(script)
-    without = "" if ninja else "import curvadion.native as n; n._ninja = lambda: None\n"
-    cache = str(tmp_path / "cache")
-    for _ in range(2):
-        said = python(without + textwrap.dedent(USE), CXX=compiler, CURVADION_CACHE=cache)
-        assert said.startswith(NUMBERS + PLAINLY) and complaint in said and said.count("\n") == 3
+COMPILERS = {
+    "/bin/true": "/bin/true reported success and wrote no library",
+    "/bin/false": "failed: ",
+    "no-such-compiler": "CXX='no-such-compiler' names no program: correct it or unset it",
+    "that writes nothing": "does not load",
+    "not executable": "names no program: correct it or unset it",
+    "of another machine": "Exec format error",
+}
 
 
 @needs_compiler
-def test_the_compiler_may_have_arguments(tmp_path):
-    words = " ".join(["nice", *native._cxx()])
-    assert python(USE, CXX=words, CURVADION_CACHE=str(tmp_path / "cache")) == NUMBERS
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("ninja", [True, False])
+def test_what_does_not_compile_is_named(compiler, ninja, package, tmp_path):
+    complaint = COMPILERS[compiler]
+    if compiler == "that writes nothing":
+        compiler = script(tmp_path / "c++", "#!/bin/sh\nfor last; do :; done\n: > $last\n")
+    elif compiler == "not executable":
+        compiler = script(tmp_path / "c++", "", 0o644)
+    elif compiler == "of another machine":
+        compiler = script(tmp_path / "c++", "\x7fELF")
+        complaint = "failed: " if ninja else complaint
+    for _ in range(2):
+        said = load(package, tmp_path / "cache", ninja=ninja, CXX=compiler)
+        assert said.startswith("unavailable: ") and complaint in said
+
+
+def test_a_compiler_that_does_nothing_is_one_warning(tmp_path):
+    said = python(USE, CXX="/bin/true", CURVADION_CACHE=str(tmp_path / "cache"))
+    assert said == (
+        "3.0\n2.0\ncurvadion runs in plain PyTorch on the cpu (cpu: /bin/true reported success and "
+        "wrote no library)\n"
+    )
+
+
+@needs_compiler
+def test_the_compiler_may_have_arguments(package, tmp_path):
+    said = load(package, tmp_path / "cache", CXX=f"nice -n 1 {package / 'c++'}")
+    assert said == "loaded"
 
 
 # ---------------------------------------------------------------- exactness
