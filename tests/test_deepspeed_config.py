@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -188,17 +190,77 @@ def test_model_parameters_may_be_few_or_grouped():
     assert distributed.run(2, groups, "groups") == [[["tall.weight"]]] * 2
 
 
+def python(program):
+    """Run a program in a fresh process."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = textwrap.dedent(program)
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=110)
+
+
 def test_importing_curvadion_imports_no_deepspeed():
-    program = (
-        "import sys, curvadion\n"
-        "assert not any(name.split('.')[0] == 'deepspeed' for name in sys.modules)\n"
-        "import deepspeed\n"
-        "from deepspeed.runtime.engine import DeepSpeedEngine as Engine\n"
-        "assert Engine._is_supported_optimizer(None, 'CurvaDion')\n"
-        "assert not Engine._is_supported_optimizer(None, 'NoSuchOptimizer')\n"
+    python(
+        """
+        import sys, curvadion
+        assert not any(name.split(".")[0] == "deepspeed" for name in sys.modules)
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        assert Engine._is_supported_optimizer(None, "CurvaDion")
+        assert not Engine._is_supported_optimizer(None, "NoSuchOptimizer")
+        """
     )
-    environment = {"PATH": "/usr/bin", "DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=100)
+
+
+def test_an_import_of_deepspeed_may_fail_and_a_search_may_find_it_before():
+    python(
+        """
+        import importlib.util, sys, curvadion
+        sys.modules["deepspeed.runtime.config"] = None  # what the engine's module imports
+        for _ in range(2):
+            try:
+                import deepspeed
+            except ImportError:
+                continue
+            raise AssertionError("DeepSpeed was imported")
+        del sys.modules["deepspeed.runtime.config"]
+        hooks = sys.modules["curvadion.integrations.deepspeed.hooks"]
+        (hook,) = [finder for finder in sys.meta_path if isinstance(finder, hooks._AfterImport)]
+        assert hook.find_spec("deepspeed.runtime.engine", ["/nowhere"]) is None
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        assert Engine._is_supported_optimizer(None, "CurvaDion")
+        assert hook not in sys.meta_path
+        """
+    )
+
+
+def test_of_several_imports_of_curvadion_the_last_one_counts():
+    python(
+        """
+        import sys, torch, curvadion
+        def purge():
+            for name in [n for n in sys.modules if n.split(".")[0].startswith("curvadion")]:
+                del sys.modules[name]
+        first = curvadion
+        purge()
+        import curvadion
+        assert curvadion is not first
+        X = torch.nn.Parameter(torch.ones(4, 3))
+        X.grad = torch.ones(4, 3)
+        curvadion.Dion([X]).step()
+        from curvadion import ops, plain
+        plain.norms = lambda X: torch.full((len(X),), 7.0)
+        with ops.use_backend("torch"):
+            assert torch.ops.curvadion.norms([torch.ones(4)]).item() == 7.0
+        assert [type(finder).__name__ for finder in sys.meta_path].count("_AfterImport") == 1
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+        purge()
+        import curvadion
+        assert curvadion.CurvaDion in ZERO_SUPPORTED_OPTIMIZERS
+        hooks = sys.modules["curvadion.integrations.deepspeed.hooks"]
+        assert Engine._configure_optimizer.__globals__ is vars(hooks)
+        """
+    )
 
 
 def test_an_engine_does_not_change_torch_optim():
