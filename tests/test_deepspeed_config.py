@@ -128,6 +128,29 @@ def test_malformed_configurations_name_the_key():
     assert not [m for m in messages.values() if m.startswith(("nothing", "no user error"))]
 
 
+def test_float16_on_a_cpu_without_it_names_the_key():
+    """oneDNN, which DeepSpeed asks, can be told to leave a CPU's newer instructions alone."""
+    python(
+        """
+        import torch
+        import torch.distributed as dist
+        import deepspeed_engines as ds
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if not ds.supports_fp16():  # a CPU of another kind may not listen
+            for stage, complaint in ((2, "fp16.enabled=true: this cpu has no float16"),
+                                     (0, "fp16.enabled does not work with CurvaDion and Dion")):
+                try:
+                    ds.engine_of(ds.config(stage, fp16={"enabled": True, "loss_scale": 8}))
+                except ValueError as error:
+                    assert str(error).startswith(complaint), error
+                else:
+                    raise AssertionError("nothing was raised")
+        dist.destroy_process_group()
+        """,
+        ONEDNN_MAX_CPU_ISA="AVX2",
+    )
+
+
 def refuse_tensor_parallelism(rank):
     configuration = ds.config(1)
     cut = {"patterns": ["tall.weight"], "partition_type": "column"}
@@ -190,9 +213,10 @@ def test_model_parameters_may_be_few_or_grouped():
     assert distributed.run(2, groups, "groups") == [[["tall.weight"]]] * 2
 
 
-def python(program):
+def python(program, **environment):
     """Run a program in a fresh process."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    paths = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **paths, **environment}
     program = textwrap.dedent(program)
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=110)
 

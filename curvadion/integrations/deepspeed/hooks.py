@@ -14,7 +14,12 @@ from curvadion.optimizer import CurvaDion
 
 ENGINE = "deepspeed.runtime.engine"
 _ORIGINALS = "_curvadion_originals"
-_METHODS = ("_is_supported_optimizer", "_configure_basic_optimizer", "_configure_optimizer")
+_METHODS = (
+    "_do_sanity_check",
+    "_is_supported_optimizer",
+    "_configure_basic_optimizer",
+    "_configure_optimizer",
+)
 
 
 def install() -> None:
@@ -71,7 +76,12 @@ def _patch(module: Any) -> None:
     engine_class = module.DeepSpeedEngine
     if not hasattr(engine_class, _ORIGINALS):
         setattr(engine_class, _ORIGINALS, [getattr(engine_class, name) for name in _METHODS])
-    is_supported, configure_basic, configure = getattr(engine_class, _ORIGINALS)
+    check, is_supported, configure_basic, configure = getattr(engine_class, _ORIGINALS)
+
+    def _do_sanity_check(engine: Any) -> None:
+        if engine.optimizer_name() in config.OPTIMIZERS:
+            config.check_precision(engine)  # before DeepSpeed, which names no key
+        check(engine)
 
     def _is_supported_optimizer(engine: Any, name: str) -> bool:
         config.check_spelling(name)
@@ -92,6 +102,7 @@ def _patch(module: Any) -> None:
         if isinstance(engine.basic_optimizer, CurvaDion):
             attaching.attach(engine)
 
+    engine_class._do_sanity_check = _do_sanity_check
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
