@@ -19,7 +19,7 @@ TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", "ninja", *TRAI
 
 def version() -> str:
     """Return ``curvadion.__version__`` without importing the package, which would need torch."""
-    source = (ROOT / "curvadion" / "__init__.py").read_text()
+    source = (ROOT / "curvadion" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     if match is None:
         raise RuntimeError('curvadion/__init__.py has no line of the form __version__ = "1.2.3"')
@@ -29,7 +29,7 @@ def version() -> str:
 def long_description() -> str:
     """Return the README, or nothing in a tree without one."""
     readme = ROOT / "README.md"
-    return readme.read_text() if readme.exists() else ""
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
 def native_builder():

@@ -65,4 +65,4 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     weights, state = get_state_dict(model, optimizer)
     state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    return Progress(**json.loads((path / "progress.json").read_text()))
+    return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))

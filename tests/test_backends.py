@@ -407,7 +407,7 @@ def test_a_lock_that_is_a_link_leaves_its_target_alone(package, cache):
     spoil(cache / native.file_name("cpu"), "no checksum")
     said = load(package, cache.parent)
     assert said == f"unavailable: {cache / 'lock'} is a symbolic link: delete it"
-    assert precious.read_text() == "all I have"
+    assert precious.read_text(encoding="utf-8") == "all I have"
 
 
 @needs_compiler
@@ -415,7 +415,7 @@ def test_a_lock_keeps_what_it_holds(package, cache):
     (cache / "lock").write_text("kept")
     spoil(cache / native.file_name("cpu"), "no checksum")
     assert load(package, cache.parent) == "loaded"
-    assert (cache / "lock").read_text() == "kept"
+    assert (cache / "lock").read_text(encoding="utf-8") == "kept"
 
 
 # ---------------------------------------------------------------- compilers

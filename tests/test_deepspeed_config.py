@@ -292,6 +292,6 @@ def test_an_engine_does_not_change_torch_optim():
 
 
 def test_every_key_of_the_json_is_described():
-    described = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text()
+    described = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
     keys = {*list(inspect.signature(CurvaDion).parameters)[1:], *ROUTING} - {"replicas"}
     assert [key for key in sorted(keys) if f"`{key}`" not in described] == []
