@@ -25,6 +25,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+ROOT = Path(__file__).resolve().parents[1]
+
+
 def with_params(stage=0, kind="CurvaDion", **params):
     configuration = ds.config(stage, params, kind)
     if {"threshold", "wire_budget"} & params.keys() or kind == "Dion":
@@ -218,7 +221,7 @@ def python(program, **environment):
     paths = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = {**os.environ, **paths, **environment}
     program = textwrap.dedent(program)
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=110)
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=110, cwd=ROOT)
 
 
 def test_importing_curvadion_imports_no_deepspeed():
@@ -232,6 +235,30 @@ def test_importing_curvadion_imports_no_deepspeed():
         assert not Engine._is_supported_optimizer(None, "NoSuchOptimizer")
         """
     )
+
+
+def test_the_document_quotes_the_error_of_a_forgotten_import():
+    python(
+        """
+        import pathlib, sys, torch
+        import torch.distributed as dist
+        import deepspeed
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        optimizer = {"type": "CurvaDion", "params": {"lr": 0.02}}
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
+        try:
+            deepspeed.initialize(model=torch.nn.Linear(3, 3), config=settings)
+        except AssertionError as error:
+            said = f"AssertionError: {error}"
+        dist.destroy_process_group()
+        document = pathlib.Path("docs/deepspeed.md").read_text(encoding="utf-8")
+        assert f"```\\n{said}\\n```" in document, said
+        assert 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False' in document
+        assert "curvadion" not in sys.modules
+        """,
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
+    )  # fmt: skip
 
 
 def test_an_import_of_deepspeed_may_fail_and_a_search_may_find_it_before():
