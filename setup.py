@@ -26,7 +26,7 @@ TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", "ninja", *TRAI
 
 def version() -> str:
     """Return ``curvadion.__version__`` without importing the package, which would need torch."""
-    source = (ROOT / "curvadion" / "__init__.py").read_text(encoding="utf-8")
+    source = (ROOT / "curvadion" / "__init__.py").read_text("utf-8")
     match = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     if match is None:
         raise RuntimeError('curvadion/__init__.py has no line of the form __version__ = "1.2.3"')
@@ -55,7 +55,7 @@ def native_builder():
 
 
 class BuildLibraries(build_ext):
-    """Compile csrc/ where it is asked for; what cannot be compiled here is left to its first use."""
+    """Compile csrc/ where this is asked for; what cannot be compiled is left to its first use."""
 
     def run(self):
         native = native_builder()

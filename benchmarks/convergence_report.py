@@ -203,7 +203,7 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 
 def read_records(folder: Path) -> list[Record]:
     """Return all records of a folder, in the order of their files' names."""
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    return [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
 
 
 def write_json(path: Path, command: str, records: Sequence[Record]) -> None:

@@ -314,22 +314,23 @@ def _make_private(folder: Path) -> None:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(0o700, exist_ok=True)
-        for path, writable in ((folder.parent, stat.S_IWOTH), (folder, stat.S_IWOTH | stat.S_IWGRP)):
-            _check_private(path, writable)
+        _check_private(folder.parent, stat.S_IWOTH)
+        _check_private(folder, stat.S_IWOTH | stat.S_IWGRP)
     except OSError as error:
         raise Unavailable(f"cannot write {folder} ({error}): set CURVADION_CACHE") from error
 
 
 def _check_private(path: Path, writable: int) -> None:
     found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
     if found.st_uid != os.getuid():
         raise Unavailable(
             f"the cache {path} belongs to user {found.st_uid}, who could put any code there: set "
             f"CURVADION_CACHE to a folder of user {os.getuid()}"
         )
-    if found.st_mode & writable:
+    if mode & writable:
         raise Unavailable(
-            f"others can write to the cache {path} (mode {stat.S_IMODE(found.st_mode):o}) and could "
+            f"others can write to the cache {path} (mode {mode:o}) and could "
             f"put any code there: delete it, or set CURVADION_CACHE to a folder of mode 700"
         )
 

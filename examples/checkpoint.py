@@ -136,7 +136,7 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress | N
     """
     found: list[list[Path]] = [all_in(folder)]
     dist.broadcast_object_list(found)
-    complaints = []
+    complaints: list[str] = []
     for path in found[0]:
         complaint = damage(path)
         if complaint is None:
@@ -157,4 +157,4 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     weights, state = get_state_dict(model, optimizer)
     state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
+    return Progress(**json.loads((path / "progress.json").read_text("utf-8")))

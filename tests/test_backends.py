@@ -407,7 +407,7 @@ def test_a_lock_that_is_a_link_leaves_its_target_alone(package, cache):
     spoil(cache / native.file_name("cpu"), "no checksum")
     said = load(package, cache.parent)
     assert said == f"unavailable: {cache / 'lock'} is a symbolic link: delete it"
-    assert precious.read_text(encoding="utf-8") == "all I have"
+    assert precious.read_text("utf-8") == "all I have"
 
 
 @needs_compiler
@@ -415,7 +415,7 @@ def test_a_lock_keeps_what_it_holds(package, cache):
     (cache / "lock").write_text("kept")
     spoil(cache / native.file_name("cpu"), "no checksum")
     assert load(package, cache.parent) == "loaded"
-    assert (cache / "lock").read_text(encoding="utf-8") == "kept"
+    assert (cache / "lock").read_text("utf-8") == "kept"
 
 
 # ---------------------------------------------------------------- compilers
@@ -569,7 +569,8 @@ def whole_step(M, G, X, P, V, R, ones):
     return norms + after + ops.norms(X), Q
 
 
-def test_they_compile_as_one_graph():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_they_compile_as_one_graph(backend):
     def arguments():
         M, G, X, ones = lists(2)
         P, V = [torch.ones(20 + i, 2) for i in range(2)], [torch.ones(3, 2) for _ in range(2)]
@@ -577,7 +578,7 @@ def test_they_compile_as_one_graph():
 
     eager, compiled = arguments(), arguments()
     expected = whole_step(*eager)
-    actual = torch.compile(whole_step, fullgraph=True)(*compiled)
+    actual = torch.compile(whole_step, backend=backend, fullgraph=True)(*compiled)
     for e, a in zip(expected, actual, strict=True):
         torch.testing.assert_close(a, e)
     for i in (0, 2):

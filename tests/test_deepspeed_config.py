@@ -221,7 +221,9 @@ def python(program, **environment):
     paths = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = {**os.environ, **paths, **environment}
     program = textwrap.dedent(program)
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=110, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env=environment, timeout=110, cwd=ROOT
+    )
 
 
 def test_importing_curvadion_imports_no_deepspeed():
@@ -252,7 +254,7 @@ def test_the_document_quotes_the_error_of_a_forgotten_import():
         except AssertionError as error:
             said = f"AssertionError: {error}"
         dist.destroy_process_group()
-        document = pathlib.Path("docs/deepspeed.md").read_text(encoding="utf-8")
+        document = pathlib.Path("docs/deepspeed.md").read_text("utf-8")
         assert f"```\\n{said}\\n```" in document, said
         assert 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False' in document
         assert "curvadion" not in sys.modules
@@ -319,6 +321,6 @@ def test_an_engine_does_not_change_torch_optim():
 
 
 def test_every_key_of_the_json_is_described():
-    described = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+    described = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text("utf-8")
     keys = {*list(inspect.signature(CurvaDion).parameters)[1:], *ROUTING} - {"replicas"}
     assert [key for key in sorted(keys) if f"`{key}`" not in described] == []

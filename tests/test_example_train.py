@@ -109,7 +109,7 @@ def test_resuming_is_bitwise_continuation(tmp_path, optimizer):
     shutil.rmtree(resumed / "checkpoints" / "step-00000006")
     summaries = distributed.run(2, train, *flags, str(resumed), "--resume")
 
-    assert json.loads((resumed / "summary.json").read_text(encoding="utf-8")) == summaries[0]
+    assert json.loads((resumed / "summary.json").read_text("utf-8")) == summaries[0]
     ours, theirs = (read(run / "log.jsonl") for run in (straight, resumed))
     for one, other in zip(ours, theirs, strict=True):
         # A start has its own messages: DDP's bucket order, the optimizer's check of the replicas.
@@ -219,7 +219,7 @@ def test_the_log_tells_what_crosses_the_wire(tmp_path):
         totals = [record["wire_bytes"] for record in log]
         sent[name] = [b - a for a, b in pairwise(totals)]
         gates = [record["gate_open"] for record in log][1:]
-        summary = json.loads((tmp_path / name / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((tmp_path / name / "summary.json").read_text("utf-8"))
         assert summary["wire_bytes"] == totals[-1]
         assert summary["tokens"] == 6 * 2 * 4 * 16
     parameters = 2 * 256 * 16 + 3 * 16 + 4 * 16 * 16 + 2 * 16 * 64
@@ -245,7 +245,7 @@ def test_no_thread_of_the_process_group_outlives_the_training(tmp_path):
     script = f"""
 import pathlib, train_gpt
 train_gpt.main({[*TINY, "--steps", "2", "--out", str(tmp_path)]})
-print([task.read_text(encoding="utf-8").strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")])
+print([task.read_text("utf-8").strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")])
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(

@@ -1,4 +1,4 @@
-"""The wheel is pure, its page has no link that leads nowhere, and the sdist holds what tests read."""
+"""The wheel is pure, the links of its page are absolute, the sdist holds what the tests read."""
 
 from __future__ import annotations
 
