@@ -13,6 +13,9 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
+# torch reads its own templates in the locale's encoding, which may be none that holds them.
+export PYTHONUTF8 := 1
+
 .PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain soak clean
 
 demo: .venv/installed

@@ -1,6 +1,11 @@
-"""Packaging of curvadion; pyproject.toml holds the build requirements and the tools' settings."""
+"""Packaging of curvadion; pyproject.toml holds the build requirements and the tools' settings.
+
+A wheel is pure: it holds the sources of the compiled operations, and their first use compiles them.
+``CURVADION_COMPILE=1 pip wheel .`` compiles them into the wheel, which then is for this platform.
+"""
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -12,6 +17,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+PROJECT = "https://pypi.org/project/curvadion/"
+COMPILE = os.environ.get("CURVADION_COMPILE", "0") not in ("", "0")
 TRITON = ["triton; platform_system == 'Linux'"]
 TRAIN = ["tqdm", "tensorboard", "matplotlib"]
 TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", "ninja", *TRAIN, *TRITON]
@@ -19,7 +26,7 @@ TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", "ninja", *TRAI
 
 def version() -> str:
     """Return ``curvadion.__version__`` without importing the package, which would need torch."""
-    source = (ROOT / "curvadion" / "__init__.py").read_text()
+    source = (ROOT / "curvadion" / "__init__.py").read_text("utf-8")
     match = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     if match is None:
         raise RuntimeError('curvadion/__init__.py has no line of the form __version__ = "1.2.3"')
@@ -27,9 +34,15 @@ def version() -> str:
 
 
 def long_description() -> str:
-    """Return the README, or nothing in a tree without one."""
+    """Return the README for a page elsewhere, or nothing in a tree without one.
+
+    Files beside it are in the source archive: links to them lead there, and pictures are left out.
+    """
     readme = ROOT / "README.md"
-    return readme.read_text() if readme.exists() else ""
+    if not readme.exists():
+        return ""
+    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", readme.read_text("utf-8"), flags=re.M)
+    return re.sub(r"\]\((?!https?:|#)[^)]*\)", f"]({PROJECT}#files)", text)
 
 
 def native_builder():
@@ -42,7 +55,7 @@ def native_builder():
 
 
 class BuildLibraries(build_ext):
-    """Compile csrc/; what cannot be compiled here is left to its first use, or to PyTorch."""
+    """Compile csrc/ where this is asked for; what cannot be compiled is left to its first use."""
 
     def run(self):
         native = native_builder()
@@ -53,9 +66,11 @@ class BuildLibraries(build_ext):
             try:
                 native.build(name, target)
             except native.Unavailable as reason:
+                if COMPILE and name == "cpu":
+                    raise SystemExit(f"CURVADION_COMPILE is set, but {reason}") from reason
                 print(f"curvadion: the {name} operations are not built: {reason}")
             else:
-                self.built.append(str(target))
+                self.built += [str(target), str(native.checksum_file(target))]
 
     def get_outputs(self):
         return getattr(self, "built", [])
@@ -75,7 +90,7 @@ class BuildPackages(build_py):
 
 
 class Wheel(bdist_wheel):
-    """For a platform, but for every Python: the libraries do not link it."""
+    """For every Python, also with compiled libraries: they do not link it."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
@@ -94,11 +109,17 @@ setup(
     description="Low-rank distributed optimizers that synchronise only when curvature asks for it",
     long_description=long_description(),
     long_description_content_type="text/markdown",
+    url=PROJECT,
+    project_urls={
+        "Source archive": f"{PROJECT}#files",
+        "Dion (paper)": "https://arxiv.org/abs/2504.05295",
+        "CurvaDion (paper)": "https://arxiv.org/abs/2512.13728",
+    },
     license="MIT",
     license_files=["LICENSE"],
     packages=packages,
     package_dir=package_dir,
-    ext_modules=[Extension("curvadion.libraries", [])],
+    ext_modules=[Extension("curvadion.libraries", [])] if COMPILE else [],
     cmdclass={"build_ext": BuildLibraries, "build_py": BuildPackages, "bdist_wheel": Wheel},
     package_data={package: ["py.typed"] for package in package_dir},
     python_requires=">=3.10",

@@ -211,7 +211,7 @@ def describe(device: torch.device) -> str:
 def read_record(run: Run, folder: Path) -> dict[str, Any] | None:
     """Return the record of just this run, None if there is none."""
     file = folder / f"{run.slug}.json"
-    record: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+    record: dict[str, Any] | None = json.loads(file.read_text("utf-8")) if file.exists() else None
     same = record is not None and record["run"] == json.loads(json.dumps(run.as_dict()))
     return record if same else None
 

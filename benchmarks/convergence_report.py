@@ -203,7 +203,7 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 
 def read_records(folder: Path) -> list[Record]:
     """Return all records of a folder, in the order of their files' names."""
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
 
 
 def write_json(path: Path, command: str, records: Sequence[Record]) -> None:
@@ -255,7 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     cells = rows(best)
     write_json(out / f"{options.name}.json", command, records)
     (out / f"{options.name}.md").write_text(
-        f"{markdown(cells)}\n{CAPTION}\n\nEvery setting:\n\n{markdown(rows(results))}"
+        f"{markdown(cells)}\n{CAPTION}\n\nEvery setting:\n\n{markdown(rows(results))}",
+        encoding="utf-8",
     )
     convergence_plot.draw(points(best), out / f"{options.name}.png")
     print(f"{aligned(cells)}\n\n{CAPTION}\n\n{out}/{options.name}.json, .md and .png")

@@ -499,7 +499,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file, variants = Path(options.out), selected(options.only)
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "benchmarks/explore.py", *given])
-    records = json.loads(file.read_text())["variants"] if file.exists() else []
+    records = json.loads(file.read_text("utf-8"))["variants"] if file.exists() else []
     rows = [["variant", "held-out loss", "bytes"]]
     for variant in variants:
         wanted = {"name": variant.name, "steps": options.steps, "seed": options.seed}

@@ -154,13 +154,13 @@ def run_benchmark(arguments: str, folder: Path, deadline: Deadline) -> dict[str,
     if status != "ok":
         found["output"] = tail(log, 3000)
     if output.exists():
-        found["records"] = json.loads(output.read_text())["records"]
+        found["records"] = json.loads(output.read_text("utf-8"))["records"]
     return found
 
 
 def tail(log: Path, characters: int) -> str:
     """The end of a log."""
-    return log.read_text(errors="replace")[-characters:]
+    return log.read_text("utf-8", errors="replace")[-characters:]
 
 
 def nvcc_version() -> str | None:

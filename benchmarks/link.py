@@ -160,7 +160,7 @@ def measured_steps(method: str, training: Training, steps: int) -> Record:
 
 def bytes_sent() -> int:
     """What this rank's interface has sent, headers and acknowledgements included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
+    for line in Path("/proc/self/net/dev").read_text("utf-8").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
             return int(numbers.split()[8])

@@ -120,7 +120,7 @@ def _version(module: str) -> str | None:
 
 def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return platform.processor()
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")

@@ -257,8 +257,9 @@ def main() -> None:
     if options.plot is not None:
         plot(found, options.plot)
     if options.document:
-        (measured,) = json.loads(MEASURED.read_text())["records"]
-        DOCUMENT.write_text(rewritten(DOCUMENT.read_text(), tables(found, measured)))
+        (measured,) = json.loads(MEASURED.read_text("utf-8"))["records"]
+        document = rewritten(DOCUMENT.read_text("utf-8"), tables(found, measured))
+        DOCUMENT.write_text(document, encoding="utf-8")
 
 
 if __name__ == "__main__":

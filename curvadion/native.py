@@ -1,18 +1,25 @@
 """Builds and loads the compiled operations in csrc/: plain C libraries, called through ctypes.
 
-``python setup.py build_ext`` puts them beside this file. Where that has not been done, the first
-use builds them into a cache, which takes seconds. They link neither torch nor Python: one library
-serves every version of both. This module imports neither, so that setup.py can run it.
+``python setup.py build_ext --inplace`` puts them beside this file. Where that has not been done,
+the first use builds them into a cache, which takes seconds. They link neither torch nor Python: one
+library serves every version of both. This module imports neither, so that setup.py can run it.
+
+A file with its SHA-256 lies beside each library and is compared before the library is loaded: a
+truncated one would end the process. The cache is used only if it belongs to this user and nobody
+else can write to it, because what it holds is run.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
+CACHE_FORMAT = 2  # a checksum beside the library, in a folder of mode 700
 SOURCES, HEADERS = (".cpp", ".cu"), (".h", ".cuh")
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wall", "-Wextra"]
 CUDA_TARGETS = ["80", "90", "100"]  # A100, H100 and B200
@@ -53,19 +61,27 @@ def library(name: str) -> ctypes.CDLL:
     """
     installed = HERE / file_name(name)
     if installed.exists():
-        if source_folder(name) is None:
-            return _load(installed)
-        with suppress(Unavailable):
-            loaded = _load(installed)
-            if _digest_in(loaded) == source_digest(name):
-                return loaded
-    cached = cache_folder() / source_digest(name) / file_name(name)
-    if not cached.exists():
-        with _lock(cached.parent):
-            if not cached.exists():
+        try:
+            return _load(name, installed)
+        except Unavailable:
+            if source_folder(name) is None:
+                raise
+    return _load(name, _cached(name))
+
+
+def _cached(name: str) -> Path:
+    """The library's file in the cache, built unless a whole one is there."""
+    if sys.platform == "win32":
+        raise Unavailable("compiled operations are not built on Windows")
+    folder = cache_folder() / source_digest(name)
+    _make_private(folder)
+    cached = folder / file_name(name)
+    if not is_whole(cached):
+        with _lock(folder):
+            if not is_whole(cached):
                 logger.info("building %s, once", cached)
                 build(name, cached)
-    return _load(cached)
+    return cached
 
 
 def file_name(name: str) -> str:
@@ -73,16 +89,39 @@ def file_name(name: str) -> str:
     return f"libcurvadion_{name}.so"
 
 
+def checksum_file(library_path: Path) -> Path:
+    """The file that holds a library's SHA-256, in the format of ``sha256sum``."""
+    return library_path.with_name(library_path.name + ".sha256")
+
+
+def is_whole(library_path: Path) -> bool:
+    """Whether the library is there and has the checksum that was written when it was built."""
+    try:
+        content = library_path.read_bytes()
+        written = checksum_file(library_path).read_bytes()
+    except OSError:
+        return False
+    return written == _checksum(library_path.name, content)
+
+
 def build(name: str, target: Path) -> None:
-    """Compile the library into the file ``target``, with ninja if there is one.
+    """Compile the library into the file ``target``, its checksum beside it; with ninja if possible.
 
     Raises:
-        Unavailable: without sources or a compiler, or with the compiler's first complaint.
+        Unavailable: without sources or a compiler, with the compiler's first complaint, or if the
+            target's folder cannot be written.
     """
     if source_folder(name) is None:
         raise Unavailable(f"the sources csrc/{name} are not installed")
     target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _build(name, target)
+    except OSError as error:
+        raise Unavailable(f"cannot build {target} ({error})") from error
+
+
+def _build(name: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         steps = build_steps(name, Path(folder))
         ninja = _ninja()
@@ -92,15 +131,28 @@ def build(name: str, target: Path) -> None:
         else:
             for step in steps:
                 _run(step.command)
-        # Readers in other processes see the whole file or none.
-        os.replace(steps[-1].output, target)
+        built = steps[-1].output
+        if not built.exists():
+            raise Unavailable(f"{steps[-1].command[0]} reported success and wrote no library")
+        checksum = checksum_file(built)
+        checksum.write_bytes(_checksum(built.name, built.read_bytes()))
+        _load(name, built)  # before others find it
+        # Whole files take the place of the old ones. Who reads in between sees a wrong checksum.
+        for made, mode in ((built, 0o755), (checksum, 0o644)):
+            made.chmod(mode)
+            os.replace(made, target.with_name(made.name))
+
+
+def _checksum(file: str, content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {file}\n".encode()
 
 
 def build_steps(name: str, folder: Path) -> list[Step]:
     """The commands that build the library in ``folder``; the last one writes the library."""
     if name == "cuda":
-        compiler, link = _nvcc(), ["-cudart=static"]
-        flags = [*NVCC_FLAGS, *_machine_code(compiler)]
+        nvcc = _nvcc()
+        compiler, link = [nvcc], ["-cudart=static"]
+        flags = [*NVCC_FLAGS, *_machine_code(nvcc)]
     else:
         compiler, flags, link = _cxx(), CXX_FLAGS, ["-fopenmp"]
     sources = [path for path in source_files(name) if path.suffix in SOURCES]
@@ -109,11 +161,11 @@ def build_steps(name: str, folder: Path) -> list[Step]:
     steps = []
     for source in sources:
         output = folder / f"{source.stem}.o"
-        command = [compiler, *flags, digest, "-c", str(source), "-o", str(output)]
+        command = [*compiler, *flags, digest, "-c", str(source), "-o", str(output)]
         steps.append(Step(output, [source, *headers], command))
     objects = [step.output for step in steps]
     library_path = folder / file_name(name)
-    command = [compiler, "-shared", *link, *map(str, objects), "-o", str(library_path)]
+    command = [*compiler, "-shared", *link, *map(str, objects), "-o", str(library_path)]
     return [*steps, Step(library_path, objects, command)]
 
 
@@ -135,9 +187,8 @@ def source_files(name: str) -> list[Path]:
 @lru_cache
 def source_digest(name: str) -> str:
     """Names a library's version: 16 hexadecimal digits of its sources, flags and machine."""
-    digest = hashlib.sha256(
-        repr((platform.machine(), CXX_FLAGS, NVCC_FLAGS, CUDA_TARGETS)).encode()
-    )
+    facts = (CACHE_FORMAT, platform.machine(), CXX_FLAGS, NVCC_FLAGS, CUDA_TARGETS)
+    digest = hashlib.sha256(repr(facts).encode())
     for path in source_files(name):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -156,11 +207,17 @@ def cache_folder() -> Path:
         raise Unavailable(f"no cache folder ({error}): set CURVADION_CACHE") from error
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(name: str, path: Path) -> ctypes.CDLL:
+    """Load a library whose checksum is right and which was built from the sources that are here."""
+    if not is_whole(path):
+        raise Unavailable(f"{path} does not match {checksum_file(path).name}: delete both")
     try:
-        return ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"{path} does not load: {error}") from error
+    if source_folder(name) is not None and _digest_in(loaded) != source_digest(name):
+        raise Unavailable(f"{path} was built from other sources: delete it")
+    return loaded
 
 
 def _digest_in(loaded: ctypes.CDLL) -> str | None:
@@ -173,11 +230,15 @@ def _digest_in(loaded: ctypes.CDLL) -> str | None:
     return digest.decode()
 
 
-def _cxx() -> str:
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
+def _cxx() -> list[str]:
+    """The C++ compiler's command: CXX, which may hold arguments, or what is usually there."""
+    if chosen := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(chosen[0]) is None:
+            raise Unavailable(f"CXX={chosen[0]!r} names no program: correct it or unset it")
+        return chosen
+    for name in ("g++", "c++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
     raise Unavailable("no C++ compiler was found: install g++ or set CXX")
 
 
@@ -191,7 +252,7 @@ def _nvcc() -> str:
 
 def _machine_code(nvcc: str) -> list[str]:
     """Flags for machine code of the targets that this nvcc knows, and PTX for what comes after."""
-    listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False)
+    listing = _output([nvcc, "--list-gpu-arch"])
     known = [t for t in CUDA_TARGETS if f"compute_{t}" in listing.stdout.split()]
     if not known:
         raise Unavailable(f"{nvcc} compiles for none of sm_{', sm_'.join(CUDA_TARGETS)}: update it")
@@ -211,7 +272,7 @@ def _write_ninja_file(steps: list[Step], folder: Path) -> None:
         inputs = " ".join(_escape(str(path)) for path in step.inputs)
         lines.append(f"build {_escape(str(step.output))}: run {inputs}")
         lines.append("  command = " + " ".join(_quote(word) for word in step.command))
-    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _escape(path: str) -> str:
@@ -223,28 +284,74 @@ def _quote(word: str) -> str:
     return quoted.replace("$", "$$")
 
 
+def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command; what it says is read as UTF-8 whatever the locale."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
+    except OSError as error:  # not executable, or for another machine
+        raise Unavailable(f"{command[0]} does not run: {error}") from error
+
+
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = _output(command)
     if result.returncode:
         said = (result.stdout + result.stderr).splitlines()
-        complaints = [line for line in said if "error" in line.lower()] or said or ["no output"]
-        raise Unavailable(f"{command[0]} failed: {complaints[0].strip()}")
+        words = ("error", "failed", "")  # the first of them that any line has
+        complaints = [line for word in words for line in said if word in line.lower()]
+        raise Unavailable(f"{command[0]} failed: {(complaints or ['no output'])[0].strip()}")
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder of the cache, for this user alone, and refuse what others could have filled.
+
+    Raises:
+        Unavailable: if the folder or the one that it lies in belongs to somebody else, or if others
+            can write to it, or if it cannot be made.
+    """
+    try:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(0o700, exist_ok=True)
+        _check_private(folder.parent, stat.S_IWOTH)
+        _check_private(folder, stat.S_IWOTH | stat.S_IWGRP)
+    except OSError as error:
+        raise Unavailable(f"cannot write {folder} ({error}): set CURVADION_CACHE") from error
+
+
+def _check_private(path: Path, writable: int) -> None:
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid != os.getuid():
+        raise Unavailable(
+            f"the cache {path} belongs to user {found.st_uid}, who could put any code there: set "
+            f"CURVADION_CACHE to a folder of user {os.getuid()}"
+        )
+    if mode & writable:
+        raise Unavailable(
+            f"others can write to the cache {path} (mode {mode:o}) and could "
+            f"put any code there: delete it, or set CURVADION_CACHE to a folder of mode 700"
+        )
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Keep the other processes of this machine from building the same library meanwhile."""
-    if sys.platform == "win32":
-        raise Unavailable("compiled operations are not built on Windows")
     import fcntl
 
+    path = folder / "lock"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "w")  # noqa: SIM115
+        # A link would be followed to a file that is none of ours.
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Unavailable(f"{path} is a symbolic link: delete it") from error
         raise Unavailable(f"cannot write {folder} ({error}): set CURVADION_CACHE") from error
-    with file:
+    try:
         # Some network file systems know no locks: then all build, and the last one's file stays.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)

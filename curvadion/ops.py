@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import TracebackType
@@ -304,7 +305,9 @@ def low_rank_update_(
 
 # ---------------------------------------------------------------- operators for torch.compile
 
-_LIBRARY = torch.library.Library("curvadion", "DEF")
+# A process registers operators once. Where this package is imported again, after sys.modules was
+# purged of it, the first import's operators stay and call the functions of the last.
+_LIBRARY = torch.library.Library("curvadion", "FRAGMENT")
 
 
 def _sum_dtype(X: Lists) -> torch.dtype:
@@ -326,12 +329,19 @@ def _fake_nothing(*_: Any) -> None:
     return None
 
 
+def _operator(name: str, args: tuple[Any, ...]) -> Any:
+    first = _first(args)
+    return getattr(plain, name)(*args) if first is None else _run(name, first, args)
+
+
 def _register(schema: str, fake: Callable[..., Any]) -> None:
     name = schema.split("(")[0]
+    if hasattr(torch.ops.curvadion, name):
+        return
 
     def implementation(*args: Any) -> Any:
-        first = _first(args)
-        return getattr(plain, name)(*args) if first is None else _run(name, first, args)
+        newest: Any = sys.modules.get(__name__)
+        return (newest._operator if newest else _operator)(name, args)
 
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")

@@ -51,11 +51,14 @@ def train(
     if follow(
         [sys.executable, *launcher, str(processes), *script], environment, folder / "output.txt"
     ):
-        output = (folder / "output.txt").read_text(errors="replace")
+        output = (folder / "output.txt").read_text("utf-8", errors="replace")
         raise SystemExit(f"{output}\nThe run {name} failed: see {folder / 'output.txt'}")
     return {
-        "summary": {**json.loads((folder / "summary.json").read_text()), "name": name},
-        "config": json.loads((folder / "config.json").read_text()),
+        "summary": {
+            **json.loads((folder / "summary.json").read_text("utf-8")),
+            "name": name,
+        },
+        "config": json.loads((folder / "config.json").read_text("utf-8")),
         "train": read(folder / "log.jsonl", "train"),
         "validation": read(folder / "log.jsonl", "validation"),
     }

@@ -51,6 +51,6 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
     A last line that a crash cut short is left out.
     """
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if kind in (None, record["kind"])]

@@ -395,16 +395,15 @@ class Trainer:
         return drift(weights, self.layout.replicas, None)
 
     def resume(self) -> Progress:
-        """Load the newest checkpoint, if there is one and the configuration asks for it."""
-        newest = checkpoint.latest(self.checkpoints)
-        if newest is None:
-            return Progress()
+        """Load the newest undamaged checkpoint, if there is one and the configuration asks so."""
         if not self.config.resume:
-            raise ValueError(
-                f"out={self.config.out!r} holds checkpoints of a run: pass --resume to continue "
-                "it, or another --out"
-            )
-        return checkpoint.load(newest, self.model, self.optimizer)
+            if checkpoint.all_in(self.checkpoints):
+                raise ValueError(
+                    f"out={self.config.out!r} holds checkpoints of a run: pass --resume to "
+                    "continue it, or another --out"
+                )
+            return Progress()
+        return checkpoint.resume(self.checkpoints, self.model, self.optimizer) or Progress()
 
     def save(self, progress: Progress) -> None:
         """Bring the replicas together, where they may differ, and write a checkpoint."""

@@ -53,7 +53,7 @@ class Config:
 
     def json(self) -> dict[str, Any]:
         """Return DeepSpeed's configuration."""
-        settings: dict[str, Any] = json.loads(Path(self.deepspeed_config).read_text())
+        settings: dict[str, Any] = json.loads(Path(self.deepspeed_config).read_text("utf-8"))
         params = settings["optimizer"]["params"]
         if self.gate != "json":
             params.pop("threshold", None)

@@ -158,6 +158,14 @@ def engine_of(configuration, of=None, **arguments):
     return deepspeed.initialize(model=of or model(), config=settings, **arguments)[0]
 
 
+def supports_fp16():
+    """Whether DeepSpeed takes float16 on this machine; CPUs need AVX512-FP16 for it."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
 def forget_groups():
     """What DeepSpeed remembers of the process groups and parameters of an earlier call."""
     import deepspeed.comm.comm as comm

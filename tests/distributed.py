@@ -153,7 +153,7 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.kill(cast(int, self.process.pid), signal.SIGUSR1)
         time.sleep(0.2)
-        return self._stack_file.read_text()
+        return self._stack_file.read_text("utf-8")
 
 
 def _collect(workers: list[_Worker], timeout: float) -> list[Any]:

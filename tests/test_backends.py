@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import textwrap
@@ -175,8 +178,8 @@ def test_builds_with_and_without_ninja(ninja, tmp_path, monkeypatch):
         monkeypatch.setattr(native, "_ninja", lambda: None)
     target = tmp_path / "a folder: with $ odd 'names'" / native.file_name("cpu")
     native.build("cpu", target)
-    assert [path.name for path in target.parent.iterdir()] == [target.name]
-    assert native._digest_in(native._load(target)) == native.source_digest("cpu")
+    assert {*target.parent.iterdir()} == {target, native.checksum_file(target)}
+    assert native._digest_in(native._load("cpu", target)) == native.source_digest("cpu")
 
 
 @needs_compiler
@@ -193,7 +196,8 @@ def test_processes_that_build_at_once_share_one_build(tmp_path):
         thread.join()
     assert len(said) == 2
     (folder,) = tmp_path.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == [native.file_name("cpu"), "lock"]
+    library = folder / native.file_name("cpu")
+    assert {*folder.iterdir()} == {library, native.checksum_file(library), folder / "lock"}
 
 
 @needs_compiler
@@ -219,6 +223,11 @@ def test_a_library_that_does_not_load_is_built_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
     native.library.cache_clear()
     try:
+        with pytest.raises(native.Unavailable, match=r"does not match .*\.so\.sha256: delete both"):
+            native.library("cpu")
+        native.checksum_file(tmp_path / native.file_name("cpu")).write_bytes(
+            native._checksum(native.file_name("cpu"), b"of another machine")
+        )
         with pytest.raises(native.Unavailable, match="does not load"):
             native.library("cpu")
         native.library.cache_clear()
@@ -255,6 +264,201 @@ def test_a_user_without_a_home_is_told_what_to_set():
     code = textwrap.dedent(code) + textwrap.dedent(USE)
     said = python(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None)
     assert said.startswith("3.0\n2.0\n") and "set CURVADION_CACHE" in said
+
+
+# ---------------------------------------------------------------- the cache
+
+
+LOAD = """
+import os, sys
+os.umask(int(sys.argv[1], 8))
+import native
+if sys.argv[2] != "ninja":
+    native._ninja = lambda: None
+try:
+    native.library("cpu")
+    print("loaded")
+except native.Unavailable as reason:
+    print("unavailable:", reason)
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A folder with native.py, the sources, and a compiler that copies what was compiled once."""
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copy(native.__file__, folder)
+    (folder / "csrc").symlink_to(native.source_folder("cpu").parent)
+    native.build("cpu", folder / "built" / "library.so")
+    built = folder / "built" / native.file_name("cpu")
+    script(folder / "c++", f"#!/bin/sh\nfor last; do :; done\ncp {built} $last\n")
+    return folder
+
+
+def script(path, text, mode=0o755):
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def load(package, cache, umask="022", ninja=True, **environment):
+    """What native.library says in a fresh process with this cache."""
+    given = {"CXX": str(package / "c++"), "CURVADION_CACHE": str(cache), **environment}
+    env = {key: value for key, value in {**os.environ, **given}.items() if value is not None}
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD, umask, "ninja" if ninja else "none"],
+        capture_output=True, text=True, env=env, cwd=package, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture
+def cache(package, tmp_path):
+    """The folder of the library in a cache that has been used."""
+    assert load(package, tmp_path / "cache") == "loaded"
+    return tmp_path / "cache" / native.source_digest("cpu")
+
+
+def spoil(library, how):
+    content = library.read_bytes()
+    if how == "truncated":
+        library.write_bytes(content[:4096])
+    elif how == "one bit":
+        library.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif how == "empty":
+        library.write_bytes(b"")
+    elif how == "foreign":
+        shutil.copyfile(_ctypes.__file__, library)
+    elif how == "foreign, with its checksum":
+        shutil.copyfile(_ctypes.__file__, library)
+        checksum = native._checksum(library.name, library.read_bytes())
+        native.checksum_file(library).write_bytes(checksum)
+    elif how == "checksum":
+        native.checksum_file(library).write_bytes(b"\xff")
+    elif how == "no checksum":
+        native.checksum_file(library).unlink()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "how", ["truncated", "one bit", "empty", "foreign", "checksum", "no checksum"]
+)
+def test_a_damaged_library_is_built_anew_and_not_loaded(how, package, cache):
+    library = cache / native.file_name("cpu")
+    assert native.is_whole(library)
+    spoil(library, how)
+    assert not native.is_whole(library)
+    assert load(package, cache.parent) == "loaded"
+    assert native.is_whole(library)
+
+
+@needs_compiler
+def test_another_library_with_its_checksum_is_refused(package, cache):
+    spoil(cache / native.file_name("cpu"), "foreign, with its checksum")
+    said = load(package, cache.parent)
+    assert said.startswith("unavailable: ") and "was built from other sources: delete it" in said
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", ["000", "077", "002"])
+def test_the_cache_is_for_its_user_alone_whatever_the_umask(umask, package, tmp_path):
+    home = tmp_path / "home"
+    chosen = {"CURVADION_CACHE": None, "XDG_CACHE_HOME": None, "HOME": str(home)}
+    assert load(package, None, umask, **chosen) == "loaded"
+    cache = home / ".cache" / "curvadion"
+    folders = [home, home / ".cache", cache, cache / native.source_digest("cpu")]
+    assert [f"{stat.S_IMODE(path.stat().st_mode):o}" for path in folders] == ["700"] * 4
+    assert not [path for path in folders[-1].iterdir() if path.stat().st_mode & 0o022]
+    assert load(package, cache, CXX="/bin/false") == "loaded"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("where", "mode"), [("cache", 0o777), ("cache", 0o1777), ("digest", 0o770)]
+)
+def test_a_cache_that_others_can_write_is_refused(where, mode, package, cache):
+    folder = cache.parent if where == "cache" else cache
+    folder.chmod(mode)
+    said = load(package, cache.parent)
+    assert said.startswith(
+        f"unavailable: others can write to the cache {folder} (mode {mode:o}) and could put any "
+        f"code there: delete it, or set CURVADION_CACHE to a folder of mode 700"
+    )
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("where", ["cache", "digest"])
+def test_a_cache_of_somebody_else_is_refused(where, package, cache):
+    folder = cache.parent if where == "cache" else cache
+    os.chown(folder, 12345, -1)
+    said = load(package, cache.parent)
+    assert said.startswith(f"unavailable: the cache {folder} belongs to user 12345")
+    assert said.endswith("set CURVADION_CACHE to a folder of user 0")
+
+
+@needs_compiler
+def test_a_lock_that_is_a_link_leaves_its_target_alone(package, cache):
+    precious = cache.parent / "precious"
+    precious.write_text("all I have")
+    (cache / "lock").unlink()
+    (cache / "lock").symlink_to(precious)
+    spoil(cache / native.file_name("cpu"), "no checksum")
+    said = load(package, cache.parent)
+    assert said == f"unavailable: {cache / 'lock'} is a symbolic link: delete it"
+    assert precious.read_text("utf-8") == "all I have"
+
+
+@needs_compiler
+def test_a_lock_keeps_what_it_holds(package, cache):
+    (cache / "lock").write_text("kept")
+    spoil(cache / native.file_name("cpu"), "no checksum")
+    assert load(package, cache.parent) == "loaded"
+    assert (cache / "lock").read_text("utf-8") == "kept"
+
+
+# ---------------------------------------------------------------- compilers
+
+COMPILERS = {
+    "/bin/true": "/bin/true reported success and wrote no library",
+    "/bin/false": "failed: ",
+    "no-such-compiler": "CXX='no-such-compiler' names no program: correct it or unset it",
+    "that writes nothing": "does not load",
+    "not executable": "names no program: correct it or unset it",
+    "of another machine": "Exec format error",
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("ninja", [True, False])
+def test_what_does_not_compile_is_named(compiler, ninja, package, tmp_path):
+    complaint = COMPILERS[compiler]
+    if compiler == "that writes nothing":
+        compiler = script(tmp_path / "c++", "#!/bin/sh\nfor last; do :; done\n: > $last\n")
+    elif compiler == "not executable":
+        compiler = script(tmp_path / "c++", "", 0o644)
+    elif compiler == "of another machine":
+        compiler = script(tmp_path / "c++", "\x7fELF")
+        complaint = "failed: " if ninja else complaint
+    for _ in range(2):
+        said = load(package, tmp_path / "cache", ninja=ninja, CXX=compiler)
+        assert said.startswith("unavailable: ") and complaint in said
+
+
+def test_a_compiler_that_does_nothing_is_one_warning(tmp_path):
+    said = python(USE, CXX="/bin/true", CURVADION_CACHE=str(tmp_path / "cache"))
+    assert said == (
+        "3.0\n2.0\ncurvadion runs in plain PyTorch on the cpu (cpu: /bin/true reported success and "
+        "wrote no library)\n"
+    )
+
+
+@needs_compiler
+def test_the_compiler_may_have_arguments(package, tmp_path):
+    said = load(package, tmp_path / "cache", CXX=f"nice -n 1 {package / 'c++'}")
+    assert said == "loaded"
 
 
 # ---------------------------------------------------------------- exactness
@@ -365,7 +569,8 @@ def whole_step(M, G, X, P, V, R, ones):
     return norms + after + ops.norms(X), Q
 
 
-def test_they_compile_as_one_graph():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_they_compile_as_one_graph(backend):
     def arguments():
         M, G, X, ones = lists(2)
         P, V = [torch.ones(20 + i, 2) for i in range(2)], [torch.ones(3, 2) for _ in range(2)]
@@ -373,7 +578,7 @@ def test_they_compile_as_one_graph():
 
     eager, compiled = arguments(), arguments()
     expected = whole_step(*eager)
-    actual = torch.compile(whole_step, fullgraph=True)(*compiled)
+    actual = torch.compile(whole_step, backend=backend, fullgraph=True)(*compiled)
     for e, a in zip(expected, actual, strict=True):
         torch.testing.assert_close(a, e)
     for i in (0, 2):

@@ -25,7 +25,7 @@ def run(script, *arguments):
 def records(script, path, *arguments):
     result = run(script, *arguments, "--device", "cpu", "--rounds", "2", "--output", path)
     assert result.returncode == 0, result.stderr[-2000:]
-    written = json.loads(path.read_text())
+    written = json.loads(path.read_text("utf-8"))
     assert written["command"].startswith("OMP_NUM_THREADS=") and written["environment"]["torch"]
     return written["records"]
 
@@ -40,7 +40,7 @@ def test_kernels(tmp_path):
         if r["operation"] == "momentum_norms_":  # reads M and G, writes M
             moved = 1e9 * r["gigabytes_per_second"] * r["seconds"]
             assert moved == pytest.approx(3 * 4 * 20 * 2000)
-    assert len((tmp_path / "a.csv").read_text().splitlines()) == len(found) + 1
+    assert len((tmp_path / "a.csv").read_text("utf-8").splitlines()) == len(found) + 1
 
 
 def test_optimizer_step(tmp_path):

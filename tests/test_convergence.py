@@ -340,7 +340,7 @@ def test_a_second_start_trains_what_is_missing(tmp_path, monkeypatch, capsys):
 
     convergence.main(flags)
     assert kept.read_bytes() == before
-    record = json.loads((tmp_path / f"{runs[1].slug}.json").read_text())
+    record = json.loads((tmp_path / f"{runs[1].slug}.json").read_text("utf-8"))
     assert record["command"] == f"python benchmarks/convergence.py {' '.join(flags)}"
     assert record["run"]["settings"] == {"rank_fraction": 0.25}
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".json"]
@@ -354,7 +354,7 @@ def of_session(leader):
     found = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            state, _, _, session = file.read_text().rpartition(")")[2].split()[:4]
+            state, _, _, session = file.read_text("utf-8").rpartition(")")[2].split()[:4]
             found += int(session) == leader and state != "Z"
     return found
 
@@ -478,10 +478,10 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
     flags = ["--runs", str(runs), "--out", str(out), "--name", "all"]
     results = convergence_report.main(flags)
     assert len(results) == 6
-    written = json.loads((out / "all.json").read_text())
+    written = json.loads((out / "all.json").read_text("utf-8"))
     assert written["records"] == records
     assert written["command"].startswith("python benchmarks/convergence_report.py --runs")
-    assert (out / "all.md").read_text().count("\n| ") == 7 + 8
+    assert (out / "all.md").read_text("utf-8").count("\n| ") == 7 + 8
     assert (out / "all.png").read_bytes().startswith(b"\x89PNG")
     assert "published" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="convergence.py first"):
@@ -490,5 +490,5 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
 
 def test_the_document_shows_the_results():
     root = Path(convergence.__file__).resolve().parent.parent
-    table, *_ = (root / "benchmarks/results/convergence/runs.md").read_text().split("\n\n")
-    assert table in (root / "docs" / "convergence.md").read_text()
+    table, *_ = (root / "benchmarks/results/convergence/runs.md").read_text("utf-8").split("\n\n")
+    assert table in (root / "docs" / "convergence.md").read_text("utf-8")

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -208,5 +210,116 @@ def test_gradients_reduced_outside_hooks_are_an_error():
 
 
 def test_anything_else_than_ddp_is_an_error():
-    with pytest.raises(TypeError, match="DistributedDataParallel, got Linear"):
-        keep_gradients_local(nn.Linear(1, 1))
+    for model in (nn.Linear(1, 1), torch.compile(nn.Linear(1, 1), backend="eager")):
+        with pytest.raises(TypeError, match="or torch.compile of one, got Linear"):
+            keep_gradients_local(model)
+
+
+# -------------------------------------------------------------------- compiled modules
+
+COMPILED = {
+    "DDP compiled": lambda: torch.compile(weight(), backend="eager"),
+    "DDP compiled in place": lambda: in_place(weight()),
+    "DDP of a compiled module": lambda: DistributedDataParallel(
+        torch.compile(nn.Linear(1, 1, bias=False), backend="eager")
+    ),
+    "DDP of a compiled module, compiled": lambda: torch.compile(
+        DistributedDataParallel(torch.compile(nn.Linear(1, 1, bias=False), backend="eager")),
+        backend="eager",
+    ),
+}
+
+
+def in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+def keep_compiled(rank, name):
+    model = COMPILED[name]()
+    assert keep_gradients_local(keep_gradients_local(model)) is model
+    with WireMeter() as meter:
+        for _ in range(2):
+            model.zero_grad()
+            model(value(rank)).sum().backward()
+    try:
+        Dion(model.parameters()).step()
+    except ValueError as error:
+        return gradient(model), "gradients of 2 replicas" in str(error), meter.total_bytes
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_modules_keep_their_gradients_and_stay_compiled(name):
+    order_of_buckets = 100
+    for rank, (held, declared, sent) in enumerate(distributed.run(2, keep_compiled, name)):
+        assert (held, declared) == (2.0 * (rank + 1), True)
+        assert sent < order_of_buckets
+
+
+# -------------------------------------------------------------------- buffers
+
+WIDTH = 512
+TABLE = 8192  # bytes: 0.78 % of the gradient of a matrix of WIDTH x WIDTH
+
+
+class Rotary(nn.Module):
+    """A matrix and a table, in one of two parts that may differ between ranks."""
+
+    def __init__(self, persistent, rank):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.register_buffer("table", torch.full((TABLE // F32,), rank + 1.0), persistent)
+
+    def forward(self, x):
+        return self.linear(x) * self.table[:WIDTH]
+
+
+def forwards(rank, persistent, broadcast_buffers):
+    """Bytes of a forward and backward, what was warned, and the table then."""
+    ddp = DistributedDataParallel(Rotary(persistent, rank))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keep_gradients_local(ddp, broadcast_buffers=broadcast_buffers)
+        keep_gradients_local(ddp)
+    for _ in range(2):
+        ddp(torch.ones(1, WIDTH)).sum().backward()  # the second one with the order of buckets
+    ddp.module.table.fill_(rank + 1.0)
+    with WireMeter() as meter:
+        ddp(torch.ones(1, WIDTH)).sum().backward()
+    return meter.total_bytes, [str(each.message) for each in caught], ddp.module.table[0].item()
+
+
+@pytest.mark.parametrize("broadcast_buffers", [None, False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_tables_are_not_broadcast_and_other_buffers_are_warned_of(persistent, broadcast_buffers):
+    results = distributed.run(2, forwards, persistent, broadcast_buffers)
+    sends = persistent if broadcast_buffers is None else broadcast_buffers
+    warns = persistent and broadcast_buffers is None
+    for rank, (sent, warned, table) in enumerate(results):
+        assert sent == (TABLE if sends else 0)
+        assert table == (1.0 if sends else rank + 1.0)
+        assert len(warned) == warns
+        if warns:
+            assert "1 buffers at each forward: 8192 bytes, 0.78% of what dense" in warned[0]
+            assert "keep_gradients_local(model, broadcast_buffers=False)" in warned[0]
+
+
+def normalise(rank, broadcast_buffers):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 640))
+    ddp = keep_gradients_local(DistributedDataParallel(model), broadcast_buffers=broadcast_buffers)
+    with WireMeter() as meter:
+        for _ in range(2):
+            ddp(torch.randn(4, 64)).sum().backward()
+    ddp.eval()(torch.randn(4, 64))
+    return model[1].running_mean, meter.bytes_by_collective.get("broadcast", 0)
+
+
+def test_running_statistics_are_broadcast_unless_told_otherwise():
+    with_statistics = 2 * (2 * 64 * F32 + 8)
+    (mean, sent), (other_mean, _) = distributed.run(2, normalise, True)
+    assert torch.equal(mean, other_mean)
+    assert 0 <= sent - with_statistics < 100  # the order of buckets, once
+    (mean, sent), (other_mean, _) = distributed.run(2, normalise, False)
+    assert not torch.equal(mean, other_mean)
+    assert sent < 100

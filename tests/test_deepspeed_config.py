@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,9 @@ from curvadion.integrations.deepspeed.config import ROUTING
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
 )
+
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def with_params(stage=0, kind="CurvaDion", **params):
@@ -129,6 +134,29 @@ def test_malformed_configurations_name_the_key():
     assert not [m for m in messages.values() if m.startswith(("nothing", "no user error"))]
 
 
+def test_float16_on_a_cpu_without_it_names_the_key():
+    """oneDNN, which DeepSpeed asks, can be told to leave a CPU's newer instructions alone."""
+    python(
+        """
+        import torch
+        import torch.distributed as dist
+        import deepspeed_engines as ds
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if not ds.supports_fp16():  # a CPU of another kind may not listen
+            for stage, complaint in ((2, "fp16.enabled=true: this cpu has no float16"),
+                                     (0, "fp16.enabled does not work with CurvaDion and Dion")):
+                try:
+                    ds.engine_of(ds.config(stage, fp16={"enabled": True, "loss_scale": 8}))
+                except ValueError as error:
+                    assert str(error).startswith(complaint), error
+                else:
+                    raise AssertionError("nothing was raised")
+        dist.destroy_process_group()
+        """,
+        ONEDNN_MAX_CPU_ISA="AVX2",
+    )
+
+
 def refuse_tensor_parallelism(rank):
     configuration = ds.config(1)
     cut = {"patterns": ["tall.weight"], "partition_type": "column"}
@@ -191,17 +219,104 @@ def test_model_parameters_may_be_few_or_grouped():
     assert distributed.run(2, groups, "groups") == [[["tall.weight"]]] * 2
 
 
-def test_importing_curvadion_imports_no_deepspeed():
-    program = (
-        "import sys, curvadion\n"
-        "assert not any(name.split('.')[0] == 'deepspeed' for name in sys.modules)\n"
-        "import deepspeed\n"
-        "from deepspeed.runtime.engine import DeepSpeedEngine as Engine\n"
-        "assert Engine._is_supported_optimizer(None, 'CurvaDion')\n"
-        "assert not Engine._is_supported_optimizer(None, 'NoSuchOptimizer')\n"
+def python(program, **environment):
+    """Run a program in a fresh process."""
+    paths = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **paths, **environment}
+    program = textwrap.dedent(program)
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env=environment, timeout=110, cwd=ROOT
     )
-    environment = {"PATH": "/usr/bin", "DS_ACCELERATOR": "cpu", "PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=100)
+
+
+def test_importing_curvadion_imports_no_deepspeed():
+    python(
+        """
+        import sys, curvadion
+        assert not any(name.split(".")[0] == "deepspeed" for name in sys.modules)
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        assert Engine._is_supported_optimizer(None, "CurvaDion")
+        assert not Engine._is_supported_optimizer(None, "NoSuchOptimizer")
+        """
+    )
+
+
+def test_the_document_quotes_the_error_of_a_forgotten_import():
+    python(
+        """
+        import pathlib, sys, torch
+        import torch.distributed as dist
+        import deepspeed
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        optimizer = {"type": "CurvaDion", "params": {"lr": 0.02}}
+        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
+        try:
+            deepspeed.initialize(model=torch.nn.Linear(3, 3), config=settings)
+        except AssertionError as error:
+            said = f"AssertionError: {error}"
+        dist.destroy_process_group()
+        document = pathlib.Path("docs/deepspeed.md").read_text("utf-8")
+        assert f"```\\n{said}\\n```" in document, said
+        assert 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False' in document
+        assert "curvadion" not in sys.modules
+        """,
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
+    )  # fmt: skip
+
+
+def test_an_import_of_deepspeed_may_fail_and_a_search_may_find_it_before():
+    python(
+        """
+        import importlib.util, sys, curvadion
+        sys.modules["deepspeed.runtime.config"] = None  # what the engine's module imports
+        for _ in range(2):
+            try:
+                import deepspeed
+            except ImportError:
+                continue
+            raise AssertionError("DeepSpeed was imported")
+        del sys.modules["deepspeed.runtime.config"]
+        hooks = sys.modules["curvadion.integrations.deepspeed.hooks"]
+        (hook,) = [finder for finder in sys.meta_path if isinstance(finder, hooks._AfterImport)]
+        assert hook.find_spec("deepspeed.runtime.engine", ["/nowhere"]) is None
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        assert Engine._is_supported_optimizer(None, "CurvaDion")
+        assert hook not in sys.meta_path
+        """
+    )
+
+
+def test_of_several_imports_of_curvadion_the_last_one_counts():
+    python(
+        """
+        import sys, torch, curvadion
+        def purge():
+            for name in [n for n in sys.modules if n.split(".")[0].startswith("curvadion")]:
+                del sys.modules[name]
+        first = curvadion
+        purge()
+        import curvadion
+        assert curvadion is not first
+        X = torch.nn.Parameter(torch.ones(4, 3))
+        X.grad = torch.ones(4, 3)
+        curvadion.Dion([X]).step()
+        from curvadion import ops, plain
+        plain.norms = lambda X: torch.full((len(X),), 7.0)
+        with ops.use_backend("torch"):
+            assert torch.ops.curvadion.norms([torch.ones(4)]).item() == 7.0
+        assert [type(finder).__name__ for finder in sys.meta_path].count("_AfterImport") == 1
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+        purge()
+        import curvadion
+        assert curvadion.CurvaDion in ZERO_SUPPORTED_OPTIMIZERS
+        hooks = sys.modules["curvadion.integrations.deepspeed.hooks"]
+        assert Engine._configure_optimizer.__globals__ is vars(hooks)
+        """
+    )
 
 
 def test_an_engine_does_not_change_torch_optim():
@@ -209,6 +324,6 @@ def test_an_engine_does_not_change_torch_optim():
 
 
 def test_every_key_of_the_json_is_described():
-    described = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text()
+    described = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text("utf-8")
     keys = {*list(inspect.signature(CurvaDion).parameters)[1:], *ROUTING} - {"replicas"}
     assert [key for key in sorted(keys) if f"`{key}`" not in described] == []

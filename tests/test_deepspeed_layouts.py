@@ -70,6 +70,8 @@ def test_partitions_cover_all_elements_once_and_follow_the_equations(name, world
     if name == "3 hpZ" and world == 3:
         world = 4  # a secondary group of 2 divides the ranks
     configuration = ds.changed(name, SCHEDULE)
+    if "fp16" in configuration and not ds.supports_fp16():
+        pytest.skip("this CPU has no float16 arithmetic")  # refused: test_deepspeed_config
     for kind, distances, gates, keys, covered in distributed.run(world, trajectory, configuration):
         assert (kind == "BF16_Optimizer") == name.endswith("BF16_Optimizer")
         assert max(distances.values()) < 1e-5, distances

@@ -42,7 +42,7 @@ def test_every_stage_trains_as_plain_ddp(tmp_path):
     for stage in range(4):
         out = tmp_path / str(stage)
         summary = distributed.run(2, with_deepspeed, stage, str(out), "--gate", "always")[0]
-        assert json.loads((out / "summary.json").read_text()) == summary
+        assert json.loads((out / "summary.json").read_text("utf-8")) == summary
         assert summary["val_loss"] == pytest.approx(wanted["val_loss"], abs=1e-5)
         assert summary["tokens"] == wanted["tokens"]
         assert (summary["open_gate_share"], summary["drift"]) == (1.0, 0.0)
@@ -62,7 +62,7 @@ def test_the_json_files_have_a_gate_where_it_saves_gradients(stage, tmp_path):
 def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo_deepspeed, "STAGES", (2,))
     summaries = demo_deepspeed.main(["--out", str(tmp_path), *TINY])
-    assert json.loads((tmp_path / "summary.json").read_text()) == summaries
+    assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == summaries
     names = [summary["name"] for summary in summaries]
     assert names == ["Dion, DDP", "Dion, ZeRO 2", "CurvaDion, ZeRO 2"]
     assert all(summary["largest_difference"] < 1e-5 for summary in summaries[:2])
@@ -82,5 +82,5 @@ def test_deepspeeds_launcher_runs_it(tmp_path):
     here = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     environment = {**os.environ, "PATH": here, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(command, check=True, env=environment, timeout=110, capture_output=True)
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((tmp_path / "summary.json").read_text("utf-8"))
     assert (summary["name"], summary["steps"], summary["shards"]) == ("ZeRO 3", 4, 2)

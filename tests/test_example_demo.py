@@ -16,7 +16,7 @@ TINY = (
 @pytest.mark.timeout(300)
 def test_demo_compares_runs(tmp_path, capsys):
     summaries = demo.main(["--out", str(tmp_path), *TINY])
-    assert json.loads((tmp_path / "summary.json").read_text()) == summaries
+    assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == summaries
     assert [summary["name"] for summary in summaries] == [
         "AdamW-DDP",
         "Dion",
@@ -68,7 +68,7 @@ def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys):
     flags = ["--heads", "2", "--layers", "1", "--dim", "16", "--context", "16", "--steps", "2"]
     flags += ["--data-bytes", "50000", "--validation-tokens", "64", "--processes", "2"]
     summaries = demo_layouts.main(["--out", str(tmp_path), *flags])
-    assert json.loads((tmp_path / "summary.json").read_text()) == summaries
+    assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == summaries
     names = [summary["name"] for summary in summaries]
     assert names == ["one process", "DDP 2", "FSDP 2", "TP 2"]
     assert {summary["tokens_per_step"] for summary in summaries} == {8 * 16}

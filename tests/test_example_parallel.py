@@ -43,7 +43,7 @@ def run(out, processes, readers, *flags):
     """The first rank's log of a run whose processes read SEQUENCES a step together."""
     batch = ["--batch-size", str(SEQUENCES // readers)]
     distributed.run(processes, train, *TINY, *batch, *flags, "--out", str(out))
-    return read(out / "log.jsonl", "train"), json.loads((out / "summary.json").read_text())
+    return read(out / "log.jsonl", "train"), json.loads((out / "summary.json").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import checkpoint
 import distributed
 import train_gpt
 from command_line import parse
@@ -19,6 +21,7 @@ from gpt import GPT, GPTConfig
 from optional import need
 from run_log import RunLog, read
 
+CPU = torch.device("cpu")
 TINY = (
     "--no-progress --data-bytes 60000 --validation-tokens 256 --layers 1 --heads 2 --dim 16 "
     "--context 16 --batch-size 4 --steps 6 --warmup-steps 2"
@@ -106,7 +109,7 @@ def test_resuming_is_bitwise_continuation(tmp_path, optimizer):
     shutil.rmtree(resumed / "checkpoints" / "step-00000006")
     summaries = distributed.run(2, train, *flags, str(resumed), "--resume")
 
-    assert json.loads((resumed / "summary.json").read_text()) == summaries[0]
+    assert json.loads((resumed / "summary.json").read_text("utf-8")) == summaries[0]
     ours, theirs = (read(run / "log.jsonl") for run in (straight, resumed))
     for one, other in zip(ours, theirs, strict=True):
         # A start has its own messages: DDP's bucket order, the optimizer's check of the replicas.
@@ -143,6 +146,71 @@ def contents(folder: Path):
     return flat
 
 
+def flip_a_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def damages_and_resumptions(rank, flags, runs):
+    """By run: what is wrong with its last checkpoint, the step resumed from, the warnings."""
+    found = {}
+    for run in runs:
+        trainer = train_gpt.Trainer(parse(train_gpt.Config, [*flags, str(run)]), CPU)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            complaint = checkpoint.damage(run / "checkpoints" / "step-00000006")
+            try:
+                step = trainer.resume().step
+            except RuntimeError as error:
+                step = str(error)
+        said = [str(each.message) for each in caught if each.filename == checkpoint.__file__]
+        found[run.name] = (complaint, step, said)
+    return found
+
+
+def test_a_flipped_byte_is_noticed_and_the_checkpoint_before_is_resumed(tmp_path):
+    flags = [*TINY, *OPTIMIZERS["dion"], "--checkpoint-every", "3", "--out"]
+    whole = tmp_path / "whole"
+    distributed.run(2, train, *flags, str(whole))
+    newest = Path("checkpoints") / "step-00000006"
+    files = sorted(file.name for file in (whole / newest).iterdir())
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "progress.json", "sha256"]
+    others = ["without a file", "all damaged", "without digests"]
+    runs = {name: tmp_path / name for name in [*files, *others]}
+    for run in runs.values():
+        shutil.copytree(whole, run)
+    for name in files:
+        flip_a_byte(runs[name] / newest / name)
+    (runs["without a file"] / newest / "__1_0.distcp").unlink()
+    for step in ("step-00000003", "step-00000006"):
+        flip_a_byte(runs["all damaged"] / "checkpoints" / step / "__0_0.distcp")
+    (runs["without digests"] / newest / "sha256").unlink()
+
+    flags.insert(-1, "--resume")
+    first, second = distributed.run(2, damages_and_resumptions, flags, [whole, *runs.values()])
+    for name in files:
+        damaged = {"sha256": ""}.get(name, name)  # a flipped name or digest is of another file
+        for complaint, step, _ in (first[name], second[name]):
+            assert damaged in complaint and complaint.endswith("not as sha256 has it")
+            assert step == 3
+        (said,) = first[name][2]
+        assert f"resumes from {runs[name]}/checkpoints/step-00000003, an earlier" in said
+        assert f"{newest} is damaged ({damaged}" in said
+    for found in (first, second):
+        assert found["whole"] == (None, 6, [])
+        assert found["without a file"][:2] == ("__1_0.distcp not as sha256 has it", 3)
+        assert found["all damaged"][1].startswith("no checkpoint is left to resume from: ")
+        assert found["without digests"][:2] == (None, 6)
+    assert "an earlier version saved it, and it is not verified" in first["without digests"][2][0]
+
+    distributed.run(2, train, *flags, str(runs["__0_0.distcp"]))
+    assert_same_checkpoint(whole / newest, runs["__0_0.distcp"] / newest)
+    if tool := shutil.which("sha256sum"):
+        command = [tool, "--quiet", "--check", "sha256"]
+        subprocess.run(command, check=True, cwd=runs["__0_0.distcp"] / newest)
+
+
 def test_the_log_tells_what_crosses_the_wire(tmp_path):
     sent = {}
     for name, flags in OPTIMIZERS.items():
@@ -151,7 +219,7 @@ def test_the_log_tells_what_crosses_the_wire(tmp_path):
         totals = [record["wire_bytes"] for record in log]
         sent[name] = [b - a for a, b in pairwise(totals)]
         gates = [record["gate_open"] for record in log][1:]
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        summary = json.loads((tmp_path / name / "summary.json").read_text("utf-8"))
         assert summary["wire_bytes"] == totals[-1]
         assert summary["tokens"] == 6 * 2 * 4 * 16
     parameters = 2 * 256 * 16 + 3 * 16 + 4 * 16 * 16 + 2 * 16 * 64
@@ -177,7 +245,7 @@ def test_no_thread_of_the_process_group_outlives_the_training(tmp_path):
     script = f"""
 import pathlib, train_gpt
 train_gpt.main({[*TINY, "--steps", "2", "--out", str(tmp_path)]})
-print([task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")])
+print([task.read_text("utf-8").strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")])
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(

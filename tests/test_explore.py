@@ -185,15 +185,15 @@ def test_records_are_added_and_not_run_again(tmp_path, monkeypatch, capsys):
     file = tmp_path / "folder" / "explored.json"
     arguments = ["--steps", "2", "--out", str(file), "--only"]
     explore.main([*arguments, "default"])
-    [first] = json.loads(file.read_text())["variants"]
+    [first] = json.loads(file.read_text("utf-8"))["variants"]
     explore.main([*arguments, "default", "exact-period-6"])
-    written = json.loads(file.read_text())
+    written = json.loads(file.read_text("utf-8"))
     assert written["variants"][0] == first
     assert [r["name"] for r in written["variants"]] == ["default", "exact-period-6"]
     assert written["command"].endswith("--only default exact-period-6")
     assert written["torch"] == torch.__version__
     assert first["variant"]["period"] == 6 and first["steps"] == 2 and first["seed"] == 0
-    assert len(file.read_text().splitlines()) == 2 + 1 + 2 + 1
+    assert len(file.read_text("utf-8").splitlines()) == 2 + 1 + 2 + 1
 
     monkeypatch.setattr(explore, "train", None)
     capsys.readouterr()
@@ -210,7 +210,7 @@ def test_a_changed_variant_is_run_again(tmp_path, monkeypatch):
     explore.main(arguments)
     monkeypatch.setattr(explore, "VARIANTS", (Variant("default", mu=0.5),))
     explore.main(arguments)
-    records = json.loads(file.read_text())["variants"]
+    records = json.loads(file.read_text("utf-8"))["variants"]
     assert [record["variant"]["mu"] for record in records] == [0.95, 0.5]
 
 

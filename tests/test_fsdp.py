@@ -27,6 +27,7 @@ import formulas
 import transformer
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
+from curvadion.sharding import global_shape
 from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
 
 # Replicas, shards of each.
@@ -200,6 +201,46 @@ def of_a_whole_mesh(rank):
 
 def test_a_mesh_that_fsdp_shares_with_the_model():
     assert distributed.run(4, of_a_whole_mesh) == [[1.5], [1.5], [3.5], [3.5]]
+
+
+def of_compiled_modules(rank):
+    """The first gradient of a layer under HSDP, by how it was compiled."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    layers = {
+        "compiled": lambda layer: torch.compile(fully_shard(layer, mesh=mesh), backend="eager"),
+        "of a compiled module": lambda layer: fully_shard(
+            torch.compile(layer, backend="eager"), mesh=mesh
+        ),
+    }
+    gradients = {}
+    for name, wrap in layers.items():
+        model = wrap(nn.Linear(4, 6, bias=False))
+        assert keep_gradients_local(model) is model, name
+        model(torch.full((1, 4), rank + 1.0)).sum().backward()
+        (weight,) = model.parameters()
+        gradients[name] = weight.grad.full_tensor().unique().tolist()
+    return gradients
+
+
+def test_compiled_modules_stay_compiled_and_their_gradients_in_their_replica():
+    for rank, gradients in enumerate(distributed.run(2, of_compiled_modules)):
+        assert gradients == {"compiled": [rank + 1.0], "of a compiled module": [rank + 1.0]}
+
+
+def declare_compiled(rank):
+    """Whether a compiled module of FSDP1 comes back as it was given, and the shapes declared."""
+    model = torch.compile(
+        FullyShardedDataParallel(
+            nn.Linear(4, 6), device_id=torch.device("cpu"), use_orig_params=True
+        ),
+        backend="eager",
+    )
+    assert declare_flat_shards(model) is model
+    return [global_shape(parameter) for parameter in model.parameters()]
+
+
+def test_flat_shards_of_a_compiled_module_are_declared():
+    assert distributed.run(2, declare_compiled) == [[(6, 4), (6,)]] * 2
 
 
 def after_a_forgotten_call(rank, accumulate):

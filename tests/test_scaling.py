@@ -123,13 +123,13 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "s
 
 
 def results(name):
-    return json.loads((RESULTS / name).read_text())["records"]
+    return json.loads((RESULTS / name).read_text("utf-8"))["records"]
 
 
 def test_the_document_shows_the_results():
     setting, *found = results("model.json")
     (measured,) = results("link.json")
-    document = scaling.DOCUMENT.read_text()
+    document = scaling.DOCUMENT.read_text("utf-8")
     assert scaling.rewritten(document, scaling.tables(found, measured)) == document
     assert setting == {"setting": vars(scaling.Setting())}
 

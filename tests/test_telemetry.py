@@ -321,7 +321,7 @@ def test_json_lines_append_to_a_path(kind, tmp_path):
     path = tmp_path / "log.jsonl"
     for report in (FIRST, CLOSED):
         write_json_line(kind(path), report, run="ü")
-    lines = [strict_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [strict_json(line) for line in path.read_text("utf-8").splitlines()]
     assert lines == [{**report.as_dict(), "run": "ü"} for report in (FIRST, CLOSED)]
 
 

@@ -172,8 +172,32 @@ def check_replicas(engine: Any, optimizer: CurvaDion) -> None:
         )
 
 
+def check_precision(engine: Any) -> None:
+    """Raise ValueError if ``fp16`` or ``bf16`` is set where it does not work."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    if engine.fp16_enabled():
+        if engine.zero_optimization_stage() == 0:
+            raise ValueError(
+                "fp16.enabled does not work with CurvaDion and Dion: use bf16: with stage 0 each "
+                "rank would scale its loss alone."
+            )
+        if not device.is_fp16_supported():
+            raise ValueError(
+                f"fp16.enabled=true: this {device.device_name()} has no float16 arithmetic that "
+                f"DeepSpeed could use. Use bf16, or leave both out for float32."
+            )
+    if engine.bfloat16_enabled() and not device.is_bf16_supported():
+        raise ValueError(
+            f"bf16.enabled=true: this {device.device_name()} has no bfloat16 arithmetic that "
+            f"DeepSpeed could use. Leave it out for float32."
+        )
+
+
 def check_engine(engine: Any) -> None:
     """Raise ValueError, naming the key, for a mode of DeepSpeed in which no update is right."""
+    check_precision(engine)
     zero, settings = engine._config.zero_config, engine._config
     stage = engine.zero_optimization_stage()
     autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype()
@@ -202,11 +226,6 @@ def check_engine(engine: Any) -> None:
             autocast is torch.float16,
             "torch_autocast.dtype",
             "use bfloat16: float16 scales losses on each rank alone",
-        ),
-        (
-            stage == 0 and engine.fp16_enabled(),
-            "fp16.enabled",
-            "use bf16: with stage 0 each rank would scale its loss alone",
         ),
         (
             stage == 0 and engine.sequence_parallel_size > 1,

@@ -81,7 +81,7 @@ def _check_world_size_before_loading(engine: Any) -> None:
     def load_checkpoint(load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         folder, latest = Path(load_dir), Path(load_dir, "latest")
         if tag is not None or latest.is_file():
-            folder = folder / (str(tag) if tag is not None else latest.read_text().strip())
+            folder = folder / (str(tag) if tag is not None else latest.read_text("utf-8").strip())
         ranks = len(list(folder.glob("zero_pp_rank_*_model_states.pt")))
         if ranks not in (0, engine.dp_world_size):
             raise ValueError(

@@ -1,0 +1,89 @@
+"""The wheel is pure, the links of its page are absolute, the sdist holds what the tests read."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATED = shutil.ignore_patterns(
+    ".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache",
+    ".hypothesis", "*.so", "*.so.sha256",
+)  # fmt: skip
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("setuptools") is None, reason="needs setuptools"
+)
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """Contents of the wheel by name, and the files of the sdist; built where text is ASCII."""
+    tree = tmp_path_factory.mktemp("built") / "checkout"
+    shutil.copytree(ROOT, tree, ignore=GENERATED)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "setup.py", "-q", "sdist", "bdist_wheel"]
+    environment = {**os.environ, **ascii_only}
+    environment.pop("CURVADION_COMPILE", None)
+    said = subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert said.returncode == 0, said.stderr
+    (wheel,) = (tree / "dist").glob("*.whl")
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as packed:
+        held = {name: packed.read(name) for name in packed.namelist()}
+    with tarfile.open(sdist) as packed:
+        files = {name.partition("/")[2] for name in packed.getnames()}
+    return wheel.name, held, files
+
+
+def metadata(held):
+    (name,) = [name for name in held if name.endswith(".dist-info/METADATA")]
+    return email.message_from_bytes(held[name])
+
+
+def test_the_wheel_is_for_every_platform_and_holds_the_sources(archives):
+    name, held, _ = archives
+    assert name.endswith("-py3-none-any.whl")
+    assert not [file for file in held if file.endswith((".so", ".sha256"))]
+    for folder in ("cpu", "cuda"):
+        for source in (ROOT / "csrc" / folder).iterdir():
+            assert held[f"curvadion/csrc/{folder}/{source.name}"] == source.read_bytes()
+    assert "curvadion/native.py" in held and "curvadion_kernels/launch.py" in held
+    assert not [file for file in held if file.startswith(("tests", "benchmarks", "examples"))]
+
+
+def test_links_of_the_projects_page_are_absolute(archives):
+    page = metadata(archives[1])
+    assert page["Name"] == "curvadion" and page.get_all("Project-URL")
+    text = page.get_payload(decode=True).decode("utf-8")
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 5
+    assert not [link for link in links if not link.startswith("https://")]
+    assert "![" not in text
+    assert text.startswith("# Curvadion")
+
+
+def test_the_sdist_holds_what_the_tests_read(archives):
+    _, _, files = archives
+    folders = ("benchmarks", "csrc", "curvadion", "docs", "examples", "kernels", "tests")
+    here = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix in (".py", ".md", ".json", ".csv", ".cpp", ".cu", ".h")
+    }
+    single = {"Makefile", "constraints.txt", "pyproject.toml", "LICENSE", "README.md", ".ci/run"}
+    assert not (here | single) - files
+    assert not [file for file in files if file.endswith((".so", ".pyc"))]
