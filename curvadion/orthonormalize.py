@@ -25,9 +25,8 @@ DEPENDENT = 1e-6
 # Keeps the Cholesky factorisation of a singular float64 Gram matrix of unit diagonal from failing:
 # above the rounding errors of its entries, below DEPENDENT squared.
 SHIFT = 1e-13
-# Rounding errors of a column reach so many times the root mean square length of the columns times
-# the unit roundoff: products of a few hundred terms, with a margin.
-ERRORS = 16.0
+# Rounding errors may be so many times longer than they are estimated to be.
+MARGIN = 2.0
 # Products add up rounding errors; a number that is stored has one.
 ERRORS_OF_A_PRODUCT = 8.0
 # Columns that are so many times shorter than they once were have had nothing new for long.
@@ -104,7 +103,15 @@ def orthonormal_columns(
     else:
         completed = [one.columns for one in first]
     second = _cholesky_qr(completed, rows, last=[one.dependent for one in first])
-    return [one._replace(columns=again.columns) for one, again in zip(first, second, strict=True)]
+    return [
+        Orthonormal(
+            again.columns,
+            one.dependent,
+            torch.where(one.dependent, again.error, one.error),
+            one.lengths,
+        )
+        for one, again in zip(first, second, strict=True)
+    ]
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
@@ -134,18 +141,19 @@ class Floor:
 
         lengths: of all columns, (k, r) float64. dtype: of the columns.
         """
-        floor = (ERRORS * self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
+        floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
             # What B has in the span of P, but for the errors there, is left for other directions.
-            found = self.left.error.masked_fill(self.left.dependent, 0.0) * lengths
-            leak = found.square().sum(dim=-1, keepdim=True).sqrt()
-            floor = torch.where(self.left.dependent, torch.maximum(floor, leak), floor)
+            error, dependent = self.left.error, self.left.dependent
+            lost = _norm(error.masked_fill(dependent, 0.0) * lengths)
+            leak = lost + error * _norm(lengths)
+            floor = torch.where(dependent, torch.maximum(floor, leak), floor)
         longest = lengths.amax(dim=-1)
         least = torch.full_like(longest, SHORTEST * torch.finfo(dtype).tiny)
         if self.scale is not None:
             least = torch.maximum(least, FALLEN * self.scale)
         holds = (longest > least) & torch.isfinite(longest)
-        return torch.where(holds.unsqueeze(-1), floor, math.inf)
+        return torch.where(holds.unsqueeze(-1), MARGIN * floor, math.inf)
 
     def sliced(self, these: slice) -> Floor:
         """That of some of the stack's matrices."""
@@ -156,6 +164,10 @@ class Floor:
 
 def _root_mean_square(lengths: Tensor) -> Tensor:
     return lengths.square().mean(dim=-1, keepdim=True).sqrt()
+
+
+def _norm(numbers: Tensor) -> Tensor:
+    return numbers.square().sum(dim=-1, keepdim=True).sqrt()
 
 
 def _cholesky_qr(
@@ -194,12 +206,17 @@ def _joined(pieces: Sequence[Orthonormal], p: Tensor) -> Orthonormal:
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
     lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
-    factor, dependent = _inverse_triangle(gram, lengths, shortest, last)
+    # What the first pass leaves is far from singular.
+    shift = 0.0 if floor is None else SHIFT
+    factor, dependent = _inverse_triangle(gram, lengths, shortest, shift, last)
     # Errors in P reach a column of P W as W adds them up.
+    eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
-    if floor is not None:
-        error = (floor.roundoff * error).clamp_min(torch.finfo(p.dtype).eps)
-        dependent = dependent | ~(ERRORS * error < 1)
+    if floor is None:
+        error = eps * error
+    else:
+        error = (floor.roundoff * error).clamp_min(eps)
+        dependent = dependent | ~(MARGIN * error < 1)
     # Powers of two bring P to lengths of about one: factors of tiny and of large columns fit then
     # into the dtype of P.
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
@@ -269,7 +286,7 @@ def _triangle(r: int, device: torch.device) -> Tensor:
 
 
 def _inverse_triangle(
-    gram: Tensor, lengths: Tensor, floor: Tensor, last: Tensor | None
+    gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """W with orthonormal columns in P W, and which columns depend on those before them.
 
@@ -282,7 +299,7 @@ def _inverse_triangle(
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
         sorted_lengths, sorted_floor = lengths.gather(-1, order), floor.gather(-1, order)
         factor, dependent = _inverse_triangle(
-            _permuted(gram, order), sorted_lengths, sorted_floor, None
+            _permuted(gram, order), sorted_lengths, sorted_floor, shift, None
         )
         back = order.argsort(dim=-1)
         return _permuted(factor, back), dependent.gather(-1, back)
@@ -292,7 +309,7 @@ def _inverse_triangle(
     either = short.unsqueeze(-1) | short.unsqueeze(-2)
     unit = gram * inverse_lengths.unsqueeze(-1) * inverse_lengths.unsqueeze(-2)
     unit = unit.masked_fill(either, 0.0)
-    unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + SHIFT)
+    unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
     # The Ex form reports failure in a tensor: no device-to-host read.
     lower, _ = torch.linalg.cholesky_ex(unit)
     left = lower.diagonal(dim1=-2, dim2=-1)
