@@ -145,7 +145,7 @@ class Floor:
         if self.left is not None:
             # What B has in the span of P, but for the errors there, is left for other directions.
             error, dependent = self.left.error, self.left.dependent
-            lost = _norm(error.masked_fill(dependent, 0.0) * lengths)
+            lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
             leak = lost + error * _norm(lengths)
             floor = torch.where(dependent, torch.maximum(floor, leak), floor)
         longest = lengths.amax(dim=-1)
@@ -213,7 +213,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
     if floor is None:
-        error = eps * error
+        error = roundoff_of_products(p.dtype) * error
     else:
         error = (floor.roundoff * error).clamp_min(eps)
         dependent = dependent | ~(MARGIN * error < 1)

@@ -64,7 +64,8 @@ def local_step_(
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
     # One matrix after the other: never more than one takes float64's memory.
-    sums = [one.double().square_().sum(dim=-2) for one in R.reshape(-1, *R.shape[-2:])]
+    stack = R.reshape(R.shape[:-2].numel(), *R.shape[-2:])
+    sums = [one.double().square().sum(dim=-2) for one in stack]
     shape = *R.shape[:-2], R.shape[-1]
     return torch.stack(sums).view(shape) if sums else R.new_zeros(shape, dtype=torch.float64)
 
