@@ -207,6 +207,6 @@ def _fingerprint(gradients: list[Tensor], device: torch.device) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
-        squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         total += gradient.sum(dtype=torch.float32).double()
     return torch.stack([squares.sqrt(), total])

@@ -14,8 +14,8 @@ from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod
 from reference import relative_error
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-# A budget as one process takes it: full rank, QR, and nothing but local steps.
-BUDGET = dict(wire_budget=0.01, max_local_steps=None)
+# What a budget's steps are in one process: full rank, QR, and nothing but local steps.
+BUDGET = dict(gate=FixedPeriod(10_000), reconcile="quantized", max_local_steps=None)
 
 
 def gaussian(shape, seed, dtype=F64):
@@ -120,9 +120,9 @@ def test_a_matrix_whose_gradients_are_zero_comes_to_rest(options, dtype):
     p = torch.nn.Parameter((gaussian((32, 32), 0) / 32**0.5).to(dtype))
     start = p.detach().clone()
     optimizer = CurvaDion([p], weight_decay=0, rank_fraction=1.0, **options)
-    for step in range(900):
+    for step in range(500):
         p.grad = gaussian((32, 32), step, dtype) if step < 20 else torch.zeros_like(p)
-        if step == 400:
+        if step == 350:
             late = p.detach().clone()
         optimizer.step()
     assert relative_error(p.detach(), start) < 8
@@ -133,10 +133,10 @@ def test_a_matrix_whose_gradients_are_zero_comes_to_rest(options, dtype):
 
 
 def test_low_rank_gradients_and_then_zeros_never_give_nan():
-    p = torch.nn.Parameter(gaussian((32, 32), 0, F32))
+    p = torch.nn.Parameter(gaussian((12, 12), 0, F32))
     optimizer = CurvaDion([p], **BUDGET)
     for step in range(1600):
-        p.grad = low_rank(32, 2, step).float() if step < 20 else torch.zeros_like(p)
+        p.grad = low_rank(12, 2, step).float() if step < 20 else torch.zeros_like(p)
         optimizer.step()
         if step % 100 == 99:
             assert finite(optimizer)
@@ -207,7 +207,8 @@ def test_a_tiny_gradient_of_rank_one_gives_no_nan():
         p.grad = (outer * scale).to(dtype)
         optimizer.step()
         assert finite(optimizer)
-        assert scale == 1e-38 or not torch.equal(p.detach(), torch.ones_like(p) * 0.9998)
+        moved = (p.detach() - 0.9998).abs().max() > 1e-4
+        assert moved == (scale == 1e-35)
 
 
 def sharded_norms(rank, scale):
@@ -252,7 +253,7 @@ def test_float16_momenta_saturate(dtypes, options):
     assert (p.detach() - turned).float().mean() > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     m=st.integers(1, 24),
     n=st.integers(1, 24),
