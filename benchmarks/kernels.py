@@ -64,7 +64,7 @@ def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
 
     def columns(backend: Any) -> None:
         for Q, R in zip(p.next_Q, p.R, strict=True):
-            backend.column_normalize_(Q, R, None, 1e-8)
+            backend.column_normalize_(Q, R)
 
     def low_rank(backend: Any) -> None:
         backend.low_rank_update_(p.X, p.P, p.Q, p.step, p.decay, p.M, p.Q, p.feedback)

@@ -13,7 +13,6 @@ from curvadion.tensors import Facts, Unsupported
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
-FLOAT = ctypes.c_float
 
 
 def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:

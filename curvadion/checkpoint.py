@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from curvadion import consensus
 from curvadion.conversion import ANCHOR_KEYS
-from curvadion.plan import names
+from curvadion.plan import R_SCALE, names
 from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape, local
 
 # State tensors that have the parameter's shape.
@@ -132,7 +132,7 @@ def fit_to_checkpoint(
         # A flattened optimizer state has keys like "state.linear.weight.Q".
         name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
         if key not in saved:
-            if name in ANCHOR_KEYS or "param_groups" in path:
+            if name in (*ANCHOR_KEYS, R_SCALE) or "param_groups" in path:
                 del parent[path[-1]]
             continue
         form = saved[key]

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvadion import elementwise
 from curvadion.collectives import group_size
 from curvadion.hyperparameters import LR_SUM
-from curvadion.plan import LR_AT_AGREEMENT, Parameter, Plan, product_dtype
+from curvadion.plan import LR_AT_AGREEMENT, R_SCALE, Parameter, Plan, product_dtype
 from curvadion.reconcile import quantized_average_
 from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape, groups_of, local
 
@@ -72,7 +72,7 @@ def averaged_states(parameter: Parameter) -> dict[str, Tensor]:
     if parameter.group["algorithm"] != "dion":
         kept = elementwise.STATE_KEYS[parameter.group["algorithm"]]
         return {key: parameter.state[key] for key in kept if parameter.state}
-    others = {"momentum_norm", FLAT_SHARD_START, LR_AT_AGREEMENT, *STATE_KEYS}
+    others = {"momentum_norm", R_SCALE, FLAT_SHARD_START, LR_AT_AGREEMENT, *STATE_KEYS}
     return {key: x for key, x in sorted(parameter.state.items()) if key not in others}
 
 

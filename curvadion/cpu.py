@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from curvadion import native
-from curvadion.arguments import FLOAT, INT, POINTER, addressed, counted, declare, floats, start
-from curvadion.plain import NEGLIGIBLE_COLUMN
+from curvadion.arguments import INT, POINTER, addressed, counted, declare, floats, start
 from curvadion.tensors import elementwise_facts, factors_facts, float32_stack
 
 _THREADS = ctypes.c_int
@@ -31,8 +30,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "curvadion_local_step": [INT, *[POINTER] * 11, _THREADS],
     # R, k, n, r, sums, threads
     "curvadion_column_sum_of_squares": [POINTER, INT, INT, INT, POINTER, _THREADS],
-    # Q, dtypes, R, sums, k, n, r, epsilon, negligible, threads
-    "curvadion_column_normalize": [*[POINTER] * 4, *[INT] * 3, FLOAT, FLOAT, _THREADS],
+    # Q, dtypes, R, sums, floors, k, n, r, threads
+    "curvadion_column_normalize": [*[POINTER] * 5, *[INT] * 3, _THREADS],
 }
 
 
@@ -105,7 +104,7 @@ def local_step_(
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
     stack = float32_stack(R)
-    sums = torch.empty(*R.shape[:-2], R.shape[-1], dtype=torch.float32, device="cpu")
+    sums = torch.empty(*R.shape[:-2], R.shape[-1], dtype=torch.float64, device="cpu")
     load().curvadion_column_sum_of_squares(
         R.data_ptr(), *stack, sums.data_ptr(), torch.get_num_threads()
     )
@@ -113,13 +112,17 @@ def column_sum_of_squares(R: Tensor) -> Tensor:
 
 
 def column_normalize_(
-    Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
+    Q: Sequence[Tensor],
+    R: Tensor,
+    sum_of_squares: Tensor | None = None,
+    floor: Tensor | None = None,
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
     stack = float32_stack(R)
-    q = factors_facts(Q, R, sum_of_squares)
+    q = factors_facts(Q, R, sum_of_squares, floor)
     sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares.contiguous()
+    floors = torch.zeros_like(sums) if floor is None else floor.contiguous()
     load().curvadion_column_normalize(
-        *addressed(q), R.data_ptr(), sums.data_ptr(), *stack, epsilon, NEGLIGIBLE_COLUMN,
+        *addressed(q), R.data_ptr(), sums.data_ptr(), floors.data_ptr(), *stack,
         torch.get_num_threads(),
     )  # fmt: skip

@@ -85,7 +85,7 @@ def _momentum_norms(
     library = load()
     blocks = library.curvadion_cuda_blocks(count, start(facts[0].sizes.numel)) if norm else 0
     result = torch.empty(count if norm else 0, dtype=torch.float32, device=device)
-    partial = torch.empty(blocks, dtype=torch.float32, device=device)
+    partial = torch.empty(blocks, dtype=torch.float64, device=device)
     pushed = addressed(facts[1]) if mu else (None, None)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)

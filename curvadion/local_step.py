@@ -11,10 +11,12 @@ from curvadion.low_rank_step import LowRankStep, accumulate_momenta, low_rank_st
 from curvadion.plan import Plan, Pushed
 
 
-def local_dion_step(plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int) -> LowRankStep:
+def local_dion_step(
+    plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int, remember: bool
+) -> LowRankStep:
     """A Dion step inside the replica, with its own momentum, P, R and Q."""
     accumulate_momenta(plan, pushed)
-    return low_rank_step(plan, pushed, norms, step=step, inside_replica=True)
+    return low_rank_step(plan, pushed, norms, step=step, inside_replica=True, remember=remember)
 
 
 def local_gradient_step(plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int) -> None:

@@ -31,12 +31,10 @@ def accumulate_momenta(plan: Plan, pushed: Pushed) -> None:
 
 def _look_ahead_(pushed: Pushed, share: Callable[[Parameter], float]) -> None:
     """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
-    stop = 0
-    for p, count in pushed.runs:
-        start, stop = stop, stop + count
-        if alpha := share(p):
-            M, G = tuple(pushed.M[start:stop]), tuple(pushed.G[start:stop])
-            torch._foreach_add_(M, G, alpha=alpha)
+    shares = pushed.each(share)
+    if any(shares):
+        # The arithmetic of a local step, which saturates where the dtype of M ends.
+        ops.local_step_(pushed.M, pushed.G, [-s for s in shares], [1.0] * len(shares))
 
 
 class LowRankStep(NamedTuple):
@@ -62,7 +60,13 @@ class LowRankStep(NamedTuple):
 
 
 def low_rank_step(
-    plan: Plan, pushed: Pushed, norms: Tensor | None, *, step: int, inside_replica: bool
+    plan: Plan,
+    pushed: Pushed,
+    norms: Tensor | None,
+    *,
+    step: int,
+    inside_replica: bool,
+    remember: bool = True,
 ) -> LowRankStep:
     """Power iteration on the accumulated momenta, then the update of X, M and Q.
 
@@ -76,6 +80,8 @@ def low_rank_step(
             gate reads them.
         step: how many steps were taken before, which seeds a stochastic rounding.
         inside_replica: leave the other replicas out.
+        remember: note how long R is. What a step shares with the other replicas may depend on
+            such notes only if all replicas have made the same ones.
 
     Returns:
         The factors with what they are of. They take as much memory as 2 r / n of the momenta.
@@ -84,6 +90,9 @@ def low_rank_step(
     _look_ahead_(pushed, lambda p: p.nesterov)
     factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
     _update(stacks, factors, step)
+    if remember:
+        for stack, factor in zip(stacks, factors, strict=True):
+            torch._foreach_copy_([m.R_scale for m in stack], list(factor.scale))
     _look_ahead_(pushed, lambda p: -p.nesterov * (1 - p.feedback))
     taken = LowRankStep(plan, stacks, factors)
     if norms is not None and any(p.nesterov for p in plan.dion):
@@ -96,7 +105,7 @@ def low_rank_step(
 
 def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
     together: list[_Update] = []
-    for matrices, (P, R, Q, _) in zip(stacks, factors, strict=True):
+    for matrices, (P, R, Q, *_) in zip(stacks, factors, strict=True):
         updates = [_Update(*one) for one in zip(matrices, P, Q, R, strict=True)]
         if matrices[0].is_view:
             together += updates
@@ -144,13 +153,16 @@ def _kind(update: _Update) -> tuple[bool, bool]:
 def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:
     """This rank's summand of ||M||^2 - ||M - c P R^T||^2 = 2 c <M^T P, R> - c^2 ||R||^2, (k,).
 
-    Holds for orthonormal P. R may be the mean over replicas; M^T P is this replica's own.
+    float64. Holds for orthonormal P. R may be the mean over replicas; M^T P is this replica's own.
     """
     layout = matrices[0].layout
-    c = low_rank.R.new_tensor([m.feedback for m in matrices])
-    inner = (low_rank.own_R * low_rank.R).sum(dim=(1, 2))
-    square = layout.columns.counted(low_rank.R).square().sum(dim=(1, 2)) * layout.share_of_R()
-    return 2 * c * inner - c.square() * square
+    c = low_rank.scale.new_tensor([m.feedback for m in matrices])
+    # Lengths of about one, whose squares fit into any dtype.
+    unit = low_rank.scale.clamp_min(torch.finfo(low_rank.R.dtype).tiny)
+    R, own_R = (each / unit.to(each.dtype)[:, None, None] for each in (low_rank.R, low_rank.own_R))
+    inner = (own_R * R).sum(dim=(1, 2))
+    square = layout.columns.counted(R).square().sum(dim=(1, 2)) * layout.share_of_R()
+    return (2 * c * inner - c.square() * square) * unit.square()
 
 
 def measure_momenta(plan: Plan) -> None:
@@ -162,4 +174,4 @@ def measure_momenta(plan: Plan) -> None:
 
 def _norms_after(plan: Plan, norms: Tensor, drops: Tensor) -> Tensor:
     """Norms of the momenta after the error feedback, without a second pass over them."""
-    return (norms.square() - plan.sum_over_shards(drops)).clamp_min(0).sqrt()
+    return (norms.double().square() - plan.sum_over_shards(drops)).clamp_min(0).sqrt()

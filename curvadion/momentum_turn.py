@@ -33,6 +33,7 @@ from curvadion.consensus import lengths_since_agreement
 from curvadion.low_rank_step import LowRankStep
 from curvadion.plan import Matrix, as_stack
 from curvadion.power_iteration import left_products, right_products
+from curvadion.tensors import largest
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -53,7 +54,7 @@ def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]]) -> None:
         return
     # D - D_i, (m_i, n_j) each.
     missing = [
-        [x.neg_().add_(m.X) for m, x in zip(stack, before, strict=True)]
+        [_difference_(m.X, x) for m, x in zip(stack, before, strict=True)]
         for stack, before in zip(step.stacks, own, strict=True)
     ]
     momenta = [as_stack(stack, inside_replica=True) for stack in step.stacks]
@@ -68,6 +69,11 @@ def turn_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]]) -> None:
     for stack, T, share, R in zip(step.stacks, turned, shares, right, strict=True):
         # (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, n_j) = (m_i, r) (r, n_j)
         _subtract(stack, T * share[:, None, None], R)
+
+
+def _difference_(X: Tensor, own: Tensor) -> Tensor:
+    """X - own, in the place of own; saturated, as weights are."""
+    return own.neg_().add_(X).clamp_(-largest(X.dtype), largest(X.dtype))
 
 
 def _shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]]) -> list[Tensor]:

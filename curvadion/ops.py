@@ -1,8 +1,11 @@
 """The fused operations of an optimizer step, and which backend runs them.
 
 Each works on lists of tensors of different sizes and alignments, empty ones included. Data may be
-bfloat16, float16, float32 or float64; sums are taken in float32 or wider. Lists that are the same
-at many steps may be :class:`curvadion.tensors.Tensors`, which saves looking at them each time.
+bfloat16, float16, float32 or float64; sums are taken in float32 or wider, of squares in float64.
+Weights and momenta saturate where they would leave their dtype's range
+(:func:`curvadion.tensors.largest`): what is written is finite if what is read is. Lists that are
+the same at many steps may be :class:`curvadion.tensors.Tensors`, which saves looking at them each
+time.
 
 Backends, chosen by the tensors' device: Triton kernels, else CUDA C++, on an NVIDIA GPU; C++ on
 the CPU; plain PyTorch anywhere, for what the others cannot take, and as their reference.
@@ -28,7 +31,6 @@ from torch import Tensor
 
 from curvadion import plain
 from curvadion.native import Unavailable
-from curvadion.plain import NEGLIGIBLE_COLUMN as NEGLIGIBLE_COLUMN
 from curvadion.tensors import Unsupported
 
 Lists = Sequence[Tensor]
@@ -209,7 +211,10 @@ def _operation(backend: str, name: str) -> Callable[..., Any] | None:
 
 
 def norms(X: Lists) -> Tensor:
-    """Frobenius norms, one per tensor: (len(X),), float32 or wider."""
+    """Frobenius norms, one per tensor: (len(X),), float32 or wider.
+
+    Finite if the elements are and their dtype, float32 at least, holds the norm.
+    """
     result: Tensor = _call("norms", X)
     return result
 
@@ -255,32 +260,33 @@ def local_step_(
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
-    """(..., n, r) -> (..., r): what crosses the column group before a normalisation."""
+    """(..., n, r) -> (..., r) float64: what crosses the column group before a normalisation."""
     result: Tensor = _call("column_sum_of_squares", R)
     return result
 
 
-def column_normalize(R: Tensor, sum_of_squares: Tensor | None, epsilon: float) -> Tensor:
+def column_normalize(
+    R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
+) -> Tensor:
     """As :func:`column_normalize_`, into a new tensor of R's shape (..., n, r) and dtype."""
     Q = torch.empty_like(R, memory_format=torch.contiguous_format)
     k, n, r = R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
-    sums = None if sum_of_squares is None else sum_of_squares.reshape(k, r)
-    column_normalize_(Q.view(k, n, r).unbind(), R.reshape(k, n, r), sums, epsilon)
+    sums, floors = (None if t is None else t.reshape(k, r) for t in (sum_of_squares, floor))
+    column_normalize_(Q.view(k, n, r).unbind(), R.reshape(k, n, r), sums, floors)
     return Q
 
 
 def column_normalize_(
-    Q: Lists, R: Tensor, sum_of_squares: Tensor | None = None, epsilon: float = 1e-8
+    Q: Lists, R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
 ) -> None:
-    """Q <- R / (column norms + epsilon), in Q's own dtype.
+    """Q <- R / column norms, in Q's own dtype.
 
-    Q: k tensors (n, r). R: (k, n, r). sum_of_squares: (k, r), the norms' squares over ALL rows,
-    where other ranks hold some of them; None takes those of R.
-
-    Columns of negligible length relative to the longest become zero: normalising rounding
-    errors would turn them into full-size updates.
+    Q: k tensors (n, r). R: (k, n, r). sum_of_squares: (k, r) float64, the norms' squares over ALL
+    rows, where other ranks hold some of them; None takes those of R. floor: (k, r) float64, columns
+    no longer than it become zero, since normalising rounding errors would turn them into
+    full-size updates; None stands for zero.
     """
-    _call("column_normalize_", Q, R, sum_of_squares, epsilon)
+    _call("column_normalize_", Q, R, sum_of_squares, floor)
 
 
 def low_rank_update_(
@@ -322,7 +328,7 @@ def _fake_norms(X: Lists, *_: Any) -> Tensor:
 
 
 def _fake_column_sum_of_squares(R: Tensor) -> Tensor:
-    return R.new_empty(*R.shape[:-2], R.shape[-1])
+    return R.new_empty(*R.shape[:-2], R.shape[-1], dtype=torch.float64)
 
 
 def _fake_nothing(*_: Any) -> None:
@@ -359,7 +365,7 @@ _register(
 )
 _register("column_sum_of_squares(Tensor R) -> Tensor", _fake_column_sum_of_squares)
 _register(
-    "column_normalize_(Tensor(a!)[] Q, Tensor R, Tensor? sum_of_squares, float epsilon) -> ()",
+    "column_normalize_(Tensor(a!)[] Q, Tensor R, Tensor? sum_of_squares, Tensor? floor) -> ()",
     _fake_nothing,
 )
 _register(

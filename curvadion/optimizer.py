@@ -421,7 +421,11 @@ class CurvaDion(Optimizer):
             pushed = plan.pushed()
         taken = None
         if self.local_step == "dion":
-            taken = local_dion_step(plan, pushed, norms, step=self.progress.steps)
+            # Replicas share no later R where all steps are local: each remembers its own.
+            remember = self.reconcile == "quantized"
+            taken = local_dion_step(
+                plan, pushed, norms, step=self.progress.steps, remember=remember
+            )
         else:
             local_gradient_step(plan, pushed, norms, step=self.progress.steps)
         _elementwise_steps(plan, None)

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# A column of R shorter than this, relative to the longest, holds rounding errors only.
-NEGLIGIBLE_COLUMN = 1e-6
+from curvadion.tensors import largest, saturated
 
 
 def norms(X: Sequence[Tensor]) -> Tensor:
@@ -23,25 +22,23 @@ def norms(X: Sequence[Tensor]) -> Tensor:
 def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms`."""
     # One after the other: never more than one sum takes memory.
-    return _stacked(_norm(_sum(*one).to(one[0].dtype)) for one in zip(M, G, mu, strict=True))
+    return _stacked(_norm(_held(_sum(*one), one[0])) for one in zip(M, G, mu, strict=True))
 
 
 def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms_`."""
     found = []
     for m, g, decay in zip(M, G, mu, strict=True):
-        m.copy_(_sum(m, g, decay))
-        found.append(_norm(m))
+        wide = _sum(m, g, decay)
+        found.append(_norm(_held(wide, m)))
+        m.copy_(saturated(wide, m.dtype))
     return _stacked(found)
 
 
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
-    if M and all(decay == 1.0 for decay in mu):
-        torch._foreach_add_(list(M), list(G))
-        return
     for m, g, decay in zip(M, G, mu, strict=True):
-        m.copy_(_sum(m, g, decay))
+        m.copy_(saturated(_sum(m, g, decay), m.dtype))
 
 
 def local_step_(
@@ -57,7 +54,7 @@ def local_step_(
     for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
         wide = _wide(x)
         if wide is x:
-            x.mul_(beta).sub_(g.to(x.dtype) * eta)
+            x.mul_(beta).sub_(g.to(x.dtype) * eta).clamp_(-largest(x.dtype), largest(x.dtype))
         else:
             _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
     if M:
@@ -66,18 +63,25 @@ def local_step_(
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
-    return R.square().sum(dim=-2)
+    # One matrix after the other: never more than one takes float64's memory.
+    stack = R.reshape(R.shape[:-2].numel(), *R.shape[-2:])
+    sums = [one.double().square().sum(dim=-2) for one in stack]
+    shape = *R.shape[:-2], R.shape[-1]
+    return torch.stack(sums).view(shape) if sums else R.new_zeros(shape, dtype=torch.float64)
 
 
 def column_normalize_(
-    Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
+    Q: Sequence[Tensor],
+    R: Tensor,
+    sum_of_squares: Tensor | None = None,
+    floor: Tensor | None = None,
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
     lengths = (column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares).sqrt()
-    longest = lengths.amax(dim=-1, keepdim=True)
-    inverse = torch.where(lengths > NEGLIGIBLE_COLUMN * longest, 1.0 / (lengths + epsilon), 0.0)
-    for q, factor in zip(Q, R * inverse.unsqueeze(-2), strict=True):
-        q.copy_(factor)
+    longer = lengths > (0.0 if floor is None else floor)
+    inverse = torch.where(longer, lengths.reciprocal(), 0.0)
+    for q, r, factors in zip(Q, R, inverse, strict=True):
+        q.copy_(r * factors)
 
 
 def low_rank_update_(
@@ -131,11 +135,19 @@ def _stacked(norms: Iterable[Tensor]) -> Tensor:
 
 def _norm(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-    return norm
+    # In float64, where the squares of tiny and of large numbers fit.
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm.to(dtype)
+
+
+def _held(value: Tensor, m: Tensor) -> Tensor:
+    """The value as m's dtype holds it; numbers that are not finite stay so, for norms to tell."""
+    finite = torch.isfinite(value)
+    return torch.where(finite, saturated(value, m.dtype), value).to(m.dtype)
 
 
 def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
+    value = saturated(value, x.dtype)
     if seed is None or x.dtype != torch.bfloat16:
         x.copy_(value)
     else:

@@ -26,6 +26,8 @@ from curvadion.tensors import Parameters, Settled, Tensors
 
 # State of what takes Dion: its group's LR_SUM when replicas last agreed on its weights.
 LR_AT_AGREEMENT = "lr_at_agreement"
+# State of what takes Dion: per matrix, how long the longest column of R has been lately.
+R_SCALE = "R_scale"
 
 States = MutableMapping[Tensor, dict[str, Any]]
 Number = TypeVar("Number")
@@ -113,6 +115,18 @@ class Parameter:
         return float(self.group[LR_SUM] - self.state[LR_AT_AGREEMENT])
 
     @property
+    def scale_decay(self) -> float:
+        """What R_scale falls by at a step: ten times as slowly as the momentum."""
+        return 1.0 - (1.0 - float(self.group["mu"])) / 10
+
+    @property
+    def R_scale(self) -> Tensor:
+        """How long R's longest column has been lately, (matrices held here,), a view."""
+        if R_SCALE not in self.state:  # saved by a version that did not remember it
+            self.state[R_SCALE] = sharding.zeros_per_matrix(self.X, self.parts, self.group)
+        return local(self.state[R_SCALE]).view(-1)
+
+    @property
     def stochastic_rounding(self) -> bool:
         return bool(self.group["stochastic_rounding"])
 
@@ -132,6 +146,7 @@ class Parameter:
             "momentum": torch.zeros_like(self.X, dtype=dtype),
             **sharding.create_right_factors(self.X, self.parts, self.group, q_dtype),
             "momentum_norm": sharding.zeros_per_matrix(self.X, self.parts, self.group),
+            R_SCALE: sharding.zeros_per_matrix(self.X, self.parts, self.group),
             **place,
         }
 
@@ -174,6 +189,11 @@ class Matrix:
     def Q(self) -> Tensor:
         """Right factor, a view, (n_j, r)."""
         return local(self.parameter.state[self.part.q.key])[self.part.q.index]
+
+    @property
+    def R_scale(self) -> Tensor:
+        """How long R's longest column has been lately, a view without dimensions."""
+        return self.parameter.R_scale[self.index]
 
     @property
     def feedback(self) -> float:
@@ -463,7 +483,10 @@ class Plan:
 
     def norms_over_shards(self, pieces: Tensor) -> Tensor:
         """Norms of whole matrices from those of the pieces held here, (k,) -> (k,)."""
-        return pieces if self.inside is None else self.sum_over_shards(pieces.square()).sqrt()
+        if self.inside is None:
+            return pieces
+        # In float64, where the squares of tiny and of large numbers fit.
+        return self.sum_over_shards(pieces.double().square()).sqrt().to(pieces.dtype)
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """One number per matrix, (k,): the sums over the ranks that hold the matrix's pieces."""
@@ -572,7 +595,17 @@ def as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
         Q=[m.Q for m in matrices],
         right_factor=factor,
         dtype=product_dtype(matrices[0].parameter.X),
+        stored=matrices[0].parameter.M.dtype,
+        scale=_scale_before(matrices),
     )
+
+
+def _scale_before(matrices: Sequence[Matrix]) -> Tensor:
+    """What is left of R's scale since the last step, (k,) float64."""
+    before = torch.stack([m.R_scale for m in matrices]).double()
+    decays = [m.parameter.scale_decay for m in matrices]
+    one = len(set(decays)) == 1
+    return before * (decays[0] if one else before.new_tensor(decays))
 
 
 def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:

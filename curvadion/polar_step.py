@@ -26,6 +26,7 @@ from curvadion.consensus import AGREED, lengths_since_agreement
 from curvadion.plan import Matrix, Plan, as_stack
 from curvadion.power_iteration import left_products, right_products
 from curvadion.sharding import local
+from curvadion.tensors import saturated
 
 # The largest (s - s^3) / 2 for a singular value s in [0, 1], at sqrt(1 / 3).
 LONGEST = 1 / (3 * math.sqrt(3))
@@ -136,6 +137,6 @@ def _agreed(m: Matrix) -> Tensor:
 
 def _move(m: Matrix, change: Tensor) -> None:
     agreed, X = _agreed(m), m.X
-    X.copy_(agreed.add_(change))
+    X.copy_(saturated(agreed.add_(change), X.dtype))
     m.store(local(m.parameter.state[AGREED]), agreed)
     m.write(X, None)

@@ -7,6 +7,9 @@ Per oriented matrix B (m x n), held as a piece B_ij of rows i and columns j, and
     R = sum over the row group ( B^T P )          and mean over replicas, in one collective
     Q = column_normalize(R, column group)         or orthonormalize(R, column group)
 
+Columns of P and R that hold nothing but rounding errors, and those of a matrix whose R has fallen
+far below what it was, are not followed.
+
 All P's travel in one bucket per process group and all R's in another.
 """
 
@@ -22,7 +25,12 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.collectives import Buckets, Slot, group_size
 from curvadion.layout import Extent, MatrixLayout
-from curvadion.orthonormalize import orthonormalize
+from curvadion.orthonormalize import (
+    Floor,
+    Orthonormal,
+    orthonormal_columns,
+    roundoff_of_products,
+)
 
 RightFactor = Literal["column_normalized", "qr"]
 
@@ -38,6 +46,9 @@ class Stack:
         Q: right factors, each (n_j, r).
         right_factor: how R becomes the next Q.
         dtype: of the products P and R: float32, or float64 for float64 parameters.
+        stored: the dtype in which B has been rounded; None if it is exact.
+        scale: the lengths that the longest columns of R have had lately, (k,) float64; None if
+            nothing is known of the past.
     """
 
     layout: MatrixLayout
@@ -45,6 +56,13 @@ class Stack:
     Q: Sequence[Tensor]
     right_factor: RightFactor
     dtype: torch.dtype
+    stored: torch.dtype | None = None
+    scale: Tensor | None = None
+
+    @property
+    def roundoff(self) -> float:
+        """The relative error of the entries of P and R before they are orthonormalised."""
+        return roundoff_of_products(self.dtype, self.stored)
 
     @property
     def P_shape(self) -> tuple[int, int, int]:
@@ -60,33 +78,59 @@ class LowRank(NamedTuple):
 
     P: (k, m_i, r), orthonormal columns. R: (k, n_j, r), B^T P. Q: (k, n_j, r), the next right
     factor. own_R: this rank's summand of R, before it met the other ranks'; the same tensor as R
-    when nobody else has one.
+    when nobody else has one. scale: (k,) float64, the longest column of R or, if that is longer,
+    the stack's scale.
     """
 
     P: Tensor
     R: Tensor
     Q: Tensor
     own_R: Tensor
+    scale: Tensor
 
 
-def power_iteration(stacks: Sequence[Stack], *, epsilon: float = 1e-8) -> list[LowRank]:
+def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
     """P, R and the next Q of every stack, averaged over replicas; see the module's text.
 
     Args:
         stacks: the same on every rank of every group involved, up to the pieces they hold.
-        epsilon: added to the column norms of R before they divide (Dion's 1e-8).
 
     Rows or columns that a cut runs through (Extent.shared) cost one more collective per group:
     their summands, in a table of r numbers a row.
 
     A direction in which B holds nothing but rounding errors gives a zero column of Q: its
     column of P is completed from the layout's global indices, so that it takes part again as soon
-    as B has something there.
+    as B has something there. Rounding errors go by the root mean square length of the columns of R
+    (:func:`curvadion.orthonormalize.orthonormal_columns`); this takes the place of Dion's epsilon,
+    so that the scale of gradients does not matter. Q is zero altogether where the longest column
+    of R is a millionth of ``scale``, and R too where a product was not finite.
     """
-    P = orthonormalize(left_products(stacks), [s.layout.rows for s in stacks])
-    R, own_R = right_products(stacks, P)
-    Q = _next_right_factors(stacks, R, epsilon)
-    return [LowRank(*factors) for factors in zip(P, R, Q, own_R, strict=True)]
+    left = orthonormal_columns(
+        left_products(stacks),
+        [s.layout.rows for s in stacks],
+        floors=[Floor(s.roundoff) for s in stacks],
+    )
+    R, own_R = right_products(stacks, [one.columns for one in left])
+    Q, lengths = _next_right_factors(stacks, R, left)
+    return [
+        LowRank(one.columns, *_finite(r, q, own, long), _scale(long, stack.scale))
+        for stack, one, long, r, q, own in zip(stacks, left, lengths, R, Q, own_R, strict=True)
+    ]
+
+
+def _scale(lengths: Tensor, before: Tensor | None) -> Tensor:
+    longest = lengths.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0)
+    return longest if before is None else torch.maximum(longest, before)
+
+
+def _finite(R: Tensor, Q: Tensor, own_R: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors, R zero where a column has a length that is not finite; Q is so already."""
+    bad = ~torch.isfinite(lengths).all(dim=-1)
+    # Asking first saves work where the answer needs no device-to-host read.
+    if bad.device.type != "cpu" or bad.any():
+        for product in {id(product): product for product in (R, own_R)}.values():
+            product.masked_fill_(bad[:, None, None], 0.0)
+    return R, Q, own_R
 
 
 def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
@@ -151,29 +195,39 @@ def _sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
 
 
 def _next_right_factors(
-    stacks: Sequence[Stack], R: Sequence[Tensor], epsilon: float
-) -> list[Tensor]:
-    Q: list[Tensor | None] = [None] * len(stacks)
+    stacks: Sequence[Stack], R: Sequence[Tensor], left: Sequence[Orthonormal]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Q of every stack, and the lengths of the columns of its R, (k, r) float64."""
     columns = [s.layout.columns for s in stacks]
+    floors = [Floor(s.roundoff, s.scale, P) for s, P in zip(stacks, left, strict=True)]
     normalized = [i for i, s in enumerate(stacks) if s.right_factor == "column_normalized"]
+    orthonormal = [i for i, s in enumerate(stacks) if s.right_factor == "qr"]
     squares = Buckets(
         [
-            Slot((R[i].shape[0], R[i].shape[2]), columns[i].group, R[i].dtype, R[i].device)
+            Slot((R[i].shape[0], R[i].shape[2]), columns[i].group, torch.float64, R[i].device)
             for i in normalized
         ]
     )
     for i, view in zip(normalized, squares.views, strict=True):
         view.copy_(ops.column_sum_of_squares(columns[i].counted(R[i])))
     squares.all_reduce_()
+    found: dict[int, tuple[Tensor, Tensor]] = {}
     for i, view in zip(normalized, squares.views, strict=True):
-        Q[i] = ops.column_normalize(R[i], view, epsilon)
-    orthonormal = [i for i, s in enumerate(stacks) if s.right_factor == "qr"]
-    factors = orthonormalize(
-        [R[i] for i in orthonormal], [columns[i] for i in orthonormal], complete=False
+        lengths = view.sqrt()
+        floor = floors[i].of(lengths, R[i].dtype)
+        found[i] = ops.column_normalize(R[i], view, floor), lengths
+    factors = orthonormal_columns(
+        [R[i] for i in orthonormal],
+        [columns[i] for i in orthonormal],
+        complete=False,
+        floors=[floors[i] for i in orthonormal],
     )
     for i, factor in zip(orthonormal, factors, strict=True):
-        Q[i] = factor
-    return [q for q in Q if q is not None]
+        found[i] = factor.columns, factor.lengths
+    Q, all_lengths = (
+        zip(*(found[i] for i in range(len(stacks))), strict=True) if stacks else ((), ())
+    )
+    return list(Q), list(all_lengths)
 
 
 def _replicas(stacks: Sequence[Stack]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvadion.collectives import DENSE_BUCKET_BYTES, chunks, group_size, mean_
 from curvadion.quantized_mean import quantized_mean
+from curvadion.tensors import saturated
 
 
 def average_(
@@ -54,10 +55,10 @@ def quantized_average_(
         first = these.stop
         # What X holds of the agreement: a narrow dtype's rounding is no movement.
         pairs = zip(X[these], agreed[these], strict=True)
-        moved = ((x - a.to(x.dtype)).float() for x, a in pairs)
+        moved = ((x - saturated(a, x.dtype).to(x.dtype)).float() for x, a in pairs)
         means = quantized_mean(moved, residuals[these], bits, group)
         for x, a, mean in zip(X[these], agreed[these], means, strict=True):
-            x.copy_(a.add_(mean))
+            x.copy_(saturated(a.add_(mean), x.dtype))
 
 
 def coded_together(X: Sequence[Tensor], bits: int) -> Iterator[list[Tensor]]:

@@ -20,6 +20,10 @@ from torch import Tensor
 # The dtypes that compiled kernels take, and their codes there.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+# What weights and momenta may reach in a dtype; products of such numbers stay within the dtype that
+# these are taken in, float32 or wider.
+_LARGEST = {torch.float16: torch.finfo(torch.float16).max, torch.float64: 2.0**500}
+
 _address = Tensor.data_ptr
 _contiguous = Tensor.is_contiguous
 _numel = Tensor.numel
@@ -149,6 +153,16 @@ class Settled(Tensors):
         return self._given
 
 
+def largest(dtype: torch.dtype) -> float:
+    """What weights and momenta of a dtype may reach; beyond it they saturate."""
+    return _LARGEST.get(dtype, 2.0**100)
+
+
+def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value, limited to what weights and momenta of ``dtype`` may reach; NaN stays NaN."""
+    return value.clamp(-largest(dtype), largest(dtype))
+
+
 class Unsupported(Exception):
     """A backend cannot take these tensors; plain PyTorch can."""
 
@@ -189,8 +203,8 @@ def elementwise_facts(
     return every
 
 
-def factors_facts(Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None) -> Facts:
-    """Facts of Q: k tensors (n, r), for R (k, n, r) and, where given, sums (k, r).
+def factors_facts(Q: Sequence[Tensor], R: Tensor, *per_column: Tensor | None) -> Facts:
+    """Facts of Q: k tensors (n, r), for R (k, n, r) and, where given, numbers per column (k, r).
 
     Raises:
         ValueError: if shapes do not fit.
@@ -198,12 +212,15 @@ def factors_facts(Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None)
     """
     k, n, r = R.shape
     facts = facts_of(Q)
-    sums_fit = sum_of_squares is None or sum_of_squares.shape == (k, r)
-    if len(Q) != k or any(shape != (n, r) for shape, _ in facts.sizes.shapes) or not sums_fit:
-        raise ValueError(f"R has shape {(k, n, r)}: give {k} Q of {(n, r)} and sums of {(k, r)}")
+    given = [numbers for numbers in per_column if numbers is not None]
+    fit = all(numbers.shape == (k, r) for numbers in given)
+    if len(Q) != k or any(shape != (n, r) for shape, _ in facts.sizes.shapes) or not fit:
+        raise ValueError(
+            f"R has shape {(k, n, r)}: give {k} Q of {(n, r)}, and sums and floors of {(k, r)}"
+        )
     if not (facts.supported and facts.sizes.contiguous and facts.device == R.device):
         raise Unsupported
-    if sum_of_squares is not None and sum_of_squares.dtype != torch.float32:
+    if any(numbers.dtype != torch.float64 for numbers in given):
         raise Unsupported
     return facts
 

@@ -3,7 +3,7 @@
 B is the matrix or its transpose, whichever has no fewer rows than columns, and r its rank. A rank
 holds ``rows`` of B's rows, the others being with ``row_ranks`` ranks (itself included), and
 ``columns`` of its columns, the others with ``column_ranks``. Products are float32, Gram matrices
-float64. A collective over one rank is not sent.
+and squares float64. A collective over one rank is not sent.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def gram(x: Held) -> int:
 
 
 def column_norms(x: Held) -> int:
-    """Squared lengths of R's columns, whose rows are B's columns."""
-    return 4 * x.r if x.column_ranks > 1 else 0
+    """Squared lengths of R's columns, whose rows are B's columns, in float64."""
+    return 8 * x.r if x.column_ranks > 1 else 0
 
 
 def norm(x: Held) -> int:
-    """One number that is summed over the shards of one replica."""
-    return 4 if x.row_ranks * x.column_ranks > 1 else 0
+    """One square that is summed over the shards of one replica, in float64."""
+    return 8 if x.row_ranks * x.column_ranks > 1 else 0
 
 
 def low_rank_step(x: Held) -> int:

@@ -115,12 +115,56 @@ def check_non_finite(name, device):
 
 
 def check_overflow(name, device):
-    """Finite numbers whose sum M's dtype cannot hold."""
-    M = [torch.full((3000,), 60000.0, dtype=dtype, device=device) for dtype in DTYPES]
-    G = [torch.full((3000,), 30000.0, dtype=dtype, device=device) for dtype in DTYPES]
+    """Finite numbers whose sum M's dtype cannot hold: what is written saturates."""
+    for sign in (1.0, -1.0):
+        M = [torch.full((3000,), sign * 60000.0, dtype=dtype, device=device) for dtype in DTYPES]
+        G = [torch.full((3000,), sign * 30000.0, dtype=dtype, device=device) for dtype in DTYPES]
+        X, silent = [m.clone() for m in M], [m.clone() for m in M]
+        held = [sign * (65504.0 if dtype == torch.float16 else 90000.0) for dtype in DTYPES]
+        norms = torch.tensor(held, dtype=torch.float64).abs() * 3000**0.5
+        with backend(name):
+            for form in (ops.momentum_norms, ops.momentum_norms_):
+                assert relative(form(M, G, [1.0] * 3), norms) < 0.01
+            ops.accumulate_(silent, G, [1.0] * 3)
+            ops.local_step_(X, G, [-1.0] * 3, [1.0] * 3)
+        for written in (M, silent, X):
+            for tensor, value in zip(written, held, strict=True):
+                assert relative(tensor.float(), torch.full((3000,), value)) < 0.01
+
+
+def check_largest_numbers(name, device):
+    """Sums of the largest finite numbers stay finite."""
+    most = [torch.finfo(dtype).max for dtype in DTYPES]
+    M, X = ([torch.zeros(700, dtype=dtype, device=device) for dtype in DTYPES] for _ in "ab")
+    G = [torch.full((700,), v, dtype=d, device=device) for v, d in zip(most, DTYPES, strict=True)]
     with backend(name):
-        for form in (ops.momentum_norms, ops.momentum_norms_):
-            assert torch.isfinite(form(M, G, [1.0] * 3)).tolist() == [True, True, False]
+        for _ in range(3):
+            ops.accumulate_(M, G, [1.0] * 3)
+            ops.local_step_(X, G, [2.0] * 3, [1.0] * 3, M, [1.0] * 3)
+            ops.local_step_(X, G, [2.0] * 3, [1.0] * 3, seeds=[1, 2, 3])
+            assert torch.isfinite(ops.norms([*M, *X])).all()
+            assert torch.isfinite(ops.momentum_norms(M, [g / 2**20 for g in G], [1.0] * 3)).all()
+
+
+def check_any_scale(name, device):
+    """Norms whose squares float32 does not hold."""
+    for exponent in (-36, -30, -20, -10, 15, 25, 35):
+        scale = 10.0**exponent
+        M = [(numbers((n,), torch.float32, device, n) * scale) for n in (3, 1000, 70_000)]
+        M = [torch.cat([m, torch.zeros(600, device=device)]) for m in M]
+        zeros = [torch.zeros_like(m) for m in M]
+        expected = torch.stack([m.norm() for m in wide(M)])
+        with backend(name):
+            assert relative(ops.norms(M), expected) < 1e-5
+            if abs(exponent) < 30:  # momenta saturate at 1e30
+                assert relative(ops.momentum_norms(M, zeros, [1.0] * 3), expected) < 1e-5
+                assert relative(ops.momentum_norms_(M, zeros, [1.0] * 3), expected) < 1e-5
+
+
+def relative(actual, expected):
+    """The largest error of an element, relative to it."""
+    expected = expected.double().cpu()
+    return ((actual.double().cpu() - expected) / expected).abs().max().item()
 
 
 def check_strides(name, device):
@@ -235,36 +279,42 @@ def check_stochastic_mean(name, device):
 # ---------------------------------------------------------------- columns
 
 
-def columns_problem(shape, device, seed=1):
+def columns_problem(shape, device, scale=1.0, seed=1):
+    """R, and lengths up to which its columns are to become zero."""
     R = numbers(shape, torch.float32, device, seed)
     if shape[-1] > 1 and R.numel():
-        R[..., 0] *= 1e-9  # holds rounding errors only
-        R[..., 1] *= 1e-3  # small, but a column
-    return R
+        R[..., 0] *= 1e-4
+        R[..., 1] *= 1e-2
+    floor = torch.full((shape[0], shape[-1]), 1e-3 * shape[1] ** 0.5 * scale, dtype=torch.float64)
+    return R * scale, floor.to(device)
 
 
-def normalized(R, sums, epsilon):
+def normalized(R, sums, floor):
     lengths = sums.sqrt()
-    keep = lengths > 1e-6 * lengths.max(dim=-1, keepdim=True).values
-    inverse = torch.where(keep, 1 / (lengths + epsilon), 0.0)
-    return R * inverse.unsqueeze(-2)
+    return R * torch.where(lengths > floor, 1 / lengths, 0.0).unsqueeze(-2)
 
 
-def check_columns(name, device, shape, Q_dtype):
-    R = columns_problem(shape, device)
+def check_columns(name, device, shape, Q_dtype, scale=1.0):
+    R, floor = columns_problem(shape, device, scale)
     sums = R.double().cpu().square().sum(dim=-2)
-    others = sums + 1.0  # what another rank's rows add
+    others = sums * 2  # what another rank's rows add
     Q, Q_split = ([torch.ones(shape[1:], dtype=Q_dtype, device=device) for _ in R] for _ in "ab")
     with backend(name):
-        assert_close(ops.column_sum_of_squares(R), sums, float32_roundings=16)
-        ops.column_normalize_(Q, R, None, 1e-8)
-        ops.column_normalize_(Q_split, R, others.float().to(device), 0.5)
-        stacked = ops.column_normalize(R, None, 1e-8)
-    whole, split = normalized(wide([R])[0], sums, 1e-8), normalized(wide([R])[0], others, 0.5)
-    assert_close(stacked, whole, float32_roundings=16)
+        found = ops.column_sum_of_squares(R)
+        ops.column_normalize_(Q, R, None, floor)
+        ops.column_normalize_(Q_split, R, others.to(device), floor)
+        stacked = ops.column_normalize(R)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.cpu(), sums, rtol=1e-12, atol=0)
+    [R] = wide([R])
+    none = torch.zeros_like(sums)
+    whole, split = normalized(R, sums, floor.cpu()), normalized(R, others, floor.cpu())
+    assert_close(stacked, normalized(R, sums, none), float32_roundings=4)
     for q, s, one, part in zip(Q, Q_split, whole, split, strict=True):
-        assert_close(q, one, float32_roundings=16)
-        assert_close(s, part, float32_roundings=16)
+        assert_close(q, one, float32_roundings=4)
+        assert_close(s, part, float32_roundings=4)
+    if shape[-1] > 1 and R.numel():
+        assert not whole[..., 0].any() and whole[..., 1].any()
 
 
 # ---------------------------------------------------------------- low-rank update
@@ -300,6 +350,18 @@ def check_low_rank_update(
         assert_close(x, s, float32_roundings=roundings)
     for m, s in zip(M, fed, strict=True):
         assert_close(m, s, float32_roundings=roundings)
+
+
+def check_low_rank_overflow(name, device):
+    """X and M saturate where an update would leave their dtype's range."""
+    X, M = ([torch.full((33, 20), 60000.0, dtype=d, device=device) for d in DTYPES] for _ in "ab")
+    P, Q = ([torch.full((k, 2), 100.0, device=device) for _ in DTYPES] for k in (33, 20))
+    with backend(name):
+        ops.low_rank_update_(X, P, Q, [-1.0] * 3, [1.0] * 3, M, Q, [-1.0] * 3)
+    for x, m, dtype in zip(X, M, DTYPES, strict=True):
+        held = 65504.0 if dtype == torch.float16 else 80000.0
+        for tensor in (x, m):
+            assert relative(tensor.float(), torch.full((33, 20), held)) < 0.01
 
 
 def check_stochastic_low_rank_update(name, device):

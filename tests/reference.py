@@ -86,10 +86,8 @@ class DionReference:
         B = [b.mT if flip else b for b in B]
         P = positive_qr(sum(b @ self.Q[i] for b, i in zip(B, members, strict=True)) / len(members))
         R = sum(b.mT @ P for b in B) / len(members)
-        if self.right_factor == "qr":
-            Q = positive_qr(R)
-        else:
-            Q = R / (R.norm(dim=0, keepdim=True) + 1e-8)
+        # Dion's epsilon is for columns of zeros.
+        Q = positive_qr(R) if self.right_factor == "qr" else R / R.norm(dim=0, keepdim=True)
         for i, G in zip(members, ahead, strict=True):
             if self.momentum_rule == "error_feedback":
                 feedback = (1 - self.mu) * P @ R.mT

@@ -531,7 +531,7 @@ def view_checkpoints(tmp_path_factory):
         for layout in VIEW_LAYOUTS
     }
     form, weights = written["one process"][0]
-    assert set(form[0]["qkv"]) == {"momentum", "momentum_norm", "Q", "Q_rows"}
+    assert set(form[0]["qkv"]) == {"momentum", "momentum_norm", "R_scale", "Q", "Q_rows"}
     assert all(its == form for reports in written.values() for its, _ in reports)
     return folder, weights
 

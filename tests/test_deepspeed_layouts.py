@@ -77,7 +77,7 @@ def test_partitions_cover_all_elements_once_and_follow_the_equations(name, world
         assert max(distances.values()) < 1e-5, distances
         assert gates == [(step + 1, step in OPEN_STEPS) for step in range(STEPS)]
         assert keys == {
-            frozenset({"momentum", "Q", "momentum_norm"}),
+            frozenset({"momentum", "Q", "momentum_norm", "R_scale"}),
             frozenset({"step", "exp_avg", "exp_avg_sq"}),
         }
         if covered is not None:

@@ -68,6 +68,9 @@ def test_local_step(backend, X_dtypes, M_dtypes, sizes, aligned):
     [
         operations.check_non_finite,
         operations.check_overflow,
+        operations.check_low_rank_overflow,
+        operations.check_largest_numbers,
+        operations.check_any_scale,
         operations.check_strides,
         operations.check_moved_tensors,
         operations.check_tensor_lr,

@@ -232,5 +232,5 @@ def test_a_closed_gate_sends_the_gate_and_one_norm_per_matrix(name):
     ):
         gate = 16 if sharded or replica_axis is not None else 0
         assert not gate_open
-        assert count == gate + (4 * len(SHAPES) if sharded else 0)
+        assert count == gate + (8 * len(SHAPES) if sharded else 0)
         assert calls == (2 if sharded else 1 if gate else 0)

@@ -50,8 +50,17 @@ def test_a_norm_flags_non_finite_numbers(backend):
     operations.check_non_finite(backend, CPU)
 
 
-def test_a_norm_flags_what_the_momentum_cannot_hold(backend):
+def test_what_a_dtype_cannot_hold_saturates(backend):
     operations.check_overflow(backend, CPU)
+    operations.check_low_rank_overflow(backend, CPU)
+
+
+def test_sums_of_the_largest_numbers_are_finite(backend):
+    operations.check_largest_numbers(backend, CPU)
+
+
+def test_norms_of_any_scale(backend):
+    operations.check_any_scale(backend, CPU)
 
 
 def test_strides(backend):
@@ -91,6 +100,11 @@ def test_stochastic_rounding_keeps_the_mean(backend):
 )
 def test_columns(backend, shape, Q_dtype):
     operations.check_columns(backend, CPU, shape, Q_dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-25, 1e-15, 1e15, 1e30])
+def test_columns_of_any_scale(backend, scale):
+    operations.check_columns(backend, CPU, (2, 40, 7), F32, scale)
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -104,7 +104,7 @@ def test_bytes_and_calls_of_a_cut_equal_the_formula():
     for *_, sent, calls in rows_cut:
         assert (sent, calls) == (gram + 4 * k * n * r, 3)  # two Gram matrices, R
     for *_, sent, calls in columns_cut:
-        assert (sent, calls) == (4 * k * m * r + 4 * k * r, 2)  # P, column norms
+        assert (sent, calls) == (4 * k * m * r + 8 * k * r, 2)  # P, column norms
 
 
 def with_replicas(rank, B, Q, row_sizes):

@@ -71,7 +71,7 @@ VARIANTS = {
     ),
     "column_normalize_": (
         columns.normalize_kernel,
-        {"NEGLIGIBLE": 1e-6, "Q_DTYPE": BF16, "ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
+        {"Q_DTYPE": BF16, "ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
     ),
     "low_rank_update_": (
         low_rank.low_rank_kernel,
@@ -92,8 +92,8 @@ VARIANTS = {
 }
 POINTERS = {
     "table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "first": "*i32",
-    "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp32", "norms": "*fp32",
-    "R": "*fp32", "sums": "*fp32", "epsilon": "fp32",
+    "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp64", "norms": "*fp32",
+    "R": "*fp32", "sums": "*fp64", "floors": "*fp64",
 }  # fmt: skip
 
 

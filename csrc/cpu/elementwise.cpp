@@ -50,9 +50,11 @@ INLINE float sum_of_lanes(float (&lanes)[LANES]) {
     return lanes[0];
 }
 
-// sums = mu m + g for n <= STRIP numbers, and the sum of their squares.
+// sums = mu m + g within +-limit for n <= STRIP numbers, and the sum of their squares, which is NaN
+// if a number was not finite.
 INLINE float accumulate_strip(
-    const float* m, const float* g, float mu, float* sums, int64_t n, Ahead m_ahead, Ahead g_ahead
+    const float* m, const float* g, float mu, float limit, float* sums, int64_t n, Ahead m_ahead,
+    Ahead g_ahead
 ) {
     float lanes[LANES] = {};
     int64_t i = 0;
@@ -60,14 +62,15 @@ INLINE float accumulate_strip(
         m_ahead.fetch(i);
         g_ahead.fetch(i);
         for (int j = 0; j < LANES; ++j) {
-            const float sum = mu * m[i + j] + g[i + j];
-            sums[i + j] = sum;
-            lanes[j] += sum * sum;
+            const float sum = mu * m[i + j] + g[i + j], held = saturated(sum, limit);
+            sums[i + j] = held;
+            lanes[j] += held * held + (sum - sum);
         }
     }
     for (int j = 0; i + j < n; ++j) {
-        sums[i + j] = mu * m[i + j] + g[i + j];
-        lanes[j] += sums[i + j] * sums[i + j];
+        const float sum = mu * m[i + j] + g[i + j], held = saturated(sum, limit);
+        sums[i + j] = held;
+        lanes[j] += held * held + (sum - sum);
     }
     return sum_of_lanes(lanes);
 }
@@ -83,6 +86,16 @@ INLINE float sum_of_squares(const float* x, int64_t n, Ahead ahead) {
     return sum_of_lanes(lanes);
 }
 
+// The sum of n squares, which is taken anew where float32 has not held it.
+INLINE double exact_sum(float squares, const float* x, int64_t n) {
+    if (squares != squares || (squares > SMALLEST_SQUARES && squares < LARGEST_SQUARES)) {
+        return squares;
+    }
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += double(x[i]) * double(x[i]);
+    return sum;
+}
+
 // mu m + g of one block, written to m if `write`; returns its sum of squares, as m's type holds it.
 VECTOR_CLONES double accumulate_block(
     void* m, DType m_dtype, const void* g, DType g_dtype, Block block, float mu, bool write
@@ -95,14 +108,16 @@ VECTOR_CLONES double accumulate_block(
         const float* old = load(m, m_dtype, at, n, m_buffer);
         const float* push = load(g, g_dtype, at, n, g_buffer);
         const Ahead m_ahead(m, m_dtype, at), g_ahead(g, g_dtype, at);
-        const float squares = accumulate_strip(old, push, mu, sums, n, m_ahead, g_ahead);
+        const float limit = largest(m_dtype);
+        const float squares = accumulate_strip(old, push, mu, limit, sums, n, m_ahead, g_ahead);
         if (m_dtype == FLOAT32) {
-            total += squares;
+            total += exact_sum(squares, sums, n);
             if (write) store(m, m_dtype, at, n, sums);
             continue;
         }
         store(narrow, m_dtype, 0, n, sums);
-        total += sum_of_squares(load(narrow, m_dtype, 0, n, m_buffer), n, m_ahead);
+        const float* held = load(narrow, m_dtype, 0, n, m_buffer);
+        total += squares == squares ? exact_sum(sum_of_squares(held, n, m_ahead), held, n) : squares;
         if (write) std::memcpy(static_cast<uint16_t*>(m) + at, narrow, size_t(n) * sizeof *narrow);
     }
     return total;
@@ -113,23 +128,26 @@ VECTOR_CLONES double norm_block(const void* x, DType dtype, Block block) {
     double total = 0;
     for (int64_t at = block.start; at < block.start + block.length; at += STRIP) {
         const int64_t n = std::min(STRIP, block.start + block.length - at);
-        total += sum_of_squares(load(x, dtype, at, n, buffer), n, Ahead(x, dtype, at));
+        const float* numbers = load(x, dtype, at, n, buffer);
+        total += exact_sum(sum_of_squares(numbers, n, Ahead(x, dtype, at)), numbers, n);
     }
     return total;
 }
 
-// to = a x + b y for n <= STRIP numbers; to is a buffer of STRIP.
+// to = a x + b y within +-limit for n <= STRIP numbers; to is a buffer of STRIP.
 INLINE void combine_strip(
-    float a, const float* x, float b, const float* y, float* to, int64_t n, Ahead x_ahead,
-    Ahead y_ahead
+    float a, const float* x, float b, const float* y, float limit, float* to, int64_t n,
+    Ahead x_ahead, Ahead y_ahead
 ) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         x_ahead.fetch(i);
         y_ahead.fetch(i);
-        for (int j = 0; j < LANES; ++j) to[i + j] = a * x[i + j] + b * y[i + j];
+        for (int j = 0; j < LANES; ++j) {
+            to[i + j] = saturated(a * x[i + j] + b * y[i + j], limit);
+        }
     }
-    for (; i < n; ++i) to[i] = a * x[i] + b * y[i];
+    for (; i < n; ++i) to[i] = saturated(a * x[i] + b * y[i], limit);
 }
 
 // x <- decay x - step g, and m <- mu m + g where there is an m.
@@ -143,7 +161,8 @@ VECTOR_CLONES void local_step_block(
         const float* push = load(g, g_dtype, at, n, g_buffer);
         const float* old = load(x, x_dtype, at, n, x_buffer);
         const Ahead g_ahead(g, g_dtype, at);
-        combine_strip(decay, old, -step, push, now, n, Ahead(x, x_dtype, at), g_ahead);
+        const Ahead x_ahead(x, x_dtype, at);
+        combine_strip(decay, old, -step, push, largest(x_dtype), now, n, x_ahead, g_ahead);
         if (seed != nullptr) {
             store_stochastic(x, x_dtype, at, n, now, *seed);
         } else {
@@ -151,7 +170,8 @@ VECTOR_CLONES void local_step_block(
         }
         if (m == nullptr) continue;
         const float* momentum = load(m, m_dtype, at, n, m_buffer);
-        combine_strip(mu, momentum, 1.0f, push, now, n, Ahead(m, m_dtype, at), g_ahead);
+        const Ahead m_ahead(m, m_dtype, at);
+        combine_strip(mu, momentum, 1.0f, push, largest(m_dtype), now, n, m_ahead, g_ahead);
         store(m, m_dtype, at, n, now);
     }
 }
@@ -171,7 +191,7 @@ using namespace curvadion;
 
 extern "C" {
 
-// norms[t] = || mu[t] M[t] + G[t] || as M's type holds it; if write, M[t] becomes that sum.
+// norms[t] = || mu[t] M[t] + G[t] || as M's type holds it, saturated; if write, M[t] becomes that sum.
 void curvadion_momentum_norms(
     int64_t count, const int64_t* numel, void* const* M, const uint8_t* M_dtype,
     const void* const* G, const uint8_t* G_dtype, const float* mu, int write, float* norms,

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -27,6 +28,10 @@ enum DType : uint8_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 constexpr int64_t STRIP = 512;
 // Sums run in as many lanes, because the compiler may not reorder them.
 constexpr int LANES = 32;
+// What weights and momenta may reach: products of such numbers stay within float32.
+constexpr float LARGEST = 0x1p100f, LARGEST_FLOAT16 = 65504.0f;
+// Sums of squares in float32 are exact enough between these.
+constexpr float SMALLEST_SQUARES = 0x1p-90f, LARGEST_SQUARES = 0x1p120f;
 
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
@@ -68,6 +73,14 @@ INLINE uint16_t to_float16(float value) {
     const uint32_t finite = magnitude < 0x38800000 ? tiny : normal;
     const uint32_t special = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
     return uint16_t(sign | (magnitude >= 0x477FF000 ? special : finite));
+}
+
+INLINE float largest(DType dtype) { return dtype == FLOAT16 ? LARGEST_FLOAT16 : LARGEST; }
+
+// Within [-limit, limit]; NaN stays NaN.
+INLINE float saturated(float value, float limit) {
+    value = value > limit ? limit : value;
+    return value < -limit ? -limit : value;
 }
 
 // n elements of data from `start` as float32: in place if they are, else converted into `buffer`.

@@ -6,14 +6,14 @@ namespace curvadion {
 namespace {
 
 // Sum over the block, in a fixed order; valid in thread 0.
-__device__ float block_sum(float value) {
-    __shared__ float warps[THREADS / 32];
+__device__ double block_sum(double value) {
+    __shared__ double warps[THREADS / 32];
     for (int offset = 16; offset > 0; offset /= 2) {
         value += __shfl_down_sync(0xFFFFFFFFu, value, offset);
     }
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
     __syncthreads();
-    value = threadIdx.x < THREADS / 32 ? warps[threadIdx.x] : 0.0f;
+    value = threadIdx.x < THREADS / 32 ? warps[threadIdx.x] : 0.0;
     for (int offset = THREADS / 64; offset > 0; offset /= 2) {
         value += __shfl_down_sync(0xFFFFFFFFu, value, offset);
     }
@@ -24,7 +24,7 @@ __device__ float block_sum(float value) {
 // The block that finishes a tensor last adds up its partial sums, in their order: the norm's bits
 // do not depend on timing.
 __device__ void finish_norm(
-    float partial_sum, int block, int first, int blocks, float* norm, float* partial, int* ticket
+    double partial_sum, int block, int first, int blocks, float* norm, double* partial, int* ticket
 ) {
     __shared__ bool last;
     if (threadIdx.x == 0) {
@@ -35,20 +35,30 @@ __device__ void finish_norm(
     __syncthreads();
     if (!last) return;
     __threadfence();
-    float sum = 0.0f;
+    double sum = 0.0;
     for (int i = threadIdx.x; i < blocks; i += THREADS) sum += __ldcg(partial + first + i);
     sum = block_sum(sum);
     if (threadIdx.x == 0) {
-        *norm = sqrtf(sum);
+        *norm = float(sqrt(sum));
         *ticket = 0;
     }
+}
+
+// The square in float64: of tiny and of large numbers it does not fit into float32.
+__device__ double squared(float value) { return double(value) * double(value); }
+
+// mu m + g as dtype holds it, saturated; adds its square, or NaN if it is not finite.
+__device__ float accumulated(float mu, float m, float g, DType dtype, double& squares) {
+    const float sum = mu * m + g, held = rounded(saturated(sum, dtype), dtype);
+    squares += squared(held) + double(sum - sum);
+    return held;
 }
 
 // M <- mu M + G if write; norms of mu M + G as M's type holds it (of M, if there is no G) if
 // norms.
 __global__ void __launch_bounds__(THREADS) momentum(
-    const __grid_constant__ Batch<2, 1> batch, bool has_g, bool write, float* norms, float* partial,
-    int* tickets
+    const __grid_constant__ Batch<2, 1> batch, bool has_g, bool write, float* norms,
+    double* partial, int* tickets
 ) {
     const int place = place_of(batch, blockIdx.x);
     const int first = batch.first_block[place];
@@ -58,7 +68,7 @@ __global__ void __launch_bounds__(THREADS) momentum(
     const void* g = batch.data[1][place];
     const DType m_dtype = DType(batch.dtype[0][place]), g_dtype = DType(batch.dtype[1][place]);
     const float mu = batch.numbers[0][place];
-    float squares = 0.0f;
+    double squares = 0.0;
     int64_t at = start;
     if ((reinterpret_cast<uintptr_t>(m) | reinterpret_cast<uintptr_t>(g)) % 16 == 0) {
         const int64_t whole = start + (stop - start) / WIDTH * WIDTH;
@@ -67,18 +77,21 @@ __global__ void __launch_bounds__(THREADS) momentum(
             load_wide(m, m_dtype, at, sums);
             if (has_g) {
                 load_wide(g, g_dtype, at, push);
-                for (int i = 0; i < WIDTH; ++i) sums[i] = rounded(mu * sums[i] + push[i], m_dtype);
+                for (int i = 0; i < WIDTH; ++i) {
+                    sums[i] = accumulated(mu, sums[i], push[i], m_dtype, squares);
+                }
+            } else {
+                for (int i = 0; i < WIDTH; ++i) squares += squared(sums[i]);
             }
             if (write) store_wide(m, m_dtype, at, sums);
-            for (int i = 0; i < WIDTH; ++i) squares += sums[i] * sums[i];
         }
         at = whole;
     }
     for (at += threadIdx.x; at < stop; at += THREADS) {
         float sum = load(m, m_dtype, at);
-        if (has_g) sum = rounded(mu * sum + load(g, g_dtype, at), m_dtype);
+        if (has_g) sum = accumulated(mu, sum, load(g, g_dtype, at), m_dtype, squares);
+        else squares += squared(sum);
         if (write) store(m, m_dtype, at, sum);
-        squares += sum * sum;
     }
     if (norms != nullptr) {
         finish_norm(
@@ -109,7 +122,7 @@ int curvadion_cuda_capacity() { return CAPACITY; }
 // after). Returns a cudaError_t.
 int curvadion_cuda_momentum_norms(
     int64_t count, const int64_t* numel, void* const* M, const uint8_t* M_dtype, void* const* G,
-    const uint8_t* G_dtype, const float* mu, int write, float* norms, float* partial, int* tickets,
+    const uint8_t* G_dtype, const float* mu, int write, float* norms, double* partial, int* tickets,
     int device, cudaStream_t stream
 ) {
     const cudaError_t error = cudaSetDevice(device);

@@ -10,6 +10,8 @@ enum DType : uint8_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // Elements a thread works on at a time: 16 bytes of the narrow types, twice 16 of float32.
 constexpr int WIDTH = 8;
+// What weights and momenta may reach: products of such numbers stay within float32.
+constexpr float LARGEST = 0x1p100f, LARGEST_FLOAT16 = 65504.0f;
 
 // An address that came in a table, which the compiler would take for possibly shared memory.
 template <typename T>
@@ -83,6 +85,13 @@ __device__ inline void store(void* data, DType dtype, int64_t at, float value) {
 // The number that dtype holds for a value.
 __device__ inline float rounded(float value, DType dtype) {
     return dtype == FLOAT32 ? value : widen(uint16_t(narrow(value, 0.0f, dtype)), dtype);
+}
+
+// Within what dtype may reach; NaN stays NaN.
+__device__ inline float saturated(float value, DType dtype) {
+    const float limit = dtype == FLOAT16 ? LARGEST_FLOAT16 : LARGEST;
+    value = value > limit ? limit : value;
+    return value < -limit ? -limit : value;
 }
 
 __device__ inline uint32_t mixed(uint32_t x) {

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.plain import NEGLIGIBLE_COLUMN
 from curvadion.tensors import Unsupported, factors_facts, float32_stack
 from curvadion_kernels.launch import Table, on, stream_of
 from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
@@ -28,42 +27,44 @@ TILE = 65536 if INTERPRETED else 4096
 
 @triton.jit
 def column_sums_kernel(R, sums, n, r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sums[t, j] = sum over i of R[t, i, j]^2, for some columns of one matrix."""
+    """sums[t, j] = sum over i of R[t, i, j]^2 in float64, for some columns of one matrix."""
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float64)
     for top in range(0, n, ROWS):
         i = top + tl.arange(0, ROWS)
         here = (i[:, None] < n) & (j[None, :] < r)
         values = tl.load(R + t * n * r + i[:, None].to(tl.int64) * r + j[None, :], here, 0.0)
+        values = values.to(tl.float64)
         total += values * values
     tl.store(sums + t * r + j, tl.sum(total, axis=0), j < r)
 
 
 @triton.jit
 def normalize_kernel(
-    table, R, sums, n, r, epsilon, NEGLIGIBLE: tl.constexpr, Q_DTYPE: tl.constexpr,
+    table, R, sums, floors, n, r, Q_DTYPE: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of Q[t] = R[t] diag(1 / (sqrt(sums[t]) + epsilon)); COLUMNS >= r."""
+    """Some rows of Q[t] = R[t] diag(1 / sqrt(sums[t])); COLUMNS >= r."""
     t = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, COLUMNS)
     lengths = tl.sqrt(tl.load(sums + t * r + j, j < r, 0.0))
-    inverse = tl.where(lengths > NEGLIGIBLE * tl.max(lengths), 1.0 / (lengths + epsilon), 0.0)
+    longer = lengths > tl.load(floors + t * r + j, j < r, 0.0)
+    inverse = tl.where(longer, 1.0 / tl.where(longer, lengths, 1.0), 0.0)
     q = pointer(table, t, Q_DTYPE)
     top = tl.program_id(1) * ROWS
     for step in range(0, ROWS, AT_ONCE):
         i = top + step + tl.arange(0, AT_ONCE)
         here = (i[:, None] < n) & (j[None, :] < r)
         at = i[:, None].to(tl.int64) * r + j[None, :]
-        values = tl.load(R + t * n * r + at, here, 0.0) * inverse[None, :]
-        tl.store(q + at, to_nearest(values, Q_DTYPE), here)
+        values = tl.load(R + t * n * r + at, here, 0.0).to(tl.float64) * inverse[None, :]
+        tl.store(q + at, to_nearest(values.to(tl.float32), Q_DTYPE), here)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
     k, n, r = float32_stack(R)
-    sums = torch.empty(*R.shape[:-2], r, dtype=torch.float32, device=R.device)
+    sums = torch.empty(*R.shape[:-2], r, dtype=torch.float64, device=R.device)
     if sums.numel():
         with on(R.device):
             column_sums_kernel[(k, triton.cdiv(r, COLUMNS))](
@@ -73,25 +74,28 @@ def column_sum_of_squares(R: Tensor) -> Tensor:
 
 
 def column_normalize_(
-    Q: Sequence[Tensor], R: Tensor, sum_of_squares: Tensor | None, epsilon: float
+    Q: Sequence[Tensor],
+    R: Tensor,
+    sum_of_squares: Tensor | None = None,
+    floor: Tensor | None = None,
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
     k, n, r = float32_stack(R)
-    q = factors_facts(Q, R, sum_of_squares)
+    q = factors_facts(Q, R, sum_of_squares, floor)
     if len(q.dtypes) > 1 or r > MOST_COLUMNS:
         raise Unsupported
     if R.numel() == 0:
         return
     sums = column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares.contiguous()
+    floors = torch.zeros_like(sums) if floor is None else floor.contiguous()
     columns = triton.next_power_of_2(r)
     at_once = max(1, TILE // columns)
     rows = max(ROWS, at_once)
     table = _table(k, R.device, stream_of(R.device)).write(array("Q", q.addresses))
     with on(R.device):
         normalize_kernel[(k, triton.cdiv(n, rows))](
-            table, R, sums, n, r, epsilon,
-            NEGLIGIBLE=NEGLIGIBLE_COLUMN, Q_DTYPE=CODES[q.codes[0]], ROWS=rows, AT_ONCE=at_once,
-            COLUMNS=columns,
+            table, R, sums, floors, n, r,
+            Q_DTYPE=CODES[q.codes[0]], ROWS=rows, AT_ONCE=at_once, COLUMNS=columns,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvadion.arguments import floats, host_numbers
 from curvadion.tensors import elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
-from curvadion_kernels.numbers import CODES, numbers, stochastically, to_nearest
+from curvadion_kernels.numbers import CODES, numbers, saturated, stochastically, to_nearest
 
 
 @triton.jit
@@ -50,13 +50,14 @@ def local_step_kernel(
             at = start + i + tl.arange(0, BLOCK)
             push = tl.load(g + at).to(tl.float32)
             weights = decay * tl.load(x + at).to(tl.float32) - step * push
+            weights = saturated(weights, X_DTYPE)
             if SEEDED:
                 tl.store(x + at, stochastically(weights, at, seed, X_DTYPE))
             else:
                 tl.store(x + at, to_nearest(weights, X_DTYPE))
             if HAS_M:
                 momentum = mu * tl.load(m + at).to(tl.float32) + push
-                tl.store(m + at, to_nearest(momentum, M_DTYPE))
+                tl.store(m + at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE))
     else:
         x = x_address.to(tl.pointer_type(X_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
@@ -66,13 +67,14 @@ def local_step_kernel(
             here = at < n
             push = tl.load(g + at, here, 0.0).to(tl.float32)
             weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * push
+            weights = saturated(weights, X_DTYPE)
             if SEEDED:
                 tl.store(x + at, stochastically(weights, at, seed, X_DTYPE), here)
             else:
                 tl.store(x + at, to_nearest(weights, X_DTYPE), here)
             if HAS_M:
                 momentum = mu * tl.load(m + at, here, 0.0).to(tl.float32) + push
-                tl.store(m + at, to_nearest(momentum, M_DTYPE), here)
+                tl.store(m + at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE), here)
 
 
 def local_step_(

@@ -23,7 +23,7 @@ from torch import Tensor
 from curvadion.arguments import floats, host_numbers
 from curvadion.tensors import Facts, Unsupported, check_shapes, facts_of
 from curvadion_kernels.launch import Table, on, stream_of
-from curvadion_kernels.numbers import CODES, stochastically, to_nearest
+from curvadion_kernels.numbers import CODES, saturated, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers: two accumulators live through the loop, and narrow
 # loads and stores take more address registers.
@@ -91,6 +91,7 @@ def low_rank_kernel(
     here = (i[:, None] < m) & (j[None, :] < n)
     at = i[:, None] * x_stride + j[None, :]
     weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * update
+    weights = saturated(weights, X_DTYPE)
     if SEEDED:
         tl.store(x + at, stochastically(weights, at, seed, X_DTYPE), here)
     else:
@@ -98,7 +99,7 @@ def low_rank_kernel(
     if HAS_M:
         at = i[:, None] * m_stride + j[None, :]
         kept = tl.load(momentum + at, here, 0.0).to(tl.float32) - feedback * fed
-        tl.store(momentum + at, to_nearest(kept, M_DTYPE), here)
+        tl.store(momentum + at, to_nearest(saturated(kept, M_DTYPE), M_DTYPE), here)
 
 
 def low_rank_update_(

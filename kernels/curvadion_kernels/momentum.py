@@ -15,7 +15,17 @@ from torch import Tensor
 from curvadion.arguments import floats
 from curvadion.tensors import Facts, elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
-from curvadion_kernels.numbers import CODES, numbers, to_nearest
+from curvadion_kernels.numbers import CODES, numbers, saturated, to_nearest
+
+
+@triton.jit
+def _squares(sums, held):
+    """Squares of what is held of sums, float64: NaN where a sum is not finite.
+
+    The squares of tiny and of large numbers do not fit into float32.
+    """
+    held = held.to(tl.float64)
+    return held * held + (sums - sums).to(tl.float64)
 
 
 @triton.jit
@@ -39,34 +49,36 @@ def momentum_kernel(
         # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        squares = tl.zeros((BLOCK,), tl.float32)
+        squares = tl.zeros((BLOCK,), tl.float64)
         for i in range(0, CHUNK, BLOCK):
             at = start + i + tl.arange(0, BLOCK)
             sums = tl.load(m + at).to(tl.float32)
             if HAS_G:
                 sums = mu * sums + tl.load(g + at).to(tl.float32)
-            held = to_nearest(sums, M_DTYPE)
+            held = sums.to(M_DTYPE)
+            if HAS_G:
+                held = to_nearest(saturated(sums, M_DTYPE), M_DTYPE)
             if WRITE:
                 tl.store(m + at, held)
-            sums = held.to(tl.float32)
-            squares += sums * sums
+            squares += _squares(sums, held)
         # Summed here, so that both branches may lay out their numbers as suits them.
         total = tl.sum(squares)
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        squares = tl.zeros((BLOCK,), tl.float32)
+        squares = tl.zeros((BLOCK,), tl.float64)
         for i in range(0, CHUNK, BLOCK):
             at = start + i + tl.arange(0, BLOCK)
             here = at < n
             sums = tl.load(m + at, here, 0.0).to(tl.float32)
             if HAS_G:
                 sums = mu * sums + tl.load(g + at, here, 0.0).to(tl.float32)
-            held = to_nearest(sums, M_DTYPE)
+            held = sums.to(M_DTYPE)
+            if HAS_G:
+                held = to_nearest(saturated(sums, M_DTYPE), M_DTYPE)
             if WRITE:
                 tl.store(m + at, held, here)
-            sums = held.to(tl.float32)
-            squares += tl.where(here, sums * sums, 0.0)
+            squares += tl.where(here, _squares(sums, held), 0.0)
         total = tl.sum(squares)
     if NORM:
         tl.store(partial + block, total)
@@ -78,7 +90,7 @@ def momentum_kernel(
             tl.debug_barrier()
             # In the same order whichever block does it: the norm's bits do not depend on timing.
             begin = tl.load(first + t)
-            sums_of_blocks = tl.zeros((SUMS,), tl.float32)
+            sums_of_blocks = tl.zeros((SUMS,), tl.float64)
             done = 0
             while done < blocks:
                 j = done + tl.arange(0, SUMS)
@@ -86,7 +98,7 @@ def momentum_kernel(
                     partial + begin + j, j < blocks, 0.0, cache_modifier=".cg"
                 )
                 done += SUMS
-            tl.store(norms + tl.load(slots + t), tl.sqrt(tl.sum(sums_of_blocks)))
+            tl.store(norms + tl.load(slots + t), tl.sqrt(tl.sum(sums_of_blocks)).to(tl.float32))
             tl.store(tickets + t, 0)
 
 
@@ -117,7 +129,7 @@ def _run(facts: list[Facts], mu: Sequence[float], *, write: bool, norm: bool = T
     assert device is not None
     result = torch.empty(len(facts[0].addresses) if norm else 0, dtype=torch.float32, device=device)
     for launch, codes in launches(facts):
-        partial = torch.empty(launch.blocks if norm else 0, dtype=torch.float32, device=device)
+        partial = torch.empty(launch.blocks if norm else 0, dtype=torch.float64, device=device)
         with on(device):
             momentum_kernel[(launch.blocks,)](
                 launch.table(facts, numbers),

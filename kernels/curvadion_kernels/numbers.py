@@ -31,6 +31,14 @@ def numbers(table, index):
 
 
 @triton.jit
+def saturated(value, dtype: tl.constexpr):
+    """float32 within what weights and momenta of dtype may reach; NaN stays NaN."""
+    limit = 65504.0 if dtype == tl.float16 else 1267650600228229401496703205376.0  # 2**100
+    value = tl.where(value > limit, limit, value)
+    return tl.where(value < -limit, -limit, value)
+
+
+@triton.jit
 def to_nearest(value, dtype: tl.constexpr):
     """float32 -> dtype. The interpreter truncates to bfloat16, so it rounds in software."""
     if _SOFTWARE_ROUNDING and dtype == tl.bfloat16:

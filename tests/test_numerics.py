@@ -1,0 +1,328 @@
+"""Rounding errors, extreme scales and narrow dtypes: what moves the weights, and what never may."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distributed
+from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod
+from reference import relative_error
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+# What a budget's steps are in one process: full rank, QR, and nothing but local steps.
+BUDGET = dict(gate=FixedPeriod(10_000), reconcile="quantized", max_local_steps=None)
+
+
+def gaussian(shape, seed, dtype=F64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def low_rank(n, k, seed=0):
+    return gaussian((n, k), seed) @ gaussian((k, n), seed + 1)
+
+
+def finite(optimizer):
+    tensors = [x for group in optimizer.param_groups for x in group["params"]]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return all(bool(torch.isfinite(t.detach()).all()) for t in tensors)
+
+
+# ---------------------------------------------------------------- rank-deficient momenta
+
+
+@pytest.mark.parametrize("right_factor", ["qr", "column_normalized"])
+@pytest.mark.parametrize(("n", "k"), [(256, 16), (512, 64), (64, 1), (37, 5)])
+@pytest.mark.parametrize(
+    ("dtype", "momentum", "outside"),
+    [(F64, None, 1e-12), (F32, None, 1e-5), (F32, F16, 4e-3), (F32, BF16, 3e-2)],
+    ids=["float64", "float32", "float16 momentum", "bfloat16 momentum"],
+)
+def test_steps_stay_in_the_column_space_of_the_gradient(
+    n, k, dtype, momentum, outside, right_factor
+):
+    """Of a gradient of rank k exactly k directions move, however it has been rounded."""
+    gradient = low_rank(n, k)
+    basis = torch.linalg.qr(gradient @ gaussian((n, k), 5)).Q
+    p = torch.nn.Parameter(torch.zeros(n, n, dtype=dtype))
+    options = dict(lr=1, weight_decay=0, rank_fraction=1.0, right_factor=right_factor)
+    optimizer = Dion([p], momentum_dtype=momentum, **options)
+    for _ in range(4):
+        before = p.detach().clone()
+        p.grad = gradient.to(dtype)
+        optimizer.step()
+        step = (p.detach() - before).double()
+        values = torch.linalg.svdvals(step)
+        assert values[k:].max() < 1e-2  # columns that are only normalised are not orthogonal
+        assert (step - basis @ (basis.mT @ step)).norm() < outside * step.norm()
+        if right_factor == "qr":
+            assert (values[:k] - 1).abs().max() < 1e-2 and values[k:].max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_small_singular_values_are_followed(dtype):
+    """Down to what can be told from rounding errors: a condition number of 1e4 in float32."""
+    n, condition = 128, 1e4 if dtype == F32 else 1e5
+    U, V = (torch.linalg.qr(gaussian((n, n), seed)).Q for seed in (1, 2))
+    gradient = (U * torch.logspace(0, -math.log10(condition), n, dtype=F64)) @ V.mT
+    p = torch.nn.Parameter(torch.zeros(n, n, dtype=dtype))
+    optimizer = Dion([p], lr=1, weight_decay=0, rank_fraction=1.0, right_factor="qr")
+    for _ in range(60):
+        before = p.detach().clone()
+        p.grad = gradient.to(dtype)
+        optimizer.step()
+    step = -(p.detach() - before).double()
+    assert (torch.linalg.svdvals(step) - 1).abs().max() < 1e-3
+    # Small directions too have become the gradient's own.
+    assert (U.mT @ step @ V).diagonal()[-8:].min() > 0.9
+
+
+def rank_deficient_training(rank, replicas, shards):
+    """Four ranks as replicas of shards; the gradient of each replica has rank 3."""
+    mesh = torch.distributed.init_device_mesh(
+        "cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")
+    )
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = gaussian((40, 24), 0)
+    p = torch.nn.Parameter(distribute_tensor(whole, mesh["shard"], [Shard(0)]))
+    optimizer = CurvaDion(
+        [p], replicas=mesh["replicate"], gate=AlwaysOpen(), right_factor="qr", rank_fraction=1.0
+    )
+    mine = rank // shards
+    for step in range(16):
+        both = [gaussian((40, 3), 100 + i) @ gaussian((3, 24), 7 * step + i) for i in range(2)]
+        chosen = both[mine] if replicas == 2 else sum(both) / 2
+        p.grad = distribute_tensor(chosen, mesh["shard"], [Shard(0)])
+        optimizer.step()
+    return p.detach().full_tensor()
+
+
+def test_shards_of_replicas_follow_replicas_on_rank_deficient_gradients():
+    sharded = distributed.run(4, rank_deficient_training, 2, 2)[0]
+    plain = distributed.run(2, rank_deficient_training, 2, 1)[0]
+    assert relative_error(sharded, plain) < 1e-10
+
+
+# ---------------------------------------------------------------- gradients that stop
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+@pytest.mark.parametrize("options", [BUDGET, dict(gate=AlwaysOpen())], ids=["budget", "dion"])
+def test_a_matrix_whose_gradients_are_zero_comes_to_rest(options, dtype):
+    """It goes no further than 8 times its own norm, as torch's Muon does, and then stands."""
+    p = torch.nn.Parameter((gaussian((32, 32), 0) / 32**0.5).to(dtype))
+    start = p.detach().clone()
+    optimizer = CurvaDion([p], weight_decay=0, rank_fraction=1.0, **options)
+    for step in range(500):
+        p.grad = gaussian((32, 32), step, dtype) if step < 20 else torch.zeros_like(p)
+        if step == 350:
+            late = p.detach().clone()
+        optimizer.step()
+    assert relative_error(p.detach(), start) < 8
+    assert torch.equal(p.detach(), late)
+    p.grad = gaussian((32, 32), 1, dtype)
+    optimizer.step()
+    assert not torch.equal(p.detach(), late)  # and moves again with the next gradient
+
+
+def test_low_rank_gradients_and_then_zeros_never_give_nan():
+    p = torch.nn.Parameter(gaussian((12, 12), 0, F32))
+    optimizer = CurvaDion([p], **BUDGET)
+    for step in range(1600):
+        p.grad = low_rank(12, 2, step).float() if step < 20 else torch.zeros_like(p)
+        optimizer.step()
+        if step % 100 == 99:
+            assert finite(optimizer)
+
+
+def test_replicas_of_a_low_rank_sync_share_what_they_remember():
+    notes = distributed.run(2, remembering)
+    assert notes[0] == notes[1]
+
+
+def remembering(rank):
+    """R_scale after steps of which every second is local, with gradients of one's own."""
+    p = torch.nn.Parameter(gaussian((12, 8), 0, F32))
+    group = torch.distributed.group.WORLD
+    optimizer = CurvaDion([p], replicas=group, gate=FixedPeriod(2))
+    found = []
+    for step in range(6):
+        p.grad = gaussian((12, 8), 10 * step + rank, F32)
+        optimizer.step()
+        found.append(optimizer.state[p]["R_scale"].item())
+    assert found[-1] > 0
+    return found
+
+
+def test_a_state_without_the_scale_is_loaded():
+    """As versions saved it that did not remember one."""
+    runs = []
+    for drop in (False, True):
+        p = torch.nn.Parameter(gaussian((12, 8), 0, F32))
+        optimizer = Dion([p])
+        p.grad = gaussian((12, 8), 1, F32)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        if drop:
+            del saved["state"][0]["R_scale"]
+        again = Dion([p])
+        again.load_state_dict(saved)
+        again.step()
+        runs.append(p.detach().clone())
+    assert torch.equal(*runs)
+
+
+# ---------------------------------------------------------------- scales
+
+
+@pytest.mark.parametrize("right_factor", ["qr", "column_normalized"])
+@pytest.mark.parametrize("exponent", [-30, -15, 15, 20, 25])
+@pytest.mark.parametrize("gate", [None, AlwaysOpen()], ids=["rmmc", "always"])
+def test_the_scale_of_gradients_does_not_matter(exponent, right_factor, gate):
+    ends = []
+    for scale in (1.0, 2.0 ** round(exponent * math.log2(10))):
+        p = torch.nn.Parameter(gaussian((40, 24), 0, F32))
+        optimizer = CurvaDion([p], gate=gate, right_factor=right_factor)
+        opened = []
+        for step in range(12):
+            p.grad = gaussian((40, 24), step + 1, F32) * scale
+            optimizer.step()
+            opened.append(optimizer.report.gate_open)
+        ends.append(p.detach())
+    assert relative_error(*ends) < 1e-5 and opened[0]
+
+
+def test_a_tiny_gradient_of_rank_one_gives_no_nan():
+    for dtype, scale in ((F32, 1e-35), (F32, 1e-38), (F64, 1e-200)):
+        p = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
+        optimizer = CurvaDion([p])
+        outer = torch.outer(gaussian((64,), 0), gaussian((64,), 1))
+        p.grad = (outer * scale).to(dtype)
+        optimizer.step()
+        assert finite(optimizer)
+        moved = (p.detach() - 0.9998).abs().max() > 1e-4
+        assert moved == (scale == 1e-35)
+
+
+def sharded_norms(rank, scale):
+    """Whether a cut matrix with gradients of this scale is skipped."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    p = torch.nn.Parameter(distribute_tensor(gaussian((12, 8), 0, F32), mesh, [Shard(0)]))
+    optimizer = CurvaDion([p])
+    for step in range(3):
+        gradient = gaussian((12, 8), step, F32) * scale
+        p.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        optimizer.step()
+        assert not optimizer.report.skipped
+    return optimizer.state[p]["momentum_norm"].item() / scale
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_norms_over_shards_of_any_scale(scale):
+    for found in distributed.run(2, sharded_norms, scale):
+        (expected, _) = distributed.run(2, sharded_norms, 1.0)
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+# ---------------------------------------------------------------- finite in, finite out
+
+
+@pytest.mark.parametrize("options", [BUDGET, dict(gate=AlwaysOpen()), dict(gate=FixedPeriod(3))])
+@pytest.mark.parametrize("dtypes", [(F32, F16), (F16, None), (BF16, F16)], ids=str)
+def test_float16_momenta_saturate(dtypes, options):
+    p = torch.nn.Parameter(gaussian((24, 16), 0, dtypes[0]))
+    optimizer = CurvaDion([p], momentum_dtype=dtypes[1], nesterov=4.0, **options)
+    for step in range(60):
+        p.grad = (torch.full((24, 16), 3000.0) + 500 * gaussian((24, 16), step)).to(dtypes[0])
+        optimizer.step()
+        assert finite(optimizer) and not optimizer.report.skipped
+    # And the largest direction of late is followed again once it has turned.
+    turned = p.detach().clone()
+    for _ in range(80):
+        p.grad = torch.full((24, 16), -3000.0, dtype=dtypes[0])
+        optimizer.step()
+    assert (p.detach() - turned).float().mean() > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(1, 24),
+    n=st.integers(1, 24),
+    rank=st.integers(0, 24),
+    exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=6),
+    dtype=st.sampled_from([F32, BF16, F16, F64]),
+    momentum=st.sampled_from([None, F16, BF16, F32]),
+    rule=st.sampled_from(["error_feedback", "plain"]),
+    right_factor=st.sampled_from(["qr", "column_normalized"]),
+    nesterov=st.sampled_from([0.0, 4.0]),
+    gate=st.sampled_from(["rmmc", "always", "gradient", "budget"]),
+    seed=st.integers(0, 1000),
+)
+def test_finite_gradients_give_finite_weights(
+    m, n, rank, exponents, dtype, momentum, rule, right_factor, nesterov, gate, seed
+):
+    kind = {
+        "rmmc": {},
+        "always": dict(gate=AlwaysOpen()),
+        "gradient": dict(gate=FixedPeriod(3), local_step="gradient", local_lr=1.0),
+        "budget": BUDGET,
+    }[gate]
+    p = torch.nn.Parameter(gaussian((m, n), seed, dtype))
+    optimizer = CurvaDion(
+        [p], momentum_dtype=momentum, momentum_rule=rule, right_factor=right_factor,
+        nesterov=nesterov, rank_fraction=1.0, **kind,
+    )  # fmt: skip
+    most = torch.finfo(dtype).max
+    for i, exponent in enumerate(exponents * 2):
+        G = gaussian((m, rank), seed + i) @ gaussian((rank, n), seed - i)
+        p.grad = (G * 10.0**exponent).clamp(-most, most).to(dtype)
+        optimizer.step()
+        assert finite(optimizer)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    algorithm=st.sampled_from(["adamw", "lion"]),
+    dtype=st.sampled_from([F32, BF16, F16, F64]),
+    exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+)
+def test_finite_gradients_give_finite_moments(algorithm, dtype, exponents, seed):
+    p = torch.nn.Parameter(gaussian((7, 3), seed, dtype))
+    optimizer = CurvaDion([{"params": [p], "algorithm": algorithm}], gate=AlwaysOpen(), lr=0.02)
+    most = torch.finfo(dtype).max
+    for i, exponent in enumerate(exponents * 3):
+        p.grad = (gaussian((7, 3), seed + i) * 10.0**exponent).clamp(-most, most).to(dtype)
+        optimizer.step()
+        assert finite(optimizer)
+    assert (p.detach().double() - gaussian((7, 3), seed)).abs().max() < 10
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
+def test_float16_parameters_learn_from_gradients_of_any_size(algorithm):
+    """As float32 ones do, to float16's precision; and moments that were saved in float16 go on."""
+    for scale in (1.0, 300.0, 1e4, 1e-4):
+        ends = []
+        for dtype in (F32, F16):
+            p = torch.nn.Parameter(torch.ones(5, dtype=dtype))
+            optimizer = CurvaDion([{"params": [p], "algorithm": algorithm}], gate=AlwaysOpen())
+            for step in range(10):
+                p.grad = (gaussian((5,), step) * scale).to(dtype)
+                optimizer.step()
+            assert finite(optimizer)
+            ends.append(p.detach().float())
+        torch.testing.assert_close(*ends, rtol=0.01, atol=0.02)
+    state = optimizer.state[p]
+    for key in state.keys() - {"step"}:
+        state[key] = state[key].half()
+    optimizer.step()
+    assert finite(optimizer)
