@@ -97,7 +97,8 @@ class _Own(NamedTuple):
         numbers = residual.reshape(-1)
         target = numbers[there.start * BLOCK : there.stop * BLOCK]
         target.copy_(self.z[here].view(-1)[: target.numel()])
-        residual.copy_(numbers.view_as(residual))
+        if numbers.data_ptr() != residual.data_ptr():  # reshape had to copy
+            residual.copy_(numbers.view_as(residual))
 
     def _common(self, span: range) -> tuple[slice, slice]:
         first = max(span.start, self.blocks.start)

@@ -116,21 +116,22 @@ def test_bytes_sent_are_those_of_the_codes(world, bits):
         assert sent == pytest.approx(2 * (world - 1) / world * codes)
 
 
-def average_of_columns(rank, turned):
+def average_of_columns(rank, m, n, turned):
     """Two means of a matrix and its residual, which are laid out by columns if turned."""
-    residual = torch.zeros(40, 30).T if turned else torch.zeros(30, 40)
+    residual = torch.zeros(n, m).T if turned else torch.zeros(m, n)
     means = []
     for step in range(2):
-        (x,) = replicas_numbers(rank, [(30, 40)], step)
+        (x,) = replicas_numbers(rank, [(m, n)], step)
         x = x.T.contiguous().T if turned else x
         (mean,) = quantized_mean([x], [residual], 2, dist.group.WORLD)
         means.append(mean)
     return *means, residual
 
 
-def test_how_a_tensor_lies_in_memory_does_not_matter():
-    by_columns = distributed.run(2, average_of_columns, True)
-    by_rows = distributed.run(2, average_of_columns, False)
+@pytest.mark.parametrize(("m", "n"), [(30, 40), (5, 1), (1, 5)])
+def test_how_a_tensor_lies_in_memory_does_not_matter(m, n):
+    by_columns = distributed.run(2, average_of_columns, m, n, True)
+    by_rows = distributed.run(2, average_of_columns, m, n, False)
     for ours, theirs in zip(by_columns, by_rows, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
