@@ -72,7 +72,7 @@ def averaged_states(parameter: Parameter) -> dict[str, Tensor]:
     if parameter.group["algorithm"] != "dion":
         kept = elementwise.STATE_KEYS[parameter.group["algorithm"]]
         return {key: parameter.state[key] for key in kept if parameter.state}
-    others = {"momentum_norm", R_SCALE, FLAT_SHARD_START, LR_AT_AGREEMENT, *STATE_KEYS}
+    others = {"momentum_norm", FLAT_SHARD_START, LR_AT_AGREEMENT, *STATE_KEYS}
     return {key: x for key, x in sorted(parameter.state.items()) if key not in others}
 
 
@@ -99,6 +99,8 @@ def _whole(parameter: Parameter, key: str, x: Tensor) -> tuple[int, int]:
     like = parameter.X
     if flat_shard(like) is None:
         return x.numel(), math.prod(map(group_size, groups_of(x)))  # a DTensor's are all
+    if key == R_SCALE:
+        return x.numel(), 1
     for part in parameter.parts:
         if part.q.key == key:
             return min(part.layout.shape) * part.rank, group_size(part.layout.columns.group)

@@ -75,8 +75,9 @@ def like_one_process(rank, stage):
         plain, **{key: PARAMS[key] for key in ("elementwise", "options", "patterns")}
     )
     optimizer = CurvaDion(
-        groups, lr=0.02, gate=RMMC(threshold), local_step="gradient", rank_fraction=ds.FRACTION
-    )
+        groups, lr=0.02, gate=RMMC(threshold), local_step="gradient", rank_fraction=ds.FRACTION,
+        replicas="single",
+    )  # fmt: skip
     records = []
     for step in range(12):
         engine.backward(loss(engine, step, rank))
