@@ -29,7 +29,7 @@ from curvadion.low_rank_step import (
     measure_momenta,
 )
 from curvadion.momentum_turn import turn_momenta_, weights
-from curvadion.plan import LR_AT_AGREEMENT, R_SCALE, Plan, Pushed, check_parameter, names
+from curvadion.plan import LR_AT_AGREEMENT, Plan, Pushed, check_parameter, names
 from curvadion.polar_step import agreements, polar_step_
 from curvadion.progress import Progress, read_record, record
 from curvadion.quantization import BITS, bits_within, coded_share
@@ -482,13 +482,7 @@ class CurvaDion(Optimizer):
         ready = plan.select([bool(p.state) for p in plan.parameters])
         consensus.give_back_losses_(ready.parameters)
         for p in ready.dion:
-            others = {
-                "momentum_norm",
-                R_SCALE,
-                FLAT_SHARD_START,
-                LR_AT_AGREEMENT,
-                *consensus.STATE_KEYS,
-            }
+            others = {"momentum_norm", FLAT_SHARD_START, LR_AT_AGREEMENT, *consensus.STATE_KEYS}
             tensors += [local(p.state[key]) for key in sorted(p.state.keys() - others)]
         group = self._replicas.process_group
         reconcile.average_(tensors + ready.moments(), ready.counters(), group)
