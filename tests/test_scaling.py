@@ -45,15 +45,18 @@ def budget():
 
 
 def metered(rank, method):
-    """Calls and payload by collective of 6 steps, and what a rank must send."""
+    """Calls and payload by collective of 6 steps, and what a rank must send.
+
+    They come after the first looks at single gradients, and after these have been paid for.
+    """
     model = toy.model()
     optimizer = optimizer_of(method, model)
     wrapped = DistributedDataParallel(model)
     if method != "ddp":
         keep_gradients_local(wrapped)
-    toy.train(wrapped, optimizer, range(6), rank)
+    toy.train(wrapped, optimizer, range(24), rank)
     with WireMeter() as meter:
-        toy.train(wrapped, optimizer, range(6, 12), rank)
+        toy.train(wrapped, optimizer, range(24, 30), rank)
     return meter.calls_by_collective, meter.bytes_by_collective, meter.total_sent
 
 
