@@ -51,9 +51,7 @@ def shard(model, layout, mesh):
     """The sharded model and the optimizer's replicas."""
     if layout.startswith("FSDP1"):
         return shard_flat(model, layout, mesh)
-    # Without replicas FSDP averages the gradients; NO_SHARD leaves parameters whole.
-    alone = "single" if layout == "FSDP1 NO_SHARD" else None
-    replicas = mesh["replicate"] if mesh.size(0) > 1 else alone
+    replicas = mesh["replicate"] if mesh.size(0) > 1 else None
     fsdp_mesh = mesh if layout.startswith("hsdp") else mesh["shard"]
     for module in (*model.blocks, model):
         if layout == "replicate":
@@ -79,7 +77,9 @@ def shard_flat(model, layout, mesh):
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )
-    return declare_flat_shards(model), mesh["replicate"] if mesh.size(0) > 1 else None
+    # NO_SHARD leaves parameters whole, and averages their gradients.
+    alone = "single" if strategy == "NO_SHARD" else None
+    return declare_flat_shards(model), mesh["replicate"] if mesh.size(0) > 1 else alone
 
 
 def mesh_of(layout):

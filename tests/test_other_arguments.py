@@ -69,7 +69,7 @@ def write(rank, folder, together):
         model, optimizer = build(kind)
         toy.train(model, optimizer, range(TRAINED), rank)
         if together:
-            optimizer.synchronize()
+            optimizer.synchronize(exact=True)
         apart[kind] = optimizer.progress.apart
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -369,7 +369,9 @@ def sharded_pieces(rank, cuts):
         ]
         optimizer = Dion([dict(group) for group in groups], rank_fraction=0.4)
         optimizer.step()
-        into = CurvaDion([dict(g) for g in groups], gate=FixedPeriod(2), reconcile="quantized")
+        into = CurvaDion(
+            [dict(g) for g in groups], gate=FixedPeriod(2), reconcile="quantized", replicas="single"
+        )
         into.load_state_dict(optimizer.state_dict())
         kept = [("Q", qkv), ("Q_rows", qkv), ("Q", experts)]
         qs.append([into.state[p][key] for key, p in kept])
