@@ -57,7 +57,7 @@ def clip_grad_norm_(
         RuntimeError: on all ranks, if ``error_if_nonfinite`` and the norm is NaN or Inf.
     """
     _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
-    plan, replicas = optimizer._plan(), optimizer._replicas.process_group
+    plan, replicas = optimizer.present_plan(), optimizer._replicas.process_group
     if plan.sharded:
         settle_gradients([p.X for p in plan.parameters], replicas)
     batches = _batches(plan)

@@ -224,13 +224,14 @@ def _check_together(record: Record, into: Loading) -> None:
         raise ValueError(
             f"state_dict was saved while its replicas were apart ({_how_far(record.progress)}), "
             f"but reconcile='quantized' needs weights on which they agree to start from: call "
-            f"optimizer.synchronize() before saving, or load it with reconcile='average' first."
+            f"optimizer.synchronize(exact=True) before saving, or load it with "
+            f"reconcile='average' first."
         )
 
 
 def _lost_steps(record: Record, here: Replica) -> str | None:
     """What is lost if another replica's state is loaded; None if nothing is."""
-    if not record.progress.apart:
+    if not record.differs:
         return None
     far = _how_far(record.progress)
     if record.replica is None:
@@ -238,21 +239,23 @@ def _lost_steps(record: Record, here: Replica) -> str | None:
             return None
         return (
             f"state_dict was saved while replicas were apart ({far}). Unless each replica loads "
-            f"what it saved itself, the steps of the others since they last agreed are lost. Call "
-            f"optimizer.synchronize() before saving."
+            f"what it saved itself, what the others held is lost. Call "
+            f"optimizer.synchronize(exact=True) before saving."
         )
     if record.replica == here:
         return None
     number, total = record.replica
     return (
-        f"state_dict was saved by replica {number} of {total} while they were apart ({far}), and "
-        f"is loaded by replica {here.number} of {here.total}: what the other {total - 1} did in "
-        f"these steps is lost. Call optimizer.synchronize() or optimizer.eval() before saving, or "
-        f"let each replica load what it saved itself."
+        f"state_dict was saved by replica {number} of {total} while their states differed ({far}), "
+        f"and is loaded by replica {here.number} of {here.total}: what the other {total - 1} held "
+        f"is lost. Call optimizer.synchronize(exact=True) before saving, or let each replica load "
+        f"what it saved itself."
     )
 
 
 def _how_far(progress: Progress) -> str:
+    if not progress.apart:
+        return f"{progress.steps_since_exact} steps after they were the same"
     parts = f", {progress.parts_apart} parts of the weights" if progress.parts_apart else ""
     return f"{progress.local_steps} local steps{parts}"
 

@@ -62,6 +62,10 @@ class Gate(ABC):
     def spend(self, openings: float) -> None:
         """Note that as much was sent as so many open steps send."""
 
+    def longest_run(self, bound: int | None) -> int | None:
+        """The longest run of local steps at present, if ``max_local_steps`` is ``bound``."""
+        return bound
+
     def expected_period(self, open_cost: float) -> float:
         """Steps from one opening to the next if an open step sends this share; 1 if unforeseen."""
         return 1.0
@@ -215,6 +219,10 @@ class WireBudget(Gate):
             )
         return max(0.0, self.share - self.closed_cost) / self.open_cost
 
+    def longest_run(self, bound: int | None) -> int | None:
+        """Twice as long while it keeps something back or pays something back."""
+        return bound if bound is None or self._credit >= 1 else 2 * bound + 1
+
     def expected_period(self, open_cost: float) -> float:
         left = self.share - self.closed_cost
         # A budget that closed steps use up is refused by check_feasible.
@@ -262,6 +270,10 @@ class WireBudget(Gate):
         self._credit -= paid
         if self._log_threshold is not None:
             self._log_threshold += self.GAIN * paid
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Earlier versions kept nothing back, so that the balance was the credit.
+        self.__dict__.update({"_balance": state["_credit"]} | state)
 
     def state_dict(self) -> dict[str, Any]:
         return {

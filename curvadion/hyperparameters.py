@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from numbers import Real
 from operator import itemgetter
 from typing import Any
 
@@ -47,7 +48,9 @@ def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None
                 f"{key}={group[key]!r} in a parameter group: it concerns all groups, so pass it "
                 f"to the optimizer itself."
             )
-        close = difflib.get_close_matches(key, _CHECKS, n=1)
+        close = difflib.get_close_matches(key, _CHECKS, n=1, cutoff=0.75)
+        if close and f"_{close[0]}_" in f"_{key}_":
+            close = []  # another tool's, such as weight_decay_mult
         if meant := _OTHER_NAMES.get(key, close[0] if close else None):
             raise ValueError(
                 f"Unknown key {key!r} (={group[key]!r}) in a parameter group: did you mean "
@@ -63,6 +66,14 @@ def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None
 def strangers(group: Mapping[str, Any]) -> set[str]:
     """The keys of a group that mean nothing here, nor to torch and its schedulers."""
     return {key for key in group if key not in _CHECKS} - OWN_RECORDS - FOREIGN_KEYS
+
+
+def valid(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's values, with the optimizer's own in place of those that are missing or wrong."""
+    return {
+        key: defaults[key] if key not in group or _first_fault([(key, group[key])]) else group[key]
+        for key in _CHECKS
+    }
 
 
 def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
@@ -153,11 +164,12 @@ def number(
     key: str, value: object, *, least: float = 0.0, below: float = math.inf, most: float = math.inf
 ) -> None:
     """Raise unless ``value`` is a finite number within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key}={value!r} must be a number, got {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > 1000:
         raise ValueError(f"{key} is an integer of {value.bit_length()} bits: too large for a float")
-    if not (math.isfinite(value) and least <= value <= most and value < below):
+    size = float(value)
+    if not (math.isfinite(size) and least <= size <= most and size < below):
         bound = (
             f" and < {below}" if below < math.inf else f" and <= {most}" if most < math.inf else ""
         )

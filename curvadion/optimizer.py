@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from curvadion.conversion import Loading, convert, wrong_algorithm
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.gradients import settle_gradients
+from curvadion.groups import Unions
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import (
     LowRankStep,
@@ -38,7 +40,13 @@ from curvadion.quantization import BITS, bits_within, coded_share
 from curvadion.quantized_mean import message_bytes
 from curvadion.replicas import GATE_BYTES, Agreement, Notice, ReplicaGroup, Replicas, Settings
 from curvadion.sharding import global_shape, local
-from curvadion.signals import MomentumNorms, agree_on_gradients, momentum_norms, with_gradients
+from curvadion.signals import (
+    MomentumNorms,
+    agree_on_gradients,
+    momentum_norms,
+    refuse,
+    with_gradients,
+)
 from curvadion.telemetry import StepReport
 from curvadion.verify import (
     Checksum,
@@ -47,7 +55,6 @@ from curvadion.verify import (
     check_alike,
     listing,
     raise_different,
-    raise_identical,
     verify_replicas,
 )
 
@@ -85,7 +92,8 @@ class CurvaDion(Optimizer):
         local_step: what a matrix does while the gate is closed: "dion", a power iteration inside
             the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
         local_lr: learning rate of the "gradient" local step; None takes lr.
-        max_local_steps: longest run of local steps; None for no bound.
+        max_local_steps: longest run of local steps; None for no bound. A budget that keeps or pays
+            something back may take twice as many.
         warmup_steps: that many first steps are always synchronised.
         wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
             (0, 1], that the replicas may send: the gate WireBudget, with reconcile="quantized".
@@ -296,14 +304,13 @@ class CurvaDion(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        wrong = self._wrong_settings()
-        if wrong is not None and self._cached is None:
-            raise ValueError(wrong)
+        if wrong := self._wrong_settings():
+            self._refuse(wrong)
         # Ranks agree by the plan they had: what has changed here may be this rank's alone.
-        plan = self._plan() if self._cached is None else self._cached[1]
+        plan = self._known_plan()
         scaled = self._unscale(plan.device)
         with _full_precision(plan.device):
-            self._step(plan, wrong, scaled=scaled)
+            self._step(plan, scaled=scaled)
         return loss
 
     def _wrong_settings(self) -> str | None:
@@ -317,27 +324,44 @@ class CurvaDion(Optimizer):
             self._algorithms = algorithms
         return None
 
-    def _step(self, plan: Plan, wrong: str | None, *, scaled: bool) -> None:
+    def _refuse(self, wrong: str) -> None:
+        """Raise ValueError for a setting that is wrong here, and an error on the other ranks."""
+        if self._cached is not None:
+            plan = self._cached[1]
+        else:
+            # What is not wrong is enough to meet the others.
+            known = [{**group, **check.valid(group, self.defaults)} for group in self.param_groups]
+            group, single = self._replicas.process_group, self._replicas.single
+            try:
+                plan = Plan.of(known, self.state, group, single=single)
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(wrong) from None
+        if plan.sharded:
+            settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+        refuse(self.gate, plan)
+        raise ValueError(wrong)
+
+    def _step(self, plan: Plan, *, scaled: bool) -> None:
         new = self._create_state(plan)
         if plan.sharded:
             settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
 
         pushed = plan.pushed()
         reads = self.gate.reads_momentum and plan.dion
-        momenta = momentum_norms(plan, pushed, skip=wrong is not None) if reads else None
+        momenta = momentum_norms(plan, pushed) if reads else None
         norms = None if momenta is None else momenta.after
-        agreement = self._agreement(plan, pushed, momenta, wrong)
+        still = len(new) == len(plan.parameters) and self._lr_is_zero()
+        agreement = self._agreement(plan, pushed, momenta, still=still)
         if agreement.notice == Notice.CHANGED:
-            self._step(self._changed_plan(plan), wrong, scaled=scaled)
+            self._step(self._changed_plan(plan), scaled=scaled)
             return
-        created = len(new) == len(plan.parameters)
-        if created and agreement.all_zero and self._lr_is_zero():
+        if agreement.notice == Notice.NEW and agreement.all_zero:
             return
         if not agreement.finite:
             self.skip_step(tolerate=scaled)
             return
         complete = agreement.complete
-        if agreement.notice == Notice.UNVERIFIED:
+        if agreement.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
             complete = self._verify(plan, new)
         self._look_at_gradients(plan)
 
@@ -349,6 +373,7 @@ class CurvaDion(Optimizer):
             self._local_step(plan, pushed, norms, complete=complete)
             self.progress.local_steps += 1
         self.progress.steps += 1
+        self.progress.steps_since_exact += 1
         self.progress.skipped_in_a_row = 0
         self._report(plan, reason or "closed", reason is not None, agreement)
 
@@ -450,7 +475,8 @@ class CurvaDion(Optimizer):
             return "warm-up"
         if opens:
             return self.gate.reason
-        if self.max_local_steps is not None and local_steps >= self.max_local_steps:
+        longest = self.gate.longest_run(self.max_local_steps)
+        if longest is not None and local_steps >= longest:
             return "longest local run"
         return None
 
@@ -473,30 +499,27 @@ class CurvaDion(Optimizer):
             )
 
     def _agreement(
-        self, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None, wrong: str | None
+        self, plan: Plan, pushed: Pushed, momenta: MomentumNorms | None, *, still: bool
     ) -> Agreement:
         """What all ranks know of this step before it is taken; a user's error is raised on all.
 
-        wrong: what is wrong with the settings here.
+        still: whether states have just been created here, and all learning rates are zero.
         """
         notice = Notice.NOTHING
-        if wrong is not None:
-            notice = Notice.INVALID
-        elif not self._alike:
+        if not self._alike:
             notice = Notice.DIFFERENT
         elif self._cached is not None and self._cached[0] != self._plan_key():
             notice = Notice.CHANGED
+        elif still:
+            notice = Notice.NEW
         elif not self._verified and group_size(self._replicas.process_group) > 1:
             notice = Notice.UNVERIFIED
-        checksum = self._checksum.of(self.param_groups) if wrong is None else 0
-        settings = Settings(self.progress.steps, checksum)
+        settings = Settings(self.progress.steps, self._checksum.of(self.param_groups))
         unread, self._unread = self._unread, None
         agreement = agree_on_gradients(
             self.gate, plan, pushed, momenta, notice=notice, settings=settings, unread=unread
         )
         self._alike = agreement.alike
-        if wrong is not None:
-            raise ValueError(wrong)
         if agreement.notice == Notice.INVALID:
             raise RuntimeError(
                 "Another rank has an impossible value in its param_groups and raises the error "
@@ -505,9 +528,7 @@ class CurvaDion(Optimizer):
         if agreement.notice == Notice.DIFFERENT:
             raise_different(self._listing(plan), plan.everyone)
         if self._watch is not None and agreement.read:
-            averaged = self._watch.conclude(agreement.read)
-            if averaged:
-                raise_identical(", ".join(averaged))
+            self._watch.conclude(agreement.read)
         return agreement
 
     def _changed_plan(self, before: Plan) -> Plan:
@@ -541,13 +562,14 @@ class CurvaDion(Optimizer):
 
     def _listing(self, plan: Plan) -> Listing:
         """All that must be alike on all ranks of all replicas."""
-        own_repr = type(self.gate).__repr__ is not object.__repr__
+        # The repr of a gate of the user's may tell where an object lies in memory.
+        ours = type(self.gate).__module__ == Gate.__module__
         arguments = (
             *("local_step", "reconcile", "reconcile_bits", "reconcile_parts"),
             *("reconcile_momentum", "reconcile_polar", "warmup_steps", "max_local_steps"),
         )
         more: dict[str, object] = {name: getattr(self, name) for name in arguments}
-        more["gate"] = self.gate if own_repr else type(self.gate).__name__
+        more["gate"] = repr(self.gate) if ours else type(self.gate).__name__
         more["the gate's state"] = self.gate.state_dict()
         more["progress"] = self.progress
         return listing(self.param_groups, plan, more)
@@ -614,7 +636,7 @@ class CurvaDion(Optimizer):
         """
         if exact is None:
             exact = self.reconcile != "quantized"
-        plan = self._plan()
+        plan = self._known_plan()
         plan.look_up_states()
         if not exact:
             if self.reconcile != "quantized":
@@ -639,6 +661,7 @@ class CurvaDion(Optimizer):
             sent = consensus.exact_bytes(plan)
             self.gate.spend(sent / dense / self.gate.open_cost)
         self.progress.local_steps = self.progress.parts_apart = 0
+        self.progress.steps_since_exact = 0
 
     @torch.no_grad()
     def broadcast_weights(self, source: int = 0) -> None:
@@ -658,7 +681,7 @@ class CurvaDion(Optimizer):
             dist.broadcast(contiguous, group=group, group_src=source)
             if contiguous is not piece:
                 piece.copy_(contiguous)
-        plan = self._plan()
+        plan = self._known_plan()
         plan.look_up_states()
         consensus.renew_(plan.parameters)
         self._verified = False
@@ -666,7 +689,7 @@ class CurvaDion(Optimizer):
     @torch.no_grad()
     def drift(self) -> float:
         """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
-        plan = self._plan()
+        plan = self._known_plan()
         return reconcile.drift(
             [(p.local, plan.copies_inside(p)) for p in plan.parameters],
             self._replicas.process_group,
@@ -728,16 +751,17 @@ class CurvaDion(Optimizer):
         """As torch's; every group also holds ``progress``: the gate's memory and the counters.
 
         Replicas hold momenta and, after local steps, weights of their own, of which a distributed
-        checkpoint, or a file that one rank writes, keeps one: call :meth:`synchronize` or
-        :meth:`eval` before it. A warning says so if replicas are apart. It may be ignored where
-        each rank saves its own state and loads it again, which loses nothing.
+        checkpoint, or a file that one rank writes, keeps one: call ``synchronize(exact=True)``
+        before it. A warning says so if weights are apart, or if codes owe them something. It may
+        be ignored where each rank saves its own state and loads it again, which loses nothing.
         """
-        if self.progress.apart and self._replicas.size > 1:
+        if self.progress.differs(self.reconcile) and self._replicas.size > 1:
             warnings.warn(
-                f"state_dict() while the replicas are apart, {self.progress.local_steps} local "
-                f"steps after they last agreed: a checkpoint of one replica loses what the others "
-                f"did since. Call optimizer.synchronize() or optimizer.eval() on all ranks before, "
-                f"or let each rank save and load its own.",
+                f"state_dict() while the replicas' states differ, "
+                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
+                f"of one replica loses what the others hold. Call "
+                f"optimizer.synchronize(exact=True) on all ranks before, or let each rank save and "
+                f"load its own.",
                 stacklevel=2,
             )
         if self._cached is not None:
@@ -821,6 +845,9 @@ class CurvaDion(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for keys in (self.defaults, *self.param_groups):
+            for key in check.SETTINGS:  # pickled by a version without some of them
+                keys.setdefault(key, _DEFAULTS.get(key))
         if "_strangers" not in vars(self):  # pickled by a version without them
             self._strangers, self._defaults_by_sync = set(), self._when_none()
             self._defaults_by_sync["nesterov"] = self.defaults["nesterov"]
@@ -837,16 +864,25 @@ class CurvaDion(Optimizer):
         self._watch = self._unread = None
         self._wire_bytes, _ = wire.counted_bytes()
 
+    def _known_plan(self) -> Plan:
+        """The plan of the last step, which all ranks share; changes wait for the next step."""
+        return self._plan() if self._cached is None else self._cached[1]
+
+    def present_plan(self) -> Plan:
+        """The plan of the groups as they are now, which the next step may find not to be shared."""
+        if self._cached is None or self._cached[0] == self._plan_key():
+            return self._known_plan()
+        return self._make_plan(self._cached[1].unions)
+
+    def _make_plan(self, unions: Unions | None = None) -> Plan:
+        group, single = self._replicas.process_group, self._replicas.single
+        return Plan.of(self.param_groups, self.state, group, single=single, unions=unions)
+
     def _plan(self) -> Plan:
         """The plan of the groups as they are now: frameworks replace parameters after __init__."""
         key = self._plan_key()
         if self._cached is None or self._cached[0] != key:
-            plan = Plan.of(
-                self.param_groups,
-                self.state,
-                self._replicas.process_group,
-                single=self._replicas.single,
-            )
+            plan = self._make_plan(None if self._cached is None else self._cached[1].unions)
             if self._cached is not None:
                 self._change_plan(self._cached[1])
             dion = [g for g in self.param_groups if g["algorithm"] == "dion" and g["params"]]
@@ -878,7 +914,16 @@ class CurvaDion(Optimizer):
 
     def _check_one_replica(self, plan: Plan) -> None:
         """Raise ValueError where processes with whole weights would never come together."""
-        if self._replicas.single or self.gate.always_open or plan.everyone is not None:
+        sharded = plan.inside is not None and group_size(self._replicas.process_group) == 1
+        if isinstance(self.gate, WireBudget) and sharded:
+            raise ValueError(
+                f"gate={self.gate!r} with one replica, which is sharded over "
+                f"{group_size(plan.inside)} ranks: there is nothing to bring together, and shards "
+                f"send their factors at every step. Use Dion, or pass replicas= if there are "
+                f"several."
+            )
+        meant = self._replicas.single or self._replicas.process_group is not None
+        if meant or self.gate.always_open or plan.everyone is not None:
             return
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -887,7 +932,16 @@ class CurvaDion(Optimizer):
                 f"others. Pass replicas=torch.distributed.group.WORLD (which is None until "
                 f"init_process_group has been called) with keep_gradients_local, or "
                 f"replicas='single' if each process trains by itself or something else averages "
-                f"the gradients."
+                f"the gradients. If the model is to be sharded, make the optimizer's groups after "
+                f"fully_shard."
+            )
+        alone = not (dist.is_available() and dist.is_initialized())
+        if alone and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            warnings.warn(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but no process group exists and replicas "
+                f"is None: each process trains by itself. Call init_process_group and pass "
+                f"replicas=torch.distributed.group.WORLD, or replicas='single' if this is meant.",
+                stacklevel=5,
             )
 
     def _change_plan(self, before: Plan) -> None:
@@ -959,7 +1013,8 @@ class CurvaDion(Optimizer):
         return hasattr(self, "found_inf")
 
 
-_ARGUMENTS = frozenset(inspect.signature(CurvaDion).parameters) - {"params"}
+_DEFAULTS = {key: p.default for key, p in inspect.signature(CurvaDion).parameters.items()}
+_ARGUMENTS = _DEFAULTS.keys() - {"params"}
 
 
 class Dion(CurvaDion):
@@ -1035,7 +1090,9 @@ def _gate(
     if gate is None:
         return RMMC(0.3 if threshold is None else threshold)
     if not isinstance(gate, Gate):
-        raise TypeError(f"gate={gate!r} must be a Gate, got {type(gate).__name__}")
+        raise TypeError(
+            f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
+        )
     longest = math.inf if max_local_steps is None else max_local_steps
     if isinstance(gate, FixedPeriod) and gate.period - 1 > longest:
         raise ValueError(

@@ -30,7 +30,7 @@ MARGIN = 2.0
 # Products add up rounding errors; a number that is stored has one.
 ERRORS_OF_A_PRODUCT = 8.0
 # Columns that are so many times shorter than they once were have had nothing new for long.
-FALLEN = 1e-6
+FALLEN = 3e-5
 # Shorter columns, in units of the smallest normal number of their dtype, have lost their digits.
 SHORTEST = 2.0**10
 # Numbers of float64 that slices of stacks may take at a time: 128 MiB, or those of one matrix.

@@ -117,8 +117,8 @@ def param_groups(
         raise ValueError("model has no trainable parameters: nothing to optimize")
     _warn_of_large([p for p in routed if p.unknown], routed, elementwise)
 
-    groups = [
-        group
+    by_kind = [
+        (kind, group)
         for kind in KINDS
         for group in _groups(
             [parameter for parameter in routed if parameter.kind == kind],
@@ -126,8 +126,9 @@ def param_groups(
             options.get(kind, {}),
         )
     ]
+    groups = [group for _, group in by_kind]
     if verbose:
-        print(describe(groups))
+        print(describe(groups, [kind for kind, _ in by_kind]))
     return groups
 
 
@@ -152,13 +153,13 @@ def _groups(
     return [{"params": params, **keys} for keys, params in groups]
 
 
-def describe(groups: list[dict[str, Any]]) -> str:
-    """One line per group and one per parameter: what went where."""
+def describe(groups: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> str:
+    """One line per group, with its kind, and one per parameter: what went where."""
     lines = []
-    for group in groups:
+    for group, kind in zip(groups, kinds, strict=True):
         settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
         count = sum(math.prod(global_shape(parameter)) for _, parameter in group["params"])
-        lines.append(f"{settings}: {len(group['params'])} parameters, {count:,} elements")
+        lines.append(f"{kind}: {settings}: {len(group['params'])} parameters, {count:,} elements")
         lines.extend(f"  {name} {global_shape(p)}" for name, p in group["params"])
     return "\n".join(lines)
 
@@ -243,7 +244,8 @@ def _routed(parameter: _Parameter, rules: Sequence[_Rule]) -> _Parameter:
 def _kinds(model: nn.Module) -> Iterator[_Parameter]:
     """Every trainable parameter with its kind, shared ones once."""
     embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    vocabularies = {m.num_embeddings for m in embeddings}
+    # A table of positions is often as long as layers are wide: that tells nothing of a head.
+    vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     seen: set[int] = set()

@@ -116,8 +116,8 @@ class Parameter:
 
     @property
     def scale_decay(self) -> float:
-        """What R_scale falls by at a step: ten times as slowly as the momentum."""
-        return 1.0 - (1.0 - float(self.group["mu"])) / 10
+        """What R_scale falls by at a step: half as fast as the momentum."""
+        return math.sqrt(float(self.group["mu"]))
 
     @property
     def R_scale(self) -> Tensor:
@@ -283,6 +283,7 @@ class Plan:
         inside: all ranks of this replica's shards; None if the replica is one rank.
         everyone: all ranks of all replicas; None for this process alone.
         device: where the ranks agree.
+        unions: the groups that were asked for on the way.
     """
 
     def __init__(
@@ -292,8 +293,10 @@ class Plan:
         inside: dist.ProcessGroup | None,
         everyone: dist.ProcessGroup | None,
         device: torch.device,
+        unions: Unions | None = None,
     ) -> None:
         self.device = device
+        self.unions = Unions() if unions is None else unions
         self.dion, self.elementwise = list(dion), list(elementwise)
         self.parameters = [*self.dion, *self.elementwise]
         self.matrices = [m for p in self.dion for m in p.matrices]
@@ -309,13 +312,16 @@ class Plan:
         replicas: dist.ProcessGroup | None,
         *,
         single: bool = False,
+        unions: Unions | None = None,
     ) -> Plan:
         """Collective where parameters are sharded: every rank must hold the same parameters.
 
         single: whether the user has said that other replicas, if any, are not to be heard of.
+        unions: of an earlier plan, which knows the groups already.
         """
         dion: list[Parameter] = []
-        elementwise, unions = [], Unions()
+        elementwise: list[Parameter] = []
+        unions = Unions() if unions is None else unions
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
@@ -340,7 +346,7 @@ class Plan:
         # Frozen parameters count: where all are, the replicas still have to agree somewhere.
         devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
         device = devices[0] if devices else torch.device("cpu")
-        return cls(dion, elementwise, inside, unions.of([inside, replicas]), device)
+        return cls(dion, elementwise, inside, unions.of([inside, replicas]), device, unions)
 
     def select(self, keep: Sequence[bool]) -> Plan:
         """The plan of the kept parameters, given in the order of ``parameters``."""
@@ -353,6 +359,7 @@ class Plan:
             self.inside,
             self.everyone,
             self.device,
+            self.unions,
         )
         selected.look_up_states()
         return selected

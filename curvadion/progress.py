@@ -20,6 +20,7 @@ class Progress:
         skipped_in_a_row: steps skipped for a non-finite gradient since the last that was not.
         part: of the parameters, the one that comes together when the gate opens next.
         parts_apart: so many parts, from that one on, have moved since replicas agreed on them.
+        steps_since_exact: steps since all state was last the same on all replicas.
     """
 
     steps: int = 0
@@ -27,11 +28,20 @@ class Progress:
     skipped_in_a_row: int = 0
     part: int = 0
     parts_apart: int = 0
+    steps_since_exact: int = 0
 
     @property
     def apart(self) -> bool:
         """Whether replicas, if there are several, have taken steps of their own since they met."""
         return self.local_steps > 0 or self.parts_apart > 0
+
+    def differs(self, reconcile: str) -> bool:
+        """Whether one replica's state, if there are several, cannot stand for all.
+
+        With reconcile="quantized" that is so even if weights agree: what codes have lost is each
+        replica's own, and all of it is owed to the weights.
+        """
+        return self.apart or (reconcile == "quantized" and self.steps_since_exact > 0)
 
 
 class Replica(NamedTuple):
@@ -52,7 +62,7 @@ class Record:
         reconcile: how the replicas came together.
         defaults_by_sync: what None stood for in the arguments whose default depends on how the
             replicas come together.
-        replica: the one that saved it, if the replicas were apart.
+        replica: the one that saved it, if it cannot stand for all.
 
     The last four are None in checkpoints of versions that did not write them.
     """
@@ -63,6 +73,11 @@ class Record:
     reconcile: str | None = None
     defaults_by_sync: dict[str, Any] | None = None
     replica: Replica | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether it cannot stand for all replicas, as far as the version that saved it tells."""
+        return self.progress.differs(self.reconcile or "")
 
     @property
     def complete(self) -> bool:
@@ -92,7 +107,7 @@ def record(
         "reconcile": reconcile,
         "defaults_by_sync": dict(defaults_by_sync),
     }
-    if progress.apart and replica.total > 1:
+    if progress.differs(reconcile) and replica.total > 1:
         held["replica"] = list(replica)
     try:
         return json.dumps(held, sort_keys=True)

@@ -93,12 +93,13 @@ def _replica_group_by_name(name: str | None, single: bool = False) -> ReplicaGro
 class Notice(IntEnum):
     """What a rank has to tell the others before a step; of all ranks' the highest counts."""
 
-    NOTHING = 0
-    MISSING_GRADIENT = 1
-    UNVERIFIED = 2  # replicas have not been compared since the last change of what they are
-    CHANGED = 3  # parameters were added, frozen or regrouped here since the last step
-    DIFFERENT = 4  # at the last step some rank had other settings than this one
-    INVALID = 5  # a setting here is impossible
+    NEW = 0  # no parameter has a state, and all learning rates are zero: nothing will move
+    NOTHING = 1
+    MISSING_GRADIENT = 2
+    UNVERIFIED = 3  # replicas have not been compared since the last change of what they are
+    CHANGED = 4  # parameters were added, frozen or regrouped here since the last step
+    DIFFERENT = 5  # at the last step some rank had other settings than this one
+    INVALID = 6  # a setting here is impossible
 
 
 class Settings(NamedTuple):

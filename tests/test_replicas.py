@@ -175,7 +175,7 @@ def low_rank_bytes():
 def test_bytes_of_every_step_equal_the_formula(replicas, reconcile):
     synchronized = GATE_BYTES + low_rank_bytes() + 4 * VECTOR_NUMBERS
     weights_and_moments = 4 * (NUMBERS + 2 * VECTOR_NUMBERS + len(VECTORS))
-    verification = 104
+    verification = 72
     for sent, reported in distributed.run(replicas, run_bytes, reconcile):
         extra = weights_and_moments if reconcile == "average" else 0
         assert [count for count, _ in sent] == [

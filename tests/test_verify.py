@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+import curvadion
 import distributed
 from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, WireMeter
 from curvadion.verify import GradientWatch
@@ -356,6 +360,33 @@ def test_single_says_that_a_process_trains_by_itself():
     assert distributed.run(2, train_without_replicas, "dion", None) == [(None, 0)] * 2
 
 
+def budget_of_shards(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    X = [nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)])) for x in parameters()]
+    optimizer = CurvaDion(groups(X), wire_budget=0.5)
+
+    def take(step):
+        for x in X:
+            x.grad = torch.ones_like(x)
+        optimizer.step()
+
+    return told(1, take)
+
+
+def test_a_budget_of_one_sharded_replica_is_an_error():
+    for step, text in distributed.run(2, budget_of_shards):
+        assert step == 0 and "one replica" in text and "Use Dion" in text
+
+
+def test_processes_without_a_group_are_warned(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    X = parameters()
+    give_gradients(X, 0, 0)
+    with pytest.warns(UserWarning, match="WORLD_SIZE=2.*init_process_group"):
+        CurvaDion(groups(X)).step()
+    CurvaDion(groups(X), replicas="single").step()
+
+
 # ---------------------------------------------------------------- double synchronisation
 
 
@@ -387,25 +418,37 @@ def averaged_by_others(rank, which, how, since, steps, dtype, kind):
 
 
 @pytest.mark.parametrize("how", ["all_reduce", "rank order"])
-@pytest.mark.parametrize(("which", "named"), [((0, 1, 2), "matrices"), ((3, 4), "other param")])
-def test_gradients_of_one_kind_averaged_by_others_are_an_error_at_the_first_step(which, how, named):
-    for step, text in distributed.run(
-        3, averaged_by_others, which, how, 0, 1, torch.float32, "threshold"
-    ):
-        assert step == 0 and f"the {named}" in text and "identical" in text
+def test_gradients_of_matrices_averaged_by_others_are_an_error_at_the_first_step(how):
+    arguments = (0, 1, 2), how, 0, 1, torch.float32, "threshold"
+    for step, text in distributed.run(3, averaged_by_others, *arguments):
+        assert step == 0 and "the matrices" in text and "identical" in text
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "rank order"])
+@pytest.mark.parametrize(("which", "since"), [((3, 4), 0), ((0, 1, 2), 1)])
+def test_some_gradients_averaged_by_others_are_an_error_soon(which, since, how):
+    arguments = which, how, since, 40, torch.float32, "budget"
+    for step, text in distributed.run(3, averaged_by_others, *arguments):
+        # The tenth step is the first look; five parameters are two turns of five looks.
+        assert step <= 9 + 10 and "identical" in text
+        named = [i for i in range(5) if f"matrix{i}" in text or f"vector{i}" in text]
+        assert named == list(which)
+
+
+def one_averaged_by_others(rank, *arguments):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert averaged_by_others(rank, *arguments) is None
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["all_reduce", "rank order"])
-@pytest.mark.parametrize("which", [(2,), (3,)])
-def test_one_parameter_averaged_by_others_is_an_error_soon(which, how, dtype):
-    name = "matrix2" if which == (2,) else "vector3"
-    for step, text in distributed.run(3, averaged_by_others, which, how, 1, 40, dtype, "budget"):
-        # The tenth step is the first look; five parameters are two turns of five looks.
-        assert step <= 9 + 10
-        assert name in text and "identical" in text
-        assert not any(f"{kind}{i}" in text for i in range(5) for kind in ("matrix", "vector")
-                       if f"{kind}{i}" != name)  # fmt: skip
+@pytest.mark.parametrize("which", [2, 3])
+def test_one_parameter_averaged_by_others_is_a_warning_soon(which, dtype):
+    name = "matrix2" if which == 2 else "vector3"
+    arguments = (which,), "all_reduce", 1, 20, dtype, "budget"
+    for (text,) in distributed.run(3, one_averaged_by_others, *arguments):
+        assert f"The gradients of {name} had the same direction" in text
 
 
 def test_averaging_that_starts_late_is_found():
@@ -454,13 +497,190 @@ def sharded_and_averaged(rank, since):
             generator = torch.Generator().manual_seed(1000 * step + 10 * rank + i)
             x.grad = torch.zeros_like(x)
             x.grad.to_local().copy_(torch.randn(x.to_local().shape, generator=generator))
-            if step >= since and i == 1:
+            if step >= since and i < 2:
                 dist.all_reduce(x.grad.to_local(), group=mesh.get_group("replicate"))
         optimizer.step()
 
-    return told(30, take)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert told(20, take) is None
+    return [str(warning.message) for warning in caught]
 
 
 def test_averaging_of_shards_is_found():
-    for step, text in distributed.run(4, sharded_and_averaged, 1):
-        assert step <= 9 + 10 and "matrix1" in text and "matrix0" not in text
+    for (text,) in distributed.run(4, sharded_and_averaged, 1):
+        assert "matrix0, matrix1 had" in text
+
+
+# ---------------------------------------------------------------- what is no double synchronisation
+
+
+def train_honestly(rank, case):
+    """Gradients that are alike in some respect although nobody averages them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 200))
+    free = nn.Parameter(torch.ones(64))
+    table = nn.Parameter(torch.ones(100))
+    nn.init.zeros_(net[2].weight)
+    nn.init.zeros_(net[2].bias)
+    vectors = [net[0].bias, net[2].bias, free, table]
+    param_groups = [
+        {"params": [net[0].weight, net[2].weight]},
+        {"params": vectors, "algorithm": "adamw", "lr": 0.003},
+    ]
+    optimizer = CurvaDion(param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(3))
+    generator = torch.Generator().manual_seed(rank)
+
+    def take(step):
+        x = torch.randn(16, 32, generator=generator)
+        y = torch.randperm(200, generator=generator)[:16]
+        loss = nn.functional.cross_entropy(net(x), y) + table[int(y[0]) % 100]
+        if case == "a term without data":
+            loss = loss + 0.1 * free.square().sum()
+        elif case == "a fixed direction":
+            loss = -net(x).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert told(25, take) is None
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("case", "warned"),
+    [("labels in another order", 0), ("a term without data", 1), ("a fixed direction", 1)],
+)
+def test_gradients_that_are_alike_by_themselves_stop_no_run(case, warned):
+    for texts in distributed.run(2, train_honestly, case):
+        assert len(texts) == warned
+        assert all("do not depend on the data" in text for text in texts)
+
+
+# ---------------------------------------------------------------- what is alike after all
+
+
+class Addressed(FixedPeriod):
+    """A gate whose repr is another one in every process."""
+
+    def __repr__(self):
+        return f"Addressed({os.getpid()})"
+
+
+def train_with(rank, how):
+    X = parameters()
+    more = {}
+    if how == "gate":
+        more["gate"] = Addressed(3)
+    if how == "infinite weights":
+        with torch.no_grad():
+            X[3][0] = -float("inf")
+            X[4][0] = float("nan")
+    if how == "group of one":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "data"))
+        more["replicas"] = mesh["data"]
+    optimizer = optimizer_of(X, "period", **more)
+
+    def take(step):
+        if how == "numpy":
+            optimizer.param_groups[0]["lr"] = np.float32(0.01)
+        give_gradients(X, step, rank)
+        optimizer.step()
+
+    return told(3, take)
+
+
+@pytest.mark.parametrize("how", ["gate", "infinite weights", "group of one", "numpy"])
+def test_what_is_meant_is_no_error(how):
+    assert distributed.run(2, train_with, how) == [None, None]
+
+
+# ---------------------------------------------------------------- errors of one rank at the start
+
+
+def start_wrongly(rank, kind, key, value):
+    X = parameters()
+    optimizer = optimizer_of(X, kind)
+    if rank == 1:
+        optimizer.param_groups[0][key] = value
+
+    def take(step):
+        give_gradients(X, step, rank)
+        optimizer.step()
+
+    return told(2, take)
+
+
+@pytest.mark.parametrize("kind", ["threshold", "budget"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", float("inf")), ("mu", 2.0), ("algorithm", "x"), ("rank_fraction", 0)]
+)
+def test_a_wrong_setting_of_one_rank_before_the_first_step(kind, key, value):
+    first, second = distributed.run(2, start_wrongly, kind, key, value, timeout=20)
+    assert first[0] == second[0] == 0
+    assert "Another rank" in first[1] and key in second[1]
+
+
+def freeze_and_call(rank, call):
+    X = parameters()
+    optimizer = optimizer_of(X, "period")
+
+    def take(step):
+        if step == 3 and rank == 1:
+            X[1].requires_grad_(False)
+        give_gradients(X, step, rank)
+        if not X[1].requires_grad:
+            X[1].grad = None
+        if step == 3:
+            call(optimizer)
+        optimizer.step()
+
+    return told(5, take)
+
+
+def clip(optimizer):
+    curvadion.clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("call", [clip, CurvaDion.synchronize, CurvaDion.drift, CurvaDion.eval])
+def test_what_is_called_before_the_step_hides_no_freeze_on_one_rank(call):
+    for step, text in distributed.run(2, freeze_and_call, call, timeout=20):
+        assert step == 3 and "matrix1" in text and "frozen" in text
+
+
+def start_still(rank):
+    """Rank 0 creates its state as checkpoint tools do, rank 1 takes a step."""
+    X = parameters()
+    optimizer = optimizer_of(X, "threshold")
+    if rank == 0:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+    def take(step):
+        for x in X:
+            x.grad = torch.zeros_like(x)
+        optimizer.step()
+
+    return told(2, take)
+
+
+def test_a_learning_rate_of_zero_on_one_rank_is_an_error_not_a_hang():
+    for step, text in distributed.run(2, start_still, timeout=20):
+        assert step == 0 and "['lr']" in text
+
+
+def test_an_optimizer_pickled_without_new_keys_goes_on():
+    X = parameters()
+    optimizer = CurvaDion(groups(X), wire_budget=0.5)
+    give_gradients(X, 0, 0)
+    optimizer.step()
+    for keys in (optimizer.defaults, *optimizer.param_groups):
+        del keys["input_first"]
+    del optimizer.gate._balance
+    again = pickle.loads(pickle.dumps(optimizer))
+    for group in again.param_groups:
+        give_gradients(group["params"], 1, 0)
+    again.step()
+    again.state_dict()

@@ -109,6 +109,29 @@ def test_openings_by_others_are_paid_for(by):
     assert 0.05 * len(openings) + 0.001 * 2000 == pytest.approx(0.01 * 2000, rel=0.1)
 
 
+@pytest.mark.parametrize("bound", [50, 60, None])
+def test_a_bound_on_local_runs_leaves_room_to_pay_back(bound):
+    """An opening at every fiftieth step, and one exact synchronisation that costs forty of them."""
+    share, steps = 0.0013, 6000
+    gate = gate_that_costs(share, open_cost=0.065, closed_cost=0.0)
+    gate.check_feasible(bound)
+    sent, local_steps, first, longest = 0.0, 0, None, 0
+    for step in range(steps):
+        most = gate.longest_run(bound)
+        opens = gate.opens(1.0, local_steps) or (most is not None and local_steps >= most)
+        local_steps = 0 if opens else local_steps + 1
+        longest = max(longest, local_steps)
+        if opens:
+            first = step if first is None else first
+            gate.spend(1)
+            sent += 0.065
+        if step == 1000:
+            gate.spend(40)
+            sent += 2.6
+    assert sent + 0.065 <= share * steps * (1 + 1e-6)
+    assert first == pytest.approx(100, abs=2) and longest <= 102
+
+
 def test_a_budget_for_every_step_is_always_open():
     assert ask(gate_that_costs(1.0), 10) == list(range(10))
 

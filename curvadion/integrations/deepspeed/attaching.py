@@ -27,10 +27,9 @@ def attach(engine: Any) -> Any:
 
     Stage 0: the engine no longer reduces gradients, unless the optimizer has
     ``replicas="single"`` and leaves that to it; norms for ``gradient_clipping`` are taken over
-    all replicas; and
-    ``save_checkpoint`` and ``save_16bit_model`` first bring the replicas together. Stages
-    1 to 3: the optimizer steps on the ranges of parameters that the flat partitions hold, once per
-    ``engine.step()``.
+    all replicas; and ``save_checkpoint`` and ``save_16bit_model`` first bring the replicas
+    together. Stages 1 to 3: the optimizer steps on the ranges of parameters that the flat
+    partitions hold, once per ``engine.step()``.
 
     Args:
         engine: a DeepSpeedEngine. Attached engines are left as they are.

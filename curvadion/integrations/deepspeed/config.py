@@ -180,8 +180,8 @@ def check_precision(engine: Any) -> None:
     if engine.fp16_enabled():
         if engine.zero_optimization_stage() == 0:
             raise ValueError(
-                "fp16.enabled does not work with CurvaDion and Dion: use bf16: with stage 0 each "
-                "rank would scale its loss alone."
+                "fp16.enabled does not work with CurvaDion and Dion at ZeRO stage 0, where each "
+                "rank would scale its loss alone: use bf16, or stage 1, 2 or 3."
             )
         if not device.is_fp16_supported():
             raise ValueError(
