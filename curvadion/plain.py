@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from curvadion.tensors import largest, saturated
+from curvadion.tensors import largest, norm_and_sum, saturated
+
+# Norms whose squares float32 holds well.
+SMALL, LARGE = 1e-12, 1e18
 
 
 def norms(X: Sequence[Tensor]) -> Tensor:
@@ -22,7 +25,7 @@ def norms(X: Sequence[Tensor]) -> Tensor:
 def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms`."""
     # One after the other: never more than one sum takes memory.
-    return _stacked(_norm(_held(_sum(*one), one[0])) for one in zip(M, G, mu, strict=True))
+    return _stacked(_held_norm(_sum(*one), one[0]) for one in zip(M, G, mu, strict=True))
 
 
 def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
@@ -30,15 +33,19 @@ def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float
     found = []
     for m, g, decay in zip(M, G, mu, strict=True):
         wide = _sum(m, g, decay)
-        found.append(_norm(_held(wide, m)))
-        m.copy_(saturated(wide, m.dtype))
+        found.append(_held_norm(wide, m))
+        m.copy_(wide)
     return _stacked(found)
 
 
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
     for m, g, decay in zip(M, G, mu, strict=True):
-        m.copy_(saturated(_sum(m, g, decay), m.dtype))
+        if g.dtype == m.dtype and _wide(m) is m:  # no second tensor of this size
+            most = largest(m.dtype)
+            m.mul_(decay).add_(g).clamp_(-most, most)
+        else:
+            m.copy_(saturated(_sum(m, g, decay), m.dtype))
 
 
 def local_step_(
@@ -54,7 +61,11 @@ def local_step_(
     for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
         wide = _wide(x)
         if wide is x:
-            x.mul_(beta).sub_(g.to(x.dtype) * eta).clamp_(-largest(x.dtype), largest(x.dtype))
+            most = largest(x.dtype)
+            if isinstance(eta, Tensor):
+                x.mul_(beta).sub_(g.to(x.dtype) * eta).clamp_(-most, most)
+            else:
+                x.mul_(beta).sub_(g.to(x.dtype), alpha=eta).clamp_(-most, most)
         else:
             _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
     if M:
@@ -135,15 +146,19 @@ def _stacked(norms: Iterable[Tensor]) -> Tensor:
 
 def _norm(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if tensor.device.type == "cpu":
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+        if SMALL < norm < LARGE:
+            return norm
     # In float64, where the squares of tiny and of large numbers fit.
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm.to(dtype)
+    return norm_and_sum(tensor)[0].to(dtype)
 
 
-def _held(value: Tensor, m: Tensor) -> Tensor:
-    """The value as m's dtype holds it; numbers that are not finite stay so, for norms to tell."""
-    finite = torch.isfinite(value)
-    return torch.where(finite, saturated(value, m.dtype), value).to(m.dtype)
+def _held_norm(value: Tensor, m: Tensor) -> Tensor:
+    """The norm of a value as m's dtype holds it, saturated in place; not finite if it is not."""
+    norm = _norm(value)
+    held = _norm(value.clamp_(-largest(m.dtype), largest(m.dtype)).to(m.dtype))
+    return torch.where(norm.isfinite(), held, norm)
 
 
 def _write(x: Tensor, value: Tensor, seed: int | None) -> None:

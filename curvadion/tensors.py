@@ -163,6 +163,17 @@ def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.clamp(-largest(dtype), largest(dtype))
 
 
+def norm_and_sum(x: Tensor) -> Tensor:
+    """Norm and sum of a tensor, (2,) float64, of which little is held in float64 at a time."""
+    flat = x.mT if x.dim() == 2 and not x.is_contiguous() and x.mT.is_contiguous() else x
+    result = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for piece in flat.reshape(-1).split(2**20):
+        wide = piece.double()
+        result += torch.stack([wide.square().sum(), wide.sum()])
+    result[0].sqrt_()
+    return result
+
+
 class Unsupported(Exception):
     """A backend cannot take these tensors; plain PyTorch can."""
 

@@ -19,6 +19,7 @@ from curvadion.consensus import AGREED
 from curvadion.hyperparameters import SETTINGS
 from curvadion.plan import Parameter, Plan
 from curvadion.sharding import global_shape, local
+from curvadion.tensors import norm_and_sum
 
 # Sums of equal weights differ by rounding where processors add in another order.
 WEIGHTS_TOLERANCE = 1e-12
@@ -224,8 +225,8 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
     total = torch.zeros((), dtype=torch.float64, device=device)
     for i, p in enumerate(parameters):
         X = local(p.state[AGREED]) if AGREED in p.state else p.local
-        norm = torch.linalg.vector_norm(X, dtype=torch.float64)
-        of_one = 2 * norm + X.sum(dtype=torch.float64)
+        norm, total_of_one = norm_and_sum(X)
+        of_one = 2 * norm + total_of_one
         # The factors tell two parameters of one shape from each other. Infinite weights, such as a
         # mask's, tell nothing.
         total += math.sqrt(i + 2) * torch.nan_to_num(of_one, 0.0, 0.0, 0.0).to(device)
@@ -242,7 +243,7 @@ def _summary(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
     if sum(G.numel() for G in gradients) < FEWEST_NUMBERS:
         return result
     for G in gradients:
-        norm = torch.linalg.vector_norm(G, dtype=torch.float64)
+        norm, _ = norm_and_sum(G)
         sample = _sample(G)
         result += torch.stack([norm.square(), sample @ _signs(sample)]).to(device)
     result[0].sqrt_()

@@ -300,11 +300,11 @@ def test_of_several_imports_of_curvadion_the_last_one_counts():
         purge()
         import curvadion
         assert curvadion is not first
+        from curvadion import ops, plain
+        plain.norms = lambda X: torch.full((len(X),), 7.0)
         X = torch.nn.Parameter(torch.ones(4, 3))
         X.grad = torch.ones(4, 3)
         curvadion.Dion([X]).step()
-        from curvadion import ops, plain
-        plain.norms = lambda X: torch.full((len(X),), 7.0)
         with ops.use_backend("torch"):
             assert torch.ops.curvadion.norms([torch.ones(4)]).item() == 7.0
         assert [type(finder).__name__ for finder in sys.meta_path].count("_AfterImport") == 1
