@@ -649,6 +649,7 @@ class CurvaDion(Optimizer):
                     self._come_together(plan, parts=self.progress.parts_apart)
             self.progress.local_steps = 0
             return
+        kept = [] if self.progress.apart else _of_frozen(plan)
         ready = plan.select([bool(p.state) for p in plan.parameters])
         consensus.give_back_losses_(ready.parameters)
         states = [x for p in ready.parameters for x in consensus.averaged_states(p).values()]
@@ -656,6 +657,8 @@ class CurvaDion(Optimizer):
         reconcile.average_(tensors, ready.counters(), self._replicas.process_group)
         consensus.renew_(ready.parameters)
         measure_momenta(ready)
+        for tensor, before in kept:
+            tensor.copy_(before)
         if self.reconcile == "quantized" and self.gate.open_cost:
             dense = 4 * sum(consensus.sizes([p.X for p in plan.parameters]))
             sent = consensus.exact_bytes(plan)
@@ -1100,6 +1103,18 @@ def _gate(
             f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
         )
     return gate
+
+
+def _of_frozen(plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """Weights and states that have been frozen since the plan was made, each with a copy."""
+    tensors = [
+        local(tensor)
+        for p in plan.parameters
+        if not p.X.requires_grad
+        for tensor in (p.X.detach(), *p.state.values())
+        if isinstance(tensor, Tensor)
+    ]
+    return [(tensor, tensor.clone()) for tensor in tensors]
 
 
 def _elementwise_steps(plan: Plan, group: dist.ProcessGroup | None) -> None:

@@ -275,7 +275,7 @@ class QuantizedReference:
         if self.right_factor == "qr":
             leaf.Q[i] = positive_qr(R)
         else:
-            leaf.Q[i] = R / (R.norm(dim=0, keepdim=True) + 1e-8)
+            leaf.Q[i] = R / R.norm(dim=0, keepdim=True)
         if keeps:
             feedback = oriented_like(P @ R.mT, G) - self.nesterov * G
             leaf.M[i] = leaf.M[i] - (1 - self.mu) * feedback
@@ -323,6 +323,15 @@ class QuantizedReference:
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
         """X <- agreed <- agreed + mean of (X - agreed), in codes with error feedback."""
+        # Ranks that hold a parameter alike hold all of these alike: they own the same blocks.
+        by_cut: dict[tuple[int, ...], list[Leaf]] = {}
+        for leaf in leaves:
+            first = (next(j for j, q in enumerate(leaf.pieces) if q.equal(p)) for p in leaf.pieces)
+            by_cut.setdefault(tuple(first), []).append(leaf)
+        for alike in by_cut.values():
+            self._average_together(alike)
+
+    def _average_together(self, leaves: Sequence[Leaf]) -> None:
         means = {leaf.name: torch.zeros_like(leaf.agreed[0]) for leaf in leaves}
         for s in range(len(leaves[0].pieces)):
             sent = [self._to_send(leaves, i, s) for i in range(self.replicas)]

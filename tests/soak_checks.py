@@ -19,11 +19,12 @@ from quantized_reference import (
     spacing_of,
 )
 from reference import DionReference
-from soak_ranks import Event, Record, frozen_after, gradient, weights
+from soak_ranks import BEFORE_A_FREEZE, Event, Record, frozen_after, gradient, weights
 from soak_trials import Parameter, Trial
 
 # What a step may send beside codes: the gate, and checks of how replicas are built.
-GATE_BYTES, CHECK_BYTES, FIRST_CHECK_BYTES = 16, 64, 512
+# A plan that has changed is agreed on first, and then the gate is asked again.
+GATE_BYTES, CHECK_BYTES, FIRST_CHECK_BYTES = 16, 48 + 16 + 16, 512
 MOST = 12  # problems told of one trial
 
 
@@ -158,21 +159,17 @@ class Check:
 
     def synchronized(self, event: Event) -> None:
         self.alike(event.number, [p.name for p in self.trainable(event.number)])
-        self.set_trainable(event.number)
-        if event.synchronized == "default":  # exact or not: that is the optimizer's choice
-            self.reference.synchronize()
-            self.reference.next_part = event.part
-            self.follower.feed_back(self.held)
-        else:
-            self.follower.before()
-            for reference in (self.reference, self.follower.twin):
-                for leaf in reference.leaves.values():
-                    leaf.codes = []
-                if event.synchronized == "exact":
-                    reference.synchronize()
-                elif reference.parts_apart:
-                    reference.come_together(reference.parts_apart)
-            self.compare(event.number)
+        if event.synchronized != BEFORE_A_FREEZE:
+            self.set_trainable(event.number)
+        self.follower.before()
+        for reference in (self.reference, self.follower.twin):
+            for leaf in reference.leaves.values():
+                leaf.codes = []
+            if event.synchronized in ("exact", BEFORE_A_FREEZE):
+                reference.synchronize()
+            elif reference.parts_apart:
+                reference.come_together(reference.parts_apart)
+        self.compare(event.number)
         self.local_steps = 0
 
     def step(self, events: Sequence[Event], before: list[dict[str, dict[str, object]]]) -> None:

@@ -69,6 +69,9 @@ class Record:
     events: list[Event]
 
 
+BEFORE_A_FREEZE = "exact, before a freeze"
+
+
 def play(rank: int, trial: Trial, mode: str, folder: str) -> Record:
     """mode: "straight", "disturbed", "killed" or "resumed"."""
     placed = place(rank, trial)
@@ -108,8 +111,8 @@ def _before(
         if group < len(optimizer.param_groups):
             optimizer.param_groups[group]["lr"] *= factor
     if moment.freeze:
-        optimizer.synchronize()
-        yield _synchronized(number, "default", placed, optimizer)
+        optimizer.synchronize(exact=True)
+        yield _synchronized(number, BEFORE_A_FREEZE, placed, optimizer)
     freeze(trial, placed, number + 1)
     if moment.synchronize:
         if moment.synchronize == "default":
@@ -117,7 +120,9 @@ def _before(
         else:
             cheap = {"exact": False} if moment.synchronize == "cheap" else {"exact": True}
             optimizer.synchronize(**cheap)
-        yield _synchronized(number, moment.synchronize, placed, optimizer)
+        default = "cheap" if trial.quantized else "exact"
+        how = default if moment.synchronize == "default" else moment.synchronize
+        yield _synchronized(number, how, placed, optimizer)
 
 
 def _synchronized(number: int, how: str, placed: Placed, optimizer: CurvaDion) -> Event:
