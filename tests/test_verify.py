@@ -559,6 +559,22 @@ def test_gradients_that_are_alike_by_themselves_stop_no_run(case, warned):
         assert all("do not depend on the data" in text for text in texts)
 
 
+def train_few_numbers(rank):
+    X = parameters(shapes=[(4, 5)])
+    optimizer = CurvaDion(X, replicas=dist.group.WORLD, gate=FixedPeriod(9))
+    sent = []
+    for step in range(4):
+        give_gradients(X, step, rank)
+        with WireMeter() as meter:
+            optimizer.step()
+        sent.append(meter.total_bytes)
+    return sent
+
+
+def test_few_numbers_are_compared_once():
+    assert distributed.run(2, train_few_numbers) == [[16 + 72, 16, 16, 16]] * 2
+
+
 # ---------------------------------------------------------------- what is alike after all
 
 
