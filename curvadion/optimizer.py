@@ -839,6 +839,8 @@ class CurvaDion(Optimizer):
         """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._cached is not None:
+            self._settle_new(self._cached[1])
         behaviour = ("gate", "local_step", "max_local_steps", "warmup_steps")
         together = [f"reconcile{what}" for what in ("", "_bits", "_parts", "_momentum", "_polar")]
         private = ("_replicas", "_defaults_by_sync", "_strangers")
