@@ -138,7 +138,7 @@ class Agreement(NamedTuple):
     @property
     def complete(self) -> bool:
         """Whether no replica misses a gradient; False where that is not known."""
-        return self.notice == Notice.NOTHING
+        return self.notice <= Notice.NOTHING
 
 
 def agree(
