@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ from torch import nn
 import curvadion
 from link import bytes_sent
 from measure import write
-from network import INTERFACE, Network, network
+from network import network
 from train_gpt import leave_process_group
 
 Record = dict[str, Any]
@@ -99,7 +97,7 @@ def _measured(call: Callable[[], object], calls: int) -> Record:
 def measure(ranks: int) -> list[Record]:
     """What so many ranks measure, means over them."""
     with network(ranks, "reno") as net:
-        workers = [_start(net, rank) for rank in range(ranks)]
+        workers = [net.start(rank, __file__) for rank in range(ranks)]
         try:
             answers = [json.loads(process.communicate()[0]) for process in workers]
         finally:
@@ -114,22 +112,6 @@ def measure(ranks: int) -> list[Record]:
         record["ratio"] = round(record["interface_bytes"] / record["total_sent"], 3)
         records.append(record)
     return records
-
-
-def _start(net: Network, rank: int) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "MASTER_ADDR": net.address(0),
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        f"ip netns exec {net.namespace(rank)} {sys.executable} {__file__} "
-        f"--worker {rank} --worlds {net.ranks}".split(),
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ import curvadion
 from cost_model import Cost, Link, Traffic, step_seconds, total
 from gpt import GPT, GPTConfig
 from measure import write
-from network import INTERFACE, Network, network
+from network import INTERFACE, network
 from train_gpt import leave_process_group
 
 Record = dict[str, Any]
@@ -177,7 +176,7 @@ def measure(
     collectives: list[Record] = []
     steps: list[Record] = []
     with network(ranks, congestion_control) as net:
-        workers = [_start(net, rank) for rank in range(ranks)]
+        workers = [net.start(rank, __file__) for rank in range(ranks)]
         try:
             for link in [None, *chain.from_iterable((each, None) for each in links)]:
                 if link is None:
@@ -198,23 +197,6 @@ def measure(
                 process.kill()
                 process.wait()
     return collectives, steps
-
-
-def _start(net: Network, rank: int) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "MASTER_ADDR": net.address(0),
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        f"ip netns exec {net.namespace(rank)} {sys.executable} {__file__} "
-        f"--worker {rank} --worlds {net.ranks}".split(),
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 def _ask(workers: Sequence[subprocess.Popen[str]], rounds: int) -> list[Any]:

@@ -48,6 +48,23 @@ class Network:
         """A rank's IPv4 address."""
         return f"10.231.0.{rank + 1}"
 
+    def start(self, rank: int, script: str) -> subprocess.Popen[str]:
+        """Run a script's worker of a rank, ``--worker RANK --worlds RANKS``, on pipes."""
+        environment = os.environ | {
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.Popen(
+            f"ip netns exec {self.namespace(rank)} {sys.executable} {script} "
+            f"--worker {rank} --worlds {self.ranks}".split(),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
     def build(self) -> None:
         """Make the namespaces, and join them without limits."""
         _ip(f"netns add {self.hub}")
