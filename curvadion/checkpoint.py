@@ -24,18 +24,6 @@ from curvadion.sharding import FLAT_SHARD_START, flat_shard, global_shape, local
 # State tensors that have the parameter's shape.
 _LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq", *consensus.STATE_KEYS)
 
-# Keys of groups that older versions did not save.
-_NEW_KEYS = ("input_first",)
-
-
-def with_new_keys(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict whose groups have the keys that came later, with the optimizer's own values."""
-    groups = [
-        {key: live[key] for key in _NEW_KEYS} | held
-        for live, held in zip(optimizer.param_groups, saved["param_groups"], strict=False)
-    ]
-    return {**saved, "param_groups": groups + saved["param_groups"][len(groups) :]}
-
 
 def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the group or parameter, if a state_dict is another optimizer's."""

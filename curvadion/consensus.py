@@ -41,12 +41,8 @@ def begin(parameters: Sequence[Parameter]) -> None:
             wide = torch.promote_types(X.dtype, torch.float32)
             p.state[AGREED] = X.to(wide, copy=True)
             p.state[RESIDUAL] = torch.zeros_like(X, dtype=torch.float32)
-            _note(p)
-
-
-def _note(parameter: Parameter) -> None:
-    if parameter.matrices:
-        parameter.state[LR_AT_AGREEMENT] = parameter.group[LR_SUM]
+            if p.matrices:
+                p.state[LR_AT_AGREEMENT] = p.group[LR_SUM]
 
 
 def in_parts(sizes: Sequence[int], count: int) -> list[int]:
@@ -137,8 +133,7 @@ def _cut_alike(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
 def settle(parameters: Sequence[Parameter]) -> None:
     """Note that replicas agree on these parameters, once everything has moved them."""
     for p in parameters:
-        if AGREED in p.state:
-            _note(p)
+        settle_state(p.state, p.group)
 
 
 def settle_state(state: dict[str, Any], group: Mapping[str, Any]) -> None:

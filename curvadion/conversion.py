@@ -17,6 +17,8 @@ from curvadion.sharding import local, resize_right_factors, right_factor_shapes
 
 # State that only reconcile="quantized" keeps.
 ANCHOR_KEYS = (*consensus.STATE_KEYS, LR_AT_AGREEMENT)
+# Keys of groups that older versions did not save, because there was one way only.
+NEW_KEYS = {"input_first"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def _groups(
     groups, missing = [], {}
     for g, (live, held) in enumerate(zip(into.param_groups, saved, strict=True)):
         given = {k: v for k, v in live.items() if k not in ("params", "param_names")}
-        own = given.keys() - check.strangers(given) - check.FOREIGN_KEYS - check.OWN_RECORDS
+        own = given.keys() & check.SETTINGS - NEW_KEYS
         if lacking := sorted(own - held.keys()):
             missing[g] = {key: given[key] for key in lacking}
         groups.append({**given, **held, **{key: given[key] for key in following}})

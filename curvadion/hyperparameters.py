@@ -254,4 +254,4 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 STEADY = tuple(key for key in _CHECKS if key not in RATES)
 _steady_values = itemgetter(*STEADY)
 # Every key whose value decides what a step does.
-SETTINGS = tuple(_CHECKS)
+SETTINGS = _CHECKS.keys()

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 
 from curvadion import consensus, reconcile, wire
 from curvadion import hyperparameters as check
-from curvadion.checkpoint import check_complete, check_fits, restore_dtypes, with_new_keys
+from curvadion.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.collectives import group_size, mean_
 from curvadion.conversion import Loading, convert, wrong_algorithm
 from curvadion.elementwise import elementwise_step
 from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.gradients import settle_gradients
-from curvadion.groups import Unions
 from curvadion.local_step import local_dion_step, local_gradient_step
 from curvadion.low_rank_step import (
     LowRankStep,
@@ -331,9 +330,8 @@ class CurvaDion(Optimizer):
         else:
             # What is not wrong is enough to meet the others.
             known = [{**group, **check.valid(group, self.defaults)} for group in self.param_groups]
-            group, single = self._replicas.process_group, self._replicas.single
             try:
-                plan = Plan.of(known, self.state, group, single=single)
+                plan = self._make_plan(known)
             except (KeyError, TypeError, ValueError):
                 raise ValueError(wrong) from None
         if plan.sharded:
@@ -512,7 +510,7 @@ class CurvaDion(Optimizer):
             notice = Notice.CHANGED
         elif still:
             notice = Notice.NEW
-        elif not self._verified and group_size(self._replicas.process_group) > 1:
+        elif not self._verified and self._replicas.size > 1:
             notice = Notice.UNVERIFIED
         settings = Settings(self.progress.steps, self._checksum.of(self.param_groups))
         unread, self._unread = self._unread, None
@@ -547,8 +545,7 @@ class CurvaDion(Optimizer):
 
         new: the parameters that had no state before this step.
         """
-        apart = self.progress.local_steps > 0 or self.progress.parts_apart > 0
-        drifts = apart or (self.reconcile == "none" and self.progress.steps > 0)
+        drifts = self.progress.apart or (self.reconcile == "none" and self.progress.steps > 0)
         comparable = [p for p in plan.parameters if consensus.AGREED in p.state]
         if not comparable:
             comparable = list(new) if drifts else plan.parameters
@@ -576,14 +573,19 @@ class CurvaDion(Optimizer):
 
     def _look_at_gradients(self, plan: Plan) -> None:
         """Look now and then whether something else averages gradients; read at the next step."""
-        if group_size(self._replicas.process_group) == 1:
+        if self._replicas.size == 1:
             return
         if self._watch is None:
             self._watch = GradientWatch(plan)
         self._unread = self._watch.look(self.progress.steps)
-        if self._unread is not None and self.gate.open_cost:
+        if self._unread is not None:
+            self._spend(GradientWatch.BYTES, plan)
+
+    def _spend(self, sent: int, plan: Plan) -> None:
+        """Let the gate know of bytes that were sent beside its openings."""
+        if self.gate.open_cost:
             dense = 4 * sum(consensus.sizes([p.X for p in plan.parameters]))
-            self.gate.spend(GradientWatch.BYTES / dense / self.gate.open_cost)
+            self.gate.spend(sent / dense / self.gate.open_cost)
 
     def _report(
         self, plan: Plan | None, reason: str, gate_open: bool, agreement: Agreement | None
@@ -659,10 +661,8 @@ class CurvaDion(Optimizer):
         measure_momenta(ready)
         for tensor, before in kept:
             tensor.copy_(before)
-        if self.reconcile == "quantized" and self.gate.open_cost:
-            dense = 4 * sum(consensus.sizes([p.X for p in plan.parameters]))
-            sent = consensus.exact_bytes(plan)
-            self.gate.spend(sent / dense / self.gate.open_cost)
+        if self.reconcile == "quantized":
+            self._spend(consensus.exact_bytes(plan), plan)
         self.progress.local_steps = self.progress.parts_apart = 0
         self.progress.steps_since_exact = 0
 
@@ -795,7 +795,6 @@ class CurvaDion(Optimizer):
                 that were saved while replicas were apart.
         """
         held = read_record(state_dict)
-        state_dict = with_new_keys(self, state_dict)
         check_fits(self, state_dict)
         check_complete(self, state_dict, held.progress.steps)
         ways = self.reconcile, self._defaults_by_sync
@@ -877,17 +876,19 @@ class CurvaDion(Optimizer):
         """The plan of the groups as they are now, which the next step may find not to be shared."""
         if self._cached is None or self._cached[0] == self._plan_key():
             return self._known_plan()
-        return self._make_plan(self._cached[1].unions)
+        return self._make_plan(self.param_groups)
 
-    def _make_plan(self, unions: Unions | None = None) -> Plan:
+    def _make_plan(self, param_groups: Sequence[dict[str, Any]]) -> Plan:
+        """The plan of groups; the process groups of the plan before are asked for no more."""
+        unions = None if self._cached is None else self._cached[1].unions
         group, single = self._replicas.process_group, self._replicas.single
-        return Plan.of(self.param_groups, self.state, group, single=single, unions=unions)
+        return Plan.of(param_groups, self.state, group, single=single, unions=unions)
 
     def _plan(self) -> Plan:
         """The plan of the groups as they are now: frameworks replace parameters after __init__."""
         key = self._plan_key()
         if self._cached is None or self._cached[0] != key:
-            plan = self._make_plan(None if self._cached is None else self._cached[1].unions)
+            plan = self._make_plan(self.param_groups)
             if self._cached is not None:
                 self._change_plan(self._cached[1])
             dion = [g for g in self.param_groups if g["algorithm"] == "dion" and g["params"]]
@@ -919,7 +920,7 @@ class CurvaDion(Optimizer):
 
     def _check_one_replica(self, plan: Plan) -> None:
         """Raise ValueError where processes with whole weights would never come together."""
-        sharded = plan.inside is not None and group_size(self._replicas.process_group) == 1
+        sharded = plan.inside is not None and self._replicas.size == 1
         if isinstance(self.gate, WireBudget) and sharded:
             raise ValueError(
                 f"gate={self.gate!r} with one replica, which is sharded over "
@@ -951,8 +952,8 @@ class CurvaDion(Optimizer):
 
     def _change_plan(self, before: Plan) -> None:
         """Parameters were frozen, thawed or added since the plan of before was made."""
-        alone = self.reconcile == "none" or group_size(self._replicas.process_group) == 1
-        if not alone and (self.progress.local_steps or self.progress.parts_apart):
+        alone = self.reconcile == "none" or self._replicas.size == 1
+        if not alone and self.progress.apart:
             kept = {id(X) for group in self.param_groups for X in group["params"]}
             for p in before.parameters:
                 if id(p.X) in kept and not p.X.requires_grad:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import sharding
-from curvadion.collectives import group_size
+from curvadion.collectives import checksum, group_size, said_alike
 from curvadion.consensus import AGREED
 from curvadion.hyperparameters import SETTINGS
 from curvadion.plan import Parameter, Plan
@@ -54,7 +53,7 @@ class Checksum:
         """A number below 2**32 that is equal where the groups' settings are."""
         values = [_plain(group[key]) for group in param_groups for key in SETTINGS]
         if values != self._values:
-            self._values, self._checksum = values, zlib.crc32(repr(values).encode())
+            self._values, self._checksum = values, checksum(values)
         return self._checksum
 
 
@@ -121,13 +120,7 @@ def raise_different(own: Listing, group: dist.ProcessGroup | None) -> None:
 
 def check_alike(own: Listing, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raise RuntimeError on all ranks unless they list the same; 16 bytes over the group."""
-    if group_size(group) == 1:
-        return
-    checksum = zlib.crc32(repr(own).encode())
-    bounds = torch.tensor([checksum, -checksum], device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = bounds.tolist()
-    if largest != -smallest:
+    if not said_alike(own, group, device):
         raise_different(own, group)
 
 
@@ -215,8 +208,7 @@ def raise_identical(of: str) -> None:
 def _checksum(plan: Plan, own: Listing) -> Tensor:
     """Of what is listed, and of the ranges that flat shards hold here; float64."""
     held = [(f.start, f.stop) for p in plan.parameters if (f := sharding.flat_shard(p.X))]
-    checksum = zlib.crc32(repr((own, held)).encode())
-    return torch.tensor(checksum, dtype=torch.float64, device=plan.device)
+    return torch.tensor(checksum((own, held)), dtype=torch.float64, device=plan.device)
 
 
 def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor:

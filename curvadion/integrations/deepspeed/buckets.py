@@ -6,7 +6,6 @@ others than those of the other ranks, and they would hang, crash or average unli
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from types import MethodType
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion.collectives import said_alike
 from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 
 STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
@@ -71,10 +71,7 @@ def _of_stage_3(zero: Any, comm_dtype: torch.dtype) -> Iterable[Tensor]:
 
 def agree(names: list[str], group: dist.ProcessGroup) -> None:
     """Raise RuntimeError on every rank of the group unless all give the same names in one order."""
-    checksum = zlib.crc32("\n".join(names).encode())
-    extremes = torch.tensor([checksum, -checksum], device="cpu")
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-    if extremes[0] == -extremes[1]:
+    if said_alike(names, group, torch.device("cpu")):
         return
     told: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(told, names, group)
