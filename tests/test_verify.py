@@ -62,6 +62,25 @@ def told(steps, take):
     return None
 
 
+def train(X, optimizer, rank, steps, before=lambda step: None):
+    """What is told of steps on the rank's own gradients, each after ``before(step)``."""
+
+    def take(step):
+        before(step)
+        give_gradients(X, step, rank)
+        optimizer.step()
+
+    return told(steps, take)
+
+
+def warned(function, *arguments):
+    """The warnings of a call in which nothing is raised and told."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert function(*arguments) is None
+    return [str(warning.message) for warning in caught]
+
+
 # ---------------------------------------------------------------- settings
 
 
@@ -69,13 +88,11 @@ def change_one_setting(rank, kind, key, values):
     X = parameters()
     optimizer = optimizer_of(X, kind)
 
-    def take(step):
+    def change(step):
         if step == 3:
             optimizer.param_groups[0][key] = values[rank]
-        give_gradients(X, step, rank)
-        optimizer.step()
 
-    return told(8, take)
+    return train(X, optimizer, rank, 8, change)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +149,12 @@ def spoil(rank, key, value, bad_rank):
     optimizer = optimizer_of(X, "period")
     weights = []
 
-    def take(step):
+    def change(step):
         weights[:] = [x.detach().clone() for x in X]
         if step == 2 and rank == bad_rank:
             optimizer.param_groups[1][key] = value
-        give_gradients(X, step, rank)
-        optimizer.step()
 
-    step, text = told(5, take)
+    step, text = train(X, optimizer, rank, 5, change)
     untouched = all(torch.equal(x, w) for x, w in zip(X, weights, strict=True))
     return step, text, untouched
 
@@ -175,11 +190,7 @@ def build_differently(rank, how):
         named[0][how] = {"momentum_dtype": "bfloat16", "q_dtype": "bfloat16", "lr": 0.03}[how]
     optimizer = Dion(named, replicas=dist.group.WORLD)
 
-    def take(step):
-        give_gradients(X, step, rank)
-        optimizer.step()
-
-    return told(1, take)
+    return train(X, optimizer, rank, 1)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +284,8 @@ def start_apart(rank, kind, broadcast):
     if broadcast:
         optimizer.broadcast_weights(1)
 
-    def take(step):
-        give_gradients(X, step, rank)
-        optimizer.step()
-
     first = X[3].detach()[0].item()
-    return told(2, take), first
+    return train(X, optimizer, rank, 2), first
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -298,13 +305,11 @@ def add_other_weights(rank, kind, unlike):
     optimizer = optimizer_of(X, kind)
     more = nn.Parameter(torch.ones(6, 6) * (1 + unlike * rank))
 
-    def take(step):
+    def add(step):
         if step == 4:
             optimizer.add_param_group({"params": [("more", more)]})
-        give_gradients([*X, more], step, rank)
-        optimizer.step()
 
-    return told(6, take)
+    return train([*X, more], optimizer, rank, 6, add)
 
 
 @pytest.mark.parametrize("kind", ["threshold", "period", "budget"])
@@ -340,12 +345,8 @@ def train_without_replicas(rank, kind, replicas):
         optimizer = pickle.loads(pickle.dumps(optimizer))
         X = [x for g in optimizer.param_groups for x in g["params"]]
 
-    def take(step):
-        give_gradients(X, step, rank)
-        optimizer.step()
-
     with WireMeter() as meter:
-        return told(3, take), meter.total_bytes
+        return train(X, optimizer, rank, 3), meter.total_bytes
 
 
 @pytest.mark.parametrize("kind", ["threshold", "period", "budget"])
@@ -436,10 +437,7 @@ def test_some_gradients_averaged_by_others_are_an_error_soon(which, since, how):
 
 
 def one_averaged_by_others(rank, *arguments):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert averaged_by_others(rank, *arguments) is None
-    return [str(warning.message) for warning in caught]
+    return warned(averaged_by_others, rank, *arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -501,10 +499,7 @@ def sharded_and_averaged(rank, since):
                 dist.all_reduce(x.grad.to_local(), group=mesh.get_group("replicate"))
         optimizer.step()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert told(20, take) is None
-    return [str(warning.message) for warning in caught]
+    return warned(told, 20, take)
 
 
 def test_averaging_of_shards_is_found():
@@ -543,10 +538,7 @@ def train_honestly(rank, case):
         loss.backward()
         optimizer.step()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert told(25, take) is None
-    return [str(warning.message) for warning in caught]
+    return warned(told, 25, take)
 
 
 @pytest.mark.parametrize(
@@ -599,13 +591,11 @@ def train_with(rank, how):
         more["replicas"] = mesh["data"]
     optimizer = optimizer_of(X, "period", **more)
 
-    def take(step):
+    def change(step):
         if how == "numpy":
             optimizer.param_groups[0]["lr"] = np.float32(0.01)
-        give_gradients(X, step, rank)
-        optimizer.step()
 
-    return told(3, take)
+    return train(X, optimizer, rank, 3, change)
 
 
 @pytest.mark.parametrize("how", ["gate", "infinite weights", "group of one", "numpy"])
@@ -622,11 +612,7 @@ def start_wrongly(rank, kind, key, value):
     if rank == 1:
         optimizer.param_groups[0][key] = value
 
-    def take(step):
-        give_gradients(X, step, rank)
-        optimizer.step()
-
-    return told(2, take)
+    return train(X, optimizer, rank, 2)
 
 
 @pytest.mark.parametrize("kind", ["threshold", "budget"])
