@@ -148,7 +148,7 @@ def _norm(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type == "cpu":
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-        if SMALL < norm < LARGE:
+        if SMALL < norm.tolist() < LARGE:  # waits for nothing on the host itself
             return norm
     # In float64, where the squares of tiny and of large numbers fit.
     return norm_and_sum(tensor)[0].to(dtype)
