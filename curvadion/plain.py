@@ -7,6 +7,7 @@ floating dtype, any strides, and learning rates that are tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,7 +149,8 @@ def _norm(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type == "cpu":
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-        if SMALL < norm.tolist() < LARGE:  # waits for nothing on the host itself
+        size: Any = norm.tolist()  # on the host itself there is nothing to wait for
+        if SMALL < size < LARGE:
             return norm
     # In float64, where the squares of tiny and of large numbers fit.
     return norm_and_sum(tensor)[0].to(dtype)
