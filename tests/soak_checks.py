@@ -27,6 +27,9 @@ from soak_trials import Parameter, Trial
 GATE_BYTES, CHECK_BYTES, FIRST_CHECK_BYTES = 16, 48 + 16 + 16, 512
 MOST = 12  # problems told of one trial
 
+# Per rank of a replica, the flat indices of what it holds of a parameter, and tensors by key.
+Pieces = Sequence[tuple[Tensor, Mapping[str, Tensor]]]
+
 
 class LowRankReference(QuantizedReference):
     """Replicas whose open step is the papers': what tests/reference.py does with each matrix.
@@ -272,34 +275,52 @@ class Check:
                 for key in dict.fromkeys(key for _, pieces in mine for key in pieces):
                     if key == "residual":
                         whole[key] = [held[key] for _, held in mine]
-                    elif key in ("Q", "t"):
-                        if self.trial.layout.kind != "flat" or key == "t":
-                            whole[key] = mine[0][1][key]
+                    elif key == "t":
+                        whole[key] = mine[0][1][key]
+                    elif key == "Q":
+                        whole[key] = self.right_factor(p, mine, events[0].number, replica)
                     else:
-                        whole[key] = self.joined(p, key, mine, events[0].number, replica)
+                        whole[key] = self.joined(p, p.shape, key, mine, events[0].number, replica)
                 replicas[replica][p.name] = whole
         return replicas
+
+    def right_factor(self, p: Parameter, mine: Pieces, number: int, replica: int) -> Tensor:
+        """Whole: where rounding has decided on its columns, the reference has them from here alone.
+
+        Of a flat shard with fewer rows than columns, each rank holds the rows that its elements
+        lie in.
+        """
+        m, n = p.shape
+        if self.trial.layout.kind != "flat":
+            return mine[0][1]["Q"]
+        r = mine[0][1]["Q"].shape[1]
+        rows = [(pieces // n).unique() if m < n else torch.arange(n) for pieces, _ in mine]
+        indices = [(row[:, None] * r + torch.arange(r)).flatten() for row in rows]
+        Q = [{"Q": held["Q"].flatten()} for _, held in mine]
+        shape = min(m, n), r
+        return self.joined(p, shape, "Q", list(zip(indices, Q, strict=True)), number, replica)
 
     def joined(
         self,
         p: Parameter,
+        shape: tuple[int, ...],
         key: str,
-        mine: Iterable[tuple[Tensor, Mapping[str, Tensor]]],
+        mine: Pieces,
         number: int,
         replica: int,
     ) -> Tensor:
-        whole, filled = None, torch.zeros(math.prod(p.shape), dtype=torch.bool)
+        whole, filled = None, torch.zeros(math.prod(shape), dtype=torch.bool)
         for indices, held in mine:
             piece = held[key]
             if whole is None:
-                whole = torch.zeros(math.prod(p.shape), dtype=piece.dtype)
+                whole = torch.zeros(math.prod(shape), dtype=piece.dtype)
             both = filled[indices]
             if not torch.equal(whole[indices][both], piece[both]) and not piece.isnan().any():
                 self.say(number, f"ranks of replica {replica} hold different {key} of {p.name}")
             whole[indices] = piece
             filled[indices] = True
         assert whole is not None and filled.all()
-        return whole.view(p.shape)
+        return whole.view(shape)
 
     def finite(self, number: int) -> None:
         for i, replica in enumerate(self.held):
