@@ -46,8 +46,10 @@ def long_description() -> str:
 
 
 def native_builder():
-    """Return the module curvadion.native, without importing the package around it."""
-    spec = importlib.util.spec_from_file_location("native", ROOT / "curvadion" / "native.py")
+    """Return the module curvadion.ops.native, without importing the package around it."""
+    spec = importlib.util.spec_from_file_location(
+        "native", ROOT / "curvadion" / "ops" / "native.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules["native"] = module
     spec.loader.exec_module(module)

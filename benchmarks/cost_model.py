@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import curvadion
-from curvadion.collectives import chunks
-from curvadion.layout import MatrixLayout
-from curvadion.quantized_mean import message_bytes
-from curvadion.reconcile import coded_together
-from curvadion.replicas import GATE_BYTES
+from curvadion.comm.collectives import chunks
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.reconcile import coded_together
+from curvadion.sync.replicas import GATE_BYTES
 from models import Model, Shape
 
 FLOAT = 4

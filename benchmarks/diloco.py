@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvadion.collectives import mean_
+from curvadion.comm.collectives import mean_
 
 
 class DiLoCo:

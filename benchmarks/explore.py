@@ -30,10 +30,10 @@ from torch.func import functional_call
 from command_line import option, parse
 from convergence import data
 from curvadion import param_groups
-from curvadion.layout import Extent
-from curvadion.orthonormalize import orthonormalize
-from curvadion.quantization import BLOCK, decode, encode
-from curvadion.quantized_mean import message_bytes
+from curvadion.layout.matrix import Extent
+from curvadion.sync.codec import BLOCK, decode, encode
+from curvadion.sync.coded_mean import message_bytes
+from curvadion.update.orthonormalize import orthonormalize
 from demo import aligned
 from grids import SIZES, Task
 from token_data import TrainingBatches

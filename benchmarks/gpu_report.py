@@ -107,7 +107,7 @@ def finish(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def run_tests(folder: Path, deadline: Deadline) -> dict[str, Any]:
-    """Counts and failures of tests/test_gpu.py, by group."""
+    """Counts and failures of tests/ops/test_gpu.py, by group."""
     if importlib.util.find_spec("pytest") is None:
         return {"status": "not run: pytest is not installed"}
     running = {}

@@ -22,8 +22,9 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
-from curvadion import ops, plain
-from curvadion.tensors import Settled, Tensors
+from curvadion import ops
+from curvadion.ops import reference as plain
+from curvadion.ops.tensors import Settled, Tensors
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
 

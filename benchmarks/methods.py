@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from curvadion import CurvaDion
-from curvadion.collectives import mean_
+from curvadion.comm.collectives import mean_
 from curvadion.integrations.ddp import keep_gradients_local
 from diloco import DiLoCo
 from gpt import GPT

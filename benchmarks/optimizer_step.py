@@ -30,8 +30,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import RMMC, CurvaDion, ops
-from curvadion.elementwise import elementwise_step
-from curvadion.tensors import Parameters, Settled, Tensors
+from curvadion.ops.tensors import Parameters, Settled, Tensors
+from curvadion.update.scalar import elementwise_step
 from measure import Contenders, axes_to_save, interleaved, summary, write
 from models import MODELS
 

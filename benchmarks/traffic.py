@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.quantization import bits_within
-from curvadion.quantized_mean import message_bytes
+from curvadion.sync.codec import bits_within
+from curvadion.sync.coded_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 
 GATE = 4  # numbers of 4 bytes that CurvaDion's decision takes at every step

@@ -31,7 +31,7 @@ import curvadion
 from checkpoint import Progress
 from command_line import option, parse
 from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, Gate, StepReport, WireBudget
-from curvadion.reconcile import drift
+from curvadion.sync.reconcile import drift
 from gpt import GPT, GPTConfig
 from optional import need
 from parallel import Layout, Parallel, Sizes, mesh_sizes, unsynchronized

@@ -60,7 +60,7 @@ def test_the_wheel_is_for_every_platform_and_holds_the_sources(archives):
     for folder in ("cpu", "cuda"):
         for source in (ROOT / "csrc" / folder).iterdir():
             assert held[f"curvadion/csrc/{folder}/{source.name}"] == source.read_bytes()
-    assert "curvadion/native.py" in held and "curvadion_kernels/launch.py" in held
+    assert "curvadion/ops/native.py" in held and "curvadion_kernels/launch.py" in held
     assert not [file for file in held if file.startswith(("tests", "benchmarks", "examples"))]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from curvadion.sharding import declare_flat_shard, declare_replicas
+from curvadion.layout.sharding import declare_flat_shard, declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""The operations of :mod:`curvadion.ops` as Triton kernels: one launch for a whole list.
+"""The operations of :mod:`curvadion.ops.operations` as Triton kernels: one launch for a whole list.
 
 Tensors of a list may differ in size and alignment; those of one dtype share a launch. Raises
 Unsupported for what plain PyTorch has to take.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.tensors import Unsupported, factors_facts, float32_stack
+from curvadion.ops.tensors import Unsupported, factors_facts, float32_stack
 from curvadion_kernels.launch import Table, on, stream_of
 from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
 

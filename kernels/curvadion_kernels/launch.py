@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.tensors import Facts, Sizes
+from curvadion.ops.tensors import Facts, Sizes
 from curvadion_kernels.numbers import INTERPRETED
 
 # Elements per block: enough work to hide its start, and many blocks for a model. The

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.arguments import floats, host_numbers
-from curvadion.tensors import elementwise_facts
+from curvadion.ops.arguments import floats, host_numbers
+from curvadion.ops.tensors import elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
 from curvadion_kernels.numbers import CODES, numbers, saturated, stochastically, to_nearest
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.arguments import floats, host_numbers
-from curvadion.tensors import Facts, Unsupported, check_shapes, facts_of
+from curvadion.ops.arguments import floats, host_numbers
+from curvadion.ops.tensors import Facts, Unsupported, check_shapes, facts_of
 from curvadion_kernels.launch import Table, on, stream_of
 from curvadion_kernels.numbers import CODES, saturated, stochastically, to_nearest
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.arguments import floats
-from curvadion.tensors import Facts, elementwise_facts
+from curvadion.ops.arguments import floats
+from curvadion.ops.tensors import Facts, elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
 from curvadion_kernels.numbers import CODES, numbers, saturated, to_nearest
 

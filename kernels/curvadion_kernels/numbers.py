@@ -14,7 +14,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # A global that kernels read must be a constexpr.
 _SOFTWARE_ROUNDING = tl.constexpr(INTERPRETED)
 
-# By the codes of curvadion.tensors.DTYPE_CODES.
+# By the codes of curvadion.ops.tensors.DTYPE_CODES.
 CODES = [tl.float32, tl.bfloat16, tl.float16]
 
 
@@ -58,7 +58,7 @@ def _mixed(x):
 
 @triton.jit
 def stochastically(value, offsets, seed, dtype: tl.constexpr):
-    """float32 -> dtype; a bfloat16 is one of two neighbours, as curvadion.plain defines it."""
+    """float32 -> dtype; a bfloat16 is one of two neighbours, as ops.reference defines it."""
     if dtype != tl.bfloat16:
         return to_nearest(value, dtype)
     noise = _mixed(_mixed(offsets.to(tl.uint32)) ^ seed) & 0xFFFF

@@ -6,7 +6,7 @@ from types import MethodType
 from typing import Any
 
 from curvadion.integrations.deepspeed import config, replicated, sharded
-from curvadion.optimizer import CurvaDion
+from curvadion.optim.optimizer import CurvaDion
 
 
 def hold(optimizer: CurvaDion) -> CurvaDion:

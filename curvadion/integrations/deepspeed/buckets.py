@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.collectives import said_alike
+from curvadion.comm.collectives import said_alike
 from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 
 STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion.gate import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
+from curvadion.gates import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
-from curvadion.optimizer import CurvaDion, Dion
-from curvadion.params import param_groups
-from curvadion.sharding import declare_flat_shard
+from curvadion.layout.sharding import declare_flat_shard
+from curvadion.optim.optimizer import CurvaDion, Dion
+from curvadion.optim.param_groups import param_groups
 
 OPTIMIZERS: dict[str, type[CurvaDion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
 GATES: dict[str, type[Gate]] = {

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from curvadion.integrations.deepspeed import attaching, config
-from curvadion.optimizer import CurvaDion
+from curvadion.optim.optimizer import CurvaDion
 
 ENGINE = "deepspeed.runtime.engine"
 _ORIGINALS = "_curvadion_originals"

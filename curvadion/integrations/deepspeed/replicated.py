@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.clipping import clip_grad_norm_
-from curvadion.optimizer import CurvaDion
+from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.optimizer import CurvaDion
 
 
 def attach(engine: Any, optimizer: CurvaDion) -> None:

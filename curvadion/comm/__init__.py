@@ -1,0 +1,1 @@
+"""Process groups, and tensors that cross them in buckets."""

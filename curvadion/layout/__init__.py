@@ -1,0 +1,1 @@
+"""Where the shards of a parameter's matrices lie, in every layout."""

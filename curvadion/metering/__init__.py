@@ -1,0 +1,1 @@
+"""Wire bytes and step reports."""

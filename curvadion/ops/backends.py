@@ -1,0 +1,140 @@
+"""Which backend runs a fused operation: chosen by device, or forced."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from curvadion.ops.native import Unavailable
+
+# Where each backend's operations are, and the devices whose tensors it takes.
+BACKENDS = {
+    "torch": "curvadion.ops.reference",
+    "cpu": "curvadion.ops.cpu",
+    "cuda": "curvadion.ops.cuda",
+    "triton": "curvadion_kernels",
+}
+
+logger = logging.getLogger("curvadion")
+_forced: str | None = None
+
+
+class use_backend:
+    """Force a backend from here on, or inside a ``with`` block; None chooses by device again.
+
+        curvadion.ops.use_backend("torch")
+        with curvadion.ops.use_backend("cpu"): ...
+
+    Raises:
+        ValueError: for an unknown name. RuntimeError: if the backend is not available, saying
+            what it lacks.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        global _forced
+        if name is not None:
+            _check_available(name)
+        self._before = _forced
+        _forced = name
+
+    def __enter__(self) -> use_backend:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _forced
+        _forced = self._before
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend that tensors on ``device`` take.
+
+    Raises:
+        ValueError, RuntimeError: if a backend is forced that is unknown, is not available or does
+            not take tensors on this device.
+    """
+    name = _forced or os.environ.get("CURVADION_BACKEND")
+    if not name:
+        return _automatic(device.type)
+    _check_available(name)
+    if not _takes(name, device.type):
+        raise RuntimeError(
+            f"backend {name!r} is forced, but a tensor is on {device}, which it does not take: "
+            f"move it, or let the device choose the backend."
+        )
+    return name
+
+
+def _check_available(name: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"backend {name!r} must be one of {tuple(BACKENDS)}")
+    lacks = lacking(name)
+    if lacks is not None:
+        raise RuntimeError(f"backend {name!r} is forced but not available: {lacks}")
+
+
+@lru_cache
+def lacking(name: str) -> str | None:
+    """What a backend needs and does not find; None if it can run."""
+    if name == "torch":
+        return None
+    if name == "triton":
+        # Kernels are imported where they run and nowhere else: torch needs no triton.
+        try:
+            kernels = importlib.import_module(BACKENDS[name])
+        except ImportError as error:
+            return f"{error}: install triton"
+        if not (torch.cuda.is_available() or kernels.INTERPRETED):
+            return "there is no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU)"
+        return None
+    if name == "cuda" and not torch.cuda.is_available():
+        return "there is no CUDA device"
+    try:
+        importlib.import_module(BACKENDS[name]).load()
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+def implements(backend: str, name: str) -> bool:
+    """Whether the backend has an operation of its own, rather than leaving it to PyTorch."""
+    return operation(backend, name) is not None
+
+
+def _takes(name: str, device_type: str) -> bool:
+    if name == "triton" and importlib.import_module(BACKENDS[name]).INTERPRETED:
+        return device_type in ("cpu", "cuda")
+    return name == "torch" or device_type == ("cpu" if name == "cpu" else "cuda")
+
+
+@lru_cache
+def _automatic(device_type: str) -> str:
+    candidates = {"cpu": ["cpu"], "cuda": [] if torch.version.hip else ["triton", "cuda"]}
+    reasons = []
+    for name in candidates.get(device_type, []):
+        lacks = lacking(name)
+        if lacks is None:
+            return name
+        reasons.append(f"{name}: {lacks}")
+    if reasons:
+        logger.warning(
+            "curvadion runs in plain PyTorch on the %s (%s)", device_type, "; ".join(reasons)
+        )
+    return "torch"
+
+
+@lru_cache
+def operation(backend: str, name: str) -> Callable[..., Any] | None:
+    """A backend's own version of an operation; None if it has none."""
+    return getattr(importlib.import_module(BACKENDS[backend]), name, None)

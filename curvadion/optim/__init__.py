@@ -1,0 +1,1 @@
+"""The optimizers, their parameter groups and their checkpoints."""

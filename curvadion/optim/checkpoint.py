@@ -1,0 +1,198 @@
+"""Does a saved state fit the optimizer, and what torch changes when it loads one."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from curvadion.layout.sharding import FLAT_SHARD_START, flat_shard, global_shape, local
+from curvadion.optim.conversion import ANCHOR_KEYS
+from curvadion.sync import consensus
+from curvadion.update.plan import R_SCALE, names
+
+# State tensors that have the parameter's shape.
+_LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq", *consensus.STATE_KEYS)
+
+
+def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the group or parameter, if a state_dict is another optimizer's."""
+    here, there = optimizer.param_groups, saved["param_groups"]
+    if len(here) != len(there):
+        raise ValueError(
+            f"state_dict has a different number of parameter groups: {len(there)} instead of "
+            f"{len(here)}."
+        )
+    for g, (live, held) in enumerate(zip(here, there, strict=True)):
+        if not isinstance(held.get("params"), list) or len(held["params"]) != len(live["params"]):
+            raise ValueError(
+                f"state_dict has {held.get('params')!r} in param group {g}, which does not match "
+                f"the size of optimizer's group: {len(live['params'])} parameters."
+            )
+        if live["algorithm"] != held["algorithm"]:
+            raise ValueError(
+                f"state_dict has algorithm={held['algorithm']!r} in param group {g}, which has "
+                f"{live['algorithm']!r} here: give the groups in the order in which they were "
+                f"saved."
+            )
+    for name, X, state in _states(optimizer, saved):
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state_dict holds {state!r} for {name}: it must be a dictionary")
+        for key in _LIKE_THE_PARAMETER:
+            if isinstance(tensor := state.get(key), Tensor):
+                _check_piece(name, X, key, tensor)
+        _check_flat_shard(name, X, state.get(FLAT_SHARD_START))
+
+
+def check_complete(optimizer: Optimizer, saved: Mapping[str, Any], steps: int) -> None:
+    """Raise ValueError if a run of some steps left no state: torch saves and loads none silently.
+
+    torch.distributed.checkpoint makes an optimizer create its state only while no parameter has a
+    gradient.
+    """
+    trained = any(X.requires_grad for group in optimizer.param_groups for X in group["params"])
+    if steps and trained and not saved["state"]:
+        raise ValueError(
+            f"state_dict holds no state of any parameter, although it was saved after {steps} "
+            f"steps. If it comes from torch.distributed.checkpoint, call optimizer.zero_grad() "
+            f"before get_state_dict: a new optimizer has no state to load while there are "
+            f"gradients."
+        )
+
+
+def restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give loaded state the dtypes it was saved with: torch casts it to the parameter's."""
+    for _, X, state in _states(optimizer, saved):
+        loaded = optimizer.state[X]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
+                loaded[key] = value.detach().clone().to(loaded[key].device)
+
+
+def fit_to_checkpoint(
+    state: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+) -> None:
+    """Prepare ``state`` to load a checkpoint that was saved under other arguments. In place.
+
+    ``torch.distributed.checkpoint.load`` reads into tensors of the sizes that were saved, and
+    demands every key. Another gate, sync kind or rank asks for other ones: right factors get the
+    saved number of columns here, and anchors and keys of groups that were not saved are left out.
+    ``load_state_dict`` then converts what was read. A checkpoint of the same arguments needs
+    nothing of this, and is left as it is::
+
+        weights, held = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": held}
+        fit_to_checkpoint(state, checkpoint_id=path)
+        torch.distributed.checkpoint.load(state, checkpoint_id=path)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"]
+        )
+
+    Args:
+        state: as it is given to ``load``, with what get_optimizer_state_dict returned in it.
+        checkpoint_id: as it is given to ``load``.
+        storage_reader: as it is given to ``load``.
+
+    Raises:
+        ValueError: if neither of the two is given.
+    """
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
+        storage_reader = FileSystemReader(checkpoint_id)
+    saved = storage_reader.read_metadata().state_dict_metadata
+    _, paths = flatten_state_dict(state)
+    for key, path in paths.items():
+        parent = functools.reduce(lambda held, step: held[step], path[:-1], cast(Any, state))
+        # A flattened optimizer state has keys like "state.linear.weight.Q".
+        name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
+        if key not in saved:
+            if name in (*ANCHOR_KEYS, R_SCALE) or "param_groups" in path:
+                del parent[path[-1]]
+            continue
+        form = saved[key]
+        if _is_right_factor(name) and isinstance(form, TensorStorageMetadata):
+            parent[path[-1]] = _with_columns(target, form.size[-1])
+
+
+def _is_right_factor(key: str) -> bool:
+    return key == "Q" or key.startswith("Q_")
+
+
+def _with_columns(Q: Tensor, columns: int) -> Tensor:
+    """A tensor like Q, cut as it is, with so many columns, which are never cut."""
+    if Q.shape[-1] == columns:
+        return Q
+    piece = local(Q)
+    resized = piece.new_zeros(*piece.shape[:-1], columns)
+    if not isinstance(Q, DTensor):
+        return resized
+    shape = torch.Size((*Q.shape[:-1], columns))
+    stride = torch.empty(shape, device="meta").stride()
+    whole: Tensor = DTensor.from_local(
+        resized, Q.device_mesh, Q.placements, run_check=False, shape=shape, stride=stride
+    )
+    return whole
+
+
+def _states(
+    optimizer: Optimizer, saved: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
+    """Name, parameter and saved state of every parameter that has one."""
+    order = [i for group in saved["param_groups"] for i in group["params"]]
+    live = [
+        named
+        for g, group in enumerate(optimizer.param_groups)
+        for named in zip(names(group, g), group["params"], strict=True)
+    ]
+    for i, (name, X) in zip(order, live, strict=True):
+        if i in saved["state"]:
+            yield name, X, saved["state"][i]
+
+
+def _check_piece(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
+    if tensor.shape != X.shape:
+        raise ValueError(
+            f"state_dict holds a {key!r} of shape {tuple(tensor.shape)} for {name}, which has "
+            f"shape {tuple(X.shape)} here: build the optimizer over the parameters it was saved "
+            f"with, in their order."
+        )
+    if _placements(tensor) != _placements(X):
+        raise ValueError(
+            f"state_dict holds a {key!r} with the placements {_placements(tensor)} for {name}, "
+            f"which has {_placements(X)} here: a state moves between layouts through "
+            f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict (a full one with "
+            f"StateDictOptions(full_state_dict=True))."
+        )
+
+
+def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
+    declared = flat_shard(X)
+    held = None if start is None else int(start)
+    here = None if declared is None else declared.start
+    if held != here:
+        raise ValueError(
+            f"state_dict holds the flat shard from element {held} of {name} of shape "
+            f"{global_shape(X)}, but this rank has the one from element {here} (None: no flat "
+            f"shard). Flat shards move to no other rank and no other layout, nor through "
+            f"torch.distributed.checkpoint: let each rank torch.save and load its own "
+            f"optimizer.state_dict()."
+        )
+
+
+def _placements(tensor: Tensor) -> tuple[object, ...] | None:
+    """None for a tensor that is no DTensor."""
+    return tuple(tensor.placements) if isinstance(tensor, DTensor) else None

@@ -1,0 +1,119 @@
+"""Gradients clipped by one norm, alike on all replicas and in every layout."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.comm.collectives import group_size
+from curvadion.layout.gradients import settle_gradients
+from curvadion.optim import hyperparameters as check
+from curvadion.optim.optimizer import CurvaDion
+from curvadion.update.plan import Plan
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizer: CurvaDion,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale an optimizer's gradients by one factor, so that their norm is at most ``max_norm``.
+
+        norm = sqrt( mean over replicas of ||G_i||^2 ),   G_i <- G_i min(1, max_norm / norm)
+
+    G_i is replica i's own gradient, of all parameters and all shards together. The norm is at least
+    that of the mean gradient. All replicas take the same factor, so clipping keeps the direction of
+    their mean gradient. ``torch.nn.utils.clip_grad_norm_`` does not, where each replica has a
+    gradient of its own: it divides each by its own norm.
+
+    Collective: call it on all ranks of all replicas, after backward and before ``step``. It
+    sends one all-reduce of 8 bytes over these ranks. Under sequence parallelism it also adds up the
+    gradients that are still summands, which ``step`` then does not repeat. Nothing is sent if there
+    is one replica that is not sharded; the result is then that of torch's function. With a
+    GradScaler call ``scaler.unscale_(optimizer)`` first.
+
+    If a gradient on any rank holds a NaN or an Inf, no rank scales anything, and all ranks skip the
+    optimizer's next step.
+
+    Args:
+        optimizer: a CurvaDion or Dion, whose parameters' gradients are clipped.
+        max_norm: >= 0; ``math.inf`` only measures.
+        norm_type: 2, no other norm.
+        error_if_nonfinite: raise an error if the norm is NaN or Inf; waits for the device.
+        foreach: accepted because torch's function has it; without effect.
+
+    Returns:
+        The norm before clipping, a float64 tensor without dimensions, the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: naming the argument and its value.
+        RuntimeError: on all ranks, if ``error_if_nonfinite`` and the norm is NaN or Inf.
+    """
+    _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
+    plan, replicas = optimizer.present_plan(), optimizer._replicas.process_group
+    if plan.sharded:
+        settle_gradients([p.X for p in plan.parameters], replicas)
+    batches = _batches(plan)
+    square = torch.zeros((), dtype=torch.float64, device=plan.device)
+    for (copies, _, _), gradients in batches.items():
+        square += ops.norms(gradients).to(plan.device).double().square().sum() / copies
+    if group_size(plan.everyone) > 1:
+        dist.all_reduce(square, group=plan.everyone)
+    norm = (square / group_size(replicas)).sqrt()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The norm of the gradients is {norm.item()}: some rank has a NaN or an Inf. Pass "
+            f"error_if_nonfinite=False to leave gradients as they are and let step() skip."
+        )
+    factor = _factor(norm, max_norm)
+    for (_, device, dtype), gradients in batches.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        torch._foreach_mul_(gradients, factor.to(device, wide))
+    return norm
+
+
+def _check_arguments(
+    optimizer: object,
+    max_norm: object,
+    norm_type: float,
+    error_if_nonfinite: object,
+    foreach: object,
+) -> None:
+    if not isinstance(optimizer, CurvaDion):
+        raise TypeError(
+            f"optimizer={type(optimizer).__name__} must be a CurvaDion or Dion: pass the optimizer "
+            f"itself, not its parameters nor a wrapper. For others there is "
+            f"torch.nn.utils.clip_grad_norm_."
+        )
+    if max_norm != math.inf:
+        check.number("max_norm", max_norm)
+    if norm_type != 2:
+        raise ValueError(f"norm_type={norm_type!r} must be 2: no other norm is supported")
+    check.boolean("error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        check.boolean("foreach", foreach)
+
+
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / norm), and 1 for a norm that is not finite; without a host read."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(norm.isfinite(), factor, torch.ones_like(factor))
+
+
+def _batches(plan: Plan) -> dict[tuple[int, torch.device, torch.dtype], list[Tensor]]:
+    """The gradients held here by the number of ranks of this replica that hold them alike.
+
+    And by device and dtype, as operations on lists want them.
+    """
+    batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+    for p in plan.parameters:
+        if (G := p.G) is not None:
+            batches.setdefault((plan.copies_inside(p), G.device, G.dtype), []).append(G)
+    return batches

@@ -1,0 +1,361 @@
+"""From a model to parameter groups: what is a matrix to Dion, and what is not."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from curvadion.layout.sharding import global_shape
+from curvadion.optim import hyperparameters as check
+
+# What a parameter is, by the module that owns it.
+KINDS = ("matrix", "stack", "embedding", "head", "vector")
+# Learning rates of the kinds that take AdamW or Lion (benchmarks/routing_rates.py).
+RATES = {
+    "adamw": {"embedding": 1e-2, "head": 3e-3, "vector": 1e-2},
+    "lion": {"embedding": 3e-3, "head": 1e-3, "vector": 3e-3},
+}
+# Modules other than nn.Linear whose 2-D weights are matrices, (in, out): transformers' GPT-2.
+INPUT_FIRST_MODULES = ("Conv1D",)
+# Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "score", "classifier", "output_projection")
+# Matrices as narrow as LoRA's take full rank, which costs little where one side is so small.
+SKINNY_SIDES, SKINNY_RATIO = range(4, 65), 8
+# Tensors that may be matrices: this many elements, or this share of all.
+LARGE, LARGE_SHARE, LEAST_SIDE = 2**16, 0.01, 16
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    elementwise: Literal["adamw", "lion"] = "adamw",
+    elementwise_lr: float | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    patterns: Mapping[str, str | Mapping[str, Any]] | None = None,
+    verbose: bool = False,
+) -> list[dict[str, Any]]:
+    """Parameter groups for CurvaDion and Dion, by the kinds of parameter that the model has.
+
+    Kinds, by module type and name:
+        "matrix": 2-D weights of linear layers; algorithm "dion". The weights of transformers'
+            Conv1D have ``input_first``.
+        "stack": 3-D weights (E, m, n) of E experts, which are E matrices; algorithm "dion",
+            ``stack_dims=1``. Known are a module's ``gate_up_proj`` and ``down_proj``
+            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others); their shapes tell whether they
+            have ``input_first``. A fused ``gate_up_proj`` is one matrix an expert.
+        "embedding": weights of nn.Embedding and nn.EmbeddingBag.
+        "head": weights tied to an embedding, and of a linear layer that is named like an output
+            head or has as many outputs as an embedding has entries.
+        "vector": all others: norms, biases, convolutions, parameters of their own.
+
+    "matrix" and "stack" have no ``lr`` here and take the optimizer's. The other kinds take
+    ``elementwise`` without weight decay, at rates of their own, whatever the optimizer's ``lr`` is:
+    AdamW at 0.01, its head at 0.003; Lion at 0.003, its head at 0.001. Where you lower ``lr``, for
+    fine-tuning say, lower ``elementwise_lr`` as well. A scheduler multiplies all of them.
+
+    Skinny matrices, of which one side is 4 to 64 long and the other at least 8 times as long, such
+    as LoRA's, have ``rank_fraction=1.0`` whatever the optimizer's is: a quarter of rank 8 would be
+    2. A ``rank_fraction`` in ``options`` is for all matrices of the kind, skinny or not.
+
+    Parameters of one kind share a group if they share all keys.
+
+    Args:
+        model: the module to optimize.
+        elementwise: "adamw" or "lion", for all that is no matrix.
+        elementwise_lr: one learning rate for all that is no matrix, instead of those above.
+        options: group keys by kind, over all of the above, e.g. ``{"head": {"lr": 1e-3}}``.
+        patterns: shell-style patterns of parameter names to kinds, over the rules above; the
+            first that matches counts, e.g. ``{"*.router.weight": "vector"}``. A dict gives a kind
+            and further group keys, over those of ``options``:
+            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
+        verbose: print what went where, with the groups' keys.
+
+    Returns:
+        Groups whose ``params`` are (name, parameter) pairs; frozen parameters are left out, shared
+        ones appear once.
+
+    Raises:
+        TypeError: if ``model`` is not a module, or options of a kind are no dict.
+        ValueError: for an unknown kind, a pattern that matches nothing, a pattern that makes a
+            matrix of a vector or a stack of a matrix, flat weights whose shapes nobody has
+            declared, or a model without trainable parameters.
+
+    Warns:
+        UserWarning: names large tensors of two dimensions or more that no rule and no pattern
+            knows, and which therefore take ``elementwise`` though they may be matrices.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check.one_of("elementwise", elementwise, tuple(RATES))
+    rates: Mapping[str, float] = RATES[elementwise]
+    if elementwise_lr is not None:
+        check.learning_rate("elementwise_lr", elementwise_lr)
+        rates = dict.fromkeys(rates, elementwise_lr)
+    options = dict(options or {})
+    for kind, keys in options.items():
+        _check_kind("options", kind)
+        _check_keys(f"options[{kind!r}]", keys)
+    rules = [_Rule.of(pattern, wanted) for pattern, wanted in (patterns or {}).items()]
+
+    found = list(_kinds(model))
+    routed = [_routed(parameter, rules) for parameter in found]
+    matched = {parameter.pattern for parameter in routed}
+    if unmatched := [rule.pattern for rule in rules if rule.pattern not in matched]:
+        raise ValueError(
+            f"patterns {unmatched} match no trainable parameter (or only ones an earlier pattern "
+            f"took); names look like {[parameter.name for parameter in found][:4]}"
+        )
+    if not routed:
+        raise ValueError("model has no trainable parameters: nothing to optimize")
+    _warn_of_large([p for p in routed if p.unknown], routed, elementwise)
+
+    by_kind = [
+        (kind, group)
+        for kind in KINDS
+        for group in _groups(
+            [parameter for parameter in routed if parameter.kind == kind],
+            _defaults(kind, elementwise, rates),
+            options.get(kind, {}),
+        )
+    ]
+    groups = [group for _, group in by_kind]
+    if verbose:
+        print(describe(groups, [kind for kind, _ in by_kind]))
+    return groups
+
+
+def _defaults(kind: str, elementwise: str, rates: Mapping[str, float]) -> dict[str, Any]:
+    if kind in rates:
+        return {"algorithm": elementwise, "lr": rates[kind], "weight_decay": 0.0}
+    return {"algorithm": "dion", **({"stack_dims": 1} if kind == "stack" else {})}
+
+
+def _groups(
+    members: Sequence[_Parameter], defaults: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Groups of one kind's parameters by their keys; those without keys of their own first."""
+    groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
+    for p in sorted(members, key=lambda p: bool(p.stored or p.given)):
+        keys = {**defaults, **p.stored, **options, **p.given}
+        params = next((params for known, params in groups if known == keys), None)
+        if params is None:
+            params = []
+            groups.append((keys, params))
+        params.append((p.name, p.X))
+    return [{"params": params, **keys} for keys, params in groups]
+
+
+def describe(groups: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> str:
+    """One line per group, with its kind, and one per parameter: what went where."""
+    lines = []
+    for group, kind in zip(groups, kinds, strict=True):
+        settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
+        count = sum(math.prod(global_shape(parameter)) for _, parameter in group["params"])
+        lines.append(f"{kind}: {settings}: {len(group['params'])} parameters, {count:,} elements")
+        lines.extend(f"  {name} {global_shape(p)}" for name, p in group["params"])
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A trainable parameter and where it goes.
+
+    Attributes:
+        stored: group keys that follow from how its matrices are stored and shaped.
+        given, pattern: group keys of the pattern that took it, and that pattern.
+        unknown: whether nothing but being none of the other kinds makes it a vector.
+    """
+
+    name: str
+    X: Tensor
+    kind: str
+    stored: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    pattern: str | None = None
+    unknown: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return global_shape(self.X)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What a pattern of the user's says of the parameters whose names match."""
+
+    pattern: str
+    kind: str
+    keys: dict[str, Any]
+
+    @classmethod
+    def of(cls, pattern: str, wanted: object) -> _Rule:
+        name = f"patterns[{pattern!r}]"
+        keys = dict(wanted) if isinstance(wanted, Mapping) else {"kind": wanted}
+        if "kind" not in keys:
+            raise ValueError(f"{name}={wanted!r} has no 'kind': it must be one of {KINDS}")
+        kind = _check_kind("patterns", keys.pop("kind"))
+        _check_keys(name, keys)
+        return cls(pattern, kind, keys)
+
+
+def _check_kind(argument: str, kind: object) -> str:
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"{argument} names the kind {kind!r}; kinds are {KINDS}")
+    return kind
+
+
+def _check_keys(name: str, keys: object) -> None:
+    if not isinstance(keys, Mapping):
+        raise TypeError(f"{name}={keys!r} must be a dict of group keys")
+    if taken := {"params", "param_names"} & set(keys):
+        raise ValueError(f"{name} has {sorted(taken)}: the model gives the parameters")
+
+
+def _routed(parameter: _Parameter, rules: Sequence[_Rule]) -> _Parameter:
+    """The parameter under the first pattern that matches its name, with the keys of its kind."""
+    for rule in rules:
+        if fnmatchcase(parameter.name, rule.pattern):
+            parameter = replace(
+                parameter, kind=rule.kind, given=rule.keys, pattern=rule.pattern, unknown=False
+            )
+            break
+    dimensions = {"matrix": 2, "stack": 3}.get(parameter.kind)
+    if dimensions is None:
+        return replace(parameter, stored={})
+    if len(parameter.shape) < dimensions:
+        raise ValueError(
+            f"{parameter.name} of shape {parameter.shape} cannot be a {parameter.kind!r}, which "
+            f"has {dimensions} dimensions or more"
+        )
+    m, n = parameter.shape[dimensions - 2], math.prod(parameter.shape[dimensions - 1 :])
+    if min(m, n) in SKINNY_SIDES and max(m, n) >= SKINNY_RATIO * min(m, n):
+        return replace(parameter, stored={**parameter.stored, "rank_fraction": 1.0})
+    return parameter
+
+
+def _kinds(model: nn.Module) -> Iterator[_Parameter]:
+    """Every trainable parameter with its kind, shared ones once."""
+    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    # A table of positions is often as long as layers are wide: that tells nothing of a head.
+    vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
+    embedded = {id(m.weight) for m in embeddings}
+    linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    seen: set[int] = set()
+    for wrapped_prefix, module in model.named_modules():
+        prefix = ".".join(part for part in wrapped_prefix.split(".") if part not in WRAPPERS)
+        experts = _experts(module)
+        for local_name, X in module.named_parameters(recurse=False):
+            if id(X) in seen or not X.requires_grad:
+                continue
+            seen.add(id(X))
+            name = f"{prefix}.{local_name}" if prefix else local_name
+            if id(X) in embedded | linear_weights and len(global_shape(X)) != 2:
+                raise ValueError(
+                    f"{name} of shape {tuple(X.shape)} is the weight of a "
+                    f"{type(module).__name__}, but flat: with FullyShardedDataParallel call "
+                    f"curvadion.integrations.fsdp.declare_flat_shards(model) first."
+                )
+            if id(X) in embedded:
+                yield _Parameter(name, X, "head" if id(X) in linear_weights else "embedding")
+            elif local_name in experts:
+                yield _Parameter(name, X, "stack", experts[local_name])
+            elif not _is_matrix(module, X):
+                known = _is_known_vector(module) or local_name.endswith("bias")
+                yield _Parameter(name, X, "vector", unknown=not known)
+            elif _is_head(prefix, module, vocabularies):
+                yield _Parameter(name, X, "head")
+            else:
+                yield _Parameter(name, X, "matrix", _input_first(_is_input_first(module)))
+
+
+def _is_matrix(module: nn.Module, X: Tensor) -> bool:
+    known = isinstance(module, (nn.Linear, nn.MultiheadAttention)) or _is_input_first(module)
+    return known and len(global_shape(X)) == 2
+
+
+def _is_input_first(module: nn.Module) -> bool:
+    return type(module).__name__ in INPUT_FIRST_MODULES
+
+
+def _input_first(value: bool) -> dict[str, Any]:
+    return {"input_first": True} if value else {}
+
+
+def _is_known_vector(module: nn.Module) -> bool:
+    """Whether its parameters are known not to be matrices, or to do without."""
+    kernels = isinstance(module, nn.modules.conv._ConvNd)
+    return kernels or type(module).__name__.endswith(("Norm", "Router"))
+
+
+def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Group keys of a module's ``gate_up_proj`` and ``down_proj``, the weights of all its experts.
+
+    Experts of h inputs and i hidden features have (E, 2i, h) and (E, h, i), or, input first,
+    (E, h, 2i) and (E, i, h). No shapes are both.
+    """
+    names = ("gate_up_proj", "down_proj")
+    weights = [getattr(module, name, None) for name in names]
+    shapes = [global_shape(X) for X in weights if isinstance(X, Tensor)]
+    if [len(shape) for shape in shapes] != [3, 3]:
+        return {}
+    (E, *up), (E_down, *down) = shapes
+    for input_first in (False, True):
+        (hidden_twice, h), (h_down, hidden) = (up[::-1], down[::-1]) if input_first else (up, down)
+        if (E, h) == (E_down, h_down) and hidden_twice == 2 * hidden:
+            return dict.fromkeys(names, _input_first(input_first))
+    return {}
+
+
+def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
+    """Outside the numbered blocks, and named like an output head or as wide as a vocabulary.
+
+    Inside them a width may equal the number of entries of a table of positions.
+    """
+    *parents, last = prefix.split(".")
+    if any(part.isdigit() for part in parents):
+        return False
+    return last in HEAD_NAMES or getattr(module, "out_features", None) in vocabularies
+
+
+def _warn_of_large(
+    unknown: Sequence[_Parameter], every: Sequence[_Parameter], elementwise: str
+) -> None:
+    """Name large tensors that may be matrices, those of numbered layers together."""
+    total = sum(math.prod(p.shape) for p in every)
+    large = [p for p in unknown if _may_be_matrices(p.shape, total)]
+    if not large:
+        return
+    lines: dict[str, list[_Parameter]] = {}
+    for p in large:
+        lines.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", p.name), []).append(p)
+    share = sum(math.prod(p.shape) for p in large) / total
+    named = "; ".join(
+        f"{pattern!r} of shape {these[0].shape}"
+        + (f" and {len(these) - 1} more" if len(these) > 1 else "")
+        for pattern, these in lines.items()
+    )
+    pattern, these = next(iter(lines.items()))
+    kind = "stack" if len(these[0].shape) > 2 else "matrix"
+    warnings.warn(
+        f"param_groups leaves {share:.0%} of the model's elements to {elementwise} though they may "
+        f"be matrices: {named}. To give them to Dion pass for example patterns={{{pattern!r}: "
+        f"{kind!r}}}, or {{'kind': {kind!r}, 'input_first': True}} in place of {kind!r} if they "
+        f"are (..., in, out) and not (..., out, in). To leave them, and end this warning, pass "
+        f"patterns={{{pattern!r}: 'vector'}}.",
+        stacklevel=3,
+    )
+
+
+def _may_be_matrices(shape: tuple[int, ...], total: int) -> bool:
+    """Large, and no table with a leading dimension of one."""
+    size = math.prod(shape)
+    large = size >= LARGE or size >= LARGE_SHARE * total
+    return large and len(shape) > 1 and shape[0] > 1 and min(shape[-2:]) >= LEAST_SIDE

@@ -1,0 +1,1 @@
+"""How replicas come together, and what they agree on before a step."""

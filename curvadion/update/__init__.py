@@ -1,0 +1,1 @@
+"""What a step does to momenta, factors and weights."""

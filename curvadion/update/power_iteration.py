@@ -1,0 +1,234 @@
+"""One power iteration for every layout (Dion, arXiv 2504.05295, algorithm 1 and section 3).
+
+Per oriented matrix B (m x n), held as a piece B_ij of rows i and columns j, and Q (n x r):
+
+    P = sum over the column group ( B Q )         and mean over replicas, in one collective
+    P = orthonormalize(P, row group)
+    R = sum over the row group ( B^T P )          and mean over replicas, in one collective
+    Q = column_normalize(R, column group)         or orthonormalize(R, column group)
+
+Columns of P and R that hold nothing but rounding errors, and those of a matrix whose R has fallen
+far below what it was, are not followed.
+
+All P's travel in one bucket per process group and all R's in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.comm.collectives import Buckets, Slot, group_size
+from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.update.orthonormalize import (
+    Floor,
+    Orthonormal,
+    orthonormal_columns,
+    roundoff_of_products,
+)
+
+RightFactor = Literal["column_normalized", "qr"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one global shape, cut, rank and dtype, treated as a batch.
+
+    Attributes:
+        layout: shared by the matrices.
+        B: local pieces, each of shape (m_i, n_j), any floating dtype, any strides; read one at a
+            time, so that a sequence may make each when it is asked for.
+        Q: right factors, each (n_j, r).
+        right_factor: how R becomes the next Q.
+        dtype: of the products P and R: float32, or float64 for float64 parameters.
+        stored: the dtype in which B has been rounded; None if it is exact.
+        scale: the lengths that the longest columns of R have had lately, (k,) float64; None if
+            nothing is known of the past.
+    """
+
+    layout: MatrixLayout
+    B: Sequence[Tensor]
+    Q: Sequence[Tensor]
+    right_factor: RightFactor
+    dtype: torch.dtype
+    stored: torch.dtype | None = None
+    scale: Tensor | None = None
+
+    @property
+    def roundoff(self) -> float:
+        """The relative error of the entries of P and R before they are orthonormalised."""
+        return roundoff_of_products(self.dtype, self.stored)
+
+    @property
+    def P_shape(self) -> tuple[int, int, int]:
+        return len(self.B), len(self.layout.rows), self.Q[0].shape[1]
+
+    @property
+    def R_shape(self) -> tuple[int, int, int]:
+        return len(self.B), len(self.layout.columns), self.Q[0].shape[1]
+
+
+class LowRank(NamedTuple):
+    """The factors of one stack of k matrices after a power iteration.
+
+    P: (k, m_i, r), orthonormal columns. R: (k, n_j, r), B^T P. Q: (k, n_j, r), the next right
+    factor. own_R: this rank's summand of R, before it met the other ranks'; the same tensor as R
+    when nobody else has one. scale: (k,) float64, the longest column of R or, if that is longer,
+    the stack's scale.
+    """
+
+    P: Tensor
+    R: Tensor
+    Q: Tensor
+    own_R: Tensor
+    scale: Tensor
+
+
+def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
+    """P, R and the next Q of every stack, averaged over replicas; see the module's text.
+
+    Args:
+        stacks: the same on every rank of every group involved, up to the pieces they hold.
+
+    Rows or columns that a cut runs through (Extent.shared) cost one more collective per group:
+    their summands, in a table of r numbers a row.
+
+    A direction in which B holds nothing but rounding errors gives a zero column of Q: its
+    column of P is completed from the layout's global indices, so that it takes part again as soon
+    as B has something there. Rounding errors go by the root mean square length of the columns of R
+    (:func:`curvadion.update.orthonormalize.orthonormal_columns`); this takes the place of Dion's
+    epsilon, so that the scale of gradients does not matter. Q is zero altogether where the longest column
+    of R is a millionth of ``scale``, and R too where a product was not finite.
+    """
+    left = orthonormal_columns(
+        left_products(stacks),
+        [s.layout.rows for s in stacks],
+        floors=[Floor(s.roundoff) for s in stacks],
+    )
+    R, own_R = right_products(stacks, [one.columns for one in left])
+    Q, lengths = _next_right_factors(stacks, R, left)
+    return [
+        LowRank(one.columns, *_finite(r, q, own, long), _scale(long, stack.scale))
+        for stack, one, long, r, q, own in zip(stacks, left, lengths, R, Q, own_R, strict=True)
+    ]
+
+
+def _scale(lengths: Tensor, before: Tensor | None) -> Tensor:
+    longest = lengths.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0)
+    return longest if before is None else torch.maximum(longest, before)
+
+
+def _finite(R: Tensor, Q: Tensor, own_R: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors, R zero where a column has a length that is not finite; Q is so already."""
+    bad = ~torch.isfinite(lengths).all(dim=-1)
+    # Asking first saves work where the answer needs no device-to-host read.
+    if bad.device.type != "cpu" or bad.any():
+        for product in {id(product): product for product in (R, own_R)}.values():
+            product.masked_fill_(bad[:, None, None], 0.0)
+    return R, Q, own_R
+
+
+def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
+    """B Q of every stack, (k, m_i, r), summed over the column group; means over replicas."""
+    buckets = Buckets(
+        [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
+    )
+    for stack, P in zip(stacks, buckets.views, strict=True):
+        for B, Q, out in zip(stack.B, stack.Q, P, strict=True):
+            # (m_i, r) = (m_i, n_j) (n_j, r)
+            torch.mm(B.to(stack.dtype), Q.to(stack.dtype), out=out)
+    buckets.all_reduce_(divide_by=_replicas(stacks))
+    _sum_shared_(buckets.views, [s.layout.rows for s in stacks])
+    return buckets.views
+
+
+def right_products(
+    stacks: Sequence[Stack], P: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """B^T P of every stack, (k, n_j, r), summed over the row group; means over replicas.
+
+    Also this rank's summands, the same tensors where nobody else has one.
+    """
+    buckets = Buckets(
+        [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
+    )
+    for stack, P_stack, R in zip(stacks, P, buckets.views, strict=True):
+        for B, P_one, out in zip(stack.B, P_stack, R, strict=True):
+            # (n_j, r) = (n_j, m_i) (m_i, r)
+            torch.mm(B.to(stack.dtype).mT, P_one, out=out)
+    own = [
+        R.clone() if s.layout.rows_and_replicas is not None or s.layout.columns.shared else R
+        for s, R in zip(stacks, buckets.views, strict=True)
+    ]
+    buckets.all_reduce_(divide_by=_replicas(stacks))
+    _sum_shared_(buckets.views, [s.layout.columns for s in stacks])
+    return buckets.views, own
+
+
+def _sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
+    """Add up the rows of products (k, length, r) of which several ranks hold summands."""
+    cut = [i for i, extent in enumerate(extents) if extent.shared]
+    tables = Buckets(
+        [
+            Slot(
+                (products[i].shape[0], len(extents[i].shared), products[i].shape[2]),
+                extents[i].group,
+                products[i].dtype,
+                products[i].device,
+            )
+            for i in cut
+        ]
+    )
+    for i, table in zip(cut, tables.views, strict=True):
+        table.zero_()
+        for slot, place in extents[i].shared_here():
+            table[:, slot] = products[i][:, place]
+    tables.all_reduce_()
+    for i, table in zip(cut, tables.views, strict=True):
+        for slot, place in extents[i].shared_here():
+            products[i][:, place] = table[:, slot]
+
+
+def _next_right_factors(
+    stacks: Sequence[Stack], R: Sequence[Tensor], left: Sequence[Orthonormal]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Q of every stack, and the lengths of the columns of its R, (k, r) float64."""
+    columns = [s.layout.columns for s in stacks]
+    floors = [Floor(s.roundoff, s.scale, P) for s, P in zip(stacks, left, strict=True)]
+    normalized = [i for i, s in enumerate(stacks) if s.right_factor == "column_normalized"]
+    orthonormal = [i for i, s in enumerate(stacks) if s.right_factor == "qr"]
+    squares = Buckets(
+        [
+            Slot((R[i].shape[0], R[i].shape[2]), columns[i].group, torch.float64, R[i].device)
+            for i in normalized
+        ]
+    )
+    for i, view in zip(normalized, squares.views, strict=True):
+        view.copy_(ops.column_sum_of_squares(columns[i].counted(R[i])))
+    squares.all_reduce_()
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for i, view in zip(normalized, squares.views, strict=True):
+        lengths = view.sqrt()
+        floor = floors[i].of(lengths, R[i].dtype)
+        found[i] = ops.column_normalize(R[i], view, floor), lengths
+    factors = orthonormal_columns(
+        [R[i] for i in orthonormal],
+        [columns[i] for i in orthonormal],
+        complete=False,
+        floors=[floors[i] for i in orthonormal],
+    )
+    for i, factor in zip(orthonormal, factors, strict=True):
+        found[i] = factor.columns, factor.lengths
+    Q, all_lengths = (
+        zip(*(found[i] for i in range(len(stacks))), strict=True) if stacks else ((), ())
+    )
+    return list(Q), list(all_lengths)
+
+
+def _replicas(stacks: Sequence[Stack]) -> int:
+    return group_size(stacks[0].layout.replicas) if stacks else 1

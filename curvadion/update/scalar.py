@@ -1,0 +1,116 @@
+"""AdamW and Lion, for the parameters that are not matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from curvadion.ops.tensors import saturated
+
+STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
+
+
+def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
+    """Zero moments of X's shape and dtype, and a float32 step counter on the CPU.
+
+    Moments of float16 parameters are float32: squares of gradients leave the range of float16 at
+    256, and below 2e-4 they vanish.
+    """
+    dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
+    state = {key: torch.zeros_like(X, dtype=dtype) for key in STATE_KEYS[algorithm]}
+    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **state}
+
+
+def elementwise_step(
+    algorithm: str,
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    options: Mapping[str, Any],
+) -> None:
+    """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step on lists, in place.
+
+    options: lr, betas, weight_decay and, for AdamW, eps. Decay is decoupled: X <- (1 - lr wd) X.
+    Finite gradients leave finite weights and moments: gradients are limited, in place, to what can
+    be squared, and float16 saturates.
+    """
+    step = _adamw if algorithm == "adamw" else _lion
+    narrow = [i for i, x in enumerate(X) if x.dtype == torch.float16]
+    others = [i for i, x in enumerate(X) if x.dtype != torch.float16]
+    if others:
+        gradients = [G[i] for i in others]
+        _limit_(gradients)
+        step([X[i] for i in others], gradients, [states[i] for i in others], options)
+    for i in narrow:  # one after the other: never more than one is held in float32 too
+        wide = {key: state if key == "step" else state.float() for key, state in states[i].items()}
+        x = X[i].float()
+        step([x], [G[i].float()], [wide], options)
+        for key, value in wide.items():
+            if value is not states[i][key]:  # moments that an earlier version has saved in float16
+                states[i][key].copy_(saturated(value, states[i][key].dtype))
+        X[i].copy_(saturated(x, X[i].dtype))
+
+
+def _limit_(G: Sequence[Tensor]) -> None:
+    """Bring gradients, in place, to a size whose squares fit into the dtype of the moments."""
+    by_limit: dict[float, list[Tensor]] = {}
+    for g in G:
+        if g.dtype != torch.float16:
+            by_limit.setdefault(math.sqrt(torch.finfo(g.dtype).max) / 16, []).append(g)
+    for limit, chosen in by_limit.items():
+        torch._foreach_clamp_min_(chosen, -limit)
+        torch._foreach_clamp_max_(chosen, limit)
+
+
+def _adamw(
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    options: Mapping[str, Any],
+) -> None:
+    beta1, beta2 = options["betas"]
+    lists = list(X), list(G), [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+    adamw(
+        *lists,
+        [],
+        [s["step"] for s in states],
+        # PyTorch fuses nothing on the CPU unless told to.
+        fused=True if all(map(_fusible, *lists)) else None,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=options["lr"],
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        maximize=False,
+    )
+
+
+def _fusible(*together: Tensor) -> bool:
+    """Whether PyTorch's fused CPU kernel takes a parameter, its gradient and its moments."""
+    first = together[0]
+    return first.device.type == "cpu" and all(
+        t.dtype == first.dtype and t.is_contiguous() for t in together
+    )
+
+
+def _lion(
+    X: Sequence[Tensor],
+    G: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    options: Mapping[str, Any],
+) -> None:
+    beta1, beta2 = options["betas"]
+    lr = options["lr"]
+    for x, g, state in zip(X, G, states, strict=True):
+        m = state["exp_avg"]
+        g = g.to(m.dtype)
+        direction = torch.lerp(g, m, beta1).sign_()
+        x.mul_(1 - lr * options["weight_decay"]).sub_(direction.mul_(lr))
+        m.lerp_(g, 1 - beta2)
+        state["step"].add_(1)

@@ -1,0 +1,96 @@
+"""The benchmarks of kernels and steps run, and write what their documentation promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from curvadion import ops
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *arguments], cwd=ROOT, timeout=110,
+        env={**os.environ, "CURVADION_BACKEND": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def records(script, path, *arguments):
+    result = run(script, *arguments, "--device", "cpu", "--rounds", "2", "--output", path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    written = json.loads(path.read_text("utf-8"))
+    assert written["command"].startswith("OMP_NUM_THREADS=") and written["environment"]["torch"]
+    return written["records"]
+
+
+def test_kernels(tmp_path):
+    found = records("kernels.py", tmp_path / "a.json", "--models", "500x2000", "--blocks", "20")
+    contenders = {(r["operation"], r["contender"]) for r in found}
+    for operation in ("momentum_norms_", "local_step_"):
+        wanted = {"copy", "foreach", "torch"} | ({"cpu"} if ops.lacking("cpu") is None else set())
+        assert {c for o, c in contenders if o == operation} == wanted
+    for r in found:
+        if r["operation"] == "momentum_norms_":  # reads M and G, writes M
+            moved = 1e9 * r["gigabytes_per_second"] * r["seconds"]
+            assert moved == pytest.approx(3 * 4 * 20 * 2000)
+    assert len((tmp_path / "a.csv").read_text("utf-8").splitlines()) == len(found) + 1
+
+
+def test_optimizer_step(tmp_path):
+    arguments = ["--models", "500x2000", "--blocks", "20"]
+    found = records("optimizer_step.py", tmp_path / "a.json", *arguments)
+    by_name = {r["contender"]: r for r in found}
+    assert {"open gate", "closed gate, gradient step", "AdamW, fused"} <= set(by_name)
+    closed = by_name["closed gate, gradient step"]
+    # One number tells the host what to do. Compiled operations make nothing of a weight's size,
+    # plain PyTorch the sum and the copies that it saturates, of one weight at a time.
+    copies = 1 if ops.lacking("cpu") is None else 4
+    assert closed["peak_bytes"] < copies * 2000 * 4 and closed["host_reads"] == 1
+    assert by_name["open gate"]["peak_bytes"] > 2000 * 4
+
+
+def test_routing_rates(tmp_path):
+    out = tmp_path / "rates.json"
+    few = ("--steps", "2", "--tasks", "narrow", "--elementwise", "lion", "--rates", "0.001")
+    for kinds in (("all",), ("all", "head")):  # the second time one run is left
+        result = run("routing_rates.py", "--out", out, *few, "--kinds", *kinds)
+        assert result.returncode == 0, result.stderr[-2000:]
+    written = json.loads(out.read_text())
+    assert [r["rates"]["vector"] for r in written["records"]] == [0.001, 0.01]
+    assert all(4 < r["loss"] < 6 for r in written["records"])
+    assert len(written["commands"]) == 2
+
+
+PARSE = """
+import importlib, sys
+sys.path.insert(0, "benchmarks")
+import gpu_report
+for arguments in gpu_report.BENCHMARKS.values():
+    script, *options = arguments.split()
+    print(importlib.import_module(script.removesuffix(".py")).command_line().parse_args(options))
+"""
+
+
+def test_the_report_of_a_gpu_passes_options_that_exist():
+    # Not in this process: the benchmark's module is called as a package that others may have.
+    said = subprocess.run(
+        [sys.executable, "-c", PARSE], cwd=ROOT, timeout=110, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stderr[-2000:]
+    assert said.stdout.count("Namespace(") >= 8
+
+
+def test_the_report_of_a_gpu_needs_one(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("has a CUDA device")
+    result = run("gpu_report.py", "--output", tmp_path / "a.json")
+    assert result.returncode == 2 and "there is no CUDA device" in result.stderr

@@ -1,0 +1,494 @@
+"""The convergence benchmark: what its methods send, resuming, choosing, and DiLoCo's outer step."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import convergence
+import convergence_report
+import distributed
+import traffic
+from curvadion import WireBudget
+from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.consensus import in_parts
+from diloco import DiLoCo
+from gate_steps import ask
+from grids import BUDGETS, GRIDS, SIZES, Run, Task
+from methods import METHODS
+
+STEPS, REPLICAS = 6, 2
+TINY = Task(
+    layers=1, dim=16, heads=2, context=16, batch_size=2, data_bytes=60_000, validation_tokens=256
+)
+SHAPES = TINY.shapes()
+DENSE = SHAPES.parameters
+# All-reduced numbers of a run of 6 steps, but for the gate's.
+NUMBERS = {
+    "adamw": STEPS * DENSE,
+    "dion": STEPS * SHAPES.dion_step(1 / 8),
+    "dion_nesterov": STEPS * SHAPES.dion_step(1 / 8),
+    "powersgd": 2 * DENSE + 4 * SHAPES.powersgd_step(1),
+    "diloco_adamw": 2 * DENSE,
+    "diloco_dion": 2 * DENSE,  # one of them after the last step
+    "averaged_weights": 2 * DENSE,
+    "averaging": SHAPES.averaged_step() + DENSE,  # the weights after the last step
+}
+SETTINGS = {
+    "dion": {"rank_fraction": 1 / 8},
+    "dion_nesterov": {"rank_fraction": 1 / 8},
+    "powersgd": {"rank": 1},
+    "diloco_adamw": {"period": 3},
+    "diloco_dion": {"period": 4},
+    "averaged_weights": {"period": 3},
+    "averaging": {"period": 4},
+    "published": {"threshold": 2.0},
+    "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
+    "ours_rmmc": {"wire_budget": 0.06, "bits": 4, "parts": 3},
+}
+GATED = {"dion", "dion_nesterov", "averaging", "published", "authors", "ours", "ours_rmmc"}
+CPU = torch.device("cpu")
+
+
+def run(method, lr=0.01, steps=STEPS, **settings):
+    return Run(
+        size="tiny", task=TINY, method=method, settings=settings,
+        budget=None, lr=lr, seed=1, steps=steps, replicas=REPLICAS,
+    )  # fmt: skip
+
+
+def trained(rank, runs):
+    """Module-level, for the workers."""
+    return [convergence.train(each, CPU) for each in runs]
+
+
+@pytest.fixture(scope="module")
+def records():
+    """What rank 0 says of one short run of every method."""
+    runs = [run(method, **SETTINGS.get(method, {})) for method in METHODS]
+    first, second = distributed.run(REPLICAS, trained, runs)
+    for one, other in zip(first, second, strict=True):
+        for key in ("val_loss", "mean_weights_val_loss", "curve", "share", "steps"):
+            assert one[key] == other[key], key
+    return dict(zip(METHODS, first, strict=True))
+
+
+def bytes_in_turns(openings, *, bits, parts, **_):
+    """Codes of so many openings, and after a last step with the gate closed, or open."""
+    sizes = [math.prod(shape) for shape in SHAPES.all]
+    turns = [0] * parts
+    for size, part in zip(sizes, in_parts(sizes, parts), strict=True):
+        turns[part] += message_bytes([size], bits)
+    taken = [turns[i % parts] for i in range(openings)]
+    return sum(taken), sum(turns), sum(turns) - taken[-1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_sends_what_its_formula_says(records, method):
+    record = records[method]
+    sent, payload = (record[key] * STEPS for key in ("sent_per_step", "payload_per_step"))
+    opened = round(record["gate_open_share"] * STEPS)
+    if method.startswith("ours"):
+        taken, closed_at_last, open_at_last = bytes_in_turns(opened, **SETTINGS[method])
+        late = closed_at_last if sent > taken + open_at_last + 500 else open_at_last
+        expected = taken + late
+    else:
+        # Without a number of its own, how often the gate was open decides.
+        expected = 4 * NUMBERS.get(method, opened * SHAPES.dion_step())
+        # With two replicas an all-reduce sends its payload, a broadcast half of it.
+        assert 0 <= payload - sent < 150
+    expected += 4 * traffic.GATE * STEPS * (method in GATED)
+    # Once in a training: DDP's order of buckets, the optimizer's comparison of the replicas.
+    assert 0 <= sent - expected < 150
+
+
+def test_a_share_is_of_the_dense_baseline(records):
+    assert records["adamw"]["share"] == pytest.approx(1, abs=150 / (4 * DENSE * STEPS))
+    for record in records.values():
+        assert record["parameters"] == DENSE
+        assert record["share"] == pytest.approx(record["sent_per_step"] / (4 * DENSE))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_and_says_where_its_replicas_are(records, method):
+    record = records[method]
+    assert not record["diverged"] and record["steps"] == STEPS
+    assert [step for step, _ in record["curve"]] == list(range(1, STEPS + 1))
+    assert record["val_loss"] < math.log(256)
+    if method == "published":
+        assert 0 < record["gate_open_share"] < 1
+    never_together = method in ("published", "authors") and record["gate_open_share"] < 1
+    assert (record["drift"] > 0) == never_together
+    own, mean = record["val_loss"], record["mean_weights_val_loss"]
+    assert own == pytest.approx(mean, rel=1e-2 if never_together else 1e-6)
+    periods = {"diloco_adamw": 2, "diloco_dion": 1, "averaged_weights": 2, "averaging": 1}
+    if method in periods:
+        assert record["gate_open_share"] == periods[method] / STEPS
+    json.dumps(record, allow_nan=False)
+
+
+def test_powersgd_takes_gradients_that_ddp_would_cut_into_several_buckets():
+    # DDP's first bucket holds 1 MiB; the hook's collectives on two of them come in any order.
+    task = replace(TINY, dim=256)
+    assert 4 * task.shapes().parameters > 2 * 2**20
+    records = distributed.run(REPLICAS, trained, [replace(run("powersgd", rank=1), task=task)])
+    assert records[0][0]["val_loss"] == records[1][0]["val_loss"] < math.log(256)
+
+
+def beginnings(rank, runs):
+    """Module-level, for the workers: weights and first batches of each run."""
+    trials = [convergence.Trial(each, CPU) for each in runs]
+    weights = [torch.cat([p.detach().flatten() for p in t.model.parameters()]) for t in trials]
+    return weights, [next(t.batches(0, rank))[0] for t in trials]
+
+
+def test_weights_and_data_at_the_start_are_equal_for_all_methods():
+    runs = [run(method, **SETTINGS.get(method, {})) for method in METHODS]
+    ranks = distributed.run(REPLICAS, beginnings, runs)
+    for weights, batches in ranks:
+        assert all(each.equal(ranks[0][0][0]) for each in weights)
+        assert all(each.equal(batches[0]) for each in batches)
+    assert not ranks[0][1][0].equal(ranks[1][1][0])
+
+
+def test_divergence_is_a_result():
+    runs = [run("adamw", lr=1e38, steps=30), run("diloco_dion", lr=1e38, steps=30, period=40)]
+    for record in distributed.run(REPLICAS, trained, runs)[0]:
+        assert record["diverged"] and record["steps"] < 30
+        assert record["val_loss"] is None and record["mean_weights_val_loss"] is None
+        json.dumps(record, allow_nan=False)
+
+
+# ---------------------------------------------------------------------------------- DiLoCo
+
+GRADIENTS = np.random.default_rng(0).standard_normal((REPLICAS, 5, 3))
+OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+def diloco_by_hand():
+    """From the equations, inner steps being X <- X - 0.1 g, an outer one after two and at 5."""
+    theta, v = np.ones(3), np.zeros(3)
+    X = np.ones((REPLICAS, 3))
+    for step in range(5):
+        X = X - 0.1 * GRADIENTS[:, step]
+        if step in (1, 3, 4):
+            g = theta - X.mean(0)
+            v = 0.9 * v + g
+            theta = theta - 0.7 * (g + 0.9 * v)
+            X = np.tile(theta, (REPLICAS, 1))
+    return theta
+
+
+def diloco(rank):
+    """Module-level, for the workers."""
+    X = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = DiLoCo([X], torch.optim.SGD([X], lr=0.1), dist.group.WORLD, period=2, **OUTER)
+    outer_steps = []
+    for g in torch.from_numpy(GRADIENTS[rank]):
+        X.grad = g.clone()
+        outer_steps.append(optimizer.step())
+    optimizer.synchronize()
+    return outer_steps, X.detach()
+
+
+def test_diloco_follows_its_equations():
+    for outer_steps, X in distributed.run(REPLICAS, diloco):
+        assert outer_steps == [False, True, False, True, False]
+        np.testing.assert_allclose(X.numpy(), diloco_by_hand(), rtol=1e-12)
+
+
+def test_diloco_wants_a_period():
+    X = torch.zeros(1)
+    with pytest.raises(ValueError, match="period=0"):
+        DiLoCo([X], torch.optim.SGD([X], lr=0.1), None, period=0)
+
+
+# ---------------------------------------------------------------------------------- grids
+
+
+@pytest.mark.parametrize("steps", [300, 1000])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("budget", "parts"), [*((b, 1) for b in BUDGETS), (0.01, 3)])
+def test_settings_use_a_budget_up(size, budget, parts, steps):
+    shapes = SIZES[size].shapes()
+    limit = budget * steps * shapes.parameters
+    period = traffic.period_within(budget, steps, shapes.parameters, shapes.parameters)
+    if period is None:
+        assert limit < shapes.parameters
+    else:
+        assert math.ceil(steps / period) * shapes.parameters <= limit * (1 + 1e-9)
+        assert math.ceil(steps / (period - 1)) * shapes.parameters > limit
+    period = traffic.averaging_period(shapes, budget, steps)
+    if period is not None:
+        gates = traffic.GATE * steps
+        assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
+        assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
+    spent = traffic.spending(shapes, budget, steps, parts=parts)
+    assert spent.bits == (4 if budget == 0.1 else 2)  # 4 of 32 bits, with the scales, are 13 %
+    assert spent.parts == parts
+    once = traffic.quantized_bytes(shapes, spent.bits) / (4 * shapes.parameters)
+    assert once == pytest.approx(spent.bits / 32, rel=0.1)
+    once /= spent.parts
+    gate = WireBudget(spent.wire_budget)
+    gate.open_cost, gate.closed_cost = once, traffic.GATE / shapes.parameters
+    gate.openings_per_agreement = spent.parts
+    opened = ask(gate, steps)
+    assert opened[-1] == steps - 1
+    left = budget - (len(opened) + spent.parts - 1) * once / steps - gate.closed_cost
+    most = steps // 2 * spent.parts
+    assert len(opened) == most if budget == 0.1 else 0 <= left < once / steps
+    rank = traffic.powersgd_rank(shapes, budget, steps)
+    sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
+    if rank is None:
+        assert min(sent) > limit
+    else:
+        assert sent[rank - 1] <= limit < sent[rank]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_grid_has_every_method_and_no_run_twice(name):
+    runs = list(GRIDS[name](8))
+    assert {each.method for each in runs} == set(METHODS)
+    assert len({each.slug for each in runs}) == len(runs)
+    if name == "full":
+        for size in SIZES:
+            for method in METHODS:
+                here = [each for each in runs if (each.size, each.method) == (size, method)]
+                assert len({each.lr for each in here}) >= 3
+                assert {each.seed for each in here} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--replicas 1", "replicas=1"),
+        ("--method sgd", r"method=\['sgd'\]: .*adamw"),
+        ("--size medium", r"size=\['medium'\]: .*small"),
+    ],
+)
+def test_what_is_not_in_a_grid_is_named(flags, message):
+    with pytest.raises(ValueError, match=message):
+        convergence.main(flags.split())
+
+
+def test_flags_choose_runs():
+    flags = "--grid full --method dion adamw --size medium --seed 7 --lr 0.5 --replicas 4 --steps 9"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    assert [each.method for each in chosen] == ["adamw", *["dion"] * 4]
+    assert {(each.size, each.seed, each.lr, each.replicas, each.steps) for each in chosen} == {
+        ("medium", 7, 0.5, 4, 9)
+    }
+    flags = "--grid full --size small --seed 0 --method ours --budget 0.01 0.1 --elementwise 0.5 2"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    assert {each.budget for each in chosen} == {0.1, 0.01}
+    assert {each.settings["elementwise"] for each in chosen} == {0.5, 2.0}
+    assert {each.settings["parts"] for each in chosen if each.budget == 0.01} == {1, 3}
+    assert len(chosen) == (1 + 2) * 2 * 3
+    flags = "--grid full --seed 0 --budget 0"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    never_within = {"adamw", "dion", "dion_nesterov", "published", "authors"}
+    assert {each.method for each in chosen} == never_within
+
+
+def test_best_rates_are_those_of_the_records(tmp_path):
+    for lr, loss in ((0.5, 2.0), (0.25, 1.0)):
+        each = record("adamw", lr, loss, steps=1000)
+        (tmp_path / f"{lr}.json").write_text(json.dumps(each))
+    for elementwise, loss in ((0.25, 1.0), (2.0, 2.0)):
+        each = record("dion", 0.5, loss, steps=1000, rank_fraction=1.0, elementwise=elementwise)
+        (tmp_path / f"dion{elementwise}.json").write_text(json.dumps(each))
+    flags = f"--grid full --size small --seed 0 --method adamw dion --best --out {tmp_path}"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    adamw, full_rank, *others = chosen
+    assert adamw.lr == 0.25
+    assert (full_rank.lr, full_rank.settings["elementwise"]) == (0.5, 0.25)
+    assert len(others) == 3 * 3  # of which there is no record
+
+
+# ---------------------------------------------------------------------------------- resuming
+
+
+def work_off(rank, runs, folder):
+    """Module-level, for the workers."""
+    convergence.work_off(runs, Path(folder), CPU, "by hand")
+
+
+@pytest.mark.timeout(240)
+def test_a_second_start_trains_what_is_missing(tmp_path, monkeypatch, capsys):
+    runs = [run("adamw", steps=2), run("dion", steps=2, rank_fraction=0.25)]
+    monkeypatch.setitem(convergence.GRIDS, "quick", lambda *_: runs)
+    flags = ["--grid", "quick", "--replicas", "2", "--device", "cpu", "--out", str(tmp_path)]
+    distributed.run(REPLICAS, work_off, runs[:1], str(tmp_path))
+    kept = tmp_path / f"{runs[0].slug}.json"
+    before = kept.read_bytes()
+
+    convergence.main([*flags, "--list"])
+    listed = capsys.readouterr().out
+    assert f"{runs[1].slug}: to do" in listed and f"{runs[0].slug}: loss" in listed
+    assert "1 runs done, 1 to do, 1 of them in about" in listed
+
+    convergence.main(flags)
+    assert kept.read_bytes() == before
+    record = json.loads((tmp_path / f"{runs[1].slug}.json").read_text("utf-8"))
+    assert record["command"] == f"python benchmarks/convergence.py {' '.join(flags)}"
+    assert record["run"]["settings"] == {"rank_fraction": 0.25}
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".json"]
+
+    convergence.main(flags)
+    assert "2 runs done, 0 to do" in capsys.readouterr().out
+
+
+def of_session(leader):
+    """Numbers of the processes of a session that have not ended."""
+    found = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, session = file.read_text("utf-8").rpartition(")")[2].split()[:4]
+            found += int(session) == leader and state != "Z"
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    script = Path(convergence.__file__)
+    flags = ["--grid", "full", "--replicas", "2", "--device", "cpu", "--out", str(tmp_path)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # killed, it leaves a folder behind
+    main = subprocess.Popen(
+        [sys.executable, script, *flags], env=environment, start_new_session=True
+    )
+    try:
+        wait_until(lambda: of_session(main.pid) >= 5)  # it, two helpers of multiprocessing, workers
+        main.kill()
+        main.wait()
+        wait_until(lambda: of_session(main.pid) == 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(main.pid, signal.SIGKILL)
+
+
+def wait_until(true, seconds=50.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_record_of_another_task_does_not_count(tmp_path):
+    distributed.run(REPLICAS, work_off, [run("adamw", steps=1)], str(tmp_path))
+    assert convergence.read_record(run("adamw", steps=1), tmp_path) is not None
+    other = Run(**{**vars(run("adamw", steps=1)), "task": Task(layers=2, dim=16)})
+    assert convergence.read_record(other, tmp_path) is None
+
+
+# ---------------------------------------------------------------------------------- report
+
+
+def record(method, lr, loss, *, seed=0, size="small", share=0.1, steps=300, **settings):
+    """A record with what the report reads of it."""
+    each = Run(size, SIZES[size], method, lr, seed, steps, settings)
+    return {
+        "run": json.loads(json.dumps(each.as_dict())),
+        "val_loss": loss,
+        "mean_weights_val_loss": loss,
+        "share": share,
+        "sent_per_step": 1000.0,
+        "gate_open_share": 0.5,
+        "parameters": 1000,
+    }
+
+
+def best(records):
+    return {result.method: result for result in convergence_report.best_results(records)}
+
+
+def test_the_best_rate_has_the_lowest_mean_over_seeds():
+    by_rate = {0.1: (2.0, 1.0), 0.2: (1.3, 1.5), 0.4: (1.0, None), 0.8: (0.5,)}
+    records = [
+        record("dion", lr, loss, seed=seed)
+        for lr, losses in by_rate.items()
+        for seed, loss in enumerate(losses)
+    ]
+    dion = best([*records, record("adamw", 0.1, None)])["dion"]
+    assert (dion.lr, dion.loss, dion.at_edge) == (0.2, 1.4, False)
+    assert dion.deviation == pytest.approx(0.02**0.5)
+    assert best(records[:4])["dion"].at_edge
+    diverged = best([record("adamw", 0.1, None), record("adamw", 0.2, None)])["adamw"]
+    assert diverged.loss == math.inf and diverged.deviation == 0
+
+
+def test_the_table_compares_with_the_best_dion_of_the_size():
+    records = [record("dion", 0.1, 2.0), record("adamw", 0.1, 2.1), record("authors", 0.1, None)]
+    longer = record("dion", 0.1, 1.0, steps=600)
+    assert len(convergence_report.rows(convergence_report.best_results([*records, longer]))) == 5
+    header, *lines = convergence_report.rows(convergence_report.best_results(records))
+    column = header.index("over Dion")
+    assert {line[2]: line[column] for line in lines} == {
+        "dion": "+0.00%",
+        "adamw": "+5.00%",
+        "authors": "",
+    }
+    assert lines[2][header.index("val loss")] == "diverged"
+    text = convergence_report.markdown([header, *lines]).splitlines()
+    assert len(text) == 5 and len({line.count("|") for line in text}) == 1
+
+
+def test_the_picture_has_the_best_of_each_budget():
+    records = [
+        {**each, "run": {**each["run"], "budget": budget}}
+        for each, budget in (
+            (record("ours", 0.1, 2.0, bits=2), 0.01),
+            (record("ours", 0.1, 1.0, bits=4), 0.01),
+            (record("ours", 0.1, 3.0, bits=4), 0.03),
+            (record("ours", 0.1, 3.0, bits=4, seed=1), 0.03),
+            (record("ours", 0.1, 0.5, bits=2), 0.03),  # of one seed only
+            (record("dion", 0.1, 1.5, rank_fraction=1), None),
+            (record("dion", 0.1, 2.5, rank_fraction=0.25), None),
+            (record("adamw", 0.1, None), None),
+        )
+    ]
+    best = convergence_report.best_at_budgets(convergence_report.best_results(records))
+    shown = convergence_report.points(best)
+    assert sorted((p.method, p.loss) for p in shown) == [
+        ("dion", 1.5), ("dion", 2.5), ("ours", 1.0), ("ours", 3.0)
+    ]  # fmt: skip
+
+
+def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    runs.mkdir()
+    records = [
+        record(method, 0.1, 2.0 + seed, seed=seed, size=size, share=share)
+        for method, share in (("adamw", 1.0), ("dion", 0.4), ("published", 0.01))
+        for seed in (0, 1)
+        for size in SIZES
+    ]
+    for number, each in enumerate(records):
+        (runs / f"{number:02}.json").write_text(json.dumps(each))
+    flags = ["--runs", str(runs), "--out", str(out), "--name", "all"]
+    results = convergence_report.main(flags)
+    assert len(results) == 6
+    written = json.loads((out / "all.json").read_text("utf-8"))
+    assert written["records"] == records
+    assert written["command"].startswith("python benchmarks/convergence_report.py --runs")
+    assert (out / "all.md").read_text("utf-8").count("\n| ") == 7 + 8
+    assert (out / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert "published" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="convergence.py first"):
+        convergence_report.main(["--runs", str(tmp_path)])
+
+
+def test_the_document_shows_the_results():
+    root = Path(convergence.__file__).resolve().parent.parent
+    table, *_ = (root / "benchmarks/results/convergence/runs.md").read_text("utf-8").split("\n\n")
+    assert table in (root / "docs" / "convergence.md").read_text("utf-8")

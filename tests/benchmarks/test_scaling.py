@@ -1,0 +1,189 @@
+"""The cost model sends what the wire meter counts, and its seconds are a ring's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import cost_model
+import distributed
+import link
+import network
+import scaling
+import toy
+from cost_model import Cost, Link, Shapes, Traffic
+from curvadion import CurvaDion, Dion, FixedPeriod, WireMeter
+from curvadion.integrations.ddp import keep_gradients_local
+from curvadion.sync.coded_mean import message_bytes
+
+PERIOD = 3
+OPENED_BY_BUDGET = 0.5
+
+
+def optimizer_of(method, model):
+    if method == "ddp":
+        return torch.optim.AdamW(model.parameters())
+    how = {"replicas": dist.group.WORLD}
+    if method == "dion":
+        return Dion(toy.groups(model), **how)
+    if method == "averaging":
+        return CurvaDion(toy.groups(model), gate=FixedPeriod(PERIOD), **how)
+    return CurvaDion(toy.groups(model), wire_budget=budget(), reconcile_bits=2, **how)
+
+
+def budget():
+    """What pays for an opening at every other step."""
+    sizes = [p.numel() for p in toy.model().parameters()]
+    codes = message_bytes(sizes, bits=2)
+    return ((OPENED_BY_BUDGET + 1e-6) * codes + 16) / (4 * sum(sizes))
+
+
+def metered(rank, method):
+    """Calls and payload by collective of 6 steps, and what a rank must send.
+
+    They come after the first looks at single gradients, and after these have been paid for.
+    """
+    model = toy.model()
+    optimizer = optimizer_of(method, model)
+    wrapped = DistributedDataParallel(model)
+    if method != "ddp":
+        keep_gradients_local(wrapped)
+    toy.train(wrapped, optimizer, range(24), rank)
+    with WireMeter() as meter:
+        toy.train(wrapped, optimizer, range(24, 30), rank)
+    return meter.calls_by_collective, meter.bytes_by_collective, meter.total_sent
+
+
+def modelled(method):
+    shapes = Shapes.of_groups(toy.groups(toy.model()))
+    if method == "averaging":
+        return cost_model.averaging(shapes, PERIOD)
+    if method == "wire_budget":
+        assert cost_model.openings(shapes, budget()) == pytest.approx(OPENED_BY_BUDGET, rel=1e-5)
+        return cost_model.wire_budget(shapes, budget())
+    return getattr(cost_model, method)(shapes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("method", ["ddp", "dion", "averaging", "wire_budget"])
+def test_a_step_sends_what_the_meter_counts(method, ranks):
+    counted = distributed.run(ranks, metered, method)
+    expected = modelled(method)
+    sent = sum(sent for _, _, sent in counted) / ranks
+    assert 6 * sum(t.sent(ranks) for t in expected) == pytest.approx(sent, rel=1e-5)
+    assert {t.kind for t in expected} == set(counted[0][0])
+    for t in expected:
+        assert 6 * t.calls == pytest.approx(counted[0][0][t.kind], rel=1e-5)
+        payload = sum(by_kind[t.kind] for _, by_kind, _ in counted) / ranks
+        assert 6 * t.bytes == pytest.approx(payload, rel=1e-5)
+
+
+LINK = Link(bandwidth=8e6, latency=0.5)  # a megabyte a second
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [("all_reduce", 6 * 0.5 + 1.5 * 2), ("all_to_all", 3 * 0.5 + 0.75 * 2)]
+)
+def test_a_collective_takes_a_rings_time(kind, seconds):
+    assert cost_model.collective_seconds(Traffic(kind, 1, 2e6), LINK, 4) == seconds
+
+
+def test_a_measured_cost_replaces_the_rings():
+    t = Traffic("all_reduce", 1, 2e6)
+    assert cost_model.collective_seconds(t, LINK, 4, Cost(0.5, 2.0)) == 1.5 + 6.0
+
+
+def test_communication_hides_behind_the_backward_pass_only():
+    traffic = [Traffic("all_reduce", 1, 1e6), Traffic("all_gather", 1, 1e6)]
+
+    def step(compute, overlap):
+        return cost_model.step_seconds(compute, traffic, LINK, 2, overlap=overlap)
+
+    assert step(3.0, 0.0) == 3.0 + (1.0 + 1.0) + (0.5 + 0.5)
+    assert step(3.0, 1.0) == 3.0 + 3.0 - 2.0
+    assert step(30.0, 1.0) == 30.0
+
+
+def test_one_replica_sends_nothing():
+    assert cost_model.collective_seconds(Traffic("all_reduce", 9, 1e9), LINK, 1) == 0
+
+
+def test_tensors_beyond_a_bucket_travel_apart():
+    shapes = Shapes([], [(5000, 5000)] * 12)  # 100 MB each, a sixteenth of that in codes
+    (traffic,) = cost_model.ddp(shapes)
+    assert (traffic.calls, traffic.bytes) == (12, 12e8)
+    gate, codes = cost_model.wire_budget(shapes, 1.0)
+    assert (gate.calls, codes.calls) == (1, 4)
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "scaling"
+
+
+def results(name):
+    return json.loads((RESULTS / name).read_text("utf-8"))["records"]
+
+
+def test_the_document_shows_the_results():
+    setting, *found = results("model.json")
+    (measured,) = results("link.json")
+    document = scaling.DOCUMENT.read_text("utf-8")
+    assert scaling.rewritten(document, scaling.tables(found, measured)) == document
+    assert setting == {"setting": vars(scaling.Setting())}
+
+
+def test_the_results_are_what_the_model_gives():
+    _, *written = results("model.json")
+    for old, new in zip(written, scaling.records(scaling.Setting()), strict=True):
+        assert old == pytest.approx(new)
+
+
+def step(seconds, method="some", compute=1.0, sent=1e6):
+    return {
+        "model": "m", "link": "l", "method": method, "compute_seconds": compute,
+        "step_seconds": seconds, "sent_bytes": sent,
+    }  # fmt: skip
+
+
+def test_the_choice_sends_most_without_waiting():
+    found = [step(3.0, "a", sent=9e6), step(1.05, "b", sent=5e6), step(1.0, "c", sent=1e6)]
+    assert scaling.affordable(found) == "b" and scaling.fastest(found) == "c"
+    assert scaling.affordable(found[:1]) == "a (3.0 × compute)"
+    assert scaling.fastest([step(1.0, "a"), step(1.001, "b")]) == "all alike"
+
+
+def collective(payload, seconds, latency, counted=0.0):
+    bandwidth = None if latency is None else 8e6
+    return {
+        "ranks": 3, "kind": "all_reduce", "payload_bytes": payload, "seconds": seconds,
+        "bandwidth": bandwidth, "latency": latency, "least_bytes": 4 / 3 * payload,
+        "interface_bytes": counted,
+    }  # fmt: skip
+
+
+def test_costs_are_read_from_small_messages_and_from_counters():
+    measured = [
+        collective(link.SMALL, 0.5, None),
+        collective(link.SMALL, 0.1, None),  # the faster of two rounds counts
+        collective(link.LARGE, 0.2, None),
+        collective(link.SMALL, 0.1 + 4 * 2 * 0.01, 0.01),
+        collective(link.LARGE, 9.0, 0.01, counted=1.5 * 4 / 3 * link.LARGE),
+    ]
+    costs = link.gloo_costs(measured)
+    assert costs == {3: {"all_reduce": Cost(rounds=2.0, bytes=1.5)}}
+    _, large = link.compared_collectives(measured, costs)
+    sent = 4 / 3 * link.LARGE / 1e6
+    assert large["ring_seconds"] == pytest.approx(0.2 + 4 * 0.01 + sent)
+    assert large["gloo_seconds"] == pytest.approx(0.2 + 8 * 0.01 + 1.5 * sent)
+    assert large["gloo_error"] == pytest.approx(large["gloo_seconds"] / 9.0 - 1)
+
+
+def test_without_root_there_is_no_network(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(PermissionError, match="need root"), network.network(2, "reno"):
+        pass

@@ -1,0 +1,372 @@
+"""Flat shards, cut between elements as ZeRO and FSDP1 do, take the trajectory of whole matrices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_layouts import gradient, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import distributed
+import formulas
+from curvadion import CurvaDion, Dion, WireMeter
+from curvadion.comm.groups import group_of_ranks, same_ranks
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.sharding import block_sizes, declare_flat_shard
+from reference import DionReference
+from training import OPEN_STEPS, STEPS, Watching
+
+FRACTION = 0.3
+
+# Shape, where the ranks' ranges end, group options.
+CUT_4 = {
+    "through rows": ((7, 5), (3, 17, 18, 35), {}),
+    "through rows, wide": ((5, 7), (3, 17, 18, 35), {}),
+    "a row over three ranks": ((6, 10), (12, 15, 18, 60), {}),
+    "a row over four ranks": ((3, 20), (4, 9, 13, 60), {}),
+    "a row over four ranks, tall": ((20, 3), (24, 25, 26, 60), {}),
+    "shards smaller than a row": ((2, 9), (1, 2, 4, 18), {}),
+    "empty shards": ((6, 4), (0, 11, 11, 24), {}),
+    "empty shards, wide": ((4, 6), (0, 11, 11, 24), {}),
+    "all on one rank": ((8, 3), (0, 0, 24, 24), {}),
+    "between rows": ((8, 4), (8, 8, 20, 32), {}),
+    "between rows, wide": ((4, 8), (8, 8, 24, 32), {}),
+    "a column": ((9, 1), (2, 3, 5, 9), {}),
+    "a row": ((1, 9), (2, 3, 5, 9), {}),
+    "row blocks": ((12, 5), (7, 23, 41, 60), {"row_blocks": 3}),
+    "row blocks of both orientations": ((12, 5), (7, 23, 41, 60), {"row_blocks": [7, 2, 3]}),
+    "stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1}),
+    "stacked row blocks": ((2, 6, 4), (5, 24, 27, 48), {"stack_dims": 1, "row_blocks": 2}),
+    "convolution": ((6, 2, 3, 2), (5, 24, 51, 72), {}),
+    "input first": ((7, 5), (3, 17, 18, 35), {"input_first": True}),
+    "input first, wide": ((5, 7), (3, 17, 18, 35), {"input_first": True}),
+    "input first, square": ((6, 6), (3, 17, 20, 36), {"input_first": True}),
+    "input first, stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1, "input_first": True}),
+}
+CUT_2 = {
+    "through a row": ((7, 5), (17, 35), {}),
+    "through a row, wide": ((5, 7), (17, 35), {}),
+    "nothing on the first": ((4, 6), (0, 24), {}),
+    "between rows": ((6, 5), (10, 30), {}),
+    "row blocks": ((12, 5), (41, 60), {"row_blocks": [7, 2, 3]}),
+}
+
+
+def matrices_of(full, options):
+    """The matrices of a row-major tensor, output features first, in the order of its elements."""
+    stack = options.get("stack_dims", 0)
+    if options.get("input_first"):
+        full = full.mT
+    sizes = block_sizes(full.shape[stack], options.get("row_blocks", 1))
+    stacked = full.reshape(-1, full.shape[stack], math.prod(full.shape[stack + 1 :]))
+    return [block for one in stacked for block in one.split(sizes)]
+
+
+def ranks_of(shape, options):
+    views = matrices_of(torch.empty(shape), options)
+    return [MatrixLayout.whole(tuple(v.shape)).rank(FRACTION, 1) for v in views]
+
+
+def flat(parts):
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def elements_of(matrices, options):
+    """The inverse of matrices_of for uncut blocks: all elements in the order of the tensor."""
+    return flat([m.mT for m in matrices] if options.get("input_first") else matrices)
+
+
+def my_range(ends, place):
+    return (0, *ends)[place], ends[place]
+
+
+def declared(values, ends, place, group):
+    """This rank's flat shard of a whole tensor, as a parameter."""
+    start, stop = my_range(ends, place)
+    parameter = nn.Parameter(values.reshape(-1)[start:stop].clone())
+    declare_flat_shard(parameter, values.shape, start, stop, group)
+    return parameter
+
+
+def groups_of(rank, replicas, shards, backwards):
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    place = mesh.get_local_rank("shard")
+    replica_group = mesh.get_group("replicate") if replicas > 1 else None
+    return (
+        shards - 1 - place if backwards else place,
+        mesh.get_local_rank("replicate"),
+        mesh.get_group("shard") if shards > 1 else None,
+        replica_group,
+    )
+
+
+def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=STEPS, seed=0):
+    """Distances of the flat pieces of X and M from the reference's, by case; of drift and RMMC.
+
+    backwards: the first rank holds the last elements.
+    """
+    shards = len(next(iter(cases.values()))[1])
+    place, replica, group, replica_group = groups_of(rank, replicas, shards, backwards)
+    X, references, param_groups = {}, {}, []
+    known = {k: v for k, v in options.items() if k != "rank_fraction"}
+    for name, (shape, ends, own) in cases.items():
+        X[name] = declared(weights(shape, seed), ends, place, group)
+        param_groups.append({"params": [(name, X[name])], **own})
+        references[name] = [
+            DionReference(part, replicas, r, **known)
+            for part, r in zip(
+                matrices_of(weights(shape, seed), own), ranks_of(shape, own), strict=True
+            )
+        ]
+    gate = Watching(schedule or range(1, steps + 1))
+    optimizer = CurvaDion(
+        param_groups, replicas=replica_group, gate=gate, rank_fraction=FRACTION, **options
+    )
+    rmmc = []
+    for step in range(steps):
+        rmmc.append(0.0)
+        for name, (shape, ends, own) in cases.items():
+            each = [gradient(shape, step, i, seed) for i in range(replicas)]
+            start, stop = my_range(ends, place)
+            X[name].grad = each[replica].reshape(-1)[start:stop].clone()
+            parts = [matrices_of(G, own) for G in each]
+            for i, reference in enumerate(references[name]):
+                rmmc[-1] = max(rmmc[-1], reference.rmmc([G[i] for G in parts]))
+                reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
+        optimizer.step()
+    errors = {}
+    for name, (_, ends, own) in cases.items():
+        start, stop = my_range(ends, place)
+        pairs = {
+            "X": (X[name], [reference.X[replica] for reference in references[name]]),
+            "M": (
+                optimizer.state[X[name]]["momentum"],
+                [reference.M[replica] for reference in references[name]],
+            ),
+        }
+        for letter, (actual, wanted) in pairs.items():
+            whole = elements_of(wanted, own)
+            distance = (actual.detach() - whole[start:stop]).norm() / whole.norm()
+            errors[f"{letter}, {name}"] = distance.item()
+    everything = [
+        torch.cat([flat([r.X[i] for r in references[name]]) for name in cases])
+        for i in range(replicas)
+    ]
+    mean = torch.stack(everything).mean(dim=0)
+    apart = torch.stack([(x - mean).square().sum() for x in everything]).mean().sqrt()
+    wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
+    errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
+    errors["drift"] = abs(optimizer.drift() - (apart / mean.norm()).item())
+    return errors
+
+
+def assert_close(errors_by_rank, tolerance=1e-5):
+    worst = [(error, name) for errors in errors_by_rank for name, error in errors.items()]
+    assert max(worst)[0] < tolerance, max(worst)
+
+
+ARRANGEMENTS = {
+    "4 shards": (1, CUT_4, {}),
+    "4 shards, the first rank holds the end": (1, CUT_4, {"backwards": True}),
+    "2 replicas of 2 shards": (2, CUT_2, {}),
+    "2 replicas of 4 shards": (2, CUT_4, {}),
+}
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"right_factor": "qr", "momentum_rule": "plain"}],
+    ids=["default", "qr and plain momentum"],
+)
+def test_open_gate_takes_the_whole_trajectory(name, options):
+    replicas, cases, how = ARRANGEMENTS[name]
+    shards = 2 if cases is CUT_2 else 4
+    assert_close(run(replicas * shards, replicas, cases, None, options, how))
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("local_step", ["gradient", "dion"])
+def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_step):
+    replicas, cases, how = ARRANGEMENTS[name]
+    shards = 2 if cases is CUT_2 else 4
+    options = {"local_step": local_step, "local_lr": 0.005}
+    assert_close(run(replicas * shards, replicas, cases, OPEN_STEPS, options, how))
+
+
+def run(world, replicas, cases, schedule, options, how):
+    return distributed.run(world, train_with, replicas, cases, schedule, options, how)
+
+
+def train_with(rank, replicas, cases, schedule, options, how):
+    return train(rank, replicas, cases, schedule, options, **how)
+
+
+@st.composite
+def flat_cuts(draw):
+    """A shape, options that fit it, and boundaries anywhere."""
+    shards = draw(st.sampled_from([2, 3, 4]))
+    blocks = draw(st.integers(1, 3))
+    stack = draw(st.sampled_from([(), (), (2,)]))
+    shape = (*stack, blocks * draw(st.integers(1, 7)), draw(st.integers(1, 12)))
+    own = {"row_blocks": blocks, "stack_dims": len(stack)}
+    inner = draw(
+        st.lists(st.integers(0, math.prod(shape)), min_size=shards - 1, max_size=shards - 1)
+    )
+    return shape, (*sorted(inner), math.prod(shape)), own
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=flat_cuts(),
+    replicas=st.sampled_from([1, 1, 2]),
+    schedule=st.sampled_from([None, (2, 3)]),
+    backwards=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_any_shape_and_boundaries(cuts, replicas, schedule, backwards, seed):
+    how = {"backwards": backwards, "steps": 3, "seed": seed}
+    world = replicas * len(cuts[1])
+    assert_close(run(world, replicas, {"drawn": cuts}, schedule, {}, how), 1e-4)
+
+
+# -------------------------------------------------------------------- what is sent
+
+
+def held(shape, ends, options, shards, place, replicas):
+    """What a rank holds of each matrix, counted from the boundaries."""
+    counts, first = [], 0
+    bounds = (0, *ends)
+    for part, r in zip(
+        matrices_of(torch.empty(shape), options), ranks_of(shape, options), strict=True
+    ):
+        turned = options.get("input_first", False)
+        m, n = part.shape[::-1] if turned else part.shape
+        last = first + m * n
+        owners = [
+            {p for p in range(shards) for e in range(i, i + n) if bounds[p] <= e < bounds[p + 1]}
+            for i in range(first, last, n)
+        ]
+        cut, mine = sum(len(o) > 1 for o in owners), sum(place in o for o in owners)
+        upright = m >= n + turned
+        counts.append(
+            formulas.Held(
+                mine if upright else n,
+                n if upright else mine,
+                r,
+                row_ranks=shards if upright else 1,
+                column_ranks=1 if upright else shards,
+                replicas=replicas,
+                shared_rows=cut if upright else 0,
+                shared_columns=0 if upright else cut,
+            )
+        )
+        first = last
+    return counts
+
+
+def sent(rank, replicas, cases, threshold):
+    shards = len(next(iter(cases.values()))[1])
+    place, replica, group, replica_group = groups_of(rank, replicas, shards, False)
+    X = [declared(weights(shape), ends, place, group) for shape, ends, _ in cases.values()]
+    moments = declared(weights((9, 3)), (5,) * (shards - 1) + (27,), place, group)
+    optimizer = CurvaDion(
+        [{"params": [x], **own} for x, (_, _, own) in zip(X, cases.values(), strict=True)]
+        + [{"params": [moments], "algorithm": "adamw"}],
+        replicas=replica_group, rank_fraction=FRACTION, threshold=threshold, max_local_steps=None,
+        local_step="gradient",
+    )  # fmt: skip
+    for step in range(2):  # the first also verifies the setup
+        for x, (shape, ends, _) in zip(X, cases.values(), strict=True):
+            start, stop = my_range(ends, place)
+            x.grad = gradient(shape, step, replica).reshape(-1)[start:stop].clone()
+        moments.grad = torch.ones_like(moments)
+        with WireMeter() as meter:
+            optimizer.step()
+    everything = [
+        x
+        for shape, ends, own in cases.values()
+        for x in held(shape, ends, own, shards, place, replicas)
+    ]
+    if optimizer.report.gate_open:
+        expected = formulas.open_step(everything, elementwise=moments.numel(), reads_momentum=True)
+    else:
+        expected = formulas.closed_step(everything)
+    return meter.total_bytes, expected, optimizer.report.gate_open
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1e9])
+@pytest.mark.parametrize(("replicas", "cases"), [(1, CUT_4), (2, CUT_2)], ids=["4", "2x2"])
+def test_bytes_are_those_of_the_formulas(replicas, cases, threshold):
+    world = replicas * len(next(iter(cases.values()))[1])
+    for actual, expected, gate_open in distributed.run(world, sent, replicas, cases, threshold):
+        assert gate_open == (threshold == 0)
+        assert actual == expected
+
+
+# -------------------------------------------------------------------- errors
+
+
+def test_a_range_must_fit_the_tensor_and_the_parameter():
+    parameter = nn.Parameter(torch.zeros(6))
+    for start, stop in ((-1, 5), (30, 36), (6, 0), (0, 5)):
+        with pytest.raises(ValueError, match=r"start, stop\)=\[.*6 elements"):
+            declare_flat_shard(parameter, (7, 5), start, stop, None)
+    with pytest.raises(ValueError, match="1-D"):
+        declare_flat_shard(nn.Parameter(torch.zeros(2, 3)), (7, 5), 0, 6, None)
+    with pytest.raises(TypeError, match="group='shard'"):
+        declare_flat_shard(parameter, (7, 5), 0, 6, "shard")
+
+
+def first_step(rank, ends, replicas):
+    """The message of the first step's error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    start, stop = ends[rank]
+    x = nn.Parameter(torch.ones(stop - start))
+    declare_flat_shard(x, (6, 4), start, stop, mesh.get_group("shard"))
+    x.grad = torch.full_like(x, rank + 1.0)
+    optimizer = Dion([("w", x)], replicas=mesh.get_group(replicas))
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ends", "replicas", "message"),
+    [
+        ([(0, 10), (10, 24)] * 2, "shard", "w of shape (6, 4) is sharded"),
+        ([(0, 10), (10, 20)] * 2, "replicate", "do not cover its 24 elements"),
+        ([(0, 10), (9, 24)] * 2, "replicate", "do not cover its 24 elements"),
+        ([(0, 24), (0, 24)] * 2, "replicate", "do not cover its 24 elements"),
+        ([(0, 10), (10, 24), (0, 11), (11, 24)], "replicate", "optimizers differ"),
+    ],
+)
+def test_shards_must_cover_the_tensor_once_and_alike_on_all_replicas(ends, replicas, message):
+    for raised in distributed.run(4, first_step, ends, replicas):
+        assert message in raised
+
+
+def other_communicators(rank):
+    """Of two groups over the same ranks, which is found; and whether they count as the same."""
+    for_the_cpu = dist.new_group([0, 1], backend="cpu:gloo")
+    mine = dist.new_group([0, 1])
+    found = group_of_ranks([1, 0])
+    return found is for_the_cpu, found in (mine, dist.group.WORLD), same_ranks(mine, for_the_cpu)
+
+
+def test_a_group_of_other_backends_is_not_taken():
+    assert distributed.run(2, other_communicators) == [(False, True, True)] * 2
+
+
+def test_blocks_of_outputs_that_come_second_are_refused():
+    parameter = declared(torch.ones(4, 6), (24,), 0, None)
+    optimizer = Dion([{"params": [("qkv", parameter)], "input_first": True, "row_blocks": 3}])
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=r"qkv: row_blocks=3 with input_first=True .* FSDP2"):
+        optimizer.step()

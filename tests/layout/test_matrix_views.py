@@ -1,0 +1,257 @@
+"""Parameters that hold several matrices, or one of more dimensions, train as these on their own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_flat_shards import FRACTION, matrices_of, ranks_of
+from test_layouts import gradient, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import distributed
+from curvadion import AlwaysOpen, CurvaDion, Dion
+from reference import DionReference
+from shards import piece, shard
+from training import OPEN_STEPS, STEPS, Watching
+
+CASES = {
+    "convolution": ((6, 2, 3, 2), {}),
+    "convolution, wide": ((4, 4, 3, 2), {}),
+    "1-D convolution": ((9, 2, 3), {}),
+    "experts": ((3, 8, 6), {"stack_dims": 1}),
+    "experts, wide": ((5, 4, 7), {"stack_dims": 1}),
+    "experts of convolutions": ((3, 6, 2, 2), {"stack_dims": 1}),
+    "experts of experts": ((2, 3, 5, 4), {"stack_dims": 2}),
+    "QKV": ((24, 8), {"row_blocks": 3}),
+    "QKV, wide blocks": ((18, 16), {"row_blocks": 3}),
+    "grouped-query QKV": ((20, 6), {"row_blocks": [12, 4, 4]}),
+    "grouped-query QKV, narrow": ((19, 3), {"row_blocks": [13, 3, 3]}),
+    "experts of QKV": ((3, 12, 5), {"stack_dims": 1, "row_blocks": [8, 2, 2]}),
+    "input first": ((8, 11), {"input_first": True}),
+    "input first, wide": ((5, 8), {"input_first": True}),
+    "input first, square": ((7, 7), {"input_first": True}),
+    "input first, one input": ((1, 6), {"input_first": True}),
+    "input-first QKV": ((8, 24), {"input_first": True, "row_blocks": 3}),
+    "input-first grouped-query QKV": ((4, 19), {"input_first": True, "row_blocks": [13, 3, 3]}),
+    "input-first experts": ((3, 8, 6), {"stack_dims": 1, "input_first": True}),
+    "input-first experts of two": (
+        (3, 6, 10),
+        {"stack_dims": 1, "input_first": True, "row_blocks": [7, 3]},
+    ),
+}
+# Mesh, cuts, the axis of replicas.
+MESHES = {
+    "whole": ((1,), [("r",)], None),
+    "cut over 2": ((2,), [("0",), ("1",), ("2",)], None),
+    "cut over 4": ((4,), [("0",), ("1",)], None),
+    "2 replicas cut over 2": ((2, 2), [("r", "0"), ("r", "1")], 0),
+    "2x2": ((2, 2), [("0", "1"), ("1", "2"), ("2", "1"), ("0s", "0"), ("1s", "1")], None),
+    "2 replicas, 2x2": ((2, 2, 2), [("r", "0s", "0"), ("r", "0", "1")], 0),
+}
+
+
+def fits(shape, options, layout, sizes):
+    """Whether a cut is one of rows, columns or stacked dimensions; of kernels, an even one."""
+    columns = options.get("stack_dims", 0) + 1
+    cut = [(int(word[0]), n) for word, n in zip(layout, sizes, strict=True) if word != "r"]
+    pieces = math.prod(n for dim, n in cut if dim == columns)
+    even = columns == len(shape) - 1 or shape[columns] % pieces == 0
+    return even and all(dim <= columns for dim, _ in cut)
+
+
+def whole_of(matrices, shape, options):
+    """The inverse of matrices_of."""
+    if not options.get("input_first"):
+        return torch.cat([matrix.reshape(-1) for matrix in matrices]).view(shape)
+    blocks = len(matrices) // math.prod(shape[:-2])
+    stacked = [
+        torch.cat(matrices[i : i + blocks]).mT.reshape(-1) for i in range(0, len(matrices), blocks)
+    ]
+    return torch.cat(stacked).view(shape)
+
+
+def train(rank, name, schedule, options):
+    """Distances of the pieces of X and M from the references', by case and cut, and of the RMMC."""
+    sizes, layouts, replica_axis = MESHES[name]
+    mesh = init_device_mesh("cpu", sizes)
+    replicas = 1 if replica_axis is None else sizes[replica_axis]
+    mine = 0 if replica_axis is None else mesh.get_local_rank(replica_axis)
+    X, references, param_groups = {}, {}, []
+    for case, (shape, own) in CASES.items():
+        references[case] = [
+            DionReference(matrix, replicas, r, **options)
+            for matrix, r in zip(
+                matrices_of(weights(shape), own), ranks_of(shape, own), strict=True
+            )
+        ]
+        for layout in layouts:
+            if fits(shape, own, layout, sizes):
+                X[case, layout] = nn.Parameter(shard(weights(shape), layout, mesh))
+                param_groups.append({"params": [X[case, layout]], **own})
+    gate = Watching(schedule or range(1, STEPS + 1))
+    optimizer = CurvaDion(
+        param_groups,
+        replicas=None if replica_axis is None else mesh.get_group(replica_axis),
+        gate=gate,
+        rank_fraction=FRACTION,
+        **options,
+    )
+    rmmc = []
+    for step in range(STEPS):
+        rmmc.append(0.0)
+        for case, (shape, own) in CASES.items():
+            each = [gradient(shape, step, i) for i in range(replicas)]
+            parts = [matrices_of(G, own) for G in each]
+            for i, reference in enumerate(references[case]):
+                rmmc[-1] = max(rmmc[-1], reference.rmmc([G[i] for G in parts]))
+                reference.step([G[i] for G in parts], not schedule or step + 1 in schedule)
+            for layout in layouts:
+                if (case, layout) in X:
+                    X[case, layout].grad = shard(each[mine], layout, mesh)
+        optimizer.step()
+    errors = {}
+    for (case, layout), x in X.items():
+        for letter, actual in (("X", x), ("M", optimizer.state[x]["momentum"])):
+            matrices = [getattr(reference, letter)[mine] for reference in references[case]]
+            wanted = whole_of(matrices, *CASES[case])
+            distance = (actual.to_local() - piece(wanted, layout, mesh)).norm() / wanted.norm()
+            errors[letter, case, layout] = distance.item()
+    wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
+    errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
+    return errors
+
+
+def assert_close(errors_by_rank):
+    for errors in errors_by_rank:
+        bad = {which: error for which, error in errors.items() if not error < 1e-5}
+        assert not bad
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_open_gate_trains_the_separate_matrices(name):
+    assert_close(distributed.run(math.prod(MESHES[name][0]), train, name, None, {}))
+
+
+@pytest.mark.parametrize("local_step", ["gradient", "dion"])
+@pytest.mark.parametrize("name", ["2 replicas cut over 2", "2 replicas, 2x2"])
+def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_step):
+    options = {"local_step": local_step, "local_lr": 0.005, "right_factor": "qr"}
+    assert_close(distributed.run(math.prod(MESHES[name][0]), train, name, OPEN_STEPS, options))
+
+
+def experts_alone(rank, threshold):
+    """Distance of the whole stack from its references; some ranks hold none of it."""
+    mesh = init_device_mesh("cpu", (4,))
+    X = nn.Parameter(shard(weights((3, 8, 6)), ("0",), mesh))
+    optimizer = CurvaDion([{"params": [X], "stack_dims": 1}], threshold=threshold)
+    references = [DionReference(x, 1, 2) for x in weights((3, 8, 6))]
+    for step in range(3):
+        X.grad = shard(gradient((3, 8, 6), step, 0), ("0",), mesh)
+        optimizer.step()
+        for reference, G in zip(references, gradient((3, 8, 6), step, 0), strict=True):
+            reference.step([G], True)
+    optimizer.synchronize()
+    optimizer.drift()
+    wanted = torch.stack([reference.X[0] for reference in references])
+    return ((X.full_tensor() - wanted).norm() / wanted.norm()).item(), X.to_local().shape[0]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1e9])
+def test_a_rank_may_hold_no_matrix_at_all(threshold):
+    errors, held = zip(*distributed.run(4, experts_alone, threshold), strict=True)
+    assert max(errors) < 1e-5
+    assert held == (1, 1, 1, 0)
+
+
+def missing_pieces(rank, options):
+    """Distances of X from the references after steps at which some ranks miss their gradients.
+
+    A missing piece of a gradient is a piece of zeros, and a gradient that all miss is none.
+    """
+    shapes = [(9, 6), (6, 9), (8, 3)]
+    mesh = init_device_mesh("cpu", (2,))
+    X = [nn.Parameter(shard(weights(shape), ("0",), mesh)) for shape in shapes]
+    schedule = (1, 2, 6)
+    optimizer = CurvaDion(
+        [{"params": X[:2]}, {"params": X[2:], "algorithm": "adamw"}],
+        gate=Watching(schedule), rank_fraction=FRACTION, **options,
+    )  # fmt: skip
+    references = [DionReference(weights(shape), 1, 2, **options) for shape in shapes[:2]]
+    moments = nn.Parameter(weights(shapes[2]))
+    adamw = CurvaDion([{"params": [moments], "algorithm": "adamw"}], gate=AlwaysOpen())
+    for step in range(8):
+        has_gradient = [(True, True), (True, False), (False, True), (False, False)][step % 4]
+        whole = []
+        for x, shape in zip(X, shapes, strict=True):
+            G = shard(gradient(shape, step, 0), ("0",), mesh)
+            x.grad = G if has_gradient[rank] else None
+            present = shard(torch.ones(shape) * has_gradient[rank], ("0",), mesh)
+            whole.append(G.full_tensor() * present.full_tensor())
+        optimizer.step()
+        if any(has_gradient):
+            for reference, G in zip(references, whole, strict=False):
+                reference.step([G], step + 1 in schedule)
+        moments.grad = whole[2] if any(has_gradient) else None
+        adamw.step()
+    wanted = [*(reference.X[0] for reference in references), moments.detach()]
+    return [
+        ((x.full_tensor() - w).norm() / w.norm()).item() for x, w in zip(X, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("local_step", ["gradient", "dion"])
+def test_a_rank_may_miss_its_piece_of_a_gradient(local_step):
+    for errors in distributed.run(2, missing_pieces, {"local_step": local_step}):
+        assert max(errors) < 1e-5
+
+
+# -------------------------------------------------------------------- errors
+
+
+def first_step(rank, shape, options, layout):
+    mesh = init_device_mesh("cpu", (2,))
+    x = nn.Parameter(shard(torch.ones(shape), (layout,), mesh))
+    x.grad = shard(torch.ones(shape), (layout,), mesh)
+    with pytest.raises(ValueError) as error:
+        Dion([{"params": [("w", x)], **options}]).step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "message"),
+    [
+        ((6, 2, 4), "2", "rows, columns and stacked dimensions"),
+        ((6, 3, 4), "1", "uneven numbers of input channels"),
+    ],
+)
+def test_kernels_are_not_cut(shape, layout, message):
+    for raised in distributed.run(2, first_step, shape, {}, layout):
+        assert raised.startswith("w")
+        assert message in raised
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((8, 4), {"row_blocks": 3}, r"w: row_blocks=3 does not divide 8 rows"),
+        ((8, 4), {"row_blocks": [4, 3]}, r"w: row_blocks=\[4, 3\] must add up to the 8 rows"),
+        ((2, 8, 4), {"stack_dims": 1, "row_blocks": 3}, "row_blocks=3 does not divide 8 rows"),
+        ((8, 4), {"stack_dims": 1}, "stack_dims=1 takes 3-D parameters"),
+        ((8,), {}, "takes 2-D parameters"),
+        ((3, 0, 4), {"stack_dims": 1}, "rows and columns"),
+        ((4, 8), {"input_first": True, "row_blocks": 3}, "row_blocks=3 does not divide 8 rows"),
+        ((4, 8, 3), {"input_first": True}, "input_first=True with stack_dims=0 takes 2-D"),
+    ],
+)
+def test_views_that_do_not_fit(shape, options, message):
+    with pytest.raises(ValueError, match=message):
+        Dion([{"params": [("w", nn.Parameter(torch.ones(shape)))], **options}])
+
+
+def test_a_kernel_must_be_contiguous():
+    weight = nn.Parameter(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match=r"w .* contiguous"):
+        Dion([("w", weight)])

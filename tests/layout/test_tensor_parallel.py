@@ -1,0 +1,270 @@
+"""Tensor parallelism, alone and under FSDP and replicas, trains to the weights of one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import test_layouts
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import distributed
+import formulas
+import transformer
+from curvadion import CurvaDion, Dion, WireMeter
+from curvadion.integrations.fsdp import keep_gradients_local
+from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
+
+# Replicas, shards of each, tensor-parallel ranks of each shard.
+LAYOUTS = {
+    "tp": (1, 1, 2),
+    "dp x tp": (2, 1, 2),
+    "fsdp x tp": (1, 2, 2),
+    "hsdp x tp": (2, 2, 2),
+}
+
+
+def parallelize(model, mesh):
+    """Llama's plan: activations between the blocks are cut along the sequence."""
+    whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for i in range(len(model.blocks)):
+        block = {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(**whole),
+            "attention.wq": ColwiseParallel(),
+            "attention.wk": ColwiseParallel(),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "mlp_norm": SequenceParallel(),
+            "mlp": PrepareModuleInput(**whole),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+            # Three outputs over two ranks.
+            "narrow": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "wide": RowwiseParallel(output_layouts=Shard(1)),
+            # Replicated weights, each rank with a part of the sequence.
+            "expert": SequenceParallel(use_local_output=True),
+        }
+        plan |= {f"blocks.{i}.{name}": style for name, style in block.items()}
+    return parallelize_module(model, mesh, plan)
+
+
+def setup(layout):
+    mesh = init_device_mesh("cpu", LAYOUTS[layout], mesh_dim_names=("replicate", "shard", "tp"))
+    model = parallelize(transformer.build(), mesh["tp"])
+    replicate, shard = mesh.get_local_rank("replicate"), mesh.get_local_rank("shard")
+    if "fsdp" in layout or "hsdp" in layout:
+        fsdp_mesh = mesh["replicate", "shard"] if "hsdp" in layout else mesh["shard"]
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=fsdp_mesh)
+        keep_gradients_local(model)
+    replicas = mesh["replicate"] if mesh.size(0) > 1 else None
+    return model, replicas, replicate, replicate * mesh.size(1) + shard
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_open_gate_trains_to_the_weights_of_one_process(layout):
+    replicas, shards, copies = LAYOUTS[layout]
+    assert_trains_like_one_process(setup, layout, replicas * shards, copies)
+
+
+@pytest.mark.parametrize(
+    ("layout", "local_step"),
+    [("dp x tp", "gradient"), ("dp x tp", "dion"), ("hsdp x tp", "dion")],
+)
+def test_a_schedule_of_gates_drifts_and_meets_as_whole_replicas_do(layout, local_step):
+    options = (("local_step", local_step), ("local_lr", 0.1), ("nesterov", 1.5))
+    assert_trains_like_whole_replicas(
+        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, options=options
+    )
+
+
+@pytest.mark.parametrize("layout", ["tp", "fsdp x tp"])
+def test_clipping(layout):
+    assert_trains_like_whole_replicas(
+        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, clip=0.5
+    )
+
+
+def test_experts_that_some_replicas_or_nobody_uses():
+    assert_trains_like_whole_replicas(setup, "dp x tp", *LAYOUTS["dp x tp"], sparing=True)
+
+
+# -------------------------------------------------------------------- gradients of other placements
+
+
+def summands(full, placements, mesh):
+    """A DTensor of the full tensor's values, as summands where placements are Partial."""
+    share = 1.0
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            share *= (0.25, 0.75)[mesh.get_local_rank(axis)]
+    whole = [Replicate() if isinstance(p, Partial) else p for p in placements]
+    piece = distribute_tensor(full, mesh, whole).to_local() * share
+    return DTensor.from_local(
+        piece, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+P, R, S = Partial(), Replicate(), Shard(0)
+
+
+def settle(rank, given, wanted, count):
+    """Errors of ``count`` gradients after a step that leaves the weights alone, and its calls."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = [torch.full((6, 3), i + 1.0) + torch.arange(18.0).view(6, 3) for i in range(count)]
+    X = [nn.Parameter(distribute_tensor(torch.ones(6, 3), mesh, wanted)) for _ in full]
+    optimizer = Dion([{"params": X, "algorithm": "adamw", "lr": 0.0}])
+    for x, gradient in zip(X, full, strict=True):
+        x.grad = summands(gradient, given, mesh)
+    with WireMeter() as meter:
+        optimizer.step()
+    assert all(x.grad.placements == tuple(wanted) for x in X)
+    errors = [(x.grad.full_tensor() - g).norm().item() for x, g in zip(X, full, strict=True)]
+    return max(errors), meter.total_calls
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "collectives"),
+    [
+        ((R, P), (R, R), 1),
+        ((P, P), (R, R), 1),
+        ((S, P), (S, R), 1),
+        ((P, S), (R, S), 1),
+        ((R, R), (R, S), 0),
+        ((P, R), (S, R), None),
+        ((R, S), (R, R), None),
+    ],
+)
+def test_gradients_are_brought_to_their_parameters_placements(given, wanted, collectives):
+    gate = 1 if S in wanted else 0
+    for error, calls in distributed.run(4, settle, given, wanted, 1):
+        assert error < 1e-5
+        assert collectives is None or calls == collectives + gate
+    if collectives:
+        for error, calls in distributed.run(4, settle, given, wanted, 7):
+            assert error < 1e-5
+            assert calls == collectives + gate
+
+
+def native_data_parallel(rank):
+    """Weights and momentum after a batch cut over the replicas as a DTensor, and bytes a step."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    X = nn.Parameter(distribute_tensor(torch.randn(9, 6), mesh, [Replicate()]))
+    optimizer = Dion([X], replicas=mesh, rank_fraction=0.5)
+    for step in range(5):
+        x = distribute_tensor(inputs(step), mesh, [Shard(0)])
+        optimizer.zero_grad()
+        (x @ X.mT).tanh().square().mean().full_tensor().backward()
+        with WireMeter() as meter:
+            optimizer.step()
+    momentum = optimizer.state[X]["momentum"]
+    return X.detach().to_local(), momentum.to_local(), meter.total_bytes
+
+
+def inputs(step):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def test_summands_on_the_replicas_are_their_own_gradients():
+    torch.manual_seed(0)
+    X = nn.Parameter(torch.randn(9, 6))
+    optimizer = Dion([X], rank_fraction=0.5)
+    for step in range(5):
+        optimizer.zero_grad()
+        (inputs(step) @ X.mT).tanh().square().mean().backward()
+        optimizer.step()
+    low_rank = formulas.open_step([formulas.held((9, 6), 3, replicas=2)])
+    weights, momenta, sent = zip(*distributed.run(2, native_data_parallel), strict=True)
+    for actual in weights:
+        torch.testing.assert_close(actual, X.detach(), rtol=1e-5, atol=1e-6)
+    # The update does not see the gradient's scale; the momenta do, and their mean is the whole's.
+    mean = (momenta[0] + momenta[1]) / 2
+    torch.testing.assert_close(mean, optimizer.state[X]["momentum"], rtol=1e-4, atol=1e-6)
+    assert sent == (low_rank, low_rank)
+
+
+# -------------------------------------------------------------------- what a step sends
+
+
+def cuts(sizes, layout, rank):
+    """The cuts of both dimensions, as formulas.held takes them."""
+    places = [rank // math.prod(sizes[a + 1 :]) % sizes[a] for a in range(len(sizes))]
+    order = sorted(range(len(sizes)), key=lambda axis: layout[axis].endswith("s"))
+    return [
+        [(axis, sizes[axis], places[axis]) for axis in order if layout[axis][0] == str(dim)]
+        for dim in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("name", test_layouts.LAYOUTS)
+def test_bytes_of_every_cut_are_those_of_the_formulas(name):
+    sizes, layout, replica_axis = test_layouts.LAYOUTS[name]
+    shapes, replicas = test_layouts.SHAPES, 1 if replica_axis is None else sizes[replica_axis]
+    arguments = (sizes, layout, replica_axis, shapes, True)
+    actual = distributed.run(math.prod(sizes), test_layouts.sent, *arguments)
+    for rank, (sent, _, largest, gate_open) in enumerate(actual):
+        m_cuts, n_cuts = cuts(sizes, layout, rank)
+        everything = [
+            formulas.held(shape, r, m_cuts=m_cuts, n_cuts=n_cuts, replicas=replicas)
+            for shape, r in zip(shapes, test_layouts.ranks_of(shapes), strict=True)
+        ]
+        assert gate_open
+        assert sent == formulas.open_step(everything, reads_momentum=True)
+        assert largest == formulas.largest_message(everything)
+
+
+RANK = 3
+
+
+def step_of_a_stack(rank, shapes):
+    """Bytes and the largest message of a tensor-parallel step; then the formulas'."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.ModuleList([nn.Linear(n, m, bias=False) for m, n in shapes])
+    styles = [ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())]
+    plan = {str(i): styles[i % 2] for i in range(len(shapes))}
+    parallelize_module(model, mesh, plan)
+    optimizer = CurvaDion(
+        model.parameters(), threshold=0.0, rank_fraction=1e-3, rank_multiple_of=RANK
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        sum(layer(torch.randn(4, layer.in_features)).square().mean() for layer in model).backward()
+        with WireMeter() as meter:
+            optimizer.step()
+    everything = [
+        formulas.held(shape, RANK, **{("m_cuts", "n_cuts")[i % 2]: [("tp", 2, rank)]})
+        for i, shape in enumerate(shapes)
+    ]
+    return (
+        (meter.total_bytes, meter.largest),
+        (
+            formulas.open_step(everything, reads_momentum=True),
+            formulas.largest_message(everything),
+        ),
+    )
+
+
+def test_only_low_rank_factors_are_sent():
+    shapes = [(50, 30), (50, 30), (30, 50), (30, 50), (40, 40), (42, 30)]
+    for actual, expected in distributed.run(2, step_of_a_stack, shapes):
+        assert actual == expected
+        assert actual[1] < min(4 * m * n for m, n in shapes)

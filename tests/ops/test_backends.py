@@ -1,0 +1,595 @@
+"""Which backend runs, what happens where it cannot, and the operators under PyTorch's tracers."""
+
+from __future__ import annotations
+
+import _ctypes
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from curvadion import ops
+from curvadion.ops import cpu, native
+from curvadion.ops import reference as plain
+from curvadion.ops.tensors import Tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+needs_compiler = pytest.mark.skipif(ops.lacking("cpu") is not None, reason="no C++ compiler")
+
+
+def lists(k=4):
+    generator = torch.Generator().manual_seed(0)
+    draw = [[torch.randn(20 + i, 3, generator=generator) for i in range(k)] for _ in range(3)]
+    return [*draw, [1.0] * k]
+
+
+def python(code, **environment):
+    """Run code in a fresh process; its output."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CURVADION_BACKEND": None}
+    env |= environment
+    env = {key: value for key, value in env.items() if value is not None}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+# ---------------------------------------------------------------- selection
+
+
+@needs_compiler
+def test_the_cpu_takes_compiled_operations(monkeypatch):
+    M, G, X, ones = lists()
+    R = torch.randn(2, 9, 4)
+    for name in ("norms", "momentum_norms", "momentum_norms_", "accumulate_", "local_step_",
+                 "column_sum_of_squares", "column_normalize_"):  # fmt: skip
+        monkeypatch.setattr(plain, name, None)
+    monkeypatch.delenv("CURVADION_BACKEND", raising=False)
+    assert ops.backend_for(CPU) == "cpu"
+    ops.norms(X)
+    ops.momentum_norms(M, G, ones)
+    ops.momentum_norms_(M, G, ones)
+    ops.accumulate_(M, G, ones)
+    ops.local_step_(X, G, ones, ones, M, ones)
+    ops.column_normalize(R, ops.column_sum_of_squares(R))
+
+
+@needs_compiler
+def test_what_it_cannot_take_falls_to_plain_pytorch():
+    M, G, _, ones = lists()
+    M64, G64 = [m.double() for m in M], [g.double() for g in G]
+    with ops.use_backend("cpu"):
+        norms = ops.momentum_norms(M64, G64, ones)
+    assert norms.dtype == torch.float64
+    assert torch.equal(norms, plain.momentum_norms(M64, G64, ones))
+
+
+def test_backends_are_forced_by_argument_and_by_environment(monkeypatch):
+    monkeypatch.setenv("CURVADION_BACKEND", "torch")
+    assert ops.backend_for(CPU) == "torch"
+    monkeypatch.setenv("CURVADION_BACKEND", "numpy")
+    with pytest.raises(ValueError, match=r"'numpy' must be one of .*'torch', 'cpu'"):
+        ops.norms([torch.ones(1)])
+    with ops.use_backend("torch"):
+        assert ops.backend_for(CPU) == "torch"
+    monkeypatch.delenv("CURVADION_BACKEND")
+    before = ops.backend_for(CPU)
+    with ops.use_backend("torch"), ops.use_backend(None):
+        assert ops.backend_for(CPU) == before
+    ops.use_backend("torch")
+    assert ops.backend_for(CPU) == "torch"
+    ops.use_backend(None)
+    assert ops.backend_for(CPU) == before
+    with pytest.raises(ValueError, match="'fast'"):
+        ops.use_backend("fast")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_forcing_an_absent_backend_says_what_is_missing():
+    for name in ("cuda", "triton"):
+        with pytest.raises(RuntimeError, match=f"'{name}' is forced.*(no CUDA device|triton)"):
+            ops.use_backend(name)
+
+
+@needs_compiler
+def test_a_forced_backend_refuses_other_devices():
+    with (
+        ops.use_backend("cpu"),
+        pytest.raises(RuntimeError, match=r"'cpu' is forced.*on meta"),
+    ):
+        ops.backend_for(torch.device("meta"))
+
+
+USE = """
+    import torch
+    from curvadion import ops
+    print(ops.momentum_norms([torch.full((4,), 3.0)], [torch.zeros(4)], [0.5]).item())
+    print(ops.norms([torch.ones(4)]).item())
+"""
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path):
+    said = python(USE, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
+    assert said.startswith("3.0\n2.0\n")
+    assert said.count("\n") == 3 and "no C++ compiler was found: install g++" in said
+
+
+def test_without_a_compiler_forcing_is_an_error(tmp_path):
+    code = """
+        from curvadion import ops
+        try:
+            ops.use_backend("cpu")
+        except RuntimeError as error:
+            print(error)
+    """
+    said = python(code, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
+    assert "'cpu' is forced but not available: no C++ compiler was found" in said
+
+
+def test_a_failing_compiler_is_quoted(tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: out of ink' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    said = python(USE, CXX=str(compiler), CURVADION_CACHE=str(tmp_path / "cache"))
+    assert "out of ink" in said and "3.0\n2.0\n" in said and said.count("\n") == 3
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = python(USE, CURVADION_CACHE=str(tmp_path / "file"))
+    assert "set CURVADION_CACHE" in said and said.count("\n") == 3
+
+
+def test_torch_needs_no_triton():
+    code = """
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from curvadion import CurvaDion
+        from curvadion import ops
+        X = torch.nn.Parameter(torch.ones(3, 2))
+        X.grad = torch.ones(3, 2)
+        CurvaDion([X]).step()
+        print(ops.lacking("triton"))
+    """
+    assert "install triton" in python(code)
+
+
+# ---------------------------------------------------------------- building
+
+
+@needs_compiler
+@pytest.mark.parametrize("ninja", [True, False])
+def test_builds_with_and_without_ninja(ninja, tmp_path, monkeypatch):
+    if not ninja:
+        monkeypatch.setattr(native, "_ninja", lambda: None)
+    target = tmp_path / "a folder: with $ odd 'names'" / native.file_name("cpu")
+    native.build("cpu", target)
+    assert {*target.parent.iterdir()} == {target, native.checksum_file(target)}
+    assert native._digest_in(native._load("cpu", target)) == native.source_digest("cpu")
+
+
+@needs_compiler
+def test_processes_that_build_at_once_share_one_build(tmp_path):
+    code = "from curvadion.ops import native; native.library('cpu')"
+    said = []
+    threads = [
+        threading.Thread(target=lambda: said.append(python(code, CURVADION_CACHE=str(tmp_path))))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 2
+    (folder,) = tmp_path.iterdir()
+    library = folder / native.file_name("cpu")
+    assert {*folder.iterdir()} == {library, native.checksum_file(library), folder / "lock"}
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
+    native.build("cpu", tmp_path / native.file_name("cpu"))
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    native.library.cache_clear()
+    try:
+        assert native.library("cpu")._name == str(tmp_path / native.file_name("cpu"))
+        native.library.cache_clear()
+        monkeypatch.setattr(native, "source_digest", lambda name: "0" * 16)
+        monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
+        assert native.library("cpu")._name.startswith(str(tmp_path / "cache"))
+    finally:
+        native.library.cache_clear()
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_built_anew(tmp_path, monkeypatch):
+    (tmp_path / native.file_name("cpu")).write_text("of another machine")
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    try:
+        with pytest.raises(native.Unavailable, match=r"does not match .*\.so\.sha256: delete both"):
+            native.library("cpu")
+        native.checksum_file(tmp_path / native.file_name("cpu")).write_bytes(
+            native._checksum(native.file_name("cpu"), b"of another machine")
+        )
+        with pytest.raises(native.Unavailable, match="does not load"):
+            native.library("cpu")
+        native.library.cache_clear()
+        (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+        native.source_digest.cache_clear()
+        assert native.library("cpu")._name.startswith(str(tmp_path / "cache"))
+    finally:
+        native.library.cache_clear()
+        native.source_digest.cache_clear()
+
+
+@needs_compiler
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path):
+    code = """
+        import errno, fcntl
+        def flock(*_):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        fcntl.flock = flock
+        from curvadion.ops import native
+        print(native.library("cpu")._name)
+    """
+    assert python(code, CURVADION_CACHE=str(tmp_path)).startswith(str(tmp_path))
+
+
+def test_a_user_without_a_home_is_told_what_to_set():
+    code = """
+        import pathlib
+        def home():
+            raise RuntimeError("Could not determine home directory.")
+        pathlib.Path.home = home
+        from curvadion.ops import native
+        native.HERE = pathlib.Path("nowhere")
+    """
+    code = textwrap.dedent(code) + textwrap.dedent(USE)
+    said = python(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None)
+    assert said.startswith("3.0\n2.0\n") and "set CURVADION_CACHE" in said
+
+
+# ---------------------------------------------------------------- the cache
+
+
+LOAD = """
+import os, sys
+os.umask(int(sys.argv[1], 8))
+import native
+if sys.argv[2] != "ninja":
+    native._ninja = lambda: None
+try:
+    native.library("cpu")
+    print("loaded")
+except native.Unavailable as reason:
+    print("unavailable:", reason)
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A folder with native.py, the sources, and a compiler that copies what was compiled once."""
+    folder = tmp_path_factory.mktemp("package")
+    shutil.copy(native.__file__, folder)
+    (folder / "csrc").symlink_to(native.source_folder("cpu").parent)
+    native.build("cpu", folder / "built" / "library.so")
+    built = folder / "built" / native.file_name("cpu")
+    script(folder / "c++", f"#!/bin/sh\nfor last; do :; done\ncp {built} $last\n")
+    return folder
+
+
+def script(path, text, mode=0o755):
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def load(package, cache, umask="022", ninja=True, **environment):
+    """What native.library says in a fresh process with this cache."""
+    given = {"CXX": str(package / "c++"), "CURVADION_CACHE": str(cache), **environment}
+    env = {key: value for key, value in {**os.environ, **given}.items() if value is not None}
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD, umask, "ninja" if ninja else "none"],
+        capture_output=True, text=True, env=env, cwd=package, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture
+def cache(package, tmp_path):
+    """The folder of the library in a cache that has been used."""
+    assert load(package, tmp_path / "cache") == "loaded"
+    return tmp_path / "cache" / native.source_digest("cpu")
+
+
+def spoil(library, how):
+    content = library.read_bytes()
+    if how == "truncated":
+        library.write_bytes(content[:4096])
+    elif how == "one bit":
+        library.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif how == "empty":
+        library.write_bytes(b"")
+    elif how == "foreign":
+        shutil.copyfile(_ctypes.__file__, library)
+    elif how == "foreign, with its checksum":
+        shutil.copyfile(_ctypes.__file__, library)
+        checksum = native._checksum(library.name, library.read_bytes())
+        native.checksum_file(library).write_bytes(checksum)
+    elif how == "checksum":
+        native.checksum_file(library).write_bytes(b"\xff")
+    elif how == "no checksum":
+        native.checksum_file(library).unlink()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "how", ["truncated", "one bit", "empty", "foreign", "checksum", "no checksum"]
+)
+def test_a_damaged_library_is_built_anew_and_not_loaded(how, package, cache):
+    library = cache / native.file_name("cpu")
+    assert native.is_whole(library)
+    spoil(library, how)
+    assert not native.is_whole(library)
+    assert load(package, cache.parent) == "loaded"
+    assert native.is_whole(library)
+
+
+@needs_compiler
+def test_another_library_with_its_checksum_is_refused(package, cache):
+    spoil(cache / native.file_name("cpu"), "foreign, with its checksum")
+    said = load(package, cache.parent)
+    assert said.startswith("unavailable: ") and "was built from other sources: delete it" in said
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", ["000", "077", "002"])
+def test_the_cache_is_for_its_user_alone_whatever_the_umask(umask, package, tmp_path):
+    home = tmp_path / "home"
+    chosen = {"CURVADION_CACHE": None, "XDG_CACHE_HOME": None, "HOME": str(home)}
+    assert load(package, None, umask, **chosen) == "loaded"
+    cache = home / ".cache" / "curvadion"
+    folders = [home, home / ".cache", cache, cache / native.source_digest("cpu")]
+    assert [f"{stat.S_IMODE(path.stat().st_mode):o}" for path in folders] == ["700"] * 4
+    assert not [path for path in folders[-1].iterdir() if path.stat().st_mode & 0o022]
+    assert load(package, cache, CXX="/bin/false") == "loaded"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("where", "mode"), [("cache", 0o777), ("cache", 0o1777), ("digest", 0o770)]
+)
+def test_a_cache_that_others_can_write_is_refused(where, mode, package, cache):
+    folder = cache.parent if where == "cache" else cache
+    folder.chmod(mode)
+    said = load(package, cache.parent)
+    assert said.startswith(
+        f"unavailable: others can write to the cache {folder} (mode {mode:o}) and could put any "
+        f"code there: delete it, or set CURVADION_CACHE to a folder of mode 700"
+    )
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("where", ["cache", "digest"])
+def test_a_cache_of_somebody_else_is_refused(where, package, cache):
+    folder = cache.parent if where == "cache" else cache
+    os.chown(folder, 12345, -1)
+    said = load(package, cache.parent)
+    assert said.startswith(f"unavailable: the cache {folder} belongs to user 12345")
+    assert said.endswith("set CURVADION_CACHE to a folder of user 0")
+
+
+@needs_compiler
+def test_a_lock_that_is_a_link_leaves_its_target_alone(package, cache):
+    precious = cache.parent / "precious"
+    precious.write_text("all I have")
+    (cache / "lock").unlink()
+    (cache / "lock").symlink_to(precious)
+    spoil(cache / native.file_name("cpu"), "no checksum")
+    said = load(package, cache.parent)
+    assert said == f"unavailable: {cache / 'lock'} is a symbolic link: delete it"
+    assert precious.read_text("utf-8") == "all I have"
+
+
+@needs_compiler
+def test_a_lock_keeps_what_it_holds(package, cache):
+    (cache / "lock").write_text("kept")
+    spoil(cache / native.file_name("cpu"), "no checksum")
+    assert load(package, cache.parent) == "loaded"
+    assert (cache / "lock").read_text("utf-8") == "kept"
+
+
+# ---------------------------------------------------------------- compilers
+
+COMPILERS = {
+    "/bin/true": "/bin/true reported success and wrote no library",
+    "/bin/false": "failed: ",
+    "no-such-compiler": "CXX='no-such-compiler' names no program: correct it or unset it",
+    "that writes nothing": "does not load",
+    "not executable": "names no program: correct it or unset it",
+    "of another machine": "Exec format error",
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("ninja", [True, False])
+def test_what_does_not_compile_is_named(compiler, ninja, package, tmp_path):
+    complaint = COMPILERS[compiler]
+    if compiler == "that writes nothing":
+        compiler = script(tmp_path / "c++", "#!/bin/sh\nfor last; do :; done\n: > $last\n")
+    elif compiler == "not executable":
+        compiler = script(tmp_path / "c++", "", 0o644)
+    elif compiler == "of another machine":
+        compiler = script(tmp_path / "c++", "\x7fELF")
+        complaint = "failed: " if ninja else complaint
+    for _ in range(2):
+        said = load(package, tmp_path / "cache", ninja=ninja, CXX=compiler)
+        assert said.startswith("unavailable: ") and complaint in said
+
+
+def test_a_compiler_that_does_nothing_is_one_warning(tmp_path):
+    said = python(USE, CXX="/bin/true", CURVADION_CACHE=str(tmp_path / "cache"))
+    assert said == (
+        "3.0\n2.0\ncurvadion runs in plain PyTorch on the cpu (cpu: /bin/true reported success and "
+        "wrote no library)\n"
+    )
+
+
+@needs_compiler
+def test_the_compiler_may_have_arguments(package, tmp_path):
+    said = load(package, tmp_path / "cache", CXX=f"nice -n 1 {package / 'c++'}")
+    assert said == "loaded"
+
+
+# ---------------------------------------------------------------- exactness
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_no_bit():
+    M = [torch.randn(300_001), torch.randn(17), torch.randn(90_000)]
+    G = [torch.randn_like(m) for m in M]
+    R = torch.randn(3, 1000, 300)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            momenta = [m.clone() for m in M]
+            sums = cpu.column_sum_of_squares(R)
+            Q = [torch.empty(1000, 300) for _ in R]
+            cpu.column_normalize_(Q, R, sums)
+            results.append([cpu.momentum_norms_(momenta, G, [0.9] * 3), *momenta, sums, *Q])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_lists_that_do_not_match_are_refused(backend):
+    if ops.lacking(backend):
+        pytest.skip(ops.lacking(backend))
+    with ops.use_backend(backend):
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.momentum_norms_([torch.ones(3)], [torch.ones(4)], [1.0])
+        with pytest.raises(ValueError):
+            ops.momentum_norms_([torch.ones(3)] * 2, [torch.ones(3)], [1.0] * 2)
+        with pytest.raises(ValueError):
+            ops.momentum_norms_([torch.ones(3)], [torch.ones(3)], [])
+        with pytest.raises(ValueError):
+            ops.local_step_([torch.ones(3)], [torch.ones(3)], [1.0], [1.0, 1.0])
+
+
+def test_writing_counts_as_a_change_for_autograd():
+    """A weight changed between forward and backward must not pass silently."""
+    X = torch.ones(3, requires_grad=True)
+    loss = (X * X).sum()
+    with torch.no_grad():
+        ops.local_step_([X], [torch.ones(3)], [0.1], [1.0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_the_optimizer_follows_the_equations_on_each_backend(backend):
+    if ops.lacking(backend):
+        pytest.skip(ops.lacking(backend))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/optim/test_dion_reference.py"]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CURVADION_BACKEND": backend},
+        cwd=ROOT,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+
+
+# ---------------------------------------------------------------- operators
+
+
+def operator_calls():
+    M, G, X, ones = lists(2)
+    R = torch.randn(2, 9, 4)
+    Q = [torch.empty(9, 4) for _ in R]
+    P = [torch.randn(20 + i, 2) for i in range(2)]
+    V = [torch.randn(3, 2) for _ in range(2)]
+    library = torch.ops.curvadion
+    return {
+        "norms": (library.norms, (X,)),
+        "momentum_norms": (library.momentum_norms, (M, G, ones)),
+        "momentum_norms_": (library.momentum_norms_, (M, G, ones)),
+        "accumulate_": (library.accumulate_, (M, G, ones)),
+        "local_step_": (library.local_step_, (X, G, ones, ones, M, ones, None)),
+        "local_step_ seeded": (library.local_step_, (X, G, ones, ones, [], [], [1, 2])),
+        "column_sum_of_squares": (library.column_sum_of_squares, (R,)),
+        "column_normalize_": (library.column_normalize_, (Q, R, None, None)),
+        "low_rank_update_": (library.low_rank_update_, (X, P, V, ones, ones, M, V, ones, None)),
+    }
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", list(operator_calls()))
+def test_operators_are_registered_as_pytorch_wants_them(name, backend):
+    if ops.lacking(backend):
+        pytest.skip(ops.lacking(backend))
+    operator, arguments = operator_calls()[name]
+    with ops.use_backend(backend):
+        torch.library.opcheck(operator, arguments)
+
+
+def whole_step(M, G, X, P, V, R, ones):
+    norms = ops.momentum_norms(M, G, ones)
+    after = ops.momentum_norms_(M, G, ones)
+    ops.accumulate_(M, G, ones)
+    ops.local_step_(X, G, ones, ones, M, ones)
+    Q = ops.column_normalize(R, ops.column_sum_of_squares(R))
+    ops.low_rank_update_(X, P, V, ones, ones, M, V, ones)
+    return norms + after + ops.norms(X), Q
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_they_compile_as_one_graph(backend):
+    def arguments():
+        M, G, X, ones = lists(2)
+        P, V = [torch.ones(20 + i, 2) for i in range(2)], [torch.ones(3, 2) for _ in range(2)]
+        return M, G, X, P, V, torch.arange(72.0).view(2, 9, 4), ones
+
+    eager, compiled = arguments(), arguments()
+    expected = whole_step(*eager)
+    actual = torch.compile(whole_step, backend=backend, fullgraph=True)(*compiled)
+    for e, a in zip(expected, actual, strict=True):
+        torch.testing.assert_close(a, e)
+    for i in (0, 2):
+        for e, a in zip(eager[i], compiled[i], strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_lists_that_remember_are_lists():
+    M, G, _, ones = lists()
+    plainly = ops.momentum_norms(M, G, ones)
+    assert torch.equal(ops.momentum_norms(Tensors(M), Tensors(G), ones), plainly)

@@ -1,0 +1,280 @@
+"""On an NVIDIA GPU: numbers of every backend, launches, host reads, CUDA graphs, the optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import operations
+from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from curvadion.ops.tensors import Tensors
+from reference import DionReference, relative_error
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+F32, BF16, F16 = operations.DTYPES
+GPU = torch.device("cuda", torch.cuda.current_device())
+BACKENDS = ["torch", "triton", "cuda"]
+SIZES = operations.SIZES | {"a thousand": [(37 + i % 100,) for i in range(1000)]}
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def available(request):
+    name = (
+        request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
+    )
+    if name is not None and ops.lacking(name):
+        pytest.skip(ops.lacking(name))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@each_backend
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtypes", [[F32], [BF16], [BF16, F16, F32]])
+def test_norms(backend, dtypes, sizes, aligned):
+    operations.check_norms(backend, GPU, SIZES[sizes], dtypes, aligned=aligned)
+
+
+@each_backend
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("G_dtypes", [[F32], [BF16], [F16, F32]])
+@pytest.mark.parametrize("M_dtypes", [[F32], [BF16], [F32, F16]])
+def test_momentum(backend, M_dtypes, G_dtypes, sizes, aligned):
+    operations.check_momentum(backend, GPU, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
+
+
+@each_backend
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("M_dtypes", [None, [F32], [BF16]])
+@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
+def test_local_step(backend, X_dtypes, M_dtypes, sizes, aligned):
+    operations.check_local_step(
+        backend, GPU, SIZES[sizes], X_dtypes, X_dtypes, M_dtypes, aligned=aligned
+    )
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "check",
+    [
+        operations.check_non_finite,
+        operations.check_overflow,
+        operations.check_low_rank_overflow,
+        operations.check_largest_numbers,
+        operations.check_any_scale,
+        operations.check_strides,
+        operations.check_moved_tensors,
+        operations.check_tensor_lr,
+        operations.check_stochastic_local_step,
+        operations.check_stochastic_mean,
+        operations.check_stochastic_low_rank_update,
+    ],
+)
+def test_special_cases(backend, check):
+    check(backend, GPU)
+
+
+@each_backend
+@pytest.mark.parametrize("Q_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4), (4, 2048, 512)]
+)
+def test_columns(backend, shape, Q_dtype):
+    operations.check_columns(backend, GPU, shape, Q_dtype)
+
+
+@each_backend
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("with_momentum", [True, False])
+@pytest.mark.parametrize("M_dtypes", [[F32], [BF16]])
+@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
+def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned, precision):
+    shapes = [(40, 24, 7), (24, 40, -8), (1, 1, 1), (130, 70, -33), (5, 0, 2), (64, 64, 64)]
+    shapes += [(512, 256, 128), (256, 512, -128), (1000, 768, 192)]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        operations.check_low_rank_update(
+            backend, GPU, shapes, X_dtypes, M_dtypes, aligned=aligned,
+            # TensorFloat-32 keeps ten bits of each factor.
+            with_momentum=with_momentum, roundings=16 if precision == "highest" else 2**13,
+        )  # fmt: skip
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@each_backend
+def test_more_elements_than_32_bits_count(backend):
+    size = 2**31 + 4096
+    if torch.cuda.mem_get_info()[0] < 5 * size:
+        pytest.skip("too little memory")
+    M = torch.zeros(size, dtype=torch.bfloat16, device=GPU)
+    G = torch.zeros(size, dtype=torch.bfloat16, device=GPU)
+    G[-1], G[2**31 + 5], G[0] = 2.0, 3.0, 6.0
+    with ops.use_backend(backend):
+        assert ops.momentum_norms_([M], [G], [1.0]).item() == 7.0
+    assert M[-1] == 2.0 and M[2**31 + 5] == 3.0 and M[0] == 6.0
+    assert M.count_nonzero() == 3
+
+
+# ---------------------------------------------------------------- launches, reads, graphs
+
+
+def kernels_of(call):
+    """Names of the kernels that a call launches, and of its copies."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in events]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_one_launch_an_operation(backend):
+    shapes = [(64 + i % 7, 32) for i in range(300)]
+    M, G, X = (Tensors(operations.tensors(shapes, [F32], GPU, i)) for i in range(3))
+    ones = [1.0] * len(M)
+    calls = {
+        "norms": lambda: ops.norms(X),
+        "momentum_norms": lambda: ops.momentum_norms(M, G, ones),
+        "momentum_norms_": lambda: ops.momentum_norms_(M, G, ones),
+        "accumulate_": lambda: ops.accumulate_(M, G, ones),
+        "local_step_": lambda: ops.local_step_(X, G, ones, ones, M, ones),
+    }
+    with ops.use_backend(backend):
+        for name, call in calls.items():
+            assert len(kernels_of(call)) == 1, name
+
+
+def test_one_launch_for_low_rank_updates_of_all_shapes():
+    shapes = [(128, 64, 16), (256, 64, 8), (64, 64, 64)] * 5
+    X, M = (operations.tensors([s[:2] for s in shapes], [F32], GPU, i) for i in range(2))
+    P = operations.tensors([(m, r) for m, _, r in shapes], [F32], GPU, 3)
+    Q = operations.tensors([(n, r) for _, n, r in shapes], [F32], GPU, 4)
+    ones = [1.0] * len(X)
+    with ops.use_backend("triton"):
+        names = kernels_of(lambda: ops.low_rank_update_(X, P, Q, ones, ones, M, Q, ones))
+    assert len([name for name in names if not name.startswith("Memcpy")]) == 1
+    assert not any("DtoH" in name for name in names)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_norms_have_the_same_bits_each_time(backend):
+    X = operations.tensors([(3_000_001,), (70_000,), (5,)], [F32, BF16], GPU, 1)
+    with ops.use_backend(backend):
+        first = ops.norms(X)
+        assert all(torch.equal(ops.norms(X), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_cuda_graphs_hold_the_operations(backend):
+    shapes = [(1000,), (128, 65), (0,), (70_001,)]
+    M, G, X = (operations.tensors(shapes, [F32], GPU, i) for i in range(3))
+    expected_M, expected_X = [m.clone() for m in M], [x.clone() for x in X]
+    step, decay, mu = [0.1] * 4, [0.99] * 4, [0.9] * 4
+
+    def work(M, X):
+        norms = ops.momentum_norms(M, G, mu)
+        ops.local_step_(X, G, step, decay, M, mu)
+        return norms
+
+    with ops.use_backend(backend):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):  # warm up, away from the tensors that count
+            work([m.clone() for m in M], [x.clone() for x in X])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            norms = work(M, X)
+        junk = [torch.full((1 << 20,), 7, dtype=torch.int64).pin_memory() for _ in range(4)]
+        for _ in range(3):
+            graph.replay()
+            expected = work(expected_M, expected_X)
+            torch.cuda.synchronize()
+            torch.testing.assert_close(norms, expected)
+        del junk
+    for actual, wanted in zip([*M, *X], [*expected_M, *expected_X], strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+@each_backend
+@pytest.mark.parametrize("local_step", ["dion", "gradient"])
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96), (129, 37)])
+def test_the_optimizer_follows_the_equations(backend, local_step, shape):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    X = torch.nn.Parameter(start.to(GPU))
+    options = {"lr": 0.02, "local_step": local_step, "local_lr": 0.01}
+    r = -(-min(shape) // 4)
+    reference = DionReference(start, 1, r, **options)
+    with ops.use_backend(backend):
+        optimizer = CurvaDion([X], rank_fraction=0.25, gate=FixedPeriod(3), **options)
+        for _ in range(9):
+            G = torch.randn(shape, generator=generator)
+            X.grad = G.to(GPU)
+            optimizer.step()
+            reference.step([G], optimizer.report.gate_open)
+    assert relative_error(X.detach().cpu(), reference.X[0]) < 5e-5
+    momentum = optimizer.state[X]["momentum"].cpu()
+    assert relative_error(momentum, reference.M[0]) < 5e-5
+
+
+@each_backend
+def test_a_step_reads_the_device_once(backend):
+    parameters = [torch.nn.Parameter(torch.randn(64, 32 + i, device=GPU)) for i in range(8)]
+    with ops.use_backend(backend):
+        optimizer = CurvaDion(parameters, gate=FixedPeriod(10**6), local_step="gradient")
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        names = kernels_of(optimizer.step)
+    reads = [name for name in names if name.startswith("Memcpy DtoH")]
+    assert len(reads) == 1
+
+
+@each_backend
+def test_operators_on_the_gpu(backend):
+    M, G, X = (operations.tensors([(20,), (3, 7)], [F32], GPU, i) for i in range(3))
+    ones, library = [1.0, 1.0], torch.ops.curvadion
+    with ops.use_backend(backend):
+        torch.library.opcheck(library.momentum_norms_, (M, G, ones))
+        torch.library.opcheck(library.local_step_, (X, G, ones, ones, M, ones, None))
+
+        def work(M, G, X):
+            norms = ops.momentum_norms_(M, G, ones)
+            ops.local_step_(X, G, ones, ones)
+            return norms
+
+        copies = [m.clone() for m in M], G, [x.clone() for x in X]
+        torch.testing.assert_close(torch.compile(work, fullgraph=True)(*copies), work(M, G, X))
+
+
+def test_non_finite_gradients_leave_no_trace():
+    for backend in BACKENDS:
+        if ops.lacking(backend):
+            continue
+        X = torch.nn.Parameter(torch.randn(300, 200, device=GPU))
+        with ops.use_backend(backend):
+            optimizer = Dion([X], rank_fraction=0.25)
+            X.grad = torch.randn_like(X)
+            optimizer.step()
+            kept = [X.detach().clone(), *(t.clone() for t in optimizer.state[X].values())]
+            X.grad[17, 3] = float("nan")
+            optimizer.step()
+            assert optimizer.report.skipped
+            after = [X.detach(), *optimizer.state[X].values()]
+            assert all(torch.equal(a, b) for a, b in zip(kept, after, strict=True)), backend

@@ -1,0 +1,122 @@
+"""Every backend of curvadion.ops.operations that runs in this process, against float64.
+
+With TRITON_INTERPRET=1 that includes the Triton kernels; test_triton.py runs it so.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import operations
+from curvadion import ops
+
+F32, BF16, F16 = operations.DTYPES
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# The interpreter takes milliseconds a program: it sees only its own backend, on short lists.
+BACKENDS = ["triton"] if INTERPRETED else ["torch", "cpu"]
+SIZES = {k: v for k, v in operations.SIZES.items() if not (INTERPRETED and k == "across blocks")}
+PAIRS = [[F32], [BF16], [F16], [F32, BF16], [BF16, F16, F32]]
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(autouse=True)
+def available(backend):
+    lacks = ops.lacking(backend)
+    if lacks is not None:
+        pytest.skip(lacks)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtypes", PAIRS)
+def test_norms(backend, dtypes, sizes, aligned):
+    operations.check_norms(backend, CPU, SIZES[sizes], dtypes, aligned=aligned)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("G_dtypes", [[F32], [BF16], [F16, F32]])
+@pytest.mark.parametrize("M_dtypes", [[F32], [BF16], [F32, F16]])
+def test_momentum(backend, M_dtypes, G_dtypes, sizes, aligned):
+    operations.check_momentum(backend, CPU, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
+
+
+def test_a_norm_flags_non_finite_numbers(backend):
+    operations.check_non_finite(backend, CPU)
+
+
+def test_what_a_dtype_cannot_hold_saturates(backend):
+    operations.check_overflow(backend, CPU)
+    operations.check_low_rank_overflow(backend, CPU)
+
+
+def test_sums_of_the_largest_numbers_are_finite(backend):
+    operations.check_largest_numbers(backend, CPU)
+
+
+def test_norms_of_any_scale(backend):
+    operations.check_any_scale(backend, CPU)
+
+
+def test_strides(backend):
+    operations.check_strides(backend, CPU)
+
+
+def test_tensors_that_move(backend):
+    operations.check_moved_tensors(backend, CPU)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("M_dtypes", [None, [F32], [BF16]])
+@pytest.mark.parametrize("G_dtypes", [[F32], [BF16]])
+@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
+def test_local_step(backend, X_dtypes, G_dtypes, M_dtypes, sizes, aligned):
+    operations.check_local_step(
+        backend, CPU, SIZES[sizes], X_dtypes, G_dtypes, M_dtypes, aligned=aligned
+    )
+
+
+def test_learning_rates_may_be_tensors(backend):
+    operations.check_tensor_lr(backend, CPU)
+
+
+def test_stochastic_local_step(backend):
+    operations.check_stochastic_local_step(backend, CPU)
+
+
+def test_stochastic_rounding_keeps_the_mean(backend):
+    operations.check_stochastic_mean(backend, CPU)
+
+
+@pytest.mark.parametrize("Q_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4), (0, 3, 2)]
+)
+def test_columns(backend, shape, Q_dtype):
+    operations.check_columns(backend, CPU, shape, Q_dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-25, 1e-15, 1e15, 1e30])
+def test_columns_of_any_scale(backend, scale):
+    operations.check_columns(backend, CPU, (2, 40, 7), F32, scale)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("with_momentum", [True, False])
+@pytest.mark.parametrize("M_dtypes", [[F32], [BF16]])
+@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
+def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned):
+    shapes = [(40, 24, 7), (24, 40, -8), (1, 1, 1), (130, 70, -33), (5, 0, 2), (64, 64, 64)]
+    operations.check_low_rank_update(
+        backend, CPU, shapes, X_dtypes, M_dtypes, aligned=aligned, with_momentum=with_momentum
+    )
+
+
+def test_stochastic_low_rank_update(backend):
+    operations.check_stochastic_low_rank_update(backend, CPU)

@@ -1,0 +1,305 @@
+"""Clipping takes one norm over all replicas and their shards, and scales all by one factor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import test_fsdp
+import test_tensor_parallel
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+import curvadion
+import distributed
+import transformer
+from curvadion import AlwaysOpen, CurvaDion, Dion, WireMeter
+from curvadion.layout.sharding import declare_flat_shard
+from shards import shard
+
+SETUPS = {"fsdp": test_fsdp.setup, "tp": test_tensor_parallel.setup}
+# Of each layout: whose setup, and replicas, shards of each, copies of each shard's batch.
+LAYOUTS = {
+    **{name: ("fsdp", *sizes, 1) for name, sizes in test_fsdp.LAYOUTS.items()},
+    **{name: ("tp", *sizes) for name, sizes in test_tensor_parallel.LAYOUTS.items()},
+}
+
+
+def reference(replicas, shards, max_norm):
+    """float64 norm and factor, of replicas that are whole models."""
+    squares = []
+    for replica in range(replicas):
+        model = transformer.build(torch.float64)
+        for reader in range(replica * shards, (replica + 1) * shards):
+            (transformer.loss_of(model, 0, reader) / shards).backward()
+        squares.append(sum(p.grad.square().sum() for p in model.parameters()))
+    norm = math.sqrt(sum(squares) / replicas)
+    return norm, min(1.0, max_norm / norm)
+
+
+def gradients_of(model):
+    """A copy of the local pieces of all gradients, as backward left them or as they are now."""
+    return {
+        name: curvadion.layout.sharding.local(p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def clip(rank, setup, layout, max_norm):
+    """The norm before, the one after, and the bytes of clipping a second time."""
+    model, replicas, _, reader = SETUPS[setup](layout)
+    optimizer = Dion(transformer.groups(model), replicas=replicas)
+    transformer.loss_of(model, 0, reader).backward()
+    norm = curvadion.clip_grad_norm_(optimizer, max_norm)
+    with WireMeter() as meter:
+        after = curvadion.clip_grad_norm_(optimizer, math.inf)
+    return norm.item(), after.item(), meter.total_bytes, meter.total_calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_takes_the_norm_of_whole_replicas(layout):
+    setup, replicas, shards, _ = LAYOUTS[layout]
+    if layout == "hsdp 2x2, reduced by FSDP":
+        replicas, shards = 1, 4  # FSDP has averaged the replicas' gradients
+    if layout == "FSDP1 NO_SHARD":
+        replicas, shards = 1, 2
+    norm, factor = reference(replicas, shards, 0.5)
+    for before, after, sent, calls in distributed.run(
+        math.prod(LAYOUTS[layout][1:]), clip, setup, layout, 0.5
+    ):
+        assert before == pytest.approx(norm, rel=1e-5)
+        assert after == pytest.approx(norm * factor, rel=1e-5)
+        alone = layout == "FSDP1 NO_SHARD"  # nothing is sharded and there are no replicas
+        assert (sent, calls) == ((0, 0) if alone else (8, 1))
+
+
+# ---------------------------------------------------------------- replicas of different gradients
+
+
+def model_of(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 5)).to(dtype)
+
+
+def set_gradients(model, rank, scale):
+    generator = torch.Generator().manual_seed(rank)
+    for p in model.parameters():
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+def apart(rank, how, max_norm):
+    """What one step moves the weights by, of replicas whose gradients are 30 times apart."""
+    model = model_of()
+    optimizer = Dion(curvadion.param_groups(model), replicas=dist.group.WORLD)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    set_gradients(model, rank, 30.0**rank)
+    if how == "torch":
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    elif how == "ours":
+        curvadion.clip_grad_norm_(optimizer, max_norm)
+    optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach() - before
+
+
+def test_clipping_changes_no_direction():
+    """Dion and AdamW take no heed of the gradients' length, so a common factor changes nothing."""
+    moved = {how: distributed.run(2, apart, how, 1.0)[0] for how in ("not", "torch", "ours")}
+    distance = {how: ((v - moved["not"]).norm() / moved["not"].norm()) for how, v in moved.items()}
+    assert distance["torch"] > 0.5  # each replica's own norm makes another mean of it
+    assert distance["ours"] < 1e-4
+
+
+def plain(rank, dtype, max_norm, missing, options):
+    model = model_of(dtype)
+    optimizer = Dion(curvadion.param_groups(model), replicas=dist.group.WORLD)
+    set_gradients(model, rank, 30.0**rank)
+    if missing and rank == 1:
+        model[0].weight.grad = None
+    before = gradients_of(model)
+    with WireMeter() as meter:
+        norm = curvadion.clip_grad_norm_(optimizer, max_norm, **options)
+    return before, norm, gradients_of(model), meter.bytes_by_collective
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("missing", [False, True])
+def test_one_factor_for_all_replicas(dtype, missing):
+    results = distributed.run(2, plain, dtype, 3.0, missing, {})
+    squares = [sum(G.double().square().sum() for G in before.values()) for before, *_ in results]
+    norm = (sum(squares) / 2).sqrt()
+    for before, returned, after, sent in results:
+        assert returned.shape == ()
+        assert returned.item() == pytest.approx(norm.item(), rel=1e-6)
+        assert sent == {"all_reduce": 8}
+        for name, G in before.items():
+            wanted = G.double() * 3.0 / (norm + 1e-6)
+            assert after[name].dtype == dtype
+            torch.testing.assert_close(after[name], wanted.to(dtype))
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"norm_type": 2}])
+def test_arguments_of_torchs_function_are_taken(options):
+    for _, _, after, _ in distributed.run(2, plain, torch.float32, 3.0, False, options):
+        assert max(G.norm() for G in after.values()) < 3.0 * math.sqrt(2) + 1e-3
+
+
+def test_gradients_within_the_bound_stay_bit_for_bit():
+    for before, _, after, _ in distributed.run(2, plain, torch.float32, 1e6, False, {}):
+        assert all(torch.equal(after[name], G) for name, G in before.items())
+
+
+# ---------------------------------------------------------------- faults
+
+
+def spoiled(rank, value, where, error_if_nonfinite):
+    model = model_of()
+    optimizer = CurvaDion(
+        curvadion.param_groups(model), replicas=dist.group.WORLD, gate=AlwaysOpen()
+    )
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    set_gradients(model, rank, 100.0)
+    if rank == where:
+        model[1].bias.grad[2] = value
+    before = gradients_of(model)
+    raised = None
+    try:
+        norm = curvadion.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=error_if_nonfinite)
+        assert not norm.isfinite()
+    except RuntimeError as error:
+        raised = str(error)
+    after = gradients_of(model)
+    unscaled = all(torch.equal(after[n], G) or rank == where for n, G in before.items())
+    optimizer.step()
+    stood = torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights)
+    return unscaled, optimizer.report.skipped, stood, raised
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_bad_gradient_anywhere_scales_nothing_and_skips_the_step_on_all(value, where):
+    for *held, raised in distributed.run(2, spoiled, value, where, False):
+        assert held == [True, True, True]
+        assert raised is None
+
+
+def test_a_bad_gradient_is_an_error_on_all_ranks_if_asked_for():
+    for *held, raised in distributed.run(2, spoiled, math.nan, 1, True):
+        assert held == [True, True, True]
+        assert "error_if_nonfinite" in raised
+
+
+def bad_arguments():
+    model = model_of()
+    optimizer = Dion(curvadion.param_groups(model))
+    return [
+        ((torch.optim.AdamW(model.parameters()), 1.0), {}, TypeError, "optimizer=AdamW"),
+        ((model.parameters(), 1.0), {}, TypeError, "optimizer"),
+        ((optimizer, 1.0), {"norm_type": 1.0}, ValueError, "norm_type=1.0"),
+        ((optimizer, 1.0), {"norm_type": math.inf}, ValueError, "norm_type=inf"),
+        ((optimizer, -1.0), {}, ValueError, "max_norm=-1.0"),
+        ((optimizer, math.nan), {}, ValueError, "max_norm=nan"),
+        ((optimizer, "1"), {}, TypeError, "max_norm='1'"),
+        ((optimizer, 1.0), {"foreach": 3}, TypeError, "foreach=3"),
+        ((optimizer, 1.0), {"error_if_nonfinite": None}, TypeError, "error_if_nonfinite=None"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(9))
+def test_errors_name_the_argument(case):
+    arguments, keywords, kind, message = bad_arguments()[case]
+    with pytest.raises(kind, match=message):
+        curvadion.clip_grad_norm_(*arguments, **keywords)
+
+
+def test_no_gradient_at_all():
+    optimizer = Dion(curvadion.param_groups(model_of()))
+    assert curvadion.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+
+
+def test_under_a_grad_scaler_that_has_unscaled():
+    model = model_of()
+    optimizer = Dion(curvadion.param_groups(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x = torch.randn(7, 12)
+    scaler.scale(model(x).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    norm = curvadion.clip_grad_norm_(optimizer, 1.0)
+    other = model_of()
+    other(x).square().sum().backward()
+    wanted = sum(p.grad.square().sum() for p in other.parameters()).sqrt()
+    torch.testing.assert_close(norm, wanted.double(), rtol=1e-5, atol=0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not optimizer.report.skipped
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def pieces(rank, replicas):
+    """Norm and bytes of one model of every kind of piece, on a mesh of two replicas of 2 x 2."""
+    mesh = init_device_mesh("cpu", (replicas, 2, 2), mesh_dim_names=("replicate", "ep", "tp"))
+    mine = mesh.get_local_rank("replicate")
+    shapes = {
+        "experts": (3, 8, 6), "uneven": (5, 3), "tp": (8, 6), "both": (7, 9), "norm": (6,),
+        "summand": (6, 4),
+    }  # fmt: skip
+    layouts = {
+        "experts": ("r", "0", "r"), "uneven": ("r", "0", "r"), "tp": ("r", "r", "1"),
+        "both": ("r", "0", "1"), "norm": ("r", "r", "r"), "summand": ("r", "r", "r"),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    full = [
+        {name: torch.randn(shape, generator=generator) * 10**i for name, shape in shapes.items()}
+        for i in range(replicas)
+    ]
+    X = {n: nn.Parameter(shard(torch.ones(s), layouts[n], mesh)) for n, s in shapes.items()}
+    for name, x in X.items():
+        x.grad = shard(full[mine][name], layouts[name], mesh)
+    placements = [Replicate(), Replicate(), Partial()]
+    share = (0.25, 0.75)[mesh.get_local_rank("tp")]
+    X["summand"].grad = DTensor.from_local(
+        full[mine]["summand"] * share, mesh, placements, run_check=False
+    )
+    flat = nn.Parameter(torch.ones((7, 13)[mesh.get_local_rank("ep")]))
+    start = (0, 7)[mesh.get_local_rank("ep")]
+    declare_flat_shard(flat, (5, 4), start, start + len(flat), mesh.get_group("ep"))
+    flat_gradient = torch.arange(20.0) * (mine + 1)
+    flat.grad = flat_gradient[start : start + len(flat)].clone()
+    plain_ = nn.Parameter(torch.ones(3))
+    plain_.grad = torch.full((3,), 2.0 * (mine + 1))
+    optimizer = Dion(
+        [
+            {"params": [X["experts"]], "stack_dims": 1},
+            {"params": [X["uneven"], X["tp"], X["both"], flat]},
+            {"params": [X["norm"], X["summand"], plain_], "algorithm": "adamw"},
+        ],
+        replicas=mesh["replicate"] if replicas > 1 else None,
+    )
+    norm = curvadion.clip_grad_norm_(optimizer, 1.0)
+    with WireMeter() as meter:
+        after = curvadion.clip_grad_norm_(optimizer, 1.0)
+    squares = sum(G.double().square().sum() for one in full for G in one.values())
+    squares += sum((torch.arange(20.0).double() * (i + 1)).square().sum() for i in range(replicas))
+    squares += sum(3 * (2.0 * (i + 1)) ** 2 for i in range(replicas))
+    wanted = (squares / replicas).sqrt()
+    exact = all(
+        torch.allclose(
+            x.grad.to_local(), shard(full[mine][n] / wanted.float(), layouts[n], mesh).to_local()
+        )
+        for n, x in X.items()
+    )
+    return norm.item() / wanted.item(), after.item(), meter.total_bytes, exact
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_number_of_a_replica_counts_once(replicas):
+    for ratio, after, sent, exact in distributed.run(4 * replicas, pieces, replicas):
+        assert ratio == pytest.approx(1.0, rel=1e-6)
+        assert after == pytest.approx(1.0, rel=1e-5)
+        assert sent == 8
+        assert exact

@@ -1,0 +1,538 @@
+"""Which parameter of which model goes where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_layouts import gradient
+from torch import nn
+
+from curvadion import AlwaysOpen, CurvaDion, Dion, param_groups
+
+KINDS = ("matrix", "stack", "embedding", "head", "vector")
+
+
+def routes(model, **arguments):
+    """Names by kind; every kind is told apart by a learning rate of its own."""
+    options = {kind: {"lr": float(i)} for i, kind in enumerate(KINDS)}
+    routed: dict[str, list[str]] = {}
+    for group in param_groups(model, options=options, **arguments):
+        routed.setdefault(KINDS[int(group["lr"])], []).extend(name for name, _ in group["params"])
+    return routed
+
+
+def trainable(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+class Block(nn.Module):
+    def __init__(self, width, attention):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attn = attention
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+
+class FusedAttention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+
+
+class GPT(nn.Module):
+    def __init__(self, *, vocabulary=50, width=8, positions=16, layers=2, tied=False):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.wpe = nn.Embedding(positions, width)
+        self.h = nn.ModuleList(Block(width, FusedAttention(width)) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+def block_matrices(layers=2):
+    parts = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
+    return [f"h.{layer}.{part}.weight" for layer in range(layers) for part in parts]
+
+
+def test_gpt():
+    routed = routes(GPT())
+    assert routed["matrix"] == block_matrices()
+    assert routed["embedding"] == ["wte.weight", "wpe.weight"]
+    assert routed["head"] == ["lm_head.weight"]
+    assert set(routed["vector"]) == trainable(GPT()) - {
+        name for kind in ("matrix", "embedding", "head") for name in routed[kind]
+    }
+
+
+def test_tied_gpt_has_one_head_and_no_second_name_for_it():
+    routed = routes(GPT(tied=True))
+    assert routed["head"] == ["wte.weight"]
+    assert routed["embedding"] == ["wpe.weight"]
+    assert routed["matrix"] == block_matrices()
+
+
+def test_head_is_known_by_its_width_under_any_name():
+    model = GPT()
+    model.to_words = model.lm_head
+    del model.lm_head
+    assert routes(model)["head"] == ["to_words.weight"]
+
+
+def test_as_many_positions_as_the_width_makes_no_heads():
+    """GPT-2 medium: 1024 positions, width 1024."""
+    routed = routes(GPT(positions=8, width=8))
+    assert routed["matrix"] == block_matrices()
+    assert routed["head"] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("name", ["head", "lm_head", "output", "classifier", "score", "embed_out"])
+def test_output_heads_by_name(name):
+    model = nn.ModuleDict({"body": nn.Linear(4, 5), name: nn.Linear(5, 3)})
+    routed = routes(model)
+    assert routed == {
+        "matrix": ["body.weight"],
+        "head": [f"{name}.weight"],
+        "vector": ["body.bias", f"{name}.bias"],
+    }
+
+
+@pytest.mark.parametrize("name", ["head", "output"])
+def test_heads_inside_numbered_blocks_are_matrices(name):
+    """BERT calls each layer's feed-forward projection ``output``, and attention has heads."""
+    attention = nn.ModuleDict({name: nn.Linear(8, 8, bias=False)})
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(8, attention)])})
+    assert f"layers.0.attn.{name}.weight" in routes(model)["matrix"]
+
+
+def test_transformer_encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    routed = routes(model)
+    parts = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight")
+    expected = {f"layers.{i}.{part}" for i in range(2) for part in (*parts, "linear2.weight")}
+    assert set(routed["matrix"]) == expected
+    assert set(routed["vector"]) == trainable(model) - expected
+    assert set(routed) == {"matrix", "vector"}
+
+
+def test_attention_with_separate_projections_and_biases():
+    attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
+    routed = routes(attention)
+    assert set(routed["matrix"]) == {
+        *(f"{part}_proj_weight" for part in "qkv"),
+        "out_proj.weight",
+    }
+    assert {"bias_k", "bias_v", "in_proj_bias", "out_proj.bias"} == set(routed["vector"])
+
+
+def test_subclasses_of_matrix_modules():
+    class Attention(nn.MultiheadAttention):
+        pass
+
+    class Projection(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"attn": Attention(8, 2), "project": Projection(8, 4, bias=False)})
+    assert set(routes(model)["matrix"]) == {
+        "attn.in_proj_weight",
+        "attn.out_proj.weight",
+        "project.weight",
+    }
+
+
+def test_convolutions_are_no_matrices():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv1d(8, 8, 1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    routed = routes(model)
+    assert routed["matrix"] == ["4.weight"]
+    assert set(routed["vector"]) == trainable(model) - {"4.weight"}
+
+
+def test_parameters_of_their_own_are_vectors():
+    model = nn.Module()
+    model.table = nn.Parameter(torch.zeros(4, 4))
+    model.scale = nn.Parameter(torch.ones(()))
+    model.linear = nn.Linear(4, 2, bias=False)
+    assert routes(model) == {"matrix": ["linear.weight"], "vector": ["table", "scale"]}
+
+
+def test_root_that_is_a_layer():
+    assert routes(nn.Linear(3, 4)) == {"matrix": ["weight"], "vector": ["bias"]}
+    assert routes(nn.EmbeddingBag(5, 3)) == {"embedding": ["weight"]}
+
+
+def test_shared_modules_count_once_under_their_first_name():
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"encoder": nn.Sequential(shared), "decoder": nn.Sequential(shared)})
+    assert routes(model) == {"matrix": ["encoder.0.weight"], "vector": ["encoder.0.bias"]}
+
+
+def test_weight_shared_between_layers_counts_once():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    assert routes(model) == {"matrix": ["a.weight"]}
+
+
+def test_frozen_parameters_are_left_out():
+    model = GPT()
+    model.wte.requires_grad_(False)
+    model.h[0].requires_grad_(False)
+    routed = routes(model)
+    assert routed["embedding"] == ["wpe.weight"]
+    assert routed["matrix"] == [n for n in block_matrices() if n.startswith("h.1")]
+    assert {name for names in routed.values() for name in names} == trainable(model)
+
+
+def test_head_of_a_frozen_vocabulary_is_still_a_head():
+    model = GPT()
+    model.wte.requires_grad_(False)
+    model.to_words = model.lm_head
+    del model.lm_head
+    assert routes(model)["head"] == ["to_words.weight"]
+
+
+# ---------------------------------------------------------------- patterns and options
+
+
+def test_patterns_overrule_the_rules():
+    routed = routes(GPT(), patterns={"*.attn.proj.weight": "vector", "lm_head.weight": "matrix"})
+    assert routed["matrix"] == [n for n in block_matrices() if "proj" not in n] + ["lm_head.weight"]
+    assert {"h.0.attn.proj.weight", "h.1.attn.proj.weight"} < set(routed["vector"])
+    assert "head" not in routed
+
+
+def test_first_pattern_that_matches_counts():
+    narrow, wide = ("h.0.mlp.0.weight", "matrix"), ("h.0.*.weight", "vector")
+    assert "h.0.mlp.0.weight" in routes(GPT(), patterns=dict([narrow, wide]))["matrix"]
+    assert "h.0.mlp.2.weight" not in routes(GPT(), patterns=dict([narrow, wide]))["matrix"]
+    with pytest.raises(ValueError, match="earlier pattern"):
+        routes(GPT(), patterns=dict([wide, narrow]))
+
+
+def test_patterns_are_case_sensitive_and_whole():
+    with pytest.raises(ValueError, match="match no"):
+        routes(GPT(), patterns={"LM_HEAD.weight": "matrix"})
+    with pytest.raises(ValueError, match="match no"):
+        routes(GPT(), patterns={"lm_head": "matrix"})
+
+
+def test_pattern_reaches_a_tied_weight_by_its_first_name():
+    routed = routes(GPT(tied=True), patterns={"wte.weight": "matrix"})
+    assert "wte.weight" in routed["matrix"]
+
+
+def test_groups_hold_algorithms_names_and_options():
+    model = GPT()
+    groups = param_groups(
+        model,
+        elementwise="lion",
+        options={"matrix": {"lr": 0.1, "mu": 0.9}, "head": {"weight_decay": 0.2}},
+    )
+    by_name = {name: (p, group) for group in groups for name, p in group["params"]}
+    assert all(by_name[name][0] is p for name, p in model.named_parameters())
+    matrix = by_name["h.0.mlp.0.weight"][1]
+    assert (matrix["algorithm"], matrix["lr"], matrix["mu"]) == ("dion", 0.1, 0.9)
+    assert "weight_decay" not in matrix
+    assert by_name["lm_head.weight"][1]["weight_decay"] == 0.2
+    assert by_name["wte.weight"][1]["weight_decay"] == 0.0
+    for name in ("wte.weight", "lm_head.weight", "norm.bias"):
+        assert by_name[name][1]["algorithm"] == "lion"
+
+
+def test_matrices_may_take_an_elementwise_algorithm():
+    groups = param_groups(GPT(), options={"matrix": {"algorithm": "adamw"}})
+    optimizer = Dion(groups)
+    assert {group["algorithm"] for group in optimizer.param_groups} == {"adamw"}
+
+
+def test_options_are_not_changed():
+    options = {"matrix": {"lr": 0.1}}
+    param_groups(GPT(), options=options, patterns={"lm_head.weight": "matrix"})
+    assert options == {"matrix": {"lr": 0.1}}
+
+
+def test_silent_unless_verbose(capsys):
+    param_groups(GPT())
+    assert capsys.readouterr().out == ""
+
+
+def test_verbose_tells_where_every_parameter_goes(capsys):
+    model = GPT()
+    param_groups(model, verbose=True, options={"head": {"lr": 0.003}})
+    printed = capsys.readouterr().out
+    for name, p in model.named_parameters():
+        assert f"{name} {tuple(p.shape)}" in printed
+    assert "algorithm=dion" in printed
+    assert "algorithm=adamw" in printed
+    assert "lr=0.003" in printed
+    total = sum(p.numel() for name, p in model.named_parameters() if name in block_matrices())
+    assert f"{len(block_matrices())} parameters, {total:,} elements" in printed
+
+
+def test_optimizer_reports_by_these_names():
+    model = GPT()
+    optimizer = CurvaDion(param_groups(model))
+    assert [n for g in optimizer.param_groups for n in g["param_names"]] == [
+        name for names in routes(model).values() for name in names
+    ]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.report.rmmc_parameter in block_matrices()
+
+
+def test_a_pattern_may_give_group_keys():
+    rows = {"kind": "matrix", "row_blocks": 3}
+    groups = param_groups(GPT(), patterns={"*.qkv.weight": rows}, options={"matrix": {"mu": 0.9}})
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    assert by_name["h.1.attn.qkv.weight"]["row_blocks"] == 3
+    assert "row_blocks" not in by_name["h.1.attn.proj.weight"]
+    assert {by_name[f"h.1.attn.{part}.weight"]["mu"] for part in ("qkv", "proj")} == {0.9}
+    assert rows == {"kind": "matrix", "row_blocks": 3}
+    assert len(CurvaDion(groups).param_groups) == len(groups) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"patterns": {"*": {"row_blocks": 3}}}, ValueError, "has no 'kind'"),
+        ({"patterns": {"*": {"kind": "experts"}}}, ValueError, "kind 'experts'; kinds are"),
+        ({"patterns": {"*": 3}}, ValueError, "kind 3; kinds are"),
+        ({"patterns": {"*": {"kind": "vector", "params": []}}}, ValueError, r"has \['params'\]"),
+        ({"patterns": {"lm_head.weight": "stack"}}, ValueError, "cannot be a 'stack'"),
+        ({"options": {"matrix": 3}}, TypeError, r"options\['matrix'\]=3"),
+        ({"elementwise": "sgd"}, ValueError, "elementwise='sgd'"),
+        ({"elementwise_lr": -1.0}, ValueError, "elementwise_lr=-1.0"),
+        ({"elementwise_lr": "1"}, TypeError, "elementwise_lr='1'"),
+    ],
+)
+def test_errors_name_the_argument(arguments, error, message):
+    with pytest.raises(error, match=message):
+        param_groups(GPT(), **arguments)
+
+
+# ---------------------------------------------------------------- learning rates
+
+
+@pytest.mark.parametrize(
+    ("elementwise", "expected"),
+    [("adamw", (1e-2, 3e-3, 1e-2)), ("lion", (3e-3, 1e-3, 3e-3))],
+)
+def test_each_kind_has_a_rate_of_its_own(elementwise, expected, capsys):
+    groups = param_groups(GPT(), elementwise=elementwise, verbose=True)
+    matrix, embedding, head, vector = Dion(groups, lr=0.05).param_groups
+    assert matrix["lr"] == 0.05
+    assert (embedding["lr"], head["lr"], vector["lr"]) == expected
+    printed = capsys.readouterr().out
+    assert all(f"lr={rate}" in printed for rate in expected)
+
+
+def test_one_rate_for_all_that_is_no_matrix():
+    groups = param_groups(GPT(), elementwise_lr=1e-4, options={"head": {"lr": 1e-5}})
+    assert [g.get("lr") for g in groups] == [None, 1e-4, 1e-5, 1e-4]
+    assert [g["lr"] for g in Dion(groups, lr=0.05).param_groups] == [0.05, 1e-4, 1e-5, 1e-4]
+
+
+def test_a_schedule_multiplies_all_rates():
+    optimizer = Dion(param_groups(GPT()), lr=0.02)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.01, 5e-3, 1.5e-3, 5e-3]
+
+
+# ---------------------------------------------------------------- stacks, Conv1D, LoRA
+
+
+class Experts(nn.Module):
+    """transformers' MixtralExperts and Qwen3MoeExperts, or, input first, Llama4TextExperts."""
+
+    def __init__(self, experts=4, width=24, hidden=20, *, input_first=False):
+        super().__init__()
+        up, down = (experts, 2 * hidden, width), (experts, width, hidden)
+        if input_first:
+            up, down = (experts, width, 2 * hidden), (experts, hidden, width)
+        self.gate_up_proj = nn.Parameter(torch.randn(up))
+        self.down_proj = nn.Parameter(torch.randn(down))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(experts, 2 * hidden))
+
+
+class MoE(nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(24, 4, bias=False), "experts": Experts(**sizes)})
+            for _ in range(2)
+        )
+
+
+# The second has 2 hidden = width, as OLMoE does: gate_up_proj is square.
+@pytest.mark.parametrize("hidden", [20, 12])
+@pytest.mark.parametrize("input_first", [False, True])
+def test_experts_of_transformers_are_stacks(input_first, hidden):
+    model = MoE(input_first=input_first, hidden=hidden)
+    names = [f"layers.{i}.experts.{part}" for i in (0, 1) for part in ("gate_up_proj", "down_proj")]
+    assert routes(model)["stack"] == names
+    (stack,) = [g for g in param_groups(model) if g.get("stack_dims")]
+    assert (stack["algorithm"], stack["stack_dims"]) == ("dion", 1)
+    assert stack.get("input_first", False) == input_first
+    assert "lr" not in stack
+    optimizer = Dion([stack], lr=1.0, weight_decay=0.0, rank_fraction=1.0, right_factor="qr")
+    X = model.layers[0].experts.down_proj
+    before = X.detach().clone()
+    for p in model.parameters():
+        p.grad = gradient(tuple(p.shape), 0, 0)
+    optimizer.step()
+    moved = torch.linalg.matrix_norm(X.detach() - before, 2)
+    assert moved == pytest.approx(torch.full((4,), (24 / hidden) ** 0.5), rel=1e-3)
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: GPT-2's linear layer, with its weight as (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+
+def test_conv1d_has_its_inputs_first():
+    model = nn.ModuleDict({"c_attn": Conv1D(24, 8), "fc": nn.Linear(8, 8)})
+    blocks = {"c_attn.weight": {"kind": "matrix", "row_blocks": 3}}
+    groups = param_groups(model, patterns=blocks)
+    by_name = {name: group for group in groups for name, _ in group["params"]}
+    assert by_name["c_attn.weight"]["input_first"] is True
+    assert "input_first" not in by_name["fc.weight"]
+    assert len(Dion(groups)._plan().matrices) == 4  # query, key, value and fc
+
+
+LORA = [(8, 256), (256, 8), (64, 512), (4, 32)]
+
+
+@pytest.mark.parametrize("shape", LORA)
+def test_skinny_matrices_have_full_rank(shape):
+    model = nn.ModuleDict({"lora": nn.Linear(*shape[::-1], bias=False), "fc": nn.Linear(16, 32)})
+    optimizer = Dion(param_groups(model), rank_fraction=0.25)
+    ranks = {m.parameter.name: m.part.rank for m in optimizer._plan().matrices}
+    assert ranks == {"lora.weight": min(shape), "fc.weight": 4}
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 64), (8, 63), (65, 1000), (64, 256)])
+def test_others_have_the_optimizers_rank(shape):
+    groups = param_groups(nn.Linear(*shape, bias=False))
+    assert "rank_fraction" not in groups[0]
+
+
+def test_a_rank_for_all_matrices_makes_one_group_of_them():
+    """As it was before skinny matrices had a group of their own: for states saved then."""
+    model = nn.ModuleDict({"a": nn.Linear(8, 256, bias=False), "b": nn.Linear(16, 32, bias=False)})
+    assert len(param_groups(model)) == 2
+    (group,) = param_groups(model, options={"matrix": {"rank_fraction": 0.5}})
+    assert group["rank_fraction"] == 0.5
+
+
+# ---------------------------------------------------------------- what may be matrices
+
+
+class Strangers(nn.Module):
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, shape in tensors.items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+
+
+def test_a_warning_names_large_tensors_left_to_adamw():
+    blocks = [Strangers(w1=(4, 32, 16), w2=(4, 16, 32)) for _ in range(3)]
+    model = nn.ModuleDict({"h": nn.ModuleList(blocks), "fc": nn.Linear(32, 32, bias=False)})
+    with pytest.warns(UserWarning) as warned:
+        param_groups(model)
+    (warning,) = warned
+    assert warning.filename == __file__
+    message = str(warning.message)
+    assert "92% of the model's elements to adamw" in message
+    assert "'h.*.w1' of shape (4, 32, 16) and 2 more; 'h.*.w2' of shape (4, 16, 32)" in message
+    assert "patterns={'h.*.w1': 'stack'}" in message
+    routed = routes(model, patterns={"h.*.w1": "stack", "h.*.w2": "vector"})  # and no warning
+    assert routed["stack"] == [f"h.{i}.w1" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{"positions": (1, 64, 64)}, {"narrow": (1000, 15)}, {"short": (4096,)}, {"bias": (64, 64)}],
+    ids=str,
+)
+def test_what_cannot_be_a_matrix_is_not_named(tensors):
+    assert list(routes(Strangers(**tensors))) == ["vector"]
+
+
+def test_small_ones_are_not_named():
+    model = nn.ModuleDict({"own": Strangers(w=(16, 16)), "fc": nn.Linear(256, 101, bias=False)})
+    assert routes(model)["vector"] == ["own.w"]  # 256 of 26112 elements
+    model = nn.ModuleDict({"own": Strangers(w=(16, 16)), "fc": nn.Linear(256, 98, bias=False)})
+    with pytest.warns(UserWarning, match=r"'own.w' of shape \(16, 16\)"):
+        param_groups(model)
+
+
+def test_convolutions_are_known():
+    assert list(routes(nn.Sequential(nn.Conv2d(16, 64, 16, bias=False)))) == ["vector"]
+
+
+# ---------------------------------------------------------------- any model
+
+LEAVES = {
+    "linear": lambda: nn.Linear(3, 5),
+    "no bias": lambda: nn.Linear(4, 3, bias=False),
+    "embedding": lambda: nn.Embedding(5, 3),
+    "attention": lambda: nn.MultiheadAttention(4, 2),
+    "norm": lambda: nn.LayerNorm(4),
+    "conv": lambda: nn.Conv1d(2, 3, 2),
+    "lstm": lambda: nn.LSTM(3, 2),
+    "bilinear": lambda: nn.Bilinear(2, 3, 4),
+    "own": lambda: nn.ParameterList([torch.zeros(2, 2), torch.zeros(3)]),
+    "nothing": lambda: nn.ReLU(),
+}
+NAMES = st.sampled_from(["head", "layers", "0", "7", "attn", "lm_head", "x"])
+SMALL_LISTS = {"min_size": 1, "max_size": 4}
+
+
+@st.composite
+def models(draw):
+    """Trees of modules in which modules are shared, weights tied and parameters frozen."""
+    pool = [LEAVES[leaf]() for leaf in draw(st.lists(st.sampled_from([*LEAVES]), **SMALL_LISTS))]
+    for _ in range(draw(st.integers(1, 4))):
+        children = draw(st.dictionaries(NAMES, st.sampled_from(pool), **SMALL_LISTS))
+        pool.append(nn.ModuleDict(children))
+    model = pool[-1]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.in_features == 3]
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if linears and embeddings and draw(st.booleans()):
+        linears[0].weight = embeddings[0].weight
+    for p in model.parameters():
+        p.requires_grad_(draw(st.booleans()))
+    return model
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models())
+def test_every_trainable_parameter_exactly_once(model):
+    expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not expected:
+        with pytest.raises(ValueError, match="no trainable parameters"):
+            param_groups(model)
+        return
+    groups = param_groups(model)
+    routed = [(name, p) for group in groups for name, p in group["params"]]
+    assert len(routed) == len(expected)
+    assert all(expected[name] is p for name, p in routed)
+    assert all(p.dim() == 2 for g in groups if g["algorithm"] == "dion" for _, p in g["params"])
+    optimizer = CurvaDion(groups, gate=AlwaysOpen())
+    for _, p in routed:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.report.step == 1

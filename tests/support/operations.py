@@ -1,0 +1,383 @@
+"""What every backend of curvadion.ops must compute: checks against float64, for any device.
+
+Each check takes a backend's name and a device. References are written from the definitions, in
+float64 or in exact integers, and share no code with the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import numpy as np
+import torch
+
+from curvadion import ops
+from curvadion.ops.tensors import Parameters
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Spacing of numbers near 1. Arithmetic in float32 takes a few roundings; a narrower result one
+# more, where a tie may fall either way.
+SPACING = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+ROUNDINGS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
+SIZES = {
+    "one": [(1,)],
+    "few": [(3,), (0,), (16,), (5, 7), (33,)],
+    "odd and even": [(1000,), (4097,), (2, 3, 5), (128, 65), (0, 4), (1024,), (1023,)],
+    "across blocks": [(70_001,), (1,), (140_000,)],
+}
+
+
+def numbers(shape, dtype, device, seed, offset=0):
+    """Random numbers; ``offset`` elements into their storage, which spoils the alignment."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(math.prod(shape) + offset, generator=generator)
+    return values.to(dtype).to(device)[offset:].view(shape)
+
+
+def tensors(shapes, dtypes, device, seed, *, aligned=True):
+    """One tensor a shape, dtypes in turn; every other one misaligned if asked for."""
+    return [
+        numbers(shape, dtypes[i % len(dtypes)], device, 100 * seed + i, 0 if aligned else i % 2)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def scalars(count, low, high):
+    return [low + (high - low) * (i + 1) / (count + 1) for i in range(count)]
+
+
+def assert_close(actual, expected, float32_roundings=ROUNDINGS[torch.float32]):
+    """Within some roundings of actual's dtype, relative to the larger of the value and one."""
+    assert actual.shape == expected.shape
+    roundings = {**ROUNDINGS, torch.float32: float32_roundings}[actual.dtype]
+    error = (actual.double().cpu() - expected.cpu()).abs()
+    allowed = roundings * SPACING[actual.dtype] * expected.cpu().abs().clamp_min(1.0)
+    assert (error <= allowed).all(), f"{(error / allowed).max():.1f} times the allowed error"
+
+
+@contextlib.contextmanager
+def backend(name):
+    with ops.use_backend(name):
+        yield
+
+
+def wide(lists):
+    return [t.double().cpu() for t in lists]
+
+
+# ---------------------------------------------------------------- momentum and norms
+
+
+def check_norms(name, device, shapes, dtypes, *, aligned=True):
+    X = tensors(shapes, dtypes, device, 1, aligned=aligned)
+    expected = torch.stack([x.norm() for x in wide(X)])
+    with backend(name):
+        actual = ops.norms(X)
+    assert actual.dtype == torch.float32 and actual.device.type == device.type
+    assert_close(actual, expected, float32_roundings=64)
+
+
+def check_momentum(name, device, shapes, M_dtypes, G_dtypes, *, aligned=True):
+    """The reading, the writing and the silent form."""
+    M = tensors(shapes, M_dtypes, device, 1, aligned=aligned)
+    G = tensors(shapes, G_dtypes, device, 2, aligned=aligned)
+    mu = scalars(len(M), 0.5, 1.0)
+    sums = [decay * m + g for decay, m, g in zip(mu, wide(M), wide(G), strict=True)]
+    held = [s.to(m.dtype).double() for s, m in zip(sums, M, strict=True)]
+    expected = torch.stack([s.norm() for s in held])
+    untouched, unread = [m.clone() for m in M], [m.clone() for m in M]
+    gradients = [g.clone() for g in G]
+    with backend(name):
+        read = ops.momentum_norms(M, G, mu)
+        assert all(torch.equal(m, u) for m, u in zip(M, untouched, strict=True))
+        written = ops.momentum_norms_(M, G, mu)
+        ops.accumulate_(unread, G, mu)
+    assert_close(read, expected, float32_roundings=64)
+    assert_close(written, expected, float32_roundings=64)
+    for m, u, s in zip(M, unread, sums, strict=True):
+        assert_close(m, s)
+        assert_close(u, s)
+    assert all(torch.equal(g, before) for g, before in zip(G, gradients, strict=True))
+
+
+def check_non_finite(name, device):
+    """A norm is the flag of its own tensor, and of no other."""
+    for bad in (math.nan, math.inf, -math.inf):
+        M = tensors([(70_000,), (40,), (5000,)], [torch.float32], device, 1)
+        G = tensors([(70_000,), (40,), (5000,)], [torch.bfloat16], device, 2)
+        G[0][69_999] = bad
+        M[2][17] = bad
+        with backend(name):
+            for form in (ops.momentum_norms, ops.momentum_norms_):
+                assert torch.isfinite(form(M, G, [1.0] * 3)).tolist() == [False, True, False]
+            assert torch.isfinite(ops.norms(G)).tolist() == [False, True, True]
+
+
+def check_overflow(name, device):
+    """Finite numbers whose sum M's dtype cannot hold: what is written saturates."""
+    for sign in (1.0, -1.0):
+        M = [torch.full((3000,), sign * 60000.0, dtype=dtype, device=device) for dtype in DTYPES]
+        G = [torch.full((3000,), sign * 30000.0, dtype=dtype, device=device) for dtype in DTYPES]
+        X, silent = [m.clone() for m in M], [m.clone() for m in M]
+        held = [sign * (65504.0 if dtype == torch.float16 else 90000.0) for dtype in DTYPES]
+        norms = torch.tensor(held, dtype=torch.float64).abs() * 3000**0.5
+        with backend(name):
+            for form in (ops.momentum_norms, ops.momentum_norms_):
+                assert relative(form(M, G, [1.0] * 3), norms) < 0.01
+            ops.accumulate_(silent, G, [1.0] * 3)
+            ops.local_step_(X, G, [-1.0] * 3, [1.0] * 3)
+        for written in (M, silent, X):
+            for tensor, value in zip(written, held, strict=True):
+                assert relative(tensor.float(), torch.full((3000,), value)) < 0.01
+
+
+def check_largest_numbers(name, device):
+    """Sums of the largest finite numbers stay finite."""
+    most = [torch.finfo(dtype).max for dtype in DTYPES]
+    M, X = ([torch.zeros(700, dtype=dtype, device=device) for dtype in DTYPES] for _ in "ab")
+    G = [torch.full((700,), v, dtype=d, device=device) for v, d in zip(most, DTYPES, strict=True)]
+    with backend(name):
+        for _ in range(3):
+            ops.accumulate_(M, G, [1.0] * 3)
+            ops.local_step_(X, G, [2.0] * 3, [1.0] * 3, M, [1.0] * 3)
+            ops.local_step_(X, G, [2.0] * 3, [1.0] * 3, seeds=[1, 2, 3])
+            assert torch.isfinite(ops.norms([*M, *X])).all()
+            assert torch.isfinite(ops.momentum_norms(M, [g / 2**20 for g in G], [1.0] * 3)).all()
+
+
+def check_any_scale(name, device):
+    """Norms whose squares float32 does not hold."""
+    for exponent in (-36, -30, -20, -10, 15, 25, 35):
+        scale = 10.0**exponent
+        M = [(numbers((n,), torch.float32, device, n) * scale) for n in (3, 1000, 70_000)]
+        M = [torch.cat([m, torch.zeros(600, device=device)]) for m in M]
+        zeros = [torch.zeros_like(m) for m in M]
+        expected = torch.stack([m.norm() for m in wide(M)])
+        with backend(name):
+            assert relative(ops.norms(M), expected) < 1e-5
+            if abs(exponent) < 30:  # momenta saturate at 1e30
+                assert relative(ops.momentum_norms(M, zeros, [1.0] * 3), expected) < 1e-5
+                assert relative(ops.momentum_norms_(M, zeros, [1.0] * 3), expected) < 1e-5
+
+
+def relative(actual, expected):
+    """The largest error of an element, relative to it."""
+    expected = expected.double().cpu()
+    return ((actual.double().cpu() - expected) / expected).abs().max().item()
+
+
+def check_strides(name, device):
+    """Transposed parameters, gradients of other strides, expanded gradients, slices."""
+    M = [numbers((30, 20), torch.float32, device, 1).t(), numbers((6, 8), torch.float32, device, 2)]
+    G = [numbers((20, 30), torch.float32, device, 3), torch.ones(1, 1, device=device).expand(6, 8)]
+    sums = [m + g for m, g in zip(wide(M), wide(G), strict=True)]
+    with backend(name):
+        written = ops.momentum_norms_(M, G, [1.0, 1.0])
+        sliced = ops.norms([numbers((6, 8), torch.float32, device, 4)[:, ::2]])
+    assert_close(written, torch.stack([s.norm() for s in sums]), float32_roundings=64)
+    for m, s in zip(M, sums, strict=True):
+        assert_close(m, s)
+    expected = numbers((6, 8), torch.float64, torch.device("cpu"), 4).float()[:, ::2].norm()
+    assert_close(sliced, expected.double().reshape(1), float32_roundings=64)
+
+
+def check_moved_tensors(name, device):
+    """A list that remembers must notice tensors that have moved, and gradients that are new."""
+    M = [torch.nn.Parameter(numbers((50, 3), torch.float32, device, i)) for i in range(3)]
+    remembered = Parameters(M)
+    with backend(name), torch.no_grad():
+        for turn in range(3):
+            M[turn].data = numbers((50, 3), torch.float32, device, 10 + turn)
+            M[2].data = M[2].data.to((torch.float32, torch.bfloat16, torch.float16)[turn])
+            expected = torch.stack([m.norm() for m in wide(M)])
+            assert_close(ops.norms(remembered), expected, float32_roundings=64)
+
+
+# ---------------------------------------------------------------- local step
+
+
+def check_local_step(name, device, shapes, X_dtypes, G_dtypes, M_dtypes, *, aligned=True):
+    X = tensors(shapes, X_dtypes, device, 1, aligned=aligned)
+    G = tensors(shapes, G_dtypes, device, 2, aligned=aligned)
+    M = tensors(shapes, M_dtypes, device, 3, aligned=aligned) if M_dtypes else []
+    step, decay = scalars(len(X), 0.01, 0.3), scalars(len(X), 0.9, 1.0)
+    mu = scalars(len(M), 0.5, 1.0)
+    stepped = [b * x - e * g for b, x, e, g in zip(decay, wide(X), step, wide(G), strict=True)]
+    sums = [d * m + g for d, m, g in zip(mu, wide(M), wide(G), strict=False)]
+    with backend(name):
+        ops.local_step_(X, G, step, decay, M, mu)
+    for x, s in zip(X, stepped, strict=True):
+        assert_close(x, s)
+    for m, s in zip(M, sums, strict=True):
+        assert_close(m, s)
+
+
+def check_tensor_lr(name, device):
+    """Learning rates that are tensors go through, to the same numbers."""
+    X, Y = (tensors([(40,), (7, 9)], [torch.float32], device, 1) for _ in range(2))
+    G = tensors([(40,), (7, 9)], [torch.float32], device, 2)
+    lr = torch.tensor(0.1, device=device)
+    with backend(name):
+        ops.local_step_(X, G, [lr, lr], [1 - lr * 0.01] * 2)
+        ops.local_step_(Y, G, [0.1, 0.1], [0.999] * 2)
+    for x, y in zip(X, Y, strict=True):
+        assert_close(x, y.double())
+
+
+# ---------------------------------------------------------------- stochastic rounding
+
+
+def rounded_stochastically(values, offsets, seed):
+    """float32 -> the bits of bfloat16, from the definition: add noise below the kept bits."""
+
+    def mixed(x):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+    with np.errstate(over="ignore"):
+        noise = mixed(mixed(offsets.astype(np.uint32)) ^ np.uint32(seed)) & np.uint32(0xFFFF)
+        return ((values.view(np.uint32) + noise) >> np.uint32(16)).astype(np.uint16)
+
+
+def bits_of(tensor):
+    return tensor.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def check_stochastic_local_step(name, device):
+    """X <- G exactly, then rounded: the bits follow from seed and place alone."""
+    shapes = [(1,), (5000,), (70_001,)]
+    G = tensors(shapes, [torch.float32], device, 1, aligned=False)
+    seeds = [0, 12345, 2**32 - 1]
+    X = [torch.ones_like(g, dtype=torch.bfloat16) for g in G]
+    with backend(name):
+        ops.local_step_(X, G, [-1.0] * 3, [0.0] * 3, seeds=seeds)
+    for x, g, seed in zip(X, G, seeds, strict=True):
+        expected = rounded_stochastically(g.cpu().numpy(), np.arange(g.numel()), seed)
+        assert (bits_of(x) == expected).all()
+
+
+def check_stochastic_mean(name, device):
+    """The mean over seeds is the value, and every result is one of its two neighbours."""
+    G = [torch.full((512,), value, device=device) for value in (1.001, -0.3, 3e-5)]
+    total = [torch.zeros(512, dtype=torch.float64) for _ in G]
+    with backend(name):
+        for seed in range(8):
+            X = [torch.zeros(512, dtype=torch.bfloat16, device=device) for _ in G]
+            ops.local_step_(X, G, [-1.0] * 3, [1.0] * 3, seeds=[seed * 3 + i for i in range(3)])
+            for x, g, sums in zip(X, G, total, strict=True):
+                assert len(x.unique()) <= 2
+                assert ((x.float() - g).abs() <= 2**-7 * g.abs()).all()
+                sums += x.double().cpu()
+    for sums, g in zip(total, G, strict=True):
+        value = g[0].double().cpu()
+        # Standard deviation of a mean of 4096 two-point variables, spacing at most 2**-7.
+        assert (sums.mean() / 8 - value).abs() <= 4 * 0.5 * 2**-7 * value.abs() / 64
+
+
+# ---------------------------------------------------------------- columns
+
+
+def columns_problem(shape, device, scale=1.0, seed=1):
+    """R, and lengths up to which its columns are to become zero."""
+    R = numbers(shape, torch.float32, device, seed)
+    if shape[-1] > 1 and R.numel():
+        R[..., 0] *= 1e-4
+        R[..., 1] *= 1e-2
+    floor = torch.full((shape[0], shape[-1]), 1e-3 * shape[1] ** 0.5 * scale, dtype=torch.float64)
+    return R * scale, floor.to(device)
+
+
+def normalized(R, sums, floor):
+    lengths = sums.sqrt()
+    return R * torch.where(lengths > floor, 1 / lengths, 0.0).unsqueeze(-2)
+
+
+def check_columns(name, device, shape, Q_dtype, scale=1.0):
+    R, floor = columns_problem(shape, device, scale)
+    sums = R.double().cpu().square().sum(dim=-2)
+    others = sums * 2  # what another rank's rows add
+    Q, Q_split = ([torch.ones(shape[1:], dtype=Q_dtype, device=device) for _ in R] for _ in "ab")
+    with backend(name):
+        found = ops.column_sum_of_squares(R)
+        ops.column_normalize_(Q, R, None, floor)
+        ops.column_normalize_(Q_split, R, others.to(device), floor)
+        stacked = ops.column_normalize(R)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.cpu(), sums, rtol=1e-12, atol=0)
+    [R] = wide([R])
+    none = torch.zeros_like(sums)
+    whole, split = normalized(R, sums, floor.cpu()), normalized(R, others, floor.cpu())
+    assert_close(stacked, normalized(R, sums, none), float32_roundings=4)
+    for q, s, one, part in zip(Q, Q_split, whole, split, strict=True):
+        assert_close(q, one, float32_roundings=4)
+        assert_close(s, part, float32_roundings=4)
+    if shape[-1] > 1 and R.numel():
+        assert not whole[..., 0].any() and whole[..., 1].any()
+
+
+# ---------------------------------------------------------------- low-rank update
+
+
+def check_low_rank_update(
+    name, device, shapes, X_dtypes, M_dtypes, *, aligned=True, with_momentum=True, roundings=8
+):
+    """shapes: (m, n, r) each; a negative r means that X and M are given as transposed views."""
+    sizes = [(n, m) if r < 0 else (m, n) for m, n, r in shapes]
+    X = tensors(sizes, X_dtypes, device, 1, aligned=aligned)
+    M = tensors(sizes, M_dtypes, device, 2, aligned=aligned) if with_momentum else []
+    flip = [r < 0 for *_, r in shapes]
+    X = [x.mT if f else x for x, f in zip(X, flip, strict=True)]
+    M = [m.mT if f else m for m, f in zip(M, flip, strict=False)]
+    P = tensors([(m, abs(r)) for m, _, r in shapes], [torch.float32], device, 3)
+    Q = tensors([(n, abs(r)) for _, n, r in shapes], [torch.float32], device, 4)
+    R = tensors([(n, abs(r)) for _, n, r in shapes], [torch.float32], device, 5)
+    # Rows of length one, so that products are of size one and errors are comparable.
+    P, Q, R = ([t / max(t.shape[1], 1) ** 0.5 for t in list_] for list_ in (P, Q, R))
+    step, decay = scalars(len(X), 0.1, 0.5), scalars(len(X), 0.9, 1.0)
+    feedback = scalars(len(M), 0.02, 0.3)
+    stepped = [
+        b * x - e * p @ q.mT
+        for b, x, e, p, q in zip(decay, wide(X), step, wide(P), wide(Q), strict=True)
+    ]
+    fed = [
+        m - c * p @ r.mT for m, c, p, r in zip(wide(M), feedback, wide(P), wide(R), strict=False)
+    ]
+    with backend(name):
+        ops.low_rank_update_(X, P, Q, step, decay, M, R, feedback)
+    for x, s in zip(X, stepped, strict=True):
+        assert_close(x, s, float32_roundings=roundings)
+    for m, s in zip(M, fed, strict=True):
+        assert_close(m, s, float32_roundings=roundings)
+
+
+def check_low_rank_overflow(name, device):
+    """X and M saturate where an update would leave their dtype's range."""
+    X, M = ([torch.full((33, 20), 60000.0, dtype=d, device=device) for d in DTYPES] for _ in "ab")
+    P, Q = ([torch.full((k, 2), 100.0, device=device) for _ in DTYPES] for k in (33, 20))
+    with backend(name):
+        ops.low_rank_update_(X, P, Q, [-1.0] * 3, [1.0] * 3, M, Q, [-1.0] * 3)
+    for x, m, dtype in zip(X, M, DTYPES, strict=True):
+        held = 65504.0 if dtype == torch.float16 else 80000.0
+        for tensor in (x, m):
+            assert relative(tensor.float(), torch.full((33, 20), held)) < 0.01
+
+
+def check_stochastic_low_rank_update(name, device):
+    """X <- P Q^T of rank one, exact in float32, rounded by seed and place in memory."""
+    m, n = 45, 70
+    p = torch.arange(1, m + 1, dtype=torch.float32, device=device).view(m, 1)
+    q = torch.arange(1, n + 1, dtype=torch.float32, device=device).view(n, 1) / 64
+    X = torch.zeros(m, n, dtype=torch.bfloat16, device=device)
+    Y = torch.zeros(n, m, dtype=torch.bfloat16, device=device)
+    with backend(name):
+        ops.low_rank_update_(
+            [X, Y.mT], [p, p], [q, q], [-1.0, -1.0], [1.0, 1.0], seeds=[7, 2**31 + 5]
+        )
+    product = (p @ q.mT).cpu().numpy()
+    row_major = np.arange(m * n).reshape(m, n)
+    assert (bits_of(X) == rounded_stochastically(product, row_major, 7)).all()
+    other = np.ascontiguousarray(product.T)
+    expected = rounded_stochastically(other, np.arange(m * n).reshape(n, m), 2**31 + 5)
+    assert (bits_of(Y) == expected).all()

@@ -1,0 +1,146 @@
+"""Trains the small transformer in some layout, and as whole replicas to compare it with."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+from test_layouts import Scheduled
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import distributed
+import transformer
+from curvadion import RMMC, CurvaDion, Dion
+
+STEPS = 10
+OPEN_STEPS = (1, 2, 5, 9)
+
+
+class Watching(Scheduled):
+    """Opens as scheduled, and remembers the RMMC that it saw."""
+
+    reads_momentum = True
+
+    def __init__(self, steps):
+        super().__init__(steps)
+        self.seen = []
+
+    def signal(self, before, after):
+        return RMMC(0.0).signal(before, after)
+
+    def opens(self, signal, local_steps):
+        self.seen.append(signal)
+        return super().opens(signal, local_steps)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to train; options: pairs for the optimizer.
+
+    schedule: the steps at which the gate opens; None for all.
+    clip: what gradients are clipped to.
+    sparing: whether the experts rest on some replicas at some steps.
+    """
+
+    schedule: tuple[int, ...] | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    clip: float | None = None
+    sparing: bool = False
+
+
+def train(rank, setup, layout, setting):
+    """Weights after the steps; drifts, clipped norms and RMMCs on the way; weights synchronised.
+
+    setup(layout): the model, the optimizer's replicas, this replica's and this reader's number.
+    """
+    model, replicas, replica, reader = setup(layout)
+    return steps_of(model, replicas, replica, [reader], setting)
+
+
+def train_whole(rank, shards, setting):
+    """The same of replicas that are one process each, which reads all its shards' batches."""
+    replicas = dist.group.WORLD if dist.get_world_size() > 1 else None
+    readers = range(rank * shards, (rank + 1) * shards)
+    return steps_of(transformer.build(), replicas, rank, readers, setting)
+
+
+def steps_of(model, replicas, replica, readers, setting):
+    gate = Watching(setting.schedule or range(1, STEPS + 1))
+    optimizer = CurvaDion(
+        transformer.groups(model), replicas=replicas, gate=gate, **dict(setting.options)
+    )
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        # All use the experts, the first replica does, nobody does.
+        expert = (True, replica == 0, False)[step % 3] if setting.sparing else True
+        for reader in readers:
+            (transformer.loss_of(model, step, reader, expert) / len(readers)).backward()
+        if setting.clip is not None:
+            seen.append(clip_(model, setting.clip))
+        optimizer.step()
+        seen.append(optimizer.drift())
+    seen += gate.seen
+    own = full_weights(model)
+    optimizer.synchronize()
+    return own, seen, full_weights(model)
+
+
+def clip_(model, clip):
+    """Clip the gradients; return the norm they had."""
+    if isinstance(model, FullyShardedDataParallel):
+        return float(model.clip_grad_norm_(clip))
+    return float(full(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+
+
+def full_weights(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return transformer.weights(model)
+    return {name: full(weight) for name, weight in transformer.weights(model).items()}
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_trains_like_whole_replicas(setup, layout, replicas, shards, copies=1, **setting):
+    """All ranks of a layout, numbered by replica, shard and copy of the shard's batch."""
+    setting = Setting(**setting)
+    actual = distributed.run(replicas * shards * copies, train, setup, layout, setting)
+    expected = whole(replicas, shards, setting)
+    for rank, (own, seen, synchronized) in enumerate(actual):
+        own_whole, seen_whole, synchronized_whole = expected[rank // (shards * copies)]
+        assert transformer.worst(own, own_whole)[0] < 1e-5, transformer.worst(own, own_whole)
+        assert transformer.worst(synchronized, synchronized_whole)[0] < 1e-5
+        assert seen == pytest.approx(seen_whole, rel=1e-3, abs=1e-6)
+
+
+@functools.cache
+def whole(replicas, shards, setting):
+    return distributed.run(replicas, train_whole, shards, setting)
+
+
+def assert_trains_like_one_process(setup, layout, readers, copies=1):
+    actual = distributed.run(readers * copies, train, setup, layout, Setting())
+    expected = one_process(readers)
+    for own, seen, _ in actual:
+        assert transformer.worst(own, expected)[0] < 1e-5, transformer.worst(own, expected)
+        assert max(seen[:STEPS]) < 1e-6  # the drifts: replicas stay together
+
+
+@functools.cache
+def one_process(readers):
+    """Weights after one process has read all batches of all readers."""
+    model = transformer.build()
+    optimizer = Dion(transformer.groups(model))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(transformer.loss_of(model, step, reader) for reader in range(readers)).div(
+            readers
+        ).backward()
+        optimizer.step()
+    return transformer.weights(model)

@@ -1,0 +1,161 @@
+"""Codes of a few bits, and means over a group that are sent in them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distributed
+from curvadion.metering.wire import WireMeter
+from curvadion.sync import codec as quantization
+from curvadion.sync.codec import BITS, BLOCK, block_bytes, decode, encode, levels
+from curvadion.sync.coded_mean import message_bytes, quantized_mean
+
+# Mean square errors of the best quantizers of a standard normal number (Max, 1960, table I).
+LEAST_DISTORTION = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}
+
+
+@pytest.mark.parametrize(("bits", "least"), LEAST_DISTORTION.items())
+@pytest.mark.parametrize("kind", ["normal", "few large", "signs", "one row"])
+def test_the_distortion_is_at_most_a_normal_numbers_whatever_the_distribution(bits, least, kind):
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.randn(64, BLOCK, generator=generator)
+    if kind == "few large":
+        x = x**5
+    elif kind == "signs":
+        x = x.sign() * 3.0
+    elif kind == "one row":
+        x[1:] = 0
+    x = x.view(-1)
+    lost = (x - decode(encode(x, bits), bits)).square().sum() / x.square().sum()
+    assert float(lost) < (1.25 if kind == "one row" else 1.1) * least
+    if kind == "normal":
+        assert float(lost) == pytest.approx(least, rel=0.1)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_levels_are_the_means_of_what_they_stand_for(bits):
+    numbers = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
+    ascending = levels(bits)
+    assert len(ascending) == 2**bits
+    assert torch.allclose(ascending, -ascending.flip(0), atol=1e-6)
+    nearest = torch.bucketize(numbers, (ascending[1:] + ascending[:-1]) / 2)
+    for i in range(len(ascending)):
+        mine = numbers[nearest == i]
+        if len(mine) > 1000:
+            assert float(mine.mean()) == pytest.approx(float(ascending[i]), abs=0.02)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_code_takes_its_bits_and_two_bytes_a_block(bits):
+    code = encode(torch.randn(3 * BLOCK), bits)
+    assert code.dtype == torch.uint8
+    assert code.shape == (3, block_bytes(bits)) == (3, 32 * bits + 2)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_zeros_and_numbers_of_any_size_come_back_finite(bits):
+    for size in (0.0, 1e-42, 1e-30, 1e30):
+        x = size * torch.ones(BLOCK)
+        back = decode(encode(x, bits), bits)
+        assert back.isfinite().all()
+        assert float((back - x).norm()) <= 1.01 * float(x.norm())
+
+
+@pytest.mark.parametrize("bits", [0, 5, 16, "2"])
+def test_a_number_of_bits_there_is_no_code_for_is_an_error(bits):
+    with pytest.raises(ValueError, match="bits="):
+        levels(bits)
+
+
+def replicas_numbers(rank, sizes, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(size, generator=generator) + 0.3 for size in sizes]
+
+
+def average(rank, sizes, bits, steps):
+    """Quantised means over some steps, the true ones, this rank's residuals, and bytes sent."""
+    residuals = [torch.zeros(size) for size in sizes]
+    means, sent = [], []
+    for step in range(steps):
+        X = replicas_numbers(rank, sizes, step)
+        with WireMeter() as meter:
+            means.append(list(quantized_mean(X, residuals, bits, dist.group.WORLD)))
+        sent.append(meter.total_sent)
+    return means, residuals, sent
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("sizes", [[(256,)], [(3, 5), (), (1000,), (0,)], [(64, 64), (7,)]])
+def test_sums_of_means_are_true_but_for_the_last_residuals(world, bits, sizes):
+    steps = 4
+    ranks = distributed.run(world, average, sizes, bits, steps)
+    for means, _, _ in ranks[1:]:
+        for ours, first in zip(means, ranks[0][0], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, first, strict=True))
+    for i in range(len(sizes)):
+        received = sum(means[i].double() for means in ranks[0][0])
+        numbers = [replicas_numbers(r, sizes, t)[i] for r in range(world) for t in range(steps)]
+        residuals = sum(residuals[i].double() for _, residuals, _ in ranks)
+        true = (sum(x.double() for x in numbers) - residuals) / world
+        assert received.shape == sizes[i]
+        assert torch.allclose(received, true, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes_sent_are_those_of_the_codes(world, bits):
+    sizes = [(3, 5), (1000,), (77,)]
+    ranks = distributed.run(world, average, sizes, bits, 2)
+    codes = message_bytes([3 * 5, 1000, 77], bits)
+    assert codes == (1 + 4 + 1) * (32 * bits + 2)
+    for step in range(2):
+        sent = sum(sent[step] for _, _, sent in ranks) / world
+        assert sent == pytest.approx(2 * (world - 1) / world * codes)
+
+
+def average_of_columns(rank, m, n, turned):
+    """Two means of a matrix and its residual, which are laid out by columns if turned."""
+    residual = torch.zeros(n, m).T if turned else torch.zeros(m, n)
+    means = []
+    for step in range(2):
+        (x,) = replicas_numbers(rank, [(m, n)], step)
+        x = x.T.contiguous().T if turned else x
+        (mean,) = quantized_mean([x], [residual], 2, dist.group.WORLD)
+        means.append(mean)
+    return *means, residual
+
+
+@pytest.mark.parametrize(("m", "n"), [(30, 40), (5, 1), (1, 5)])
+def test_how_a_tensor_lies_in_memory_does_not_matter(m, n):
+    by_columns = distributed.run(2, average_of_columns, m, n, True)
+    by_rows = distributed.run(2, average_of_columns, m, n, False)
+    for ours, theirs in zip(by_columns, by_rows, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_pieces_have_the_codes_of_the_whole(bits, monkeypatch):
+    x = torch.randn(7 * BLOCK, generator=torch.Generator().manual_seed(0))
+    whole = encode(x, bits)
+    monkeypatch.setattr(quantization, "PIECE", 2 * BLOCK)
+    assert encode(x, bits).equal(whole)
+    assert decode(whole, bits).equal(torch.cat([decode(block[None], bits) for block in whole]))
+
+
+def test_residuals_stay_bounded():
+    for _, residuals, _ in distributed.run(2, average, [(4096,)], 1, 60):
+        assert float(residuals[0].square().mean()) < 4
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    numbers=st.lists(st.floats(-1e6, 1e6, width=32), max_size=20),
+    bits=st.sampled_from(BITS),
+)
+def test_one_replica_loses_nothing(numbers, bits):
+    x, residual = torch.tensor(numbers), torch.zeros(len(numbers))
+    (mean,) = quantized_mean([x], [residual], bits, None)
+    assert torch.equal(mean, x) and not residual.any()

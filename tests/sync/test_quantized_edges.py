@@ -1,0 +1,333 @@
+"""Quantised averages where gradients are missing, rates are zero and parameters come or go."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import distributed
+import toy
+from curvadion import CurvaDion, Dion, FixedPeriod, WireBudget
+from curvadion.sync.consensus import STATE_KEYS
+
+SHAPES = [(8, 6), (6, 6), (5, 9)]
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def optimizer_of(X, **options):
+    defaults = {"gate": FixedPeriod(3), "reconcile": "quantized", "max_local_steps": None}
+    return CurvaDion(X, replicas=dist.group.WORLD, **defaults | options)
+
+
+def step(X, optimizer, number, rank, missing=()):
+    """With random gradients of this rank's own, none where they are missing."""
+    generator = torch.Generator().manual_seed(100 * rank + number + 1)
+    for i, x in enumerate(X):
+        x.grad = torch.randn(x.shape, generator=generator).to(x.dtype)
+        if i in missing:
+            x.grad = None
+    optimizer.step()
+
+
+def values(X):
+    return [x.detach().clone() for x in X]
+
+
+# ------------------------------------------------------------------------ missing gradients
+
+
+def miss_gradients(rank, parts, missing):
+    """Weights after an agreement at the end; ``missing``: (rank, step, matrix)."""
+    X = weights()
+    optimizer = optimizer_of(X, reconcile_parts=parts)
+    for number in range(12):
+        step(X, optimizer, number, rank, [i for r, n, i in missing if (r, n) == (rank, number)])
+    optimizer.synchronize(exact=False)
+    return values(X)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    "missing",
+    [[(1, 5, 0)], [(1, 4, 0), (0, 5, 2)], [(r, n, 1) for r in (0, 1) for n in range(12)]],
+    ids=["at an opening", "before one", "everywhere"],
+)
+def test_replicas_agree_whatever_gradients_they_miss(parts, missing):
+    ours, theirs = distributed.run(2, miss_gradients, parts, missing)
+    assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
+    if len(missing) > 2:
+        assert ours[1].equal(weights()[1])
+
+
+def step_once_in(rank, period):
+    """How far a matrix goes, relative to its learning rate, that steps at the opening alone."""
+    X = [nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))]
+    optimizer = optimizer_of(X, gate=FixedPeriod(period), reconcile_bits=8, weight_decay=0.0)
+    for number in range(period):
+        X[0].grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * rank + number))
+        X[1].grad = torch.eye(8) if number == period - 1 else None
+        optimizer.step()
+    return torch.linalg.svdvals(X[1].detach() / optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("period", [1, 3, 6])
+def test_steps_that_no_replica_takes_lengthen_nothing(period):
+    for singular_values in distributed.run(2, step_once_in, period):
+        assert float((singular_values - 1).abs().max()) < 0.05
+
+
+# ---------------------------------------------------------------------------- learning rates
+
+
+def fall_to(rank, lr, period):
+    X = weights()
+    optimizer = optimizer_of(X, gate=FixedPeriod(period))
+    for number in range(12):
+        if number == 6:
+            reached = values(X)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        step(X, optimizer, number, rank)
+    return [float((x - y).norm() / y.norm()) for x, y in zip(values(X), reached, strict=True)]
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-30, 1e-12])
+@pytest.mark.parametrize("period", [1, 3])
+def test_a_rate_of_next_to_nothing_keeps_weights_where_they_are(lr, period):
+    for moved in distributed.run(2, fall_to, lr, period):
+        assert max(moved) < 0.05  # no more than what codes make up for
+
+
+# ------------------------------------------------------------------- parameters come and go
+
+
+def freeze(rank, at, reconcile):
+    X = weights()
+    optimizer = optimizer_of(X, reconcile=reconcile)
+    for number in range(at):
+        step(X, optimizer, number, rank)
+    X[0].requires_grad_(False)
+    try:
+        step(X[1:], optimizer, at, rank)
+    except RuntimeError as error:
+        X[0].requires_grad_(True)
+        optimizer.synchronize()
+        X[0].requires_grad_(False)
+        step(X[1:], optimizer, at, rank)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("reconcile", ["quantized", "average"])
+def test_freezing_a_parameter_of_which_each_replica_has_its_own_is_an_error(reconcile):
+    for message in distributed.run(2, freeze, 4, reconcile):
+        assert "param_groups[0]['params'][0]" in message and "synchronize()" in message
+    assert distributed.run(2, freeze, 3, reconcile) == ["", ""]
+
+
+def thaw(rank):
+    """How far a matrix goes, relative to its rate, in one step after others have taken three."""
+    X = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
+    optimizer = optimizer_of(X, reconcile_bits=8, weight_decay=0.0, gate=FixedPeriod(1))
+    for number in range(7):
+        X[1].requires_grad_(number not in (1, 2, 3))
+        X[0].grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * rank + number))
+        before = X[1].detach().clone()
+        X[1].grad = torch.eye(8) if X[1].requires_grad else None
+        optimizer.step()
+        if number == 4:
+            return torch.linalg.svdvals((X[1].detach() - before) / 0.02)
+
+
+def test_steps_before_a_parameter_thaws_lengthen_nothing():
+    for singular_values in distributed.run(2, thaw):
+        assert float((singular_values - 1).abs().max()) < 0.05
+
+
+def add_and_agree(rank, change):
+    X = weights()
+    optimizer = optimizer_of(X, reconcile_parts=3)
+    for number in range(4):
+        step(X, optimizer, number, rank)
+    if change == "add":
+        more = [nn.Parameter(torch.ones(16, 16)) for _ in range(2)]
+        optimizer.add_param_group({"params": more})
+    else:
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = optimizer_of(X, reconcile_parts=2)
+        optimizer.load_state_dict(saved)
+    optimizer.synchronize(exact=False)
+    return values(X)
+
+
+@pytest.mark.parametrize("change", ["add", "load with fewer parts"])
+def test_replicas_agree_though_parts_were_dealt_anew(change):
+    ours, theirs = distributed.run(2, add_and_agree, change)
+    assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
+
+
+# --------------------------------------------------------------------------- other surprises
+
+
+@pytest.mark.parametrize("how", ["load", "copy", "freeze"])
+@pytest.mark.parametrize("kind", ["Dion", "threshold", "quantized"])
+def test_synchronize_works_before_the_next_step(kind, how):
+    X = weights()
+    make = {
+        "Dion": Dion,
+        "threshold": lambda X: CurvaDion(X, threshold=0.3),
+        "quantized": lambda X: CurvaDion(X, gate=FixedPeriod(2), reconcile="quantized"),
+    }[kind]
+    optimizer = make(X)
+    step(X, optimizer, 0, 0)
+    if how == "load":
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = make(X)
+        optimizer.load_state_dict(saved)
+    elif how == "copy":
+        optimizer = copy.deepcopy(optimizer)
+        X = optimizer.param_groups[0]["params"]
+    else:
+        X[0].requires_grad_(False)
+    for x in X:
+        optimizer.state[x]["momentum_norm"].zero_()
+    optimizer.synchronize()
+    optimizer.synchronize(exact=True)
+    first = 1 if how == "freeze" else 0
+    measured = [float(optimizer.state[x]["momentum_norm"]) for x in X[first:]]
+    norms = [float(optimizer.state[x]["momentum"].norm()) for x in X[first:]]
+    assert measured == pytest.approx(norms, rel=1e-5)
+
+
+def test_one_replica_does_what_it_would_do_alone():
+    ends = []
+    for options in (
+        {"gate": FixedPeriod(100), "reconcile": "average", "max_local_steps": None},
+        {"gate": FixedPeriod(2), "reconcile": "quantized"},
+    ):
+        X = [nn.Parameter(x.detach().double()) for x in weights()]
+        alike = {"rank_fraction": 1.0, "right_factor": "qr", "nesterov": 1.0}
+        optimizer = CurvaDion(X, **options, **alike)
+        for number in range(6):
+            step(X, optimizer, number, 0)
+        ends.append(values(X))
+    assert all(x.equal(y) for x, y in zip(*ends, strict=True))
+
+
+def assign_a_gate(rank):
+    X = weights()
+    optimizer = optimizer_of(X)
+    step(X, optimizer, 0, rank)
+    optimizer.gate = WireBudget(0.5)
+    step(X, optimizer, 1, rank)
+    return optimizer.gate.open_cost
+
+
+def test_a_gate_assigned_later_knows_what_steps_cost():
+    for cost in distributed.run(2, assign_a_gate):
+        assert 0 < cost < 0.5
+
+
+@given(st.floats(0.001, 0.5), st.integers(1, 60))
+def test_a_longest_run_that_is_accepted_keeps_the_budget(share, longest):
+    gate = WireBudget(share)
+    gate.open_cost, gate.closed_cost = 0.5, 0.0
+    try:
+        gate.check_feasible(longest)
+    except ValueError:
+        return
+    # Every opening is forced by the longest run.
+    assert gate.open_cost / (longest + 1) <= share * (1 + 1e-6)
+
+
+def evaluate_often(rank, parts):
+    """Openings that were sent, and those that the budget allows."""
+    X = weights()
+    optimizer = optimizer_of(X, gate=WireBudget(0.1), reconcile_bits=2, reconcile_parts=parts)
+    openings, steps = 0, 60
+    for number in range(steps):
+        step(X, optimizer, number, rank)
+        openings += optimizer.report.gate_open
+        if number % 10 == 9:
+            openings += optimizer.progress.parts_apart
+            optimizer.synchronize(exact=False)
+    return openings, optimizer.gate.rate * steps
+
+
+@pytest.mark.parametrize("parts", [1, 3, 100])
+def test_agreements_for_an_evaluation_count_as_openings(parts):
+    most = min(parts, len(SHAPES))  # there are no more parts than matrices
+    for openings, allowed in distributed.run(2, evaluate_often, parts):
+        assert openings == pytest.approx(allowed, abs=most + 1)
+
+
+def train_in_tensor_parallel(rank):
+    """A vector that tensor parallelism replicates beside a matrix that it cuts unevenly."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(25, 20, generator=generator), torch.randn(300, generator=generator)
+    places = [Replicate(), Shard(0)], [Replicate(), Replicate()]
+    matrix, vector = (
+        nn.Parameter(distribute_tensor(x, mesh, p)) for x, p in zip(whole, places, strict=True)
+    )
+    optimizer = CurvaDion(
+        [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}],
+        replicas=mesh["replicate"], gate=FixedPeriod(2), reconcile="quantized",
+    )  # fmt: skip
+    replica = mesh.get_local_rank("replicate")
+    for step in range(4):
+        for i, x in enumerate((matrix, vector)):
+            own = torch.Generator().manual_seed(100 * step + 10 * replica + i)
+            noise = torch.randn(x.shape, generator=own)
+            x.grad = distribute_tensor(noise, mesh, x.placements, src_data_rank=None)
+        optimizer.step()
+    state = optimizer.state[vector]
+    return vector.to_local().detach(), *(state[key].to_local() for key in STATE_KEYS)
+
+
+def test_ranks_of_a_replica_agree_on_what_they_hold_alike():
+    first, *others = distributed.run(4, train_in_tensor_parallel)
+    for other in others:
+        assert torch.equal(first[0], other[0]) and torch.equal(first[1], other[1])
+    # The residual is each replica's own, and the same on its ranks.
+    assert torch.equal(first[2], others[0][2]) and torch.equal(others[1][2], others[2][2])
+
+
+def thaw_and_save(rank, saves):
+    """A matrix frozen for a while; perhaps a checkpoint between its thaw and the next step."""
+    model = toy.model()
+    optimizer = CurvaDion(
+        toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(3), reconcile="quantized"
+    )
+    toy.train(model, optimizer, range(3), rank)
+    model.linear.weight.requires_grad_(False)
+    toy.train(model, optimizer, range(3, 9), rank)
+    model.linear.weight.requires_grad_(True)
+    if saves == "load":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of replicas that are apart
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if saves == "deepcopy":
+        model, optimizer = copy.deepcopy((model, optimizer))
+    toy.train(model, optimizer, range(9, 15), rank)
+    return toy.weights(model)
+
+
+@pytest.mark.parametrize("saves", ["load", "deepcopy"])
+def test_a_checkpoint_after_a_thaw_changes_nothing(saves):
+    runs = (distributed.run(2, thaw_and_save, how) for how in (None, saves))
+    for plain, saved in zip(*runs, strict=True):
+        toy.assert_bitwise_equal(plain, saved)

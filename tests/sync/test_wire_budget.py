@@ -1,0 +1,771 @@
+"""A budget of bytes: when it opens the gate, and what replicas then send and agree on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import distributed
+import formulas
+import toy
+from curvadion import RMMC, CurvaDion, FixedPeriod, WireBudget, WireMeter
+from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.consensus import in_parts
+from gate_steps import ask
+
+BITS = (1, 2, 4, 8)
+
+
+def gate_that_costs(share, by="period", open_cost=0.05, closed_cost=0.001):
+    gate = WireBudget(share, by)
+    gate.open_cost, gate.closed_cost = open_cost, closed_cost
+    return gate
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+@pytest.mark.parametrize("share", [0.003, 0.01, 0.03])
+def test_the_budget_is_met(by, share):
+    signals = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
+    openings = ask(gate_that_costs(share, by), 3000, signals=signals)
+    sent = 0.05 * len(openings) + 0.001 * 3000
+    assert sent == pytest.approx(share * 3000, rel=0.1)
+
+
+def test_a_period_is_as_even_as_the_budget_allows():
+    openings = ask(gate_that_costs(0.01 + 0.001), 200)
+    assert openings == list(range(9, 200, 5))  # the first pays for the last agreement too
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+@pytest.mark.parametrize("share", [0.003, 0.01, 0.03, 1.0])
+def test_a_run_of_any_length_that_ends_with_an_agreement_keeps_to_the_budget(share, by, parts):
+    signals = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
+    gate = gate_that_costs(share, by)
+    gate.openings_per_agreement = parts
+    openings = ask(gate, 400, signals=signals)
+    # The last agreement is kept back at half of what is earned: that takes twice its time.
+    for steps in range(math.ceil(2 * parts / gate.rate) if parts > 1 else 1, 400):
+        made = sum(step < steps for step in openings)
+        sent = 0.05 * (made + parts) + 0.001 * steps
+        assert sent <= share * steps * (1 + 1e-9) or not made
+    waiting = 1 if by == "period" else 1 + gate.SLACK
+    assert min(400 * gate.rate, 400) - len(openings) - parts <= waiting + 1e-6
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+@pytest.mark.parametrize("openings_sent", [0.5, 1, 40])
+def test_what_was_sent_too_much_is_paid_back_without_a_silence(by, openings_sent):
+    signals = torch.rand(4000, generator=torch.Generator().manual_seed(0)).tolist()
+    gate, agreed = gate_that_costs(0.01, by), []
+    for step, signal in enumerate(signals):
+        opens = gate.opens(signal, 0)
+        if opens:
+            gate.spend(1)
+        if step == 100:
+            gate.spend(openings_sent)
+        if opens or step == 100:
+            agreed.append(step)
+    sent = 0.05 * (len(agreed) - 1 + openings_sent) + 0.001 * 4000
+    assert 0.98 <= sent / (0.01 * 4000) <= 1.0
+    gaps = [b - a for a, b in pairwise(agreed)]
+    most = (2 if by == "period" else 2 * (1 + gate.SLACK)) / gate.rate
+    assert max(gaps) <= math.ceil(most)
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+@pytest.mark.parametrize("credit", [-5.0, -0.3, 0.0, 0.9, 1.9])
+def test_a_gate_goes_on_from_the_state_of_an_earlier_version(by, credit):
+    gate = gate_that_costs(0.01, by)
+    gate.load_state_dict({"credit": credit, "log_threshold": None})
+    signals = torch.rand(2000, generator=torch.Generator().manual_seed(0)).tolist()
+    openings = ask(gate, 2000, signals=signals)
+    due = credit + 2000 * gate.rate - 1
+    assert due - 1 - (gate.SLACK if by == "rmmc" else 0) <= len(openings) <= due + 1e-6
+    if by == "period":
+        assert openings[0] <= math.ceil(2 / gate.rate)
+
+
+def test_openings_by_rmmc_fall_where_momenta_change_most():
+    signals = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
+    openings = ask(gate_that_costs(0.01, "rmmc"), 3000, signals=signals)
+    mean = sum(signals[i] for i in openings) / len(openings)
+    assert mean > 0.75
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_openings_by_others_are_paid_for(by):
+    signals = [1.0] * 2000
+    openings = ask(gate_that_costs(0.01, by), 2000, signals=signals, opened_by_others=range(50))
+    assert 0.05 * len(openings) + 0.001 * 2000 == pytest.approx(0.01 * 2000, rel=0.1)
+
+
+@pytest.mark.parametrize("bound", [50, 60, None])
+def test_a_bound_on_local_runs_leaves_room_to_pay_back(bound):
+    """An opening at every fiftieth step, and one exact synchronisation that costs forty of them."""
+    share, steps = 0.0013, 6000
+    gate = gate_that_costs(share, open_cost=0.065, closed_cost=0.0)
+    gate.check_feasible(bound)
+    sent, local_steps, first, longest = 0.0, 0, None, 0
+    for step in range(steps):
+        most = gate.longest_run(bound)
+        opens = gate.opens(1.0, local_steps) or (most is not None and local_steps >= most)
+        local_steps = 0 if opens else local_steps + 1
+        longest = max(longest, local_steps)
+        if opens:
+            first = step if first is None else first
+            gate.spend(1)
+            sent += 0.065
+        if step == 1000:
+            gate.spend(40)
+            sent += 2.6
+    assert sent + 0.065 <= share * steps * (1 + 1e-6)
+    assert first == pytest.approx(100, abs=2) and longest <= 102
+
+
+def test_a_budget_for_every_step_is_always_open():
+    assert ask(gate_that_costs(1.0), 10) == list(range(10))
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_a_gate_goes_on_from_its_state(by):
+    signals = torch.rand(200, generator=torch.Generator().manual_seed(0)).tolist()
+    whole, first = gate_that_costs(0.01, by), gate_that_costs(0.01, by)
+    opened = [i for i in ask(whole, 200, signals=signals) if i >= 100]
+    ask(first, 100, signals=signals)
+    second = gate_that_costs(0.01, by)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert [100 + i for i in ask(second, 100, signals=signals[100:])] == opened
+
+
+def optimizer_of(model, **arguments):
+    return CurvaDion(
+        toy.groups(model),
+        replicas=dist.group.WORLD,
+        **{"lr": 0.02, "max_local_steps": None} | arguments,
+    )
+
+
+def momenta(optimizer):
+    return [s["momentum"].clone() for s in optimizer.state.values() if "momentum" in s]
+
+
+def bytes_of_codes(bits):
+    return message_bytes((x.numel() for x in toy.model().parameters()), bits)
+
+
+def train(rank, steps, arguments):
+    """Weights after each step, reports, and bytes sent at each."""
+    model = toy.model()
+    optimizer = optimizer_of(model, **arguments)
+    weights, reports, sent = [], [], []
+    for step in range(steps):
+        with WireMeter() as meter:
+            reports += toy.train(model, optimizer, [step], rank)
+        sent.append(meter.total_sent)
+        weights.append(toy.weights(model))
+    return weights, reports, sent
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("local_step", ["dion", "gradient"])
+def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
+    arguments = dict(gate=FixedPeriod(3), reconcile="quantized", reconcile_bits=bits)
+    ranks = distributed.run(3, train, 9, arguments | {"local_step": local_step})
+    for step in range(9):
+        equal = [
+            all(torch.equal(weights[step][name], x) for name, x in ranks[0][0][step].items())
+            for weights, _, _ in ranks[1:]
+        ]
+        assert all(equal) == ranks[0][1][step].gate_open == (step % 3 == 2)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("momenta", [True, False])
+def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, momenta):
+    arguments = dict(gate=FixedPeriod(2), reconcile="quantized", reconcile_bits=bits)
+    ranks = distributed.run(2, train, 6, arguments | {"reconcile_momentum": momenta})
+    codes = bytes_of_codes(bits)
+    for step in range(1, 6):  # the first also compares the replicas
+        mean = sum(sent[step] for _, _, sent in ranks) / 2
+        assert mean == 16 + (codes if step % 2 else 0)
+
+
+def take_turns(rank, parts, local_step):
+    """Per step which parameters replicas agree on, and the codes' bytes against the formula's."""
+    model = toy.model()
+    how = dict(reconcile="quantized", reconcile_parts=parts, local_step=local_step)
+    optimizer = optimizer_of(model, gate=FixedPeriod(2), **how)
+    steps = []
+    for step in range(4 * min(parts, 6)):
+        with WireMeter() as meter:
+            toy.train(model, optimizer, [step], rank)
+        agreed = agreed_on(model)
+        formula = message_bytes((x.numel() for x in agreed.values()), 2)
+        gate = formulas.gate(step, model.parameters())
+        steps.append((set(agreed), meter.total_sent - gate, formula))
+    with WireMeter() as meter:
+        optimizer.synchronize(exact=False)
+    formula = message_bytes((x.numel() for n, x in agreed_on(model).items() if n not in agreed), 2)
+    steps.append((set(agreed_on(model)), meter.total_sent, formula))
+    return steps
+
+
+def agreed_on(model):
+    """The parameters of which all replicas hold the same bits."""
+    agreed = {}
+    for name, x in model.named_parameters():
+        others = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, x.detach().contiguous())
+        if all(other.equal(x) for other in others):
+            agreed[name] = x
+    return agreed
+
+
+@pytest.mark.parametrize("local_step", ["dion", "gradient"])
+@pytest.mark.parametrize("parts", [2, 3, 100])
+def test_parts_of_the_weights_take_turns(parts, local_step):
+    ranks = distributed.run(2, take_turns, parts, local_step)
+    assert [step[0] for step in ranks[0]] == [step[0] for step in ranks[1]]
+    *turns, last = (step[0] for step in ranks[0])
+    names = dict(toy.model().named_parameters())
+    assert not any(turns[::2])  # the gate is closed
+    rounds = turns[1::2]
+    count = len(rounds) // 2
+    assert rounds[:count] == rounds[count:]
+    assert all(rounds) and sum(map(len, rounds[:count])) == len(names)
+    assert set().union(*rounds) == last == set(names)
+    for step in range(1, 2 * len(rounds) + 1):  # the first also compares the replicas
+        sent, formula = ((ranks[0][step][i] + ranks[1][step][i]) / 2 for i in (1, 2))
+        assert sent == formula
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
+def test_parts_are_of_about_equal_size(sizes, count):
+    parts = in_parts(sizes, count)
+    assert len(parts) == len(sizes) and set(parts) == set(range(min(count, len(sizes))))
+    filled = [sum(s for s, p in zip(sizes, parts, strict=True) if p == part) for part in set(parts)]
+    assert max(filled) - min(filled) <= max(sizes) + len(sizes)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_a_run_sends_what_its_budget_allows(by, parts):
+    steps, share = 120, 0.3
+    arguments = dict(gate=WireBudget(share / parts, by), reconcile="quantized", reconcile_bits=2)
+    arguments["reconcile_parts"] = parts
+    ranks = distributed.run(2, train, steps, arguments)
+    dense = 4 * sum(p.numel() for p in toy.model().parameters())
+    openings = sum(report.gate_open for report in ranks[0][1])
+    gates = sum(formulas.gate(step, toy.model().parameters()) for step in range(steps))
+    # All parts are kept back once for the last agreement.
+    allowed = (steps * share / parts * dense - gates) / (bytes_of_codes(2) / parts) - parts
+    assert openings == pytest.approx(min(allowed, steps), rel=0.1)
+    sent = sum(sum(rank[2]) for rank in ranks) / 2
+    whole = openings // parts * bytes_of_codes(2)
+    assert 0 <= sent - gates - whole < bytes_of_codes(2) + 150
+
+
+# Their codes are 7.5 % of their numbers, where those of whole blocks are 6.4 %.
+SIZES = [64 * 64, 96 * 64, *[40] * 8]
+NUMBERS, CODES = sum(SIZES), message_bytes(SIZES, 2)
+
+
+def parameters_with_padded_blocks():
+    """Groups of two matrices and of eight vectors."""
+    shapes = [(64, 64), (96, 64), *[(40,)] * 8]
+    generator = torch.Generator().manual_seed(0)
+    X = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return [{"params": X[:2]}, {"params": X[2:], "algorithm": "adamw"}]
+
+
+def spend_a_budget(rank, share, by, parts, steps, exact_at):
+    """Bytes sent in a run that ends with an agreement, and the steps at which replicas agreed."""
+    groups = parameters_with_padded_blocks()
+    X = [x for group in groups for x in group["params"]]
+    optimizer = CurvaDion(
+        groups,
+        replicas=dist.group.WORLD,
+        gate=WireBudget(share, by),
+        local_step="gradient",
+        reconcile="quantized",
+        reconcile_bits=2,
+        reconcile_parts=parts,
+    )
+    generator = torch.Generator().manual_seed(rank)
+    agreed, exact = [], 0.0
+    with WireMeter() as meter:
+        for step in range(steps):
+            for x in X:
+                x.grad = torch.randn(x.shape, generator=generator)
+            optimizer.step()
+            if step == exact_at:
+                before = meter.total_sent
+                optimizer.synchronize(exact=True)
+                exact = meter.total_sent - before
+            if optimizer.report.gate_open or step == exact_at:
+                agreed.append(step)
+        optimizer.synchronize()
+    return meter.total_sent, exact, agreed, [x.detach() for x in X]
+
+
+def sent_of_the_budget(ranks, share, steps):
+    return sum(rank[0] for rank in ranks) / len(ranks) / (share * steps * 4 * NUMBERS)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(by, parts):
+    share = 0.02
+    waiting = 1 if by == "period" else 1 + WireBudget.SLACK
+    for steps in (8, 30, 61):
+        ranks = distributed.run(2, spend_a_budget, share, by, parts, steps, None)
+        left = (waiting / parts + 1) * CODES / (share * steps * 4 * NUMBERS)
+        assert 1 - left <= sent_of_the_budget(ranks, share, steps) <= 1.0
+        assert all(x.equal(y) for x, y in zip(ranks[0][3], ranks[1][3], strict=True))
+
+
+@pytest.mark.parametrize("by", ["period", "rmmc"])
+def test_an_exact_synchronisation_is_paid_back_by_later_steps(by):
+    share, steps = 0.05, 240 if by == "period" else 400  # in which four openings are little
+    ranks = distributed.run(2, spend_a_budget, share, by, 1, steps, 20)
+    assert 0.98 <= sent_of_the_budget(ranks, share, steps) <= 1.0
+    assert ranks[0][1] > 2.5 * 4 * NUMBERS  # as much as 50 steps may send
+    agreed = ranks[0][2]
+    period = CODES / (share * 4 * NUMBERS - 16)
+    waiting = 1 if by == "period" else 1 + WireBudget.SLACK
+    assert max(b - a for a, b in pairwise(agreed)) <= math.ceil(2 * waiting * period)
+    soon = [step for step in agreed if 20 < step <= 60]
+    assert len(soon) == pytest.approx(40 / (2 * period), abs=waiting)
+
+
+TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, reconcile="quantized", reconcile_bits=8)
+TURNS |= dict(reconcile_polar=False, nesterov=2.0)
+PERIOD = 3
+STEADY, FALLING = (1.0, 1.0, 1.0), (1.0, 0.5, 0.25)
+
+
+def train_at(model, optimizer, steps, rank, rates):
+    """At these shares of the learning rate, one after the other."""
+    scheduler = LambdaLR(optimizer, lambda step: rates[step % len(rates)])
+    toy.train(model, optimizer, range(steps), rank, scheduler.step)
+
+
+def around_an_opening(rank, options, rates):
+    """Weights and momenta after it with and without turned momenta, and before and after its step.
+
+    The first opening, or with parts the last of the first round.
+    """
+    ends = {}
+    last = PERIOD * options.get("reconcile_parts", 1) - 1
+    for case in ("before", "alone", "kept", "turned"):
+        model = toy.model()
+        options_here = {**TURNS, **copy.deepcopy(options)}
+        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **options_here)
+        train_at(model, optimizer, last, rank, rates)
+        optimizer.reconcile_momentum = case == "turned"
+        if case == "alone":
+            optimizer.gate = FixedPeriod(99)
+        if case != "before":
+            toy.train(model, optimizer, [last], rank)
+        X = [x.detach().double() for x in optimizer.state if "momentum" in optimizer.state[x]]
+        ends[case] = X, [M.double() for M in momenta(optimizer)]
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"momentum_rule": "error_feedback"}, STEADY),
+        ({"momentum_rule": "plain"}, STEADY),
+        ({"lr": torch.tensor(0.02)}, FALLING),
+        ({}, FALLING),
+        ({"reconcile_parts": 2}, FALLING),
+    ],
+    ids=["error feedback", "plain", "tensor lr", "falling lr", "parts in turn"],
+)
+def test_momenta_turn_to_the_mean_direction(options, rates):
+    parts = options.get("reconcile_parts", 1)
+    for ends in distributed.run(2, around_an_opening, options, rates):
+        agreements = 0
+        for i, agreed in enumerate(ends["turned"][0]):
+            assert agreed.equal(ends["kept"][0][i])
+            M, turned = ends["kept"][1][i], ends["turned"][1][i]
+            own, before = ends["alone"][0][i], ends["before"][0][i]
+            if agreed.equal(own):
+                assert turned.equal(M)
+                continue
+            agreements += 1
+            tall = M.shape[0] >= M.shape[1]
+            length = 0.02 * (M.shape[0] / M.shape[1]) ** 0.5
+            gone = parts * sum(rates) * length
+            U, D = (before - own) / (rates[-1] * length), (agreed - own) / gone
+            expected = M - (D @ U.T @ M if tall else M @ U.T @ D)
+            assert float((expected - M).norm()) > 0.1 * float(M.norm())
+            assert float((turned - expected).norm()) < 1e-3 * float(M.norm())
+        assert agreements == len(ends["turned"][0]) / parts
+
+
+def around_a_polar_step(rank, options, rates):
+    """Matrices at the start, and after an opening without and with the polar step, in float64."""
+    ends = []
+    for steps, polar in ((0, False), (PERIOD, False), (PERIOD, True)):
+        model = toy.model()
+        arguments = {**TURNS, **copy.deepcopy(options), "reconcile_polar": polar}
+        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **arguments)
+        train_at(model, optimizer, steps, rank, rates)
+        matrices = [model.linear.weight, model.lm_head.weight]
+        ends.append([x.detach().double().clone() for x in matrices])
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, STEADY),
+        ({}, FALLING),
+        ({"lr": torch.tensor(0.02)}, FALLING),
+        ({"rank_fraction": 0.5, "reconcile_momentum": False}, STEADY),
+    ],
+    ids=["full rank", "falling lr", "tensor lr", "half the rank"],
+)
+def test_a_polar_step_lengthens_the_mean_direction(options, rates):
+    ranks = distributed.run(2, around_a_polar_step, options, rates)
+    for start, kept, lengthened in ranks:
+        for X, mean, actual, other in zip(start, kept, lengthened, ranks[0][2], strict=True):
+            length = sum(rates) * 0.02 * (X.shape[0] / X.shape[1]) ** 0.5
+            V = (mean - X) / length
+            expected = length * (V - V @ V.T @ V) / 2
+            assert float(expected.norm()) > 0.01 * float((mean - X).norm())
+            assert float((actual - mean - expected).norm()) < 1e-3 * float(expected.norm())
+            assert actual.equal(other)
+
+
+def after_a_drop_of_the_rate(rank, polar=False):
+    """How far the next opening turns momenta, relatively, once the rate is next to nothing.
+
+    And the matrices after it; ``polar``: whether they take a polar step then.
+    """
+    model = toy.model()
+    optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **{**TURNS, "reconcile_bits": 1})
+    toy.train(model, optimizer, range(PERIOD), rank)
+    optimizer.reconcile_polar = polar
+    before = momenta(optimizer)
+    for group in optimizer.param_groups:
+        group |= {"lr": 1e-9, "mu": 1 - 1e-9}  # steps and decay that do not matter
+    for _ in range(PERIOD):
+        for x in model.parameters():
+            x.grad = torch.zeros_like(x)
+        model.linear.bias.grad += rank + 1  # replicas with equal gradients would be an error
+        optimizer.step()
+    ends = momenta(optimizer)
+    turned = [float((a - b).norm() / b.norm()) for a, b in zip(ends, before, strict=True)]
+    return turned, [model.linear.weight.detach(), model.lm_head.weight.detach()]
+
+
+def test_what_codes_lost_at_a_higher_rate_does_not_turn_momenta():
+    for turned, _ in distributed.run(2, after_a_drop_of_the_rate):
+        assert max(turned) < 1e-4
+
+
+def test_what_codes_lost_at_a_higher_rate_does_not_lengthen_directions():
+    kept, lengthened = (distributed.run(2, after_a_drop_of_the_rate, p)[0][1] for p in (0, 1))
+    for X, Y in zip(kept, lengthened, strict=True):
+        assert float((X - Y).norm()) < 1e-6
+
+
+def norms_after_an_open_step(rank):
+    model = toy.model()
+    gate = WireBudget(0.5, by="rmmc")
+    optimizer = optimizer_of(model, gate=gate, reconcile="quantized", warmup_steps=4)
+    toy.train(model, optimizer, range(4), rank)
+    states = [s for s in optimizer.state.values() if "momentum" in s]
+    return [(float(s["momentum_norm"]), float(s["momentum"].norm())) for s in states]
+
+
+def test_the_gate_measures_changes_of_turned_momenta():
+    for norms in distributed.run(2, norms_after_an_open_step):
+        assert all(kept == pytest.approx(true, rel=1e-5) for kept, true in norms)
+
+
+def compare_with_8_bits(rank):
+    """How far fewer bits end from where 8 bits do, relative to the weights."""
+    ends = {}
+    for bits in BITS:
+        model = toy.model()
+        how = {"reconcile": "quantized", "reconcile_bits": bits}
+        toy.train(model, optimizer_of(model, gate=FixedPeriod(2), **how), range(10), rank)
+        ends[bits] = torch.cat([x.detach().flatten() for x in model.parameters()])
+    return {bits: float((ends[bits] - ends[8]).norm() / ends[8].norm()) for bits in BITS[:-1]}
+
+
+def test_more_bits_come_closer():
+    (by_bits, *_) = distributed.run(2, compare_with_8_bits)
+    assert by_bits[4] < by_bits[2] < by_bits[1] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("share", "bits"), [(0.003, 2), (0.01, 2), (0.03, 2), (0.05, 3), (0.1, 4), (0.2, 8), (1.0, 8)]
+)
+def test_bits_are_those_that_the_budget_pays_for_at_every_second_step(share, bits):
+    assert optimizer_of(toy.model(), wire_budget=share).reconcile_bits == bits
+    gate = WireBudget(share, by="rmmc")
+    assert optimizer_of(toy.model(), gate=gate, reconcile="quantized").reconcile_bits == bits
+    assert optimizer_of(toy.model(), wire_budget=share, reconcile_bits=1).reconcile_bits == 1
+
+
+def test_the_rank_is_full_where_it_costs_no_bytes():
+    ranks = {
+        how: optimizer_of(toy.model(), **how_arguments).param_groups[0]["rank_fraction"]
+        for how, how_arguments in {
+            "budget": {"wire_budget": 0.01},
+            "given": {"wire_budget": 0.01, "rank_fraction": 0.5},
+            "quantized": {"gate": FixedPeriod(2), "reconcile": "quantized"},
+            "averaged": {"gate": FixedPeriod(2)},
+        }.items()
+    }
+    assert ranks == {"budget": 1.0, "given": 0.5, "quantized": 1.0, "averaged": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("options", "nesterov"),
+    [
+        ({"gate": FixedPeriod(6), "reconcile": "quantized"}, 3.9),
+        ({"gate": FixedPeriod(6)}, 0.0),
+        ({"gate": FixedPeriod(6), "reconcile": "quantized", "nesterov": 1.0}, 1.0),
+        ({"gate": RMMC(0.3), "reconcile": "quantized"}, 1.6),
+        ({"wire_budget": 0.1}, 1.8),  # 4 bits and their scales are 12.7 %
+        ({"wire_budget": 0.01}, 4.1),
+        ({"wire_budget": 0.01, "reconcile_bits": 1}, 2.9),
+        ({"wire_budget": 0.01, "reconcile_parts": 3}, 4.1),
+        ({"wire_budget": 0.5}, 1.6),
+    ],
+)
+def test_the_look_ahead_grows_with_the_period(options, nesterov):
+    X = [nn.Parameter(torch.zeros(512, 512)) for _ in range(3)]
+    optimizer = CurvaDion(X, max_local_steps=None, **options)
+    assert optimizer.param_groups[0]["nesterov"] == nesterov
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_look_ahead_is_that_of_the_period_in_use(parts):
+    optimizer = CurvaDion(
+        parameters_with_padded_blocks(),
+        wire_budget=0.01,
+        reconcile_parts=parts,
+        max_local_steps=None,
+        replicas=None,
+    )
+    known = [group["nesterov"] for group in optimizer.param_groups]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(8, 8))]})
+    assert optimizer.param_groups[-1]["nesterov"] == known[0] == optimizer.defaults["nesterov"]
+    optimizer.param_groups.pop()
+    opened = []
+    for step in range(200):
+        for group in optimizer.param_groups:
+            for x in group["params"]:
+                x.grad = torch.ones_like(x)
+        optimizer.step()
+        if optimizer.report.gate_open:
+            opened.append(step)
+    period = CODES / (0.01 * 4 * NUMBERS - 16)
+    assert 7.5 < period < 8  # 6.5 without the padding and the gate's bytes, and 4.1
+    assert (opened[-1] - opened[0]) / (len(opened) - 1) * parts == pytest.approx(period, rel=0.03)
+    assert set(known) == {round(1.6 * math.sqrt(period), 1)} == {4.5}
+
+
+def test_the_look_ahead_of_parameters_that_are_all_frozen():
+    x = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+    assert CurvaDion([x], wire_budget=0.01).param_groups[0]["nesterov"] == 4.1
+
+
+def train_in_two_parts(rank, part, parts):
+    model = toy.model()
+    optimizer = optimizer_of(model, wire_budget=0.05, reconcile_parts=parts)
+    if part == "whole":
+        toy.train(model, optimizer, range(14), rank)
+        return toy.weights(model)
+    toy.train(model, optimizer, range(5), rank)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model = toy.model()
+    optimizer = optimizer_of(model, wire_budget=0.05, reconcile_parts=parts)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    toy.train(model, optimizer, range(5, 14), rank)
+    return toy.weights(model)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_run_goes_on_bitwise_from_each_replicas_state(parts):
+    whole = distributed.run(2, train_in_two_parts, "whole", parts)
+    resumed = distributed.run(2, train_in_two_parts, "resumed", parts)
+    for ours, theirs in zip(whole, resumed, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def synchronize(rank):
+    model = toy.model()
+    optimizer = optimizer_of(model, gate=FixedPeriod(3), reconcile="quantized", reconcile_bits=1)
+    toy.train(model, optimizer, range(4), rank)
+    true = []
+    for x in model.parameters():
+        mean = x.detach() + optimizer.state[x]["weight_residual"]
+        dist.all_reduce(mean)
+        true.append(mean / 2)
+    optimizer.synchronize(exact=True)
+    for x, mean in zip(model.parameters(), true, strict=True):
+        state = optimizer.state[x]
+        assert torch.allclose(x, mean, atol=1e-6)
+        assert torch.equal(state["weight_agreed"], x) and not state["weight_residual"].any()
+    return toy.weights(model)
+
+
+def test_synchronize_sends_what_the_codes_have_lost():
+    first, second = distributed.run(2, synchronize)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def agree_before_the_end(rank):
+    model = toy.model()
+    optimizer = optimizer_of(model, gate=FixedPeriod(3), reconcile="quantized")
+    toy.train(model, optimizer, range(4), rank)
+    with WireMeter() as meter:
+        optimizer.synchronize()
+        optimizer.synchronize(exact=False)  # nothing has moved
+    optimizer_of(model).synchronize()
+    with pytest.raises(ValueError, match="exact=False needs reconcile='quantized'"):
+        optimizer_of(model).synchronize(exact=False)
+    return toy.weights(model), meter.total_sent
+
+
+def test_replicas_can_agree_before_the_gate_opens():
+    (first, sent), (second, more) = distributed.run(2, agree_before_the_end)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (sent + more) / 2 == bytes_of_codes(2)
+
+
+def go_on_from_one_replicas_state(rank, exact):
+    """How far that takes weights from what replicas had in common, relative to their last steps."""
+    groups = parameters_with_padded_blocks()
+    X = [x for group in groups for x in group["params"]]
+    arguments = dict(replicas=dist.group.WORLD, gate=FixedPeriod(6), reconcile="quantized")
+    optimizer = CurvaDion(groups, **arguments)
+    for step in range(15):
+        if step == 12:
+            agreed = [x.detach().clone() for x in X]
+        for i, x in enumerate(X):
+            common, own = (torch.Generator().manual_seed(seed + step) for seed in (0, 100 + rank))
+            x.grad = torch.randn(x.shape, generator=common) * (i + 1)
+            x.grad += torch.randn(x.shape, generator=own) * (i + 1)
+        optimizer.step()
+    expected = mean_with_losses(optimizer, X)
+    optimizer.synchronize(exact=exact)
+    saved = [(x.detach().clone(), optimizer.state_dict()) if rank == 0 else None for x in X]
+    dist.broadcast_object_list(saved)
+    for x, (weights, _) in zip(X, saved, strict=True):
+        x.detach().copy_(weights)
+    optimizer = CurvaDion(parameters_like(groups), **arguments)
+    optimizer.load_state_dict(saved[0][1])
+    actual = mean_with_losses(optimizer, X)
+    moved = distance(expected, agreed)
+    return distance(actual, expected) / moved
+
+
+def parameters_like(groups):
+    return [
+        {key: group[key] for key in group if key in ("params", "algorithm")} for group in groups
+    ]
+
+
+def mean_with_losses(optimizer, X):
+    """Weights as they are once replicas have sent each other what codes have lost."""
+    means = [x.detach() + optimizer.state[x]["weight_residual"] for x in X]
+    for mean in means:
+        dist.all_reduce(mean)
+    return [mean / dist.get_world_size() for mean in means]
+
+
+def distance(these, those):
+    return math.sqrt(sum(float((x - y).square().sum()) for x, y in zip(these, those, strict=True)))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_checkpoint_of_one_replica_needs_an_exact_synchronisation(replicas):
+    exact, cheap = (
+        distributed.run(replicas, go_on_from_one_replicas_state, exact)[0] for exact in (True, None)
+    )
+    assert exact < 1e-4
+    assert cheap > 0.2
+
+
+def start_from_other_weights(rank):
+    model = toy.model()
+    with torch.no_grad():
+        model.linear.weight += rank
+    with pytest.raises(RuntimeError, match="different weights"):
+        toy.train(model, optimizer_of(model, wire_budget=0.05), [0], rank)
+
+
+def test_replicas_that_start_from_other_weights_are_an_error():
+    distributed.run(2, start_from_other_weights)
+
+
+def narrow(rank):
+    model = toy.model(torch.bfloat16)
+    optimizer = optimizer_of(model, gate=FixedPeriod(2), reconcile="quantized")
+    toy.train(model, optimizer, range(6), rank)
+    for x in model.parameters():
+        agreed = optimizer.state[x]["weight_agreed"]
+        assert agreed.dtype == torch.float32
+        assert torch.equal(x, agreed.to(torch.bfloat16))
+    return toy.weights(model)
+
+
+def test_bfloat16_weights_follow_a_float32_agreement():
+    first, second = distributed.run(2, narrow)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"wire_budget": 0.0}, ValueError, "wire_budget=0.0"),
+        ({"wire_budget": 2}, ValueError, "wire_budget=2"),
+        ({"wire_budget": "1%"}, TypeError, "wire_budget='1%'"),
+        ({"wire_budget": 0.01, "threshold": 0.3}, ValueError, "threshold=0.3 and wire_budget"),
+        ({"wire_budget": 0.01, "gate": RMMC(0.1)}, ValueError, "gate=RMMC"),
+        ({"wire_budget": 0.01, "reconcile": "average"}, ValueError, "reconcile='average'"),
+        ({"reconcile": "quantized", "reconcile_bits": 5}, ValueError, "reconcile_bits=5"),
+        ({"reconcile": "quantized", "reconcile_parts": 0}, ValueError, "reconcile_parts=0"),
+    ],
+)
+def test_impossible_arguments_are_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        CurvaDion(toy.groups(toy.model()), **arguments)
+
+
+def too_small_a_budget(rank):
+    model = toy.model()
+    with pytest.raises(ValueError, match="less than a closed gate sends"):
+        toy.train(model, optimizer_of(model, wire_budget=1e-4), [0], rank)
+    with pytest.raises(ValueError, match="max_local_steps=1 "):
+        toy.train(model, optimizer_of(model, wire_budget=0.03, max_local_steps=1), [0], rank)
+
+
+def test_a_budget_that_cannot_be_met_is_an_error():
+    distributed.run(2, too_small_a_budget)
+
+
+def test_a_budget_without_known_costs_is_an_error():
+    with pytest.raises(RuntimeError, match="must know what an open step sends"):
+        WireBudget(0.01).opens(0.0, 0)
+    assert math.isclose(gate_that_costs(0.011).rate, 0.2)

@@ -1,0 +1,229 @@
+"""Replicas in shards come together shard by shard: the same bits, and no more bytes than codes."""
+
+from __future__ import annotations
+
+import pytest
+import test_fsdp
+import test_tensor_parallel
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import distributed
+import training
+import transformer
+from curvadion import CurvaDion, FixedPeriod, WireMeter
+from curvadion.comm.collectives import group_size
+from curvadion.layout.sharding import local
+from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.consensus import exact_bytes, sizes
+
+STEPS = 5
+BITS = 2
+
+
+def train(rank, setup, layout):
+    """Per step the drift, and what replicas sent each other against the formula's bytes."""
+    model, replicas, _, reader = setup(layout)
+    optimizer = CurvaDion(
+        transformer.groups(model),
+        replicas=replicas,
+        gate=FixedPeriod(2),
+        reconcile="quantized",
+        reconcile_bits=BITS,
+    )
+    group = replicas.get_group()
+    drifts, sent, expected = [], [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        transformer.loss_of(model, step, reader).backward()
+        with WireMeter() as meter:
+            optimizer.step()
+        drifts.append(optimizer.drift())
+        counts = meter.records.items()
+        records = {kind: n.sent for (name, kind), n in counts if name == group.group_name}
+        sent.append(records.get("all_to_all", 0.0))
+        expected.append(codes(optimizer) if optimizer.report.gate_open else 0)
+    return drifts, sent, expected
+
+
+def codes(optimizer):
+    """Bytes of the codes of what this rank holds."""
+    X = [x for g in optimizer.param_groups for x in g["params"]]
+    return message_bytes((local(x).numel() for x in X), BITS)
+
+
+CASES = [
+    (test_fsdp.setup, "hsdp 2x2"),
+    (test_fsdp.setup, "FSDP1, replicas outside"),
+    (test_tensor_parallel.setup, "dp x tp"),
+]
+
+
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+def test_shards_of_replicas_come_together(setup, layout):
+    ranks = distributed.run(4, train, setup, layout)
+    for drifts, _, _ in ranks:
+        assert [drift == 0 for drift in drifts] == [False, True, False, True, False]
+    for step in range(STEPS):
+        sent, expected = (sum(rank[i][step] for rank in ranks) for i in (1, 2))
+        assert sent == expected
+        assert (expected > 0) == (step % 2 == 1)
+
+
+EIGHT_BITS = (("reconcile", "quantized"), ("reconcile_bits", 8), ("rank_fraction", 1.0))
+COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp": (2, 1, 2)}
+
+
+NEITHER = (("reconcile_momentum", False), ("reconcile_polar", False))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+def test_shards_turn_and_lengthen_as_whole_replicas_do(setup, layout, option, parts):
+    replicas, shards, copies = COUNTS[layout]
+    fixed = dict((*EIGHT_BITS, *NEITHER, ("reconcile_parts", parts)))
+    turned, kept = (
+        training.Setting(training.OPEN_STEPS, tuple((fixed | chosen).items()))
+        for chosen in ({option: True}, {})
+    )
+    whole, other = (training.whole(replicas, shards, setting) for setting in (turned, kept))
+    actual = distributed.run(4, training.train, setup, layout, turned)
+    for rank, (weights, _, _) in enumerate(actual):
+        expected, _, _ = whole[rank // (shards * copies)]
+        without, _, _ = other[rank // (shards * copies)]
+        # Shards have blocks of their own, so that codes differ a little.
+        assert apart(weights, expected) < 0.1 * apart(without, expected)
+
+
+def apart(weights, others):
+    """Distance of matrices that take Dion, of all together."""
+    return sum(
+        float((weights[name] - other).square().sum())
+        for name, other in others.items()
+        if other.ndim > 1 and "embedding" not in name
+    )
+
+
+def sent_inside(rank, setup, layout, option):
+    """Bytes that the option adds inside a replica at an open step, and the formula's."""
+    sent = []
+    for wanted in (True, False):
+        model, replicas, _, reader = setup(layout)
+        options = dict(gate=FixedPeriod(2), reconcile="quantized", **{option: wanted})
+        optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
+        for step in range(2):
+            optimizer.zero_grad()
+            transformer.loss_of(model, step, reader).backward()
+            with WireMeter() as meter:
+                optimizer.step()
+        between = replicas.get_group().group_name
+        counts = meter.records.items()
+        sent.append(sum(n.bytes for (name, _), n in counts if name != between))
+    expected = 0
+    for m in optimizer._plan().matrices:
+        rows, columns = m.layout.rows, m.layout.columns
+        # Each product with the momentum's Q or P, or with all columns.
+        left, width = (
+            (1, m.Q.shape[1]) if option == "reconcile_momentum" else (2, min(m.layout.shape))
+        )
+        expected += left * 4 * len(rows) * width * (group_size(columns.group) > 1)
+        expected += 4 * len(columns) * width * (group_size(rows.group) > 1)
+        expected += 4 * (group_size(m.layout.shards) > 1)
+    return sent[0] - sent[1], expected
+
+
+@pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
+@pytest.mark.parametrize(
+    ("setup", "layout"),
+    [(test_fsdp.setup, "hsdp 2x2"), (test_tensor_parallel.setup, "dp x tp")],
+    ids=["hsdp 2x2", "dp x tp"],
+)
+def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, option):
+    for added, expected in distributed.run(4, sent_inside, setup, layout, option):
+        assert added == expected > 0
+
+
+def synchronize_exactly(rank, setup, layout):
+    """Bytes of this rank's collectives, and those that the formula has for a whole replica."""
+    model, replicas, _, reader = setup(layout)
+    optimizer = CurvaDion(transformer.groups(model), replicas=replicas, wire_budget=0.5)
+    transformer.loss_of(model, 0, reader).backward()
+    optimizer.step()
+    balance = optimizer.gate._balance
+    with WireMeter() as meter:
+        optimizer.synchronize(exact=True)
+    plan = optimizer._plan()
+    dense = 4 * sum(sizes([p.X for p in plan.parameters]))
+    spent = (balance - optimizer.gate._balance) * optimizer.gate.open_cost * dense
+    records = meter.records.items()
+    own = sum(
+        n.bytes
+        for (name, kind), n in records
+        if name == replicas.get_group().group_name and kind == "all_reduce"
+    )
+    return own, exact_bytes(plan), spent
+
+
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+def test_an_exact_synchronisation_costs_a_budget_what_it_sends(setup, layout):
+    ranks = distributed.run(4, synchronize_exactly, setup, layout)
+    replicas, *_ = COUNTS[layout]
+    sent = sum(own for own, _, _ in ranks) / replicas
+    for _, formula, spent in ranks:
+        # Flat shards send the rows of a factor that a cut runs through twice.
+        assert formula == pytest.approx(sent, rel=0.02 if "FSDP1" in layout else 1e-9)
+        assert spent == pytest.approx(formula)
+
+
+def gradient(shape, replica, step):
+    """Half of its square is what replicas have in common."""
+    common, own = (torch.Generator().manual_seed(seed + step) for seed in (0, 1000 * (replica + 1)))
+    return torch.randn(shape, generator=common) + torch.randn(shape, generator=own)
+
+
+def train_one_matrix(rank, shape, cut, options):
+    """Weights after 16 steps of two replicas, whole or in two shards, and at the start."""
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 10
+    X, replica, replicas, mesh = start.clone(), rank, dist.group.WORLD, None
+    if cut is not None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        replica, replicas = mesh.get_local_rank("replicate"), mesh["replicate"]
+        X = distribute_tensor(X, mesh["shard"], [Shard(cut)], src_data_rank=None)
+    X = nn.Parameter(X)
+    optimizer = CurvaDion([X], replicas=replicas, gate=FixedPeriod(4), **dict(options))
+    for step in range(16):
+        X.grad = gradient(shape, replica, step)
+        if cut is not None:
+            X.grad = distribute_tensor(X.grad, mesh["shard"], [Shard(cut)], src_data_rank=None)
+        optimizer.step()
+    return training.full(X.detach()), start
+
+
+def moved_apart(these, those, start):
+    return float((these - those).norm() / (those - start).norm())
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (50, 77)])
+def test_codes_alone_make_trajectories_depend_on_the_layout(shape):
+    options = {
+        "2 bits": (("reconcile", "quantized"), ("reconcile_bits", 2)),
+        "8 bits": (("reconcile", "quantized"), ("reconcile_bits", 8)),
+        "exact": (("reconcile", "average"),),
+    }
+    whole = {
+        how: distributed.run(2, train_one_matrix, shape, None, options[how]) for how in options
+    }
+    ends, start = {how: weights for how, ((weights, _), _) in whole.items()}, whole["exact"][0][1]
+    by_codes = moved_apart(ends["2 bits"], ends["8 bits"], start)
+    for cut in (0, 1):
+        apart = {}
+        for how in options:
+            (weights, _), *_ = distributed.run(4, train_one_matrix, shape, cut, options[how])
+            apart[how] = moved_apart(weights, ends[how], start)
+        assert apart["exact"] < 1e-5
+        assert apart["8 bits"] < 0.03
+        assert 0.03 < apart["2 bits"] < 1.6 * by_codes

@@ -1,0 +1,189 @@
+"""Orthonormal columns from any input, whole or cut over a row group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import curvadion.update.orthonormalize as module
+import distributed
+from curvadion.layout.matrix import Extent
+from curvadion.update.orthonormalize import completing_directions, orthonormalize
+from reference import positive_qr, relative_error
+
+
+def gaussian(m, r, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(m, r, generator=generator, dtype=torch.float64)
+
+
+def with_condition(m, r, condition, seed=0):
+    U = torch.linalg.qr(gaussian(m, r, seed)).Q
+    V = torch.linalg.qr(gaussian(r, r, seed + 1)).Q
+    return (U * torch.logspace(0, -torch.tensor(condition).log10().item(), r)) @ V.mT
+
+
+def solve(P):
+    return orthonormalize([P.unsqueeze(0)], [Extent(range(P.shape[0]))])[0].squeeze(0)
+
+
+def orthogonality_error(Q):
+    r = Q.shape[-1]
+    eye = torch.eye(r, dtype=torch.float64)
+    return ((Q.double().mT @ Q.double() - eye).norm() / r**0.5).item()
+
+
+@pytest.mark.parametrize(("m", "r"), [(768, 96), (128, 128), (37, 23), (5, 1), (1, 1), (300, 299)])
+def test_equals_the_qr_factor_with_positive_diagonal(m, r):
+    P = gaussian(m, r)
+    # Float32 input: what matters is the factor of the rounded matrix.
+    assert relative_error(solve(P.float()), positive_qr(P.float().double())) < 1e-4
+    assert relative_error(solve(P), positive_qr(P)) < 1e-10
+    assert orthogonality_error(solve(P.float())) < 1e-6
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e3, 1e5, 1e6])
+def test_condition_numbers(condition):
+    P = with_condition(512, 64, condition)
+    Q = solve(P.float())
+    assert orthogonality_error(Q) < 1e-6
+    # The span holds P up to float32 rounding, whatever its condition.
+    assert relative_error(Q.double() @ (Q.double().mT @ P), P) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_scale_does_not_matter(scale):
+    P = gaussian(64, 8)
+    assert relative_error(solve((P * scale).float()), positive_qr(P)) < 1e-5
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1e-5), (1e-5, 1.0)])
+def test_columns_of_very_different_lengths(scales):
+    P = gaussian(64, 2) * torch.tensor(scales)
+    assert relative_error(solve(P.float()), positive_qr(P.float().double())) < 1e-5
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1e-8), (1e-8, 1.0)])
+def test_a_column_as_short_as_the_others_rounding_errors_is_replaced(scales):
+    P = (gaussian(64, 2) * torch.tensor(scales)).float()
+    long = scales.index(1.0)
+    Q = solve(P)
+    assert relative_error(Q[:, long], P[:, long].double() / P[:, long].double().norm()) < 1e-6
+    assert orthogonality_error(Q) < 1e-6
+    kept, found = orthonormalize([P], [Extent(range(64))], complete=False), solve(P.double())
+    assert kept[0][:, 1 - long].norm() == 0
+    assert relative_error(found, positive_qr(P.double())) < 1e-6  # float64 tells them apart
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3, 7])
+@pytest.mark.parametrize(("m", "r"), [(64, 8), (8, 8), (512, 64)])
+def test_rank_deficient_input_is_completed(m, r, rank):
+    P = (gaussian(m, rank) @ gaussian(rank, r, seed=1)).float()
+    Q = solve(P)
+    assert orthogonality_error(Q) < 1e-5
+    if rank:
+        assert relative_error(Q.double() @ (Q.double().mT @ P.double()), P) < 1e-5
+
+
+def test_zero_and_repeated_columns_leave_the_others_alone():
+    P = gaussian(50, 6).float()
+    expected = positive_qr(P[:, [0, 2, 5]].double())
+    P[:, 1], P[:, 3], P[:, 4] = 0, P[:, 0], 2 * P[:, 2] - P[:, 0]
+    Q = solve(P)
+    assert relative_error(Q[:, [0, 2, 5]], expected) < 1e-5
+    assert orthogonality_error(Q) < 1e-6
+
+
+def test_without_completion_dependent_columns_become_zero():
+    P = gaussian(50, 4).float()
+    P[:, 2] = P[:, 0] + P[:, 1]
+    (Q,) = orthonormalize([P], [Extent(range(50))], complete=False)
+    assert Q[:, 2].norm() == 0
+    assert relative_error(Q[:, [0, 1, 3]], positive_qr(P[:, [0, 1, 3]].double())) < 1e-5
+
+
+def test_completing_directions_follow_the_global_index_alone():
+    whole = completing_directions(torch.arange(100), 5)
+    assert torch.equal(completing_directions(torch.tensor([7, 93]), 5), whole[[7, 93]])
+    assert torch.equal(completing_directions(torch.arange(100), 3), whole[:, :3])
+    assert whole.abs().max() <= 1
+    assert torch.linalg.cond(whole) < 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 40),
+    r=st.integers(1, 40),
+    rank=st.integers(0, 40),
+    stack=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+)
+def test_always_orthonormal(m, r, rank, stack, seed):
+    r = min(m, r)
+    P = torch.stack(
+        [gaussian(m, rank, s) @ gaussian(rank, r, s + 9) for s in range(seed, seed + stack)]
+    )
+    (Q,) = orthonormalize([P.float()], [Extent(range(m))])
+    for one in Q:
+        assert orthogonality_error(one) < 1e-3
+
+
+def in_small_slices(rank, P):
+    """What is whole, and what is cut over ranks, by all at a time and by one; float64 sizes."""
+    rows = range(20 * rank, 20 * (rank + 1))
+    ends, largest = [], []
+    for workspace in (2**24, 1):
+        module.WORKSPACE = workspace
+        with Sizes() as sizes:
+            cut = [P[:, rows], P[:2, rows]]
+            extents = [Extent(rows, dist.group.WORLD)] * 2
+            ends.append(orthonormalize([*cut, P], [*extents, Extent(range(40))]))
+        largest.append(sizes.largest)
+    module.WORKSPACE = 2**24
+    return ends, largest
+
+
+class Sizes(TorchDispatchMode):
+    """The size of the largest float64 tensor that was made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_stacks_in_slices_take_less_memory_and_give_the_same():
+    P = torch.stack([gaussian(40, 30, seed) for seed in range(6)]).float()
+    P[1, :, 3:6] = 0
+    for (together, one_by_one), (whole, one) in distributed.run(2, in_small_slices, P):
+        for x, y in zip(together, one_by_one, strict=True):
+            assert relative_error(x, y) < 1e-6
+        # The packed triangles of the two stacks that are cut cross the ranks together.
+        assert whole >= 6 * 40 * 30 and one == max(8 * 30 * 31 // 2, 40 * 30)
+
+
+def cut_rows(rank, sizes, P):
+    start = sum(sizes[:rank])
+    rows = range(start, start + sizes[rank])
+    return orthonormalize([P[:, rows]], [Extent(rows, dist.group.WORLD)])[0]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(20, 20), (33, 7), (40, 0), (1, 39), (10, 10, 10, 10), (0, 39, 0, 1)]
+)
+@pytest.mark.parametrize("deficient", [False, True])
+def test_cut_rows_equal_the_uncut_result(sizes, deficient):
+    P = torch.stack([gaussian(40, 9), gaussian(40, 9, seed=5)]).float()
+    if deficient:
+        P[0, :, 3:6] = 0
+        P[1, :, 8] = P[1, :, 0] - P[1, :, 1]
+    pieces = distributed.run(len(sizes), cut_rows, sizes, P)
+    whole = orthonormalize([P], [Extent(range(40))])[0]
+    assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-5

@@ -1,0 +1,150 @@
+"""Row cut, column cut, both, replicas: the factors of the uncut matrix, in few collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distributed
+from curvadion import WireMeter
+from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.update.power_iteration import Stack, power_iteration
+from reference import positive_qr, relative_error
+
+
+def problem(m, n, r, k=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    B = torch.randn(k, m, n, generator=generator, dtype=torch.float64)
+    Q = torch.randn(k, n, r, generator=generator, dtype=torch.float64)
+    return B, Q
+
+
+def expected(B, Q, right_factor="column_normalized"):
+    P = torch.stack([positive_qr(b @ q) for b, q in zip(B, Q, strict=True)])
+    R = B.mT @ P
+    if right_factor == "qr":
+        return P, R, torch.stack([positive_qr(one) for one in R])
+    return P, R, R / R.norm(dim=1, keepdim=True)
+
+
+def split(sizes, place):
+    start = sum(sizes[:place])
+    return range(start, start + sizes[place])
+
+
+def stack_of(B, Q, layout, right_factor="column_normalized"):
+    rows, columns = layout.rows.indices, layout.columns.indices
+    return Stack(
+        layout=layout,
+        B=[b[rows][:, columns].float() for b in B],
+        Q=[q[columns].float() for q in Q],
+        right_factor=right_factor,
+        dtype=torch.float32,
+    )
+
+
+def on_grid(rank, B, Q, row_sizes, column_sizes, right_factor):
+    """Rank (i, j) of a grid holds the i-th rows and the j-th columns."""
+    grid = torch.arange(len(row_sizes) * len(column_sizes)).view(len(row_sizes), len(column_sizes))
+    row_groups = [dist.new_group(grid[:, j].tolist()) for j in range(len(column_sizes))]
+    column_groups = [dist.new_group(grid[i].tolist()) for i in range(len(row_sizes))]
+    i, j = divmod(rank, len(column_sizes))
+    layout = MatrixLayout(
+        tuple(B.shape[1:]),
+        Extent(split(row_sizes, i), row_groups[j] if len(row_sizes) > 1 else None),
+        Extent(split(column_sizes, j), column_groups[i] if len(column_sizes) > 1 else None),
+        shards=dist.group.WORLD,
+    )
+    with WireMeter() as meter:
+        factors = power_iteration([stack_of(B, Q, layout, right_factor)])[0]
+    here = layout.rows.indices, layout.columns.indices
+    return *here, factors.P, factors.R, factors.Q, meter.total_bytes, meter.total_calls
+
+
+GRIDS = {
+    "rows": ((20, 20), (24,)),
+    "columns": ((40,), (12, 12)),
+    "both": ((20, 20), (12, 12)),
+    "uneven rows": ((29, 11), (24,)),
+    "uneven columns": ((40,), (5, 19)),
+    "uneven both": ((3, 37), (23, 1)),
+    "an empty piece of rows": ((40, 0), (24,)),
+    "an empty piece of columns": ((40,), (0, 24)),
+    "empty pieces of both": ((0, 40), (24, 0)),
+    "four rows": ((13, 0, 20, 7), (24,)),
+    "four columns": ((40,), (1, 11, 0, 12)),
+}
+
+
+@pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_cut_equals_uncut(name, right_factor):
+    row_sizes, column_sizes = GRIDS[name]
+    B, Q = problem(40, 24, 7)
+    P, R, next_Q = expected(B, Q, right_factor)
+    ranks = distributed.run(
+        len(row_sizes) * len(column_sizes), on_grid, B, Q, row_sizes, column_sizes, right_factor
+    )
+    for rows, columns, P_piece, R_piece, Q_piece, *_ in ranks:
+        for actual, wanted in (
+            (P_piece, P[:, rows]),
+            (R_piece, R[:, columns]),
+            (Q_piece, next_Q[:, columns]),
+        ):
+            assert (actual - wanted).norm() <= 1e-5 * max(wanted.norm(), 1.0)
+
+
+def test_bytes_and_calls_of_a_cut_equal_the_formula():
+    k, m, n, r = 2, 40, 24, 7
+    B, Q = problem(m, n, r, k)
+    gram = 2 * 8 * k * r * (r + 1) // 2
+    rows_cut = distributed.run(2, on_grid, B, Q, (20, 20), (n,), "column_normalized")
+    columns_cut = distributed.run(2, on_grid, B, Q, (m,), (12, 12), "column_normalized")
+    for *_, sent, calls in rows_cut:
+        assert (sent, calls) == (gram + 4 * k * n * r, 3)  # two Gram matrices, R
+    for *_, sent, calls in columns_cut:
+        assert (sent, calls) == (4 * k * m * r + 8 * k * r, 2)  # P, column norms
+
+
+def with_replicas(rank, B, Q, row_sizes):
+    """Ranks 2i and 2i+1 are replicas of the i-th rows; replica j's matrix is B[j]."""
+    i, replica = divmod(rank, 2)
+    row_groups = [dist.new_group([0 + j, 2 + j]) for j in range(2)]
+    replica_groups = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
+    layout = MatrixLayout(
+        tuple(B.shape[2:]),
+        Extent(split(row_sizes, i), row_groups[replica]),
+        Extent(range(B.shape[3])),
+        replica_groups[i],
+        rows_and_replicas=dist.group.WORLD,
+    )
+    factors = power_iteration([stack_of(B[replica], Q, layout)])[0]
+    return layout.rows.indices, factors.P, factors.R, factors.Q
+
+
+@pytest.mark.parametrize("row_sizes", [(20, 20), (31, 9), (40, 0)])
+def test_replicas_of_cut_matrices_are_averaged(row_sizes):
+    B0, Q = problem(40, 24, 7)
+    B = torch.stack([B0, problem(40, 24, 7, seed=3)[0]])
+    P, R, next_Q = expected(B.mean(dim=0), Q)
+    for rows, P_piece, R_piece, Q_piece in distributed.run(4, with_replicas, B, Q, row_sizes):
+        assert (P_piece - P[:, rows]).norm() < 1e-4
+        assert relative_error(R_piece, R) < 1e-5
+        assert relative_error(Q_piece, next_Q) < 1e-5
+
+
+def test_a_direction_without_signal_takes_no_part_and_comes_back():
+    B, Q = problem(40, 24, 4, k=1)
+    low = B[0, :, :2] @ B[0, :2, :]  # of rank 2
+    layout = MatrixLayout.whole((40, 24))
+    first = power_iteration([stack_of(low[None], Q, layout)])[0]
+    assert torch.equal(first.Q.norm(dim=1) > 0, torch.tensor([[True, True, False, False]]))
+    again = power_iteration([stack_of(B, first.Q, layout)])[0]
+    assert (again.Q.norm(dim=1) - 1).abs().max() < 1e-5
+
+
+def test_a_union_group_is_asked_for():
+    rows, columns = Extent(range(40), object()), Extent(range(24))
+    with pytest.raises(ValueError, match="rows_and_replicas"):
+        MatrixLayout((40, 24), rows, columns, replicas=object())
