@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from curvadion import ops
 from measure import environment
 
-TESTS = ROOT / "tests" / "test_gpu.py"
+TESTS = ROOT / "tests" / "ops" / "test_gpu.py"
 # Tests run in as many processes: most of their time goes into compiling kernels on the host.
 TEST_GROUPS = {
     "momentum": "test_norms or test_momentum",
@@ -82,7 +82,7 @@ class Deadline:
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A process of this checkout, with its output in ``log``."""
-    folders = [ROOT, ROOT / "kernels", ROOT / "tests"]
+    folders = [ROOT, ROOT / "kernels", ROOT / "tests" / "support"]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     with log.open("wb") as file:
         return subprocess.Popen(

@@ -23,7 +23,7 @@ EXACT = Variant("exact", bits=None, period=1, correction=0.0, lr=0.03)
 @pytest.fixture(autouse=True)
 def one_text_on_every_machine(monkeypatch):
     """The standard library, which is the default, is another one with every Python."""
-    sources = sorted((Path(__file__).parents[2] / "curvadion").glob("*.py"))
+    sources = sorted((Path(__file__).parents[2] / "curvadion").rglob("*.py"))
     monkeypatch.setattr(token_data, "standard_library", lambda: sources)
 
 

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent
+ROOT = TESTS.parents[1]
 # Tests of the optimizer that make every kernel run, on matrices small enough to interpret.
 OPTIMIZER_TESTS = "test_rules_and_right_factors or test_local_steps_between"
 
