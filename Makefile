@@ -44,7 +44,7 @@ MINUTES ?= 20
 SEED ?= 0
 
 soak: .venv/installed
-	$(BIN)/python tests/soak/soak.py --minutes $(MINUTES) --seed $(SEED)
+	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 # torch goes first and alone, so that a CPU build offered locally is taken without resolving the rest.
 .venv/installed: constraints.txt setup.py pyproject.toml

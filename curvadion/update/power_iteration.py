@@ -102,8 +102,8 @@ def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
     column of P is completed from the layout's global indices, so that it takes part again as soon
     as B has something there. Rounding errors go by the root mean square length of the columns of R
     (:func:`curvadion.update.orthonormalize.orthonormal_columns`); this takes the place of Dion's
-    epsilon, so that the scale of gradients does not matter. Q is zero altogether where the longest column
-    of R is a millionth of ``scale``, and R too where a product was not finite.
+    epsilon, so that the scale of gradients does not matter. Q is zero altogether where the longest
+    column of R is a millionth of ``scale``, and R too where a product was not finite.
     """
     left = orthonormal_columns(
         left_products(stacks),

@@ -5,7 +5,8 @@
 
 A trial draws a layout, odd shapes, a gate, a way to come together, and a script: gradients that
 are missing or not finite, frozen parameters, other learning rates, ``synchronize()``. Its run is
-compared, step by step, with float64 references (tests/support/reference.py, tests/support/quantized_reference.py).
+compared, step by step, with float64 references (reference.py and quantized_reference.py in
+tests/support).
 Then the script runs again with saves and loads, copies, or a rank that is killed, and must end in
 the same bits. ``soak_trials.py`` draws trials, ``soak_ranks.py`` is what ranks do, and
 ``soak_checks.py`` what must hold.
@@ -106,7 +107,8 @@ def soak(minutes: float, first: int, only: str) -> int:
     print("Drawn: " + ", ".join(f"{kind} {count}" for kind, count in sorted(drawn.items())))
     if failed:
         print(
-            f"Failed: {sorted(failed)}. Run one again: python tests/soak/soak.py --trial {min(failed)}"
+            f"Failed: {sorted(failed)}. Run one again: "
+            f"python tests/soak/soak.py --trial {min(failed)}"
         )
     return bool(failed)
 

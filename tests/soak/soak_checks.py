@@ -32,7 +32,7 @@ Pieces = Sequence[tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class LowRankReference(QuantizedReference):
-    """Replicas whose open step is the papers': what tests/support/reference.py does with each matrix.
+    """Replicas whose open step is the papers': what reference.py does with each matrix.
 
     average: whether drifted replicas are averaged before it.
     """
