@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from curvadion.layout.sharding import FLAT_SHARD_START, flat_shard, global_shape, local
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
+from curvadion.layout.parameters import global_shape
 from curvadion.optim.conversion import ANCHOR_KEYS
 from curvadion.sync import consensus
 from curvadion.update.plan import R_SCALE, names

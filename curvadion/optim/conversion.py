@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from curvadion.layout.sharding import local, resize_right_factors, right_factor_shapes
+from curvadion.layout.dtensor import local
+from curvadion.layout.right_factors import resize_right_factors, right_factor_shapes
 from curvadion.optim import hyperparameters as check
 from curvadion.optim.progress import Progress, Record, Replica
 from curvadion.sync import consensus

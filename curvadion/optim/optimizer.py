@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from curvadion.comm.collectives import group_size, mean_
 from curvadion.gates import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
-from curvadion.layout.gradients import settle_gradients
-from curvadion.layout.sharding import global_shape, local
+from curvadion.layout.dtensor import local
+from curvadion.layout.gradients import place_gradients
+from curvadion.layout.parameters import global_shape
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim import hyperparameters as check
@@ -336,14 +337,14 @@ class CurvaDion(Optimizer):
             except (KeyError, TypeError, ValueError):
                 raise ValueError(wrong) from None
         if plan.sharded:
-            settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+            place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         refuse(self.gate, plan)
         raise ValueError(wrong)
 
     def _step(self, plan: Plan, *, scaled: bool) -> None:
         new = self._create_state(plan)
         if plan.sharded:
-            settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+            place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
 
         pushed = plan.pushed()
         reads = self.gate.reads_momentum and plan.dion

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
-from curvadion.layout.sharding import FLAT_SHARD_START, flat_shard, global_shape, groups_of, local
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
+from curvadion.layout.parameters import global_shape, groups_of
 from curvadion.optim.hyperparameters import LR_SUM
 from curvadion.sync.reconcile import quantized_average_
 from curvadion.update import scalar as elementwise

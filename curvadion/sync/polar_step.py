@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import saturated
 from curvadion.sync.consensus import AGREED, lengths_since_agreement
 from curvadion.update.plan import Matrix, Plan, as_stack

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.comm.groups import Unions
-from curvadion.layout import sharding
+from curvadion.layout.blocks import block_sizes
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import flat_shard_state
+from curvadion.layout.matrices import MatrixShard, matrices_of, zeros_per_matrix
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.layout.sharding import Part, global_shape, local
-from curvadion.ops.tensors import Parameters, Settled, Tensors
+from curvadion.layout.parameters import check_placements, check_replicas, global_shape, groups_of
+from curvadion.layout.right_factors import create_right_factors
+from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
 from curvadion.optim.hyperparameters import LR_SUM
 from curvadion.update.power_iteration import RightFactor, Stack
 from curvadion.update.scalar import STATE_KEYS, create_state
@@ -46,7 +50,7 @@ class Parameter:
     states: States
     name: str
     number: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MatrixShard, ...] = ()
     matrices: list[Matrix] = field(default_factory=list)
 
     @property
@@ -123,7 +127,7 @@ class Parameter:
     def R_scale(self) -> Tensor:
         """How long R's longest column has been lately, (matrices held here,), a view."""
         if R_SCALE not in self.state:  # saved by a version that did not remember it
-            self.state[R_SCALE] = sharding.zeros_per_matrix(self.X, self.parts, self.group)
+            self.state[R_SCALE] = zeros_per_matrix(self.X, self.group)
         return local(self.state[R_SCALE]).view(-1)
 
     @property
@@ -136,7 +140,7 @@ class Parameter:
 
     def create_state(self) -> None:
         """Fill the state as the algorithm needs it before its first step."""
-        place = sharding.place_of_flat_shard(self.X)
+        place = flat_shard_state(self.X)
         if self.group["algorithm"] != "dion":
             self.states[self.X] = create_state(self.group["algorithm"], self.X) | place
             return
@@ -144,9 +148,9 @@ class Parameter:
         q_dtype = _dtype(self.group["q_dtype"], self.X)
         self.states[self.X] = {
             "momentum": torch.zeros_like(self.X, dtype=dtype),
-            **sharding.create_right_factors(self.X, self.parts, self.group, q_dtype),
-            "momentum_norm": sharding.zeros_per_matrix(self.X, self.parts, self.group),
-            R_SCALE: sharding.zeros_per_matrix(self.X, self.parts, self.group),
+            **create_right_factors(self.X, self.group, q_dtype),
+            "momentum_norm": zeros_per_matrix(self.X, self.group),
+            R_SCALE: zeros_per_matrix(self.X, self.group),
             **place,
         }
 
@@ -159,7 +163,7 @@ class Matrix:
     """
 
     parameter: Parameter
-    part: Part
+    part: MatrixShard
     index: int
 
     @property
@@ -173,7 +177,7 @@ class Matrix:
     @property
     def is_view(self) -> bool:
         """Whether X and M are views of the parameter's tensors; padded copies otherwise."""
-        return self.part.piece.is_view
+        return self.part.view.is_view
 
     @property
     def X(self) -> Tensor:
@@ -205,19 +209,19 @@ class Matrix:
 
     def elements(self, tensor: Tensor) -> Tensor:
         """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
-        return self.part.piece.elements(tensor)
+        return self.part.view.elements(tensor)
 
     def held(self, piece: Tensor) -> Tensor:
         """The elements of a piece, (m_i, n_j), that are this matrix's and held here."""
-        return self.part.piece.held(self._oriented(piece))
+        return self.part.view.held(self._oriented(piece))
 
     def read(self, tensor: Tensor) -> Tensor:
         """This matrix's piece of a local tensor of the parameter, (m_i, n_j)."""
-        return self._oriented(self.part.piece.read(tensor))
+        return self._oriented(self.part.view.read(tensor))
 
     def store(self, tensor: Tensor, piece: Tensor) -> None:
         """Write an updated piece, which :meth:`read` gave, back to the tensor it is of."""
-        self.part.piece.write(tensor, self._oriented(piece))
+        self.part.view.write(tensor, self._oriented(piece))
 
     def write(self, X: Tensor, M: Tensor | None) -> None:
         """Store updated pieces that are not views; a momentum that is None was not updated."""
@@ -328,10 +332,10 @@ class Plan:
                     continue
                 check_parameter(X, name, group)
                 if not single:
-                    sharding.check_replicas(X, name, replicas)
+                    check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
                     try:
-                        parts = tuple(sharding.matrices_of(X, group, replicas, unions))
+                        parts = tuple(matrices_of(X, group, replicas, unions))
                     except ValueError as error:
                         raise ValueError(f"{name}: {error}") from error
                     parameter = Parameter(X, group, states, name, len(dion), parts)
@@ -341,7 +345,7 @@ class Plan:
                     dion.append(parameter)
                 else:
                     elementwise.append(Parameter(X, group, states, name))
-        cuts = [g for p in [*dion, *elementwise] for g in sharding.groups_of(p.X)]
+        cuts = [g for p in [*dion, *elementwise] for g in groups_of(p.X)]
         inside = unions.of(cuts)
         # Frozen parameters count: where all are, the replicas still have to agree somewhere.
         devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
@@ -413,7 +417,7 @@ class Plan:
 
     def copies_inside(self, parameter: Parameter) -> int:
         """How many ranks of this replica hold the same piece of the parameter as this one."""
-        pieces = math.prod(group_size(g) for g in sharding.groups_of(parameter.X))
+        pieces = math.prod(group_size(g) for g in groups_of(parameter.X))
         return group_size(self.inside) // pieces
 
     @cached_property
@@ -450,9 +454,9 @@ class Plan:
         gradients = [p.X.grad for p in self.dion]
         missing = any(map(is_, gradients, repeat(None)))
         if not (missing or self.sharded or any(map(attrgetter("is_sparse"), gradients))):
-            weights = Settled.of(self._X)
-            pushes = Settled.gradients(gradients, weights)  # type: ignore[arg-type]
-            return Pushed(self.dion, weights, Settled.of(self._M), pushes, True, self._runs)
+            weights = FixedTensors.of(self._X)
+            pushes = FixedTensors.gradients(gradients, weights)  # type: ignore[arg-type]
+            return Pushed(self.dion, weights, FixedTensors.of(self._M), pushes, True, self._runs)
         held = [i for i, p in enumerate(self.dion) if p.G is not None]
         parameters = [self.dion[i] for i in held]
         return Pushed(
@@ -619,7 +623,7 @@ def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
     """Raise ValueError, naming the parameter, if the group's algorithm cannot take it."""
     if X.is_complex():
         raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
-    sharding.check_placements(X, name)
+    check_placements(X, name)
     if group["algorithm"] != "dion":
         return
     shape, stack_dims = global_shape(X), group["stack_dims"]
@@ -639,6 +643,6 @@ def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
             f"{stack_dims + 2}-D parameters, (..., in, out)"
         )
     rows = shape[-1] if group["input_first"] else shape[stack_dims]
-    sharding.block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
+    block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
         raise ValueError(f"{name} of shape {shape} is not contiguous: make it so before")
