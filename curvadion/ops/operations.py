@@ -35,7 +35,6 @@ NumbersOrTensors = Sequence[float | Tensor]
 _STEPS = {"local_step_": slice(2, 4), "low_rank_update_": slice(3, 5)}
 # Which lists an operation writes.
 _WRITES = {
-    "momentum_norms_": slice(0, 1),
     "accumulate_": slice(0, 1),
     "local_step_": slice(0, 5, 4),
     "column_normalize_": slice(0, 1),
@@ -98,12 +97,6 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     norm that is NaN or infinite) leaves nothing to undo.
     """
     result: Tensor = _call("momentum_norms", M, G, mu)
-    return result
-
-
-def momentum_norms_(M: Lists, G: Lists, mu: Numbers) -> Tensor:
-    """M <- mu M + G, in place, and the norms of the new M as :func:`momentum_norms`: one pass."""
-    result: Tensor = _call("momentum_norms_", M, G, mu)
     return result
 
 

@@ -29,16 +29,6 @@ def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]
     return _stacked(_held_norm(_sum(*one), one[0]) for one in zip(M, G, mu, strict=True))
 
 
-def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """See :func:`curvadion.ops.momentum_norms_`."""
-    found = []
-    for m, g, decay in zip(M, G, mu, strict=True):
-        wide = _sum(m, g, decay)
-        found.append(_held_norm(wide, m))
-        m.copy_(wide)
-    return _stacked(found)
-
-
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
     for m, g, decay in zip(M, G, mu, strict=True):

@@ -60,7 +60,6 @@ def _register(schema: str, fake: Callable[..., Any]) -> None:
 
 _register("norms(Tensor[] X) -> Tensor", _fake_norms)
 _register("momentum_norms(Tensor[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
-_register("momentum_norms_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
 _register("accumulate_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> ()", _fake_nothing)
 _register(
     "local_step_(Tensor(a!)[] X, Tensor[] G, float[] step, float[] decay, Tensor(b!)[] M, "

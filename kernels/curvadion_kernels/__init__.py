@@ -10,7 +10,6 @@ from curvadion_kernels.low_rank import low_rank_update_
 from curvadion_kernels.momentum import (
     accumulate_,
     momentum_norms,
-    momentum_norms_,
     norms,
 )
 from curvadion_kernels.numbers import INTERPRETED
@@ -23,6 +22,5 @@ __all__ = [
     "local_step_",
     "low_rank_update_",
     "momentum_norms",
-    "momentum_norms_",
     "norms",
 ]

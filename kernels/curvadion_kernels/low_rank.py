@@ -35,6 +35,35 @@ CELLS = tl.constexpr(16)
 
 
 @triton.jit
+def _products(
+    p, q, r, row, column, rank,
+    HAS_M: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """P Q^T of a tile, and P R^T or zeros; where SWAPPED, their transposes."""
+    update = tl.zeros((TILE_M, TILE_N), tl.float32)
+    fed = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for k in range(0, rank.to(tl.int32), TILE_K):
+        c = k + tl.arange(0, TILE_K)
+        inside = c < rank
+        if SWAPPED:
+            right = tl.load(p + column + c[:, None], inside[:, None], 0.0)
+            left = tl.load(q + row + c[None, :], inside[None, :], 0.0)
+            update = tl.dot(left, right, update, input_precision=PRECISION)
+            if HAS_M:
+                left = tl.load(r + row + c[None, :], inside[None, :], 0.0)
+                fed = tl.dot(left, right, fed, input_precision=PRECISION)
+        else:
+            left = tl.load(p + row + c[None, :], inside[None, :], 0.0)
+            right = tl.load(q + column + c[:, None], inside[:, None], 0.0)
+            update = tl.dot(left, right, update, input_precision=PRECISION)
+            if HAS_M:
+                right = tl.load(r + column + c[:, None], inside[:, None], 0.0)
+                fed = tl.dot(left, right, fed, input_precision=PRECISION)
+    return update, fed
+
+
+@triton.jit
 def low_rank_kernel(
     table, tiles,
     X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, HAS_M: tl.constexpr, SEEDED: tl.constexpr,
@@ -69,25 +98,9 @@ def low_rank_kernel(
     # Rows beyond the matrix read its last row, and are not stored.
     row = tl.minimum(i, m - 1)[:, None] * rank
     column = tl.minimum(j, n - 1)[None, :] * rank
-    update = tl.zeros((TILE_M, TILE_N), tl.float32)
-    fed = tl.zeros((TILE_M, TILE_N), tl.float32)
-    for k in range(0, rank.to(tl.int32), TILE_K):
-        c = k + tl.arange(0, TILE_K)
-        inside = c < rank
-        if SWAPPED:
-            right = tl.load(p + column + c[:, None], inside[:, None], 0.0)
-            left = tl.load(q + row + c[None, :], inside[None, :], 0.0)
-            update = tl.dot(left, right, update, input_precision=PRECISION)
-            if HAS_M:
-                left = tl.load(r + row + c[None, :], inside[None, :], 0.0)
-                fed = tl.dot(left, right, fed, input_precision=PRECISION)
-        else:
-            left = tl.load(p + row + c[None, :], inside[None, :], 0.0)
-            right = tl.load(q + column + c[:, None], inside[:, None], 0.0)
-            update = tl.dot(left, right, update, input_precision=PRECISION)
-            if HAS_M:
-                right = tl.load(r + column + c[:, None], inside[:, None], 0.0)
-                fed = tl.dot(left, right, fed, input_precision=PRECISION)
+    update, fed = _products(
+        p, q, r, row, column, rank, HAS_M, SWAPPED, PRECISION, TILE_M, TILE_N, TILE_K
+    )
     here = (i[:, None] < m) & (j[None, :] < n)
     at = i[:, None] * x_stride + j[None, :]
     weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * update
