@@ -24,7 +24,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import ops
 from curvadion.ops import reference as plain
-from curvadion.ops.tensors import Settled, Tensors
+from curvadion.ops.tensors import FixedTensors, Tensors
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
 
@@ -38,8 +38,8 @@ class Problem:
     def __init__(
         self, shapes: Sequence[tuple[int, int]], rank: float, dtype: torch.dtype, where: Any
     ) -> None:
-        def draw() -> Settled:
-            return Settled.of(Tensors(torch.randn(s, device=where).to(dtype) for s in shapes))
+        def draw() -> FixedTensors:
+            return FixedTensors.of(Tensors(torch.randn(s, device=where).to(dtype) for s in shapes))
 
         self.X, self.M, self.G = draw(), draw(), draw()
         ranks = [max(1, round(rank * min(shape))) for shape in shapes]

@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import RMMC, CurvaDion, ops
-from curvadion.ops.tensors import Parameters, Settled, Tensors
+from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
 from curvadion.update.scalar import elementwise_step
 from measure import Contenders, axes_to_save, interleaved, summary, write
 from models import MODELS
@@ -76,10 +76,10 @@ class _Several:
 
 def _alone(matrices: Weights, others: Weights) -> Callable[[], object]:
     """The operations of a closed step with the gradient local step, and nothing around them."""
-    X = Settled.of(Parameters(matrices))
-    M = Settled.of(Tensors(torch.zeros_like(x) for x in matrices))
+    X = FixedTensors.of(Parameters(matrices))
+    M = FixedTensors.of(Tensors(torch.zeros_like(x) for x in matrices))
     gradients = [x.grad for x in matrices if x.grad is not None]
-    G = Settled.gradients(gradients, X)
+    G = FixedTensors.gradients(gradients, X)
     ones, step, decay = ([n] * len(X) for n in (1.0, 1e-3, 1 - 1e-5))
     E, E_grad = list[Tensor](others), [x.grad for x in others if x.grad is not None]
     moments = [

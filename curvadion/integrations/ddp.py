@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from curvadion.layout.sharding import declare_replicas
+from curvadion.layout.parameters import declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from curvadion.layout.sharding import declare_flat_shard, declare_replicas
+from curvadion.layout.flat_shard import declare_flat_shard
+from curvadion.layout.parameters import declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""Gradients of DTensors, brought to where their parameters are."""
+"""Gradients of DTensors, brought to the placements of their parameters."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.comm.groups import Group, same_ranks
-from curvadion.layout.sharding import group_over, local
+from curvadion.layout.dtensor import group_over, local
 
 
-def settle_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
-    """Give every gradient its parameter's placements; collective where one has others.
+def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
+    """Give every gradient the placements of its parameter; collective where one has others.
 
-    Backward leaves some gradients of tensor-parallel models otherwise: those of norms under
-    sequence parallelism are summands (Partial) that no one has added up, and that of a sharded
-    embedding may be whole. Summands of replicated parameters are added up in one collective per
-    process group; all else is left to ``DTensor.redistribute``.
+    Backward gives some gradients of tensor-parallel models other placements. Gradients of norms
+    under sequence parallelism are partial sums (Partial) that still have to be added up, and the
+    gradient of a sharded embedding may be whole. Partial sums of replicated parameters are added up
+    in one collective per process group. ``DTensor.redistribute`` does everything else.
 
-    A gradient whose summands lie on the replicas themselves becomes this replica's own gradient,
-    the summand times the number of replicas, without a collective.
+    A gradient whose partial sums lie on the replicas themselves becomes this replica's own
+    gradient, which is its partial sum times the number of replicas. That takes no collective.
+
+    Args:
+        parameters: those whose ``.grad`` is replaced where its placements differ.
+        replicas: the ranks that hold the same shard in other replicas.
     """
     groups = _Groups(replicas)
-    summands = []
+    partial_sums = []
     for X in parameters:
         gradient = X.grad
         if not isinstance(gradient, DTensor) or not isinstance(X, DTensor):
@@ -38,20 +42,20 @@ def settle_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup |
         gradient = _own(gradient, groups)
         axes = _axes_to_sum(gradient, X)
         if axes:
-            summands.append(_Summand(X, gradient, groups.over(gradient.device_mesh, axes)))
+            partial_sums.append(_PartialSum(X, gradient, groups.over(gradient.device_mesh, axes)))
         else:
             X.grad = gradient.redistribute(X.device_mesh, X.placements)
-    _sum_(summands)
+    _sum_(partial_sums)
 
 
-class _Summand(NamedTuple):
+class _PartialSum(NamedTuple):
     X: DTensor
     gradient: DTensor
     group: Group | None
 
 
 class _Groups:
-    """Looks each group up once: a model has many parameters on few meshes."""
+    """Looks up each group once: a model has many parameters on few meshes."""
 
     def __init__(self, replicas: Group | None) -> None:
         self.replicas = replicas
@@ -74,10 +78,13 @@ class _Groups:
 
 
 def _own(gradient: DTensor, groups: _Groups) -> DTensor:
-    """Without summands on the replicas, whose sum is the mean of the replicas' own gradients."""
+    """The gradient, with partial sums on the replicas replaced by this replica's own gradient.
+
+    The sum of these partial sums would be the mean of the replicas' own gradients.
+    """
     mesh = gradient.device_mesh
     placements = [
-        Replicate() if _is_summand(placement) and groups.replicate(mesh, axis) else placement
+        Replicate() if _is_partial_sum(placement) and groups.replicate(mesh, axis) else placement
         for axis, placement in enumerate(gradient.placements)
     ]
     if placements == list(gradient.placements):
@@ -86,40 +93,40 @@ def _own(gradient: DTensor, groups: _Groups) -> DTensor:
 
 
 def _axes_to_sum(gradient: DTensor, X: DTensor) -> list[int]:
-    """The mesh axes to sum over if that is all that the gradient lacks; else none."""
+    """The mesh axes to sum over, if such sums give X's placements; else none."""
     if gradient.device_mesh != X.device_mesh:
         return []
     axes = []
     for axis, (given, wanted) in enumerate(zip(gradient.placements, X.placements, strict=True)):
         if given != wanted:
-            if not (_is_summand(given) and isinstance(wanted, Replicate)):
+            if not (_is_partial_sum(given) and isinstance(wanted, Replicate)):
                 return []
             axes.append(axis)
     return axes
 
 
-def _is_summand(placement: Placement) -> bool:
+def _is_partial_sum(placement: Placement) -> bool:
     return type(placement) is Partial and placement.reduce_op == "sum"
 
 
-def _sum_(summands: Sequence[_Summand]) -> None:
-    pieces = [local(s.gradient) for s in summands]
+def _sum_(partial_sums: Sequence[_PartialSum]) -> None:
+    shards = [local(s.gradient) for s in partial_sums]
     buckets = Buckets(
         [
             Slot(tuple(G.shape), s.group, torch.promote_types(G.dtype, torch.float32), G.device)
-            for G, s in zip(pieces, summands, strict=True)
+            for G, s in zip(shards, partial_sums, strict=True)
         ]
     )
-    for view, G in zip(buckets.views, pieces, strict=True):
+    for view, G in zip(buckets.views, shards, strict=True):
         view.copy_(G)
     buckets.all_reduce_()
-    for view, G, s in zip(buckets.views, pieces, summands, strict=True):
+    for view, G, s in zip(buckets.views, shards, partial_sums, strict=True):
         s.X.grad = _placed(view.to(G.dtype), s.gradient, s.X.placements)
 
 
-def _placed(piece: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
+def _placed(shard: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
     placed: DTensor = DTensor.from_local(
-        piece,
+        shard,
         like.device_mesh,
         placements,
         run_check=False,

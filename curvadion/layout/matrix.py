@@ -1,9 +1,9 @@
-"""Where the local piece of a matrix lies, and which process groups hold the rest.
+"""Which part of a matrix this rank holds, and which process groups hold the rest.
 
-A matrix is cut in at most two ways, its rows over one group and its columns over another,
-and may be replicated over a third. Everything that decides a trajectory (orientation, rank,
-initial right factor, completing directions) follows from the GLOBAL shape and global indices,
-so it does not depend on the cut.
+A matrix is sharded in at most two ways, its rows over one group and its columns over another,
+and may be replicated over a third. Whatever decides a trajectory (orientation, rank, initial right
+factor, completing directions) follows from the GLOBAL shape and from global indices. So it does not
+depend on how the matrix is sharded.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from curvadion.comm.collectives import group_size
 
 @dataclass(frozen=True)
 class Extent:
-    """The rows (or columns) of a matrix that are held here, of a dimension cut over a group.
+    """The rows (or columns) of a matrix that this rank holds.
 
     Attributes:
         indices: global indices held here, contiguous; may be empty.
-        group: the ranks that hold the others; None if all are here.
-        shared: global indices of which several ranks of the group hold a part each, ascending. A
-            cut between elements instead of between rows (ZeRO, FSDP1) leaves such rows.
-        borrowed: whether the first index held here is a shared one that begins on another rank,
-            which is the one to count it in sums over the group.
+        group: the ranks among which the dimension is sharded; None if all of it is here.
+        shared: global indices of the rows that several ranks of the group hold in part, ascending.
+            Shards that begin in the middle of a row (ZeRO, FSDP1) have such rows.
+        borrowed: whether the first row held here is shared and begins on another rank. Sums over
+            the group count the row on that rank.
     """
 
     indices: range
@@ -44,11 +44,11 @@ class Extent:
         return torch.arange(self.indices.start, self.indices.stop, device=device)
 
     def counted(self, tensor: Tensor) -> Tensor:
-        """The part of (..., len(self), r) that this rank contributes to sums over the group."""
+        """The rows of (..., len(self), r) that this rank contributes to sums over the group."""
         return tensor[..., 1:, :] if self.borrowed else tensor
 
     def shared_here(self) -> list[tuple[int, int]]:
-        """(place in ``shared``, place among ``indices``) of the shared indices held here."""
+        """The shared rows held here, each as (position in ``shared``, position in ``indices``)."""
         return [
             (slot, index - self.indices.start)
             for slot, index in enumerate(self.shared)
@@ -58,17 +58,20 @@ class Extent:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Orientation and cut of one matrix.
+    """Orientation and sharding of one matrix.
 
     Attributes:
         shape: global shape (m, n), output features first.
-        rows, columns: of the ORIENTED matrix B, the matrix or its transpose, whose global shape is
-            (max(m, n), min(m, n)).
-        replicas: the ranks holding the same piece of the other replicas; None for one replica.
-        rows_and_replicas, columns_and_replicas: the unions, over which a sum over shards and a
-            mean over replicas travel in one collective. They default to the one group that exists
-            and are required where both do.
-        shards: the ranks that hold all pieces of this replica's matrix; None if it is whole.
+        rows, columns: of the ORIENTED matrix B, which is the matrix or its transpose and has the
+            global shape (max(m, n), min(m, n)).
+        replicas: the ranks that hold the same shard in other replicas; None for one replica.
+        rows_and_replicas, columns_and_replicas: the unions of these groups. Over a union, one
+            collective takes the sum over shards and the mean over replicas. By default the union
+            is the one group that exists; where both exist, it must be given.
+        shards: the ranks that hold the shards of this replica's matrix; None if it is whole.
+
+    Raises:
+        ValueError: if a union of two groups is missing.
     """
 
     shape: tuple[int, int]
@@ -97,12 +100,12 @@ class MatrixLayout:
     def whole(
         cls, shape: tuple[int, int], replicas: dist.ProcessGroup | None = None
     ) -> MatrixLayout:
-        """A matrix that every replica holds uncut."""
+        """The layout of a matrix that every replica holds unsharded."""
         return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))), replicas)
 
     @property
     def transposed(self) -> bool:
-        """Whether B is the transpose: B has no fewer rows than columns."""
+        """Whether B is the transpose of the matrix; B never has fewer rows than columns."""
         return self.shape[0] < self.shape[1]
 
     @property
@@ -119,16 +122,22 @@ class MatrixLayout:
         return min(rank_multiple_of * wanted, smaller)
 
     def initial_q(self, rank: int) -> Tensor:
-        """The rows held here of Q ~ N(0, 1), (len(columns), rank) float32, drawn from the shape."""
+        """The rows held here of the initial Q ~ N(0, 1), (len(columns), rank) float32 on the CPU.
+
+        The seed follows from the global shape and the rank.
+        """
         m, n = self.shape
         generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
         q = torch.randn(min(m, n), rank, generator=generator, dtype=torch.float32, device="cpu")
         return q[self.columns.indices.start : self.columns.indices.stop]
 
     def inside_replica(self) -> MatrixLayout:
-        """The same cut, for a step that no other replica takes part in."""
+        """The same sharding, for a step in which no other replica takes part."""
         return replace(self, replicas=None, rows_and_replicas=None, columns_and_replicas=None)
 
     def share_of_R(self) -> float:
-        """What part of this rank's R counts in a sum over ``shards``: rows' ranks hold it alike."""
+        """The weight of this rank's R in a sum over ``shards``: 1 / the size of the row group.
+
+        All ranks of the row group hold the same R, and the sum must count it once.
+        """
         return 1.0 / group_size(self.rows.group)

@@ -1,4 +1,4 @@
-"""From a parameter's local tensor to the local pieces of its matrices, and back."""
+"""Views of a parameter's local tensor: the shards of its matrices that lie in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Block:
     """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...).
 
     Attributes:
-        stack: index into the leading dimensions that enumerate matrices; () if there are none.
-        rows: the block's rows among the local ones.
-        input_first: the tensor holds the transpose of each matrix.
+        stack: index into the leading dimensions, which enumerate matrices; () if there are none.
+        rows: the block's rows in the local tensor.
+        input_first: whether the tensor holds the transpose of each matrix.
     """
 
     stack: tuple[int, ...]
@@ -26,30 +26,36 @@ class Block:
     is_view = True
 
     def elements(self, local: Tensor) -> Tensor:
-        """The held elements as a view of any shape."""
+        """The elements held here, as a view of any shape."""
         matrix = local[self.stack]
         return (matrix.mT if self.input_first else matrix)[self.rows]
 
     def read(self, local: Tensor) -> Tensor:
-        """The piece as a 2-D view."""
+        """The shard as a 2-D view, (rows, columns)."""
         held = self.elements(local)
         return held.view(held.shape[0], math.prod(held.shape[1:]))
 
-    def held(self, piece: Tensor) -> Tensor:
-        """The elements of a piece that are held here: all."""
-        return piece
+    def held(self, shard: Tensor) -> Tensor:
+        """The elements of a shard that are held here: all of them."""
+        return shard
 
-    def write(self, local: Tensor, piece: Tensor) -> None:
-        """Nothing to do: the piece is a view of the local tensor."""
+    def write(self, local: Tensor, shard: Tensor) -> None:
+        """Do nothing: the shard is a view of the local tensor."""
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` in a flat tensor.
+    """Elements [start, stop) of a row-major (m, n) matrix, in a flat tensor.
 
-    The first and the last row may be held in part: :meth:`read` fills them up with zeros, so that
-    products are this rank's summands. ``input_first``: the pieces to read, write and hold are those
-    of the matrix's transpose.
+    This rank may hold only a part of the first and of the last row. :meth:`read` fills these rows
+    up with zeros; a product with such a shard is this rank's summand of the whole product.
+
+    Attributes:
+        start, stop: the elements held here.
+        columns: n.
+        offset: where they begin in the flat tensor.
+        input_first: whether the tensor holds the transpose of each matrix. The methods read and
+            write shards of the matrix itself.
     """
 
     start: int
@@ -60,7 +66,7 @@ class FlatRange:
 
     @property
     def rows(self) -> range:
-        """Global indices of the rows of which elements are held here."""
+        """Global indices of the rows that this rank holds, in whole or in part."""
         if self.start == self.stop:
             return range(0)
         return range(self.start // self.columns, -(-self.stop // self.columns))
@@ -71,31 +77,32 @@ class FlatRange:
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:
-        """The held elements as a 1-D view."""
+        """The elements held here, as a 1-D view."""
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def read(self, local: Tensor) -> Tensor:
-        """The piece (len(rows), n), a view where its rows are whole and a padded copy elsewhere."""
+        """The shard (len(rows), n): a view if its rows are whole, else a padded copy."""
         held = self.elements(local)
         if self.is_view:
-            return self._turned(held.view(len(self.rows), self.columns))
+            return self._transposed_if_input_first(held.view(len(self.rows), self.columns))
         padded = torch.zeros(len(self.rows), self.columns, dtype=local.dtype, device=local.device)
-        piece = self._turned(padded)
-        self.held(piece).copy_(held)
-        return piece
+        shard = self._transposed_if_input_first(padded)
+        self.held(shard).copy_(held)
+        return shard
 
-    def write(self, local: Tensor, piece: Tensor) -> None:
-        """Copy the held elements of a piece back, unless it is a view of them."""
+    def write(self, local: Tensor, shard: Tensor) -> None:
+        """Copy a shard's elements back to the local tensor, unless the shard is a view of it."""
         if not self.is_view:
-            self.elements(local).copy_(self.held(piece))
+            self.elements(local).copy_(self.held(shard))
 
-    def held(self, piece: Tensor) -> Tensor:
-        """The elements of a padded piece that are held here, 1-D; a view if its rows are dense."""
+    def held(self, shard: Tensor) -> Tensor:
+        """The elements of a padded shard that are held here, 1-D; a view if its rows are dense."""
         skipped = self.start - self.rows.start * self.columns
-        return self._turned(piece).reshape(-1)[skipped : skipped + self.stop - self.start]
+        stored = self._transposed_if_input_first(shard)
+        return stored.reshape(-1)[skipped : skipped + self.stop - self.start]
 
-    def _turned(self, piece: Tensor) -> Tensor:
-        return piece.mT if self.input_first else piece
+    def _transposed_if_input_first(self, matrix: Tensor) -> Tensor:
+        return matrix.mT if self.input_first else matrix
 
 
-Piece = Block | FlatRange
+ShardView = Block | FlatRange

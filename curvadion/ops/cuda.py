@@ -86,12 +86,12 @@ def _momentum_norms(
     blocks = library.curvadion_cuda_blocks(count, start(facts[0].sizes.numel)) if norm else 0
     result = torch.empty(count if norm else 0, dtype=torch.float32, device=device)
     partial = torch.empty(blocks, dtype=torch.float64, device=device)
-    pushed = addressed(facts[1]) if mu else (None, None)
+    gradients = addressed(facts[1]) if mu else (None, None)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
         tickets = _tickets(device, stream.stream_id)
         code = library.curvadion_cuda_momentum_norms(
-            count, *counted(facts[0]), *pushed, start(mu), write,
+            count, *counted(facts[0]), *gradients, start(mu), write,
             result.data_ptr() if norm else None, partial.data_ptr(), tickets.data_ptr(),
             device.index, stream.cuda_stream,
         )  # fmt: skip
@@ -125,7 +125,7 @@ def local_step_(
 
 @lru_cache
 def _tickets(device: torch.device, stream: int) -> Tensor:
-    """Counters that are zero between launches; a stream's launches take turns with them."""
+    """Counters that are zero between launches; a stream's launches use them one after another."""
     capacity = load().curvadion_cuda_capacity()
     return torch.zeros(capacity, dtype=torch.int32, device=device)
 

@@ -117,20 +117,20 @@ class Parameters(Tensors):
         return super().facts
 
 
-class Settled(Tensors):
+class FixedTensors(Tensors):
     """Tensors that stay where they are as long as this list is used: for one step."""
 
     _given: Facts
 
     @classmethod
-    def of(cls, tensors: Tensors) -> Settled:
+    def of(cls, tensors: Tensors) -> FixedTensors:
         """The same list, looked at now."""
         made = cls(tensors)
         made._given = tensors.facts
         return made
 
     @classmethod
-    def gradients(cls, gradients: Sequence[Tensor], of: Settled) -> Settled:
+    def gradients(cls, gradients: Sequence[Tensor], of: FixedTensors) -> FixedTensors:
         """The gradients of parameters, in their order.
 
         Autograd has checked devices. dtypes and strides may differ, and sizes where ``.data`` was
@@ -167,8 +167,8 @@ def norm_and_sum(x: Tensor) -> Tensor:
     """Norm and sum of a tensor, (2,) float64, of which little is held in float64 at a time."""
     flat = x.mT if x.dim() == 2 and not x.is_contiguous() and x.mT.is_contiguous() else x
     result = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for piece in flat.reshape(-1).split(2**20):
-        wide = piece.double()
+    for chunk in flat.reshape(-1).split(2**20):
+        wide = chunk.double()
         result += torch.stack([wide.square().sum(), wide.sum()])
     result[0].sqrt_()
     return result

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
-from curvadion.layout.gradients import settle_gradients
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
+from curvadion.layout.gradients import place_gradients
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
@@ -263,7 +263,7 @@ class ReplicaOptimizer(Optimizer):
 
     def _place_gradients(self, plan: Plan) -> None:
         if plan.sharded:
-            settle_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+            place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
 
     def _lr_is_zero(self) -> bool:
         return all(float(group["lr"]) == 0 for group in self.param_groups)

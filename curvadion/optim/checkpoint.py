@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from curvadion.layout.sharding import FLAT_SHARD_START, flat_shard, global_shape, local
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
+from curvadion.layout.parameters import global_shape
 from curvadion.optim.conversion import OLD_LR_AT_AGREEMENT, OLD_LR_SUM, OLD_NAMES
 from curvadion.sync.base import Sync
 from curvadion.sync.corrections import LR_SINCE_ANCHOR

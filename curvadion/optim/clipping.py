@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvadion import checks, ops
 from curvadion.comm.collectives import group_size
-from curvadion.layout.gradients import settle_gradients
+from curvadion.layout.gradients import place_gradients
 from curvadion.optim.base import ReplicaOptimizer
 from curvadion.update.plan import Plan
 
@@ -58,7 +58,7 @@ def clip_grad_norm_(
     _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
     plan, replicas = optimizer.present_plan(), optimizer._replicas.process_group
     if plan.sharded:
-        settle_gradients([p.X for p in plan.parameters], replicas)
+        place_gradients([p.X for p in plan.parameters], replicas)
     batches = _batches(plan)
     square = torch.zeros((), dtype=torch.float64, device=plan.device)
     for (copies, _, _), gradients in batches.items():

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from curvadion.comm.replicas import Replica
-from curvadion.layout.sharding import local, resize_right_factors, right_factor_shapes
+from curvadion.layout.dtensor import local
+from curvadion.layout.right_factors import resize_right_factors, right_factor_shapes
 from curvadion.optim.record import Progress, Record
 from curvadion.sync.base import Sync
 from curvadion.sync.corrections import LR_SINCE_ANCHOR

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import AlwaysOpen
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.base import Params, ReplicaOptimizer

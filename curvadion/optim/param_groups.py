@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from curvadion import checks
-from curvadion.layout.sharding import global_shape
+from curvadion.layout.parameters import global_shape
 from curvadion.update import hyperparameters as check
 
 # What a parameter is, by the module that owns it.

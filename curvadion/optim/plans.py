@@ -14,7 +14,7 @@ from torch import Tensor
 from curvadion.comm.collectives import group_size
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
-from curvadion.layout.sharding import global_shape
+from curvadion.layout.parameters import global_shape
 from curvadion.optim.conversion import fit_right_factors
 from curvadion.sync.verify import Listing
 from curvadion.update.gradients import same

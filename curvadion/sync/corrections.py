@@ -41,7 +41,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import group_size
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import largest, saturated
 from curvadion.update.dion_step import LowRankStep
 from curvadion.update.parameter import Matrix, batches, open_shards, product_dtype

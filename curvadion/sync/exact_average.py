@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size, mean_
-from curvadion.layout.sharding import flat_shard, global_shape, groups_of, local
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import flat_shard
+from curvadion.layout.parameters import global_shape, groups_of
 from curvadion.sync.base import Sync
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter
@@ -92,9 +94,9 @@ def _whole(parameter: Parameter, name: str, x: Tensor) -> tuple[int, int]:
         return x.numel(), math.prod(map(group_size, groups_of(x)))  # a DTensor's are all
     if name == R_SCALE:
         return x.numel(), 1
-    for part in parameter.parts:
-        if part.q.key == name:
-            return min(part.layout.shape) * part.rank, group_size(part.layout.columns.group)
+    for m in parameter.matrices:
+        if m.shard.q.key == name:
+            return min(m.layout.shape) * m.shard.rank, group_size(m.layout.columns.group)
     return math.prod(global_shape(like)), math.prod(map(group_size, groups_of(like)))
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, group_size
-from curvadion.layout.sharding import groups_of, local
+from curvadion.layout.dtensor import local
+from curvadion.layout.parameters import groups_of
 from curvadion.ops.tensors import saturated
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.codec import BITS, bits_within, coded_share

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import checksum, group_size, said_alike
-from curvadion.layout import sharding
-from curvadion.layout.sharding import global_shape, local
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import flat_shard
+from curvadion.layout.parameters import global_shape
 from curvadion.ops.tensors import norm_and_sum
 from curvadion.update.hyperparameters import SETTINGS
 from curvadion.update.parameter import Parameter
@@ -208,7 +209,7 @@ def raise_identical(of: str) -> None:
 
 def _checksum(plan: Plan, own: Listing) -> Tensor:
     """Of what is listed, and of the ranges that flat shards hold here; float64."""
-    held = [(f.start, f.stop) for p in plan.parameters if (f := sharding.flat_shard(p.X))]
+    held = [(f.start, f.stop) for p in plan.parameters if (f := flat_shard(p.X))]
     return torch.tensor(checksum((own, held)), dtype=torch.float64, device=plan.device)
 
 

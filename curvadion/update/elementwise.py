@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from curvadion.comm.collectives import mean_
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
 from curvadion.update.plan import Plan
 from curvadion.update.scalar import elementwise_step
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvadion.layout.sharding import local
-from curvadion.ops.tensors import Parameters, Settled, Tensors
+from curvadion.layout.dtensor import local
+from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import MOMENTUM
 
@@ -84,11 +84,11 @@ class GradientLists:
         G = [p.X.grad for p in self._parameters]
         if self._sharded or any(map(is_, G, repeat(None))) or any(map(_is_sparse, G)):
             G = [p.G for p in self._parameters]
-        weights = Settled.of(self._X)
+        weights = FixedTensors.of(self._X)
         complete = not any(map(is_, G, repeat(None)))
-        given = Settled.gradients(_filled(G, X), weights)
+        given = FixedTensors.gradients(_filled(G, X), weights)
         return Gradients(
-            self._parameters, weights, Settled.of(self._M), given, complete, self._runs
+            self._parameters, weights, FixedTensors.of(self._M), given, complete, self._runs
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
 from curvadion.update.gradients import same
 from curvadion.update.state import MOMENTUM_NORM
 

@@ -186,21 +186,21 @@ def _cholesky_qr(
     for i, p in enumerate(matrices):
         r = p.shape[-1]
         floor = None if floors is None else floors[i]
-        pieces = []
+        found = []
         for these in _slices(p):
             gram = _unpacked(summed[i][these], r) if i in summed else _gram(p[these], rows[i])
             after = None if last is None else last[i][these]
             here = None if floor is None else floor.sliced(these)
-            pieces.append(_orthonormal(p[these], gram, here, after))
-        results.append(pieces[0] if len(pieces) == 1 else _joined(pieces, p))
+            found.append(_orthonormal(p[these], gram, here, after))
+        results.append(found[0] if len(found) == 1 else _joined(found, p))
     return results
 
 
-def _joined(pieces: Sequence[Orthonormal], p: Tensor) -> Orthonormal:
-    if not pieces:
+def _joined(found: Sequence[Orthonormal], p: Tensor) -> Orthonormal:
+    if not found:
         numbers = p.new_empty(0, p.shape[-1], dtype=torch.float64)
         return Orthonormal(torch.empty_like(p), numbers.bool(), numbers, numbers)
-    return Orthonormal(*map(torch.cat, zip(*pieces, strict=True)))
+    return Orthonormal(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:

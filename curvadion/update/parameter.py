@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.layout import sharding
+from curvadion.layout.blocks import block_sizes
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import flat_shard_state
+from curvadion.layout.matrices import MatrixShard, zeros_per_matrix
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.layout.sharding import Part, global_shape, local
+from curvadion.layout.parameters import check_placements, global_shape
+from curvadion.layout.right_factors import create_right_factors
 from curvadion.update.scalar import create_state
 from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE
 
@@ -24,7 +28,7 @@ States = MutableMapping[Tensor, dict[str, Any]]
 class Parameter:
     """A parameter X with its group's hyperparameters, all states and its name in reports.
 
-    Tensors are handed out as the pieces held here: ``local`` of X, ``G``, ``M``. ``number`` is the
+    Tensors are handed out as the shards held here: ``local`` of X, ``G``, ``M``. ``number`` is the
     place among all that take Dion, the same on every rank.
     """
 
@@ -33,7 +37,6 @@ class Parameter:
     states: States
     name: str
     number: int = 0
-    parts: tuple[Part, ...] = ()
     matrices: list[Matrix] = field(default_factory=list)
 
     @property
@@ -105,7 +108,7 @@ class Parameter:
     def R_scale(self) -> Tensor:
         """How long R's longest column has been lately, (matrices held here,), a view."""
         if R_SCALE not in self.state:  # saved by a version that did not remember it
-            self.state[R_SCALE] = sharding.zeros_per_matrix(self.X, self.parts, self.group)
+            self.state[R_SCALE] = zeros_per_matrix(self.X, self.group)
         return local(self.state[R_SCALE]).view(-1)
 
     @property
@@ -118,7 +121,7 @@ class Parameter:
 
     def create_state(self) -> None:
         """Fill the state as the algorithm needs it before its first step."""
-        place = sharding.place_of_flat_shard(self.X)
+        place = flat_shard_state(self.X)
         if self.group["algorithm"] != "dion":
             self.states[self.X] = create_state(self.group["algorithm"], self.X) | place
             return
@@ -126,9 +129,9 @@ class Parameter:
         q_dtype = _dtype(self.group["q_dtype"], self.X)
         self.states[self.X] = {
             MOMENTUM: torch.zeros_like(self.X, dtype=dtype),
-            **sharding.create_right_factors(self.X, self.parts, self.group, q_dtype),
-            MOMENTUM_NORM: sharding.zeros_per_matrix(self.X, self.parts, self.group),
-            R_SCALE: sharding.zeros_per_matrix(self.X, self.parts, self.group),
+            **create_right_factors(self.X, self.group, q_dtype),
+            MOMENTUM_NORM: zeros_per_matrix(self.X, self.group),
+            R_SCALE: zeros_per_matrix(self.X, self.group),
             **place,
         }
 
@@ -141,7 +144,7 @@ class Matrix:
     """
 
     parameter: Parameter
-    part: Part
+    shard: MatrixShard
     index: int
 
     @property
@@ -150,12 +153,12 @@ class Matrix:
 
     @property
     def layout(self) -> MatrixLayout:
-        return self.part.layout
+        return self.shard.layout
 
     @property
     def is_view(self) -> bool:
         """Whether X and M are views of the parameter's tensors; padded copies otherwise."""
-        return self.part.piece.is_view
+        return self.shard.view.is_view
 
     @property
     def X(self) -> Tensor:
@@ -170,7 +173,7 @@ class Matrix:
     @property
     def Q(self) -> Tensor:
         """Right factor, a view, (n_j, r)."""
-        return local(self.parameter.state[self.part.q.key])[self.part.q.index]
+        return local(self.parameter.state[self.shard.q.key])[self.shard.q.index]
 
     @property
     def R_scale(self) -> Tensor:
@@ -187,22 +190,22 @@ class Matrix:
 
     def elements(self, tensor: Tensor) -> Tensor:
         """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
-        return self.part.piece.elements(tensor)
+        return self.shard.view.elements(tensor)
 
-    def held(self, piece: Tensor) -> Tensor:
-        """The elements of a piece, (m_i, n_j), that are this matrix's and held here."""
-        return self.part.piece.held(self._oriented(piece))
+    def held(self, shard: Tensor) -> Tensor:
+        """The elements of a shard, (m_i, n_j), that are this matrix's and held here."""
+        return self.shard.view.held(self._oriented(shard))
 
     def read(self, tensor: Tensor) -> Tensor:
-        """This matrix's piece of a local tensor of the parameter, (m_i, n_j)."""
-        return self._oriented(self.part.piece.read(tensor))
+        """This matrix's shard of a local tensor of the parameter, (m_i, n_j)."""
+        return self._oriented(self.shard.view.read(tensor))
 
-    def store(self, tensor: Tensor, piece: Tensor) -> None:
+    def store(self, tensor: Tensor, shard: Tensor) -> None:
         """Write an updated shard, which :meth:`read` gave, back to the tensor it is of."""
-        self.part.piece.write(tensor, self._oriented(piece))
+        self.shard.view.write(tensor, self._oriented(shard))
 
-    def _oriented(self, piece: Tensor) -> Tensor:
-        return piece.mT if self.layout.transposed else piece
+    def _oriented(self, shard: Tensor) -> Tensor:
+        return shard.mT if self.layout.transposed else shard
 
 
 @contextmanager
@@ -265,7 +268,7 @@ def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
     """Raise ValueError, naming the parameter, if the group's algorithm cannot take it."""
     if X.is_complex():
         raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
-    sharding.check_placements(X, name)
+    check_placements(X, name)
     if group["algorithm"] != "dion":
         return
     shape, stack_dims = global_shape(X), group["stack_dims"]
@@ -285,6 +288,6 @@ def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
             f"{stack_dims + 2}-D parameters, (..., in, out)"
         )
     rows = shape[-1] if group["input_first"] else shape[stack_dims]
-    sharding.block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
+    block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
         raise ValueError(f"{name} of shape {shape} is not contiguous: make it so before")

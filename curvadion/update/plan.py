@@ -13,8 +13,9 @@ from torch import Tensor
 
 from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.comm.groups import Unions
-from curvadion.layout import sharding
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
+from curvadion.layout.matrices import matrices_of
+from curvadion.layout.parameters import check_replicas, groups_of
 from curvadion.update.gradients import GradientLists, Gradients
 from curvadion.update.norms import StoredNorms
 from curvadion.update.parameter import (
@@ -83,20 +84,20 @@ class Plan:
                     continue
                 check_parameter(X, name, group)
                 if not single:
-                    sharding.check_replicas(X, name, replicas)
+                    check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
                     try:
-                        parts = tuple(sharding.matrices_of(X, group, replicas, unions))
+                        shards = matrices_of(X, group, replicas, unions)
                     except ValueError as error:
                         raise ValueError(f"{name}: {error}") from error
-                    parameter = Parameter(X, group, states, name, len(dion), parts)
+                    parameter = Parameter(X, group, states, name, len(dion))
                     parameter.matrices.extend(
-                        Matrix(parameter, part, i) for i, part in enumerate(parts)
+                        Matrix(parameter, shard, i) for i, shard in enumerate(shards)
                     )
                     dion.append(parameter)
                 else:
                     elementwise.append(Parameter(X, group, states, name))
-        cuts = [g for p in [*dion, *elementwise] for g in sharding.groups_of(p.X)]
+        cuts = [g for p in [*dion, *elementwise] for g in groups_of(p.X)]
         inside = unions.of(cuts)
         # Frozen parameters count: where all are, the replicas still have to agree somewhere.
         devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
@@ -125,7 +126,7 @@ class Plan:
         stacks: dict[Any, list[int]] = {}
         for i, m in enumerate(self.matrices):
             dtype = product_dtype(m.parameter.X)
-            key = (m.part.kind, m.part.rank, dtype, m.parameter.X.device, m.group["right_factor"])
+            key = (m.shard.kind, m.shard.rank, dtype, m.parameter.X.device, m.group["right_factor"])
             stacks.setdefault(key, []).append(i)
         return list(stacks.values())
 
@@ -168,7 +169,7 @@ class Plan:
 
     def copies_inside(self, parameter: Parameter) -> int:
         """How many ranks of this replica hold the same piece of the parameter as this one."""
-        pieces = math.prod(group_size(g) for g in sharding.groups_of(parameter.X))
+        pieces = math.prod(group_size(g) for g in groups_of(parameter.X))
         return group_size(self.inside) // pieces
 
     @cached_property

@@ -1,6 +1,6 @@
 """One power iteration for every layout (Dion, arXiv 2504.05295, algorithm 1 and section 3).
 
-Per oriented matrix B (m x n), held as a piece B_ij of rows i and columns j, and Q (n x r):
+Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and Q (n x r):
 
     P = sum over the column group ( B Q )         and mean over replicas, in one collective
     P = orthonormalize(P, row group)
@@ -41,7 +41,7 @@ class Stack:
 
     Attributes:
         layout: shared by the matrices.
-        B: local pieces, each of shape (m_i, n_j), any floating dtype, any strides; read one at a
+        B: local shards, each of shape (m_i, n_j), any floating dtype, any strides; read one at a
             time, so that a sequence may make each when it is asked for.
         Q: right factors, each (n_j, r).
         right_factor: how R becomes the next Q.
@@ -93,7 +93,7 @@ def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
     """P, R and the next Q of every stack, averaged over replicas; see the module's text.
 
     Args:
-        stacks: the same on every rank of every group involved, up to the pieces they hold.
+        stacks: the same on every rank of every group involved, up to the shards they hold.
 
     Rows or columns that a cut runs through (Extent.shared) cost one more collective per group:
     their summands, in a table of r numbers a row.

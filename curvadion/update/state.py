@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from curvadion.layout.sharding import FLAT_SHARD_START
+from curvadion.layout.flat_shard import FLAT_SHARD_START
 
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
 # What replicas last agreed on. A sync kind that keeps it calls it so: ranks then compare it.

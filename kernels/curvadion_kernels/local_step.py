@@ -48,15 +48,15 @@ def local_step_kernel(
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         for i in range(0, CHUNK, BLOCK):
             at = start + i + tl.arange(0, BLOCK)
-            push = tl.load(g + at).to(tl.float32)
-            weights = decay * tl.load(x + at).to(tl.float32) - step * push
+            gradient = tl.load(g + at).to(tl.float32)
+            weights = decay * tl.load(x + at).to(tl.float32) - step * gradient
             weights = saturated(weights, X_DTYPE)
             if SEEDED:
                 tl.store(x + at, stochastically(weights, at, seed, X_DTYPE))
             else:
                 tl.store(x + at, to_nearest(weights, X_DTYPE))
             if HAS_M:
-                momentum = mu * tl.load(m + at).to(tl.float32) + push
+                momentum = mu * tl.load(m + at).to(tl.float32) + gradient
                 tl.store(m + at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE))
     else:
         x = x_address.to(tl.pointer_type(X_DTYPE))
@@ -65,15 +65,15 @@ def local_step_kernel(
         for i in range(0, CHUNK, BLOCK):
             at = start + i + tl.arange(0, BLOCK)
             here = at < n
-            push = tl.load(g + at, here, 0.0).to(tl.float32)
-            weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * push
+            gradient = tl.load(g + at, here, 0.0).to(tl.float32)
+            weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * gradient
             weights = saturated(weights, X_DTYPE)
             if SEEDED:
                 tl.store(x + at, stochastically(weights, at, seed, X_DTYPE), here)
             else:
                 tl.store(x + at, to_nearest(weights, X_DTYPE), here)
             if HAS_M:
-                momentum = mu * tl.load(m + at, here, 0.0).to(tl.float32) + push
+                momentum = mu * tl.load(m + at, here, 0.0).to(tl.float32) + gradient
                 tl.store(m + at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE), here)
 
 

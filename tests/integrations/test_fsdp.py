@@ -27,7 +27,7 @@ import formulas
 import transformer
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
-from curvadion.layout.sharding import global_shape
+from curvadion.layout.parameters import global_shape
 from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
 
 # Replicas, shards of each.

@@ -17,8 +17,9 @@ import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.comm.groups import group_of_ranks, same_ranks
+from curvadion.layout.blocks import block_sizes
+from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.layout.sharding import block_sizes, declare_flat_shard
 from reference import DionReference
 from training import OPEN_STEPS, STEPS, Watching
 

@@ -17,7 +17,7 @@ import curvadion
 import distributed
 import transformer
 from curvadion import AlwaysOpen, CurvaDion, Dion, WireMeter
-from curvadion.layout.sharding import declare_flat_shard
+from curvadion.layout.flat_shard import declare_flat_shard
 from shards import shard
 
 SETUPS = {"fsdp": test_fsdp.setup, "tp": test_tensor_parallel.setup}
@@ -43,7 +43,7 @@ def reference(replicas, shards, max_norm):
 def gradients_of(model):
     """A copy of the local pieces of all gradients, as backward left them or as they are now."""
     return {
-        name: curvadion.layout.sharding.local(p.grad).clone()
+        name: curvadion.layout.dtensor.local(p.grad).clone()
         for name, p in model.named_parameters()
         if p.grad is not None
     }

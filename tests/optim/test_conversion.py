@@ -22,8 +22,8 @@ import distributed
 import shards
 import toy
 from curvadion import CurvaDion, Dion, FixedPeriod
+from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.layout.sharding import declare_flat_shard
 from curvadion.optim.checkpoint import fit_to_checkpoint
 
 KINDS = {

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 import shards
 from curvadion import RMMC, AlwaysOpen, CurvaDion, FixedPeriod, Gate, WireBudget, WireMeter
 from curvadion.integrations import fsdp
-from curvadion.layout.sharding import declare_flat_shard
+from curvadion.layout.flat_shard import declare_flat_shard
 from soak_trials import Moment, Parameter, Trial
 
 # Keys of the optimizer's state, and what the references call them.

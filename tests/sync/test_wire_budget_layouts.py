@@ -16,7 +16,7 @@ import training
 import transformer
 from curvadion import CurvaDion, FixedPeriod, WireMeter
 from curvadion.comm.collectives import group_size
-from curvadion.layout.sharding import local
+from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.consensus import exact_bytes, sizes
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
-from curvadion.layout.sharding import declare_flat_shard
+from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from curvadion.integrations.deepspeed.buckets import compare_before_reduction
 from curvadion.integrations.deepspeed.partitions import Partition, partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching
-from curvadion.layout.sharding import declare_flat_shard
+from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.dion import Dion
 
 NOT_HYPERPARAMETERS = ("params", "param_names")

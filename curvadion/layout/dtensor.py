@@ -1,0 +1,197 @@
+"""DTensors: which indices a rank holds, which ranks hold the others, and how to build one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from curvadion.comm.groups import Group, group_of_ranks
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard that this rank holds, sharing memory with the tensor; other tensors as they are."""
+    if isinstance(tensor, DTensor):
+        shard: Tensor = tensor.to_local()
+        # Autograd's collectives may still be running; fused operations need the memory itself.
+        return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
+    return tensor
+
+
+def placements_of(X: Tensor) -> tuple[Placement, ...]:
+    """The placements of a DTensor, one per mesh axis; () for other tensors."""
+    return tuple(X.placements) if isinstance(X, DTensor) else ()
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether a placement splits a dimension, in order (Shard) or after others (_StridedShard)."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
+    """The ranks whose mesh coordinates differ from this rank's along ``axes`` only.
+
+    Returns:
+        Their process group; None if this rank is the only one. Creating a group is collective.
+
+    Raises:
+        ValueError: if this rank is not in the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
+    index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
+    return group_of_ranks(mesh.mesh[index].flatten().tolist())
+
+
+@dataclass(frozen=True)
+class DimensionShard:
+    """One dimension of a tensor, as this rank holds it.
+
+    Attributes:
+        held: global indices held here, contiguous; may be empty.
+        axes: mesh axes that shard the dimension, in the order in which they do.
+    """
+
+    held: range
+    axes: tuple[int, ...]
+
+
+def dimension_shards(X: Tensor) -> list[DimensionShard]:
+    """What this rank holds of each dimension; everything if X is not a DTensor.
+
+    Raises:
+        ValueError: if the local shard does not have the shape that torch.chunk would give it.
+    """
+    if not isinstance(X, DTensor):
+        return [DimensionShard(range(size), ()) for size in X.shape]
+    shards = []
+    for d, size in enumerate(X.shape):
+        axes = _axes_in_order(X.placements, d)
+        shards.append(DimensionShard(_held(size, X.device_mesh, axes), axes))
+    expected, actual = [len(d.held) for d in shards], list(local(X).shape)
+    if expected != actual and (0 not in expected or 0 not in actual):
+        raise ValueError(
+            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
+            f"rank {dist.get_rank()} where {expected} was expected: shard uneven sizes as "
+            f"torch.chunk does."
+        )
+    return shards
+
+
+def _held(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> range:
+    """The indices of a dimension that this rank holds, sharded over the axes one after another."""
+    held = range(size)
+    for axis in axes:
+        count, position = mesh.size(axis), mesh.get_local_rank(axis)
+        chunk = -(-len(held) // count)
+        held = held[min(position * chunk, len(held)) : min((position + 1) * chunk, len(held))]
+    return held
+
+
+def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int, ...]:
+    """Mesh axes that shard a dimension, in the order in which they do.
+
+    A _StridedShard comes after axes to its right: they have made ``split_factor`` shards already.
+    """
+    order = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dimension:
+            order.append((_split_factor(placement), axis))
+    return tuple(axis for _, axis in sorted(order))
+
+
+def _split_factor(placement: Placement) -> int:
+    """How many shards other axes have made before this one; 0 for a plain Shard."""
+    return int(getattr(placement, "split_factor", 0))
+
+
+def _on_dimension(placement: Placement, dimension: int) -> Placement:
+    """The same kind of shard, of another dimension."""
+    if factor := _split_factor(placement):
+        strided: Placement = _StridedShard(dimension, split_factor=factor)
+        return strided
+    return Shard(dimension)
+
+
+def swapped(X: Tensor, dimension: int) -> Tensor:
+    """A view of X in which ``dimension`` and the next one have changed places."""
+    other = {dimension: dimension + 1, dimension + 1: dimension}
+    X = X.detach()
+    if not isinstance(X, DTensor):
+        return X.transpose(dimension, dimension + 1)
+    placements = [
+        _on_dimension(placement, other.get(dim, dim))
+        if (dim := getattr(placement, "dim", None)) is not None
+        else placement
+        for placement in X.placements
+    ]
+    shape, stride = list(X.shape), list(X.stride())
+    for sizes in (shape, stride):
+        sizes[dimension], sizes[dimension + 1] = sizes[dimension + 1], sizes[dimension]
+    view: Tensor = DTensor.from_local(
+        local(X).transpose(dimension, dimension + 1),
+        X.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    return view
+
+
+def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
+    """Placements for a state tensor of shape (*stack, d, ...) that is sharded as X is.
+
+    Args:
+        X: the parameter.
+        stack_dims: how many leading dimensions the two share.
+        dimension: the dimension of X that is d in the state; None if the state has no such
+            dimension. X's other dimensions are replicated in the state.
+    """
+    placements: list[Placement] = []
+    for placement in placements_of(X):
+        sharded = getattr(placement, "dim", None)
+        if sharded is not None and sharded < stack_dims:
+            placements.append(placement)
+        elif sharded is not None and sharded == dimension:
+            placements.append(_on_dimension(placement, stack_dims))
+        else:
+            placements.append(Replicate())
+    return placements
+
+
+def zeros(
+    X: Tensor, shape: Sequence[int], placements: Sequence[Placement], dtype: torch.dtype
+) -> Tensor:
+    """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
+    if not isinstance(X, DTensor):
+        return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
+    held = [
+        len(_held(size, X.device_mesh, _axes_in_order(placements, d)))
+        for d, size in enumerate(shape)
+    ]
+    whole: Tensor = DTensor.from_local(
+        torch.zeros(held, dtype=dtype, device=local(X).device),
+        X.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
+    return whole
+
+
+def shard_count(X: Tensor, dimension: DimensionShard) -> int:
+    """Into how many shards a dimension of X is split."""
+    if not isinstance(X, DTensor):
+        return 1
+    return math.prod(X.device_mesh.size(axis) for axis in dimension.axes)

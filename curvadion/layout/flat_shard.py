@@ -1,0 +1,177 @@
+"""Parameters that are a contiguous range of a tensor's elements, as ZeRO and FSDP1 make them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from curvadion.comm.collectives import group_size
+from curvadion.comm.groups import Group
+from curvadion.layout.blocks import block_sizes, intersection, starts
+from curvadion.layout.shard_views import FlatRange
+
+FLAT_SHARD_START = "flat_shard_start"  # key of a state
+_FLAT_SHARD = "curvadion_flat_shard"
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """A parameter that holds a contiguous range of a row-major tensor's elements.
+
+    Attributes:
+        shape: global shape of the tensor.
+        start, stop: the elements [start, stop) held here.
+        group: the ranks that hold the other elements; None if all are here.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    group: Group | None
+
+
+def declare_flat_shard(
+    parameter: Tensor, shape: Sequence[int], start: int, stop: int, group: Group | None
+) -> None:
+    """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
+
+    Every rank of ``group`` declares its own range, which may be empty. Together the ranges cover
+    the tensor exactly once; this is checked at the first step. All replicas hold the same ranges.
+
+    The optimizer's state is sharded in the same way. Each rank saves and loads its own state_dict
+    with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it.
+
+    Args:
+        parameter: the flat shard.
+        shape: global shape of the tensor.
+        start: the first element held here, counted in row-major order.
+        stop: the one after the last.
+        group: the ranks that hold the other elements; None if all are here.
+
+    Raises:
+        TypeError: if the parameter is a DTensor, or the group is not a ProcessGroup.
+        ValueError: if the parameter is not 1-D, or if the range lies outside the tensor or has
+            another length than the parameter.
+    """
+    if isinstance(parameter, DTensor):
+        raise TypeError(
+            f"the parameter is a DTensor of placements {parameter.placements}, which already tell "
+            f"what it holds: do not declare it"
+        )
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group={group!r} must be a ProcessGroup or None")
+    numel = math.prod(shape)
+    if parameter.dim() != 1:
+        raise ValueError(f"parameter of shape {tuple(parameter.shape)} must be 1-D: flatten it")
+    if not 0 <= start <= stop <= numel or parameter.numel() != stop - start:
+        raise ValueError(
+            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and have the parameter's "
+            f"{parameter.numel()} elements"
+        )
+    setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
+
+
+def flat_shard(parameter: Tensor) -> FlatShard | None:
+    """What was declared for the parameter; None if nothing was."""
+    return getattr(parameter, _FLAT_SHARD, None)
+
+
+def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
+    """State that tells this rank's flat shard from the others'; {} for other parameters.
+
+    It is a tensor with one number, the form that torch.distributed.checkpoint and FSDP1 change
+    least.
+    """
+    declared = flat_shard(parameter)
+    if declared is None:
+        return {}
+    return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
+
+
+class FlatMatrix(NamedTuple):
+    """One matrix of a flat shard's tensor.
+
+    first: index of its first element in the tensor. shape: (m, n), output features first. view:
+    the elements held here.
+    """
+
+    first: int
+    shape: tuple[int, int]
+    view: FlatRange
+
+
+def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[FlatMatrix]:
+    """The matrices of the whole tensor, in the order of their elements.
+
+    Raises:
+        ValueError: if the group's row_blocks do not fit the tensor.
+    """
+    stack_dims, input_first = options["stack_dims"], options["input_first"]
+    n = math.prod(shard.shape[stack_dims + 1 :])
+    if input_first:
+        _check_one_block(shard.shape, options["row_blocks"])
+        sizes = [shard.shape[stack_dims]]
+    else:
+        sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
+    sizes = sizes * math.prod(shard.shape[:stack_dims])
+    for first, size in zip(starts([size * n for size in sizes]), sizes, strict=True):
+        inside = intersection(range(shard.start, shard.stop), range(first, first + size * n))
+        view = FlatRange(
+            inside.start - first if inside else 0,
+            inside.stop - first if inside else 0,
+            columns=n,
+            offset=inside.start - shard.start if inside else 0,
+            input_first=input_first,
+        )
+        yield FlatMatrix(first, (n, size) if input_first else (size, n), view)
+
+
+def _check_one_block(shape: tuple[int, ...], row_blocks: int | Sequence[int]) -> None:
+    if len(block_sizes(shape[-1], row_blocks)) > 1:
+        raise ValueError(
+            f"row_blocks={row_blocks!r} with input_first=True splits a flat shard of shape {shape} "
+            f"along its last dimension. No block is then contiguous in a flat shard (ZeRO 1 to 3, "
+            f"FSDP1): leave row_blocks out, or use FSDP2, whose parameters are DTensors."
+        )
+
+
+def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
+    """[start, stop) of every rank that holds elements, ascending; collective over the group.
+
+    Raises:
+        ValueError: if the ranges do not cover the tensor exactly once.
+    """
+    ranges = [(shard.start, shard.stop)]
+    if group_size(shard.group) > 1:
+        ranges = ranges * group_size(shard.group)
+        dist.all_gather_object(ranges, (shard.start, shard.stop), group=shard.group)
+    held = sorted(r for r in ranges if r[0] < r[1])
+    stops = [0, *(stop for _, stop in held)]
+    if [start for start, _ in held] != stops[:-1] or stops[-1] != math.prod(shard.shape):
+        raise ValueError(
+            f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
+            f"{math.prod(shard.shape)} elements once: declare each rank's own range."
+        )
+    return held
+
+
+def shared_rows(
+    ranges: Sequence[tuple[int, int]], first: int, rows: int, columns: int
+) -> tuple[int, ...]:
+    """The rows of a matrix that several ranks hold in part, ascending.
+
+    Args:
+        ranges: [start, stop) of every rank, ascending.
+        first: index of the matrix's first element in the tensor.
+        rows: of the matrix as it is stored.
+        columns: of the matrix as it is stored.
+    """
+    boundaries = (start - first for start, _ in ranges if first < start < first + rows * columns)
+    return tuple(sorted({element // columns for element in boundaries if element % columns}))

@@ -1,0 +1,74 @@
+"""What can be said of any parameter, however it is sharded: its shape, groups and replicas."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from curvadion.comm.groups import Group
+from curvadion.layout.dtensor import dimension_shards, group_over, is_shard, placements_of
+from curvadion.layout.flat_shard import flat_shard
+
+_REPLICAS = "curvadion_replicas"
+
+
+def global_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of the whole parameter, of which this rank may hold only a shard."""
+    declared = flat_shard(parameter)
+    return tuple(parameter.shape) if declared is None else declared.shape
+
+
+def groups_of(X: Tensor) -> list[Group]:
+    """The groups over which the parameter is sharded, one per sharded dimension."""
+    declared = flat_shard(X)
+    if declared is not None:
+        return [declared.group] if declared.group is not None else []
+    if not isinstance(X, DTensor):
+        return []
+    groups = [group_over(X.device_mesh, d.axes) for d in dimension_shards(X)]
+    return [group for group in groups if group is not None]
+
+
+def declare_replicas(parameter: Tensor, count: int) -> None:
+    """Note that an integration keeps the gradients of ``count`` replicas of the parameter apart."""
+    setattr(parameter, _REPLICAS, count)
+
+
+def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
+    """Check that ``replicas`` suits the parameter.
+
+    Raises:
+        ValueError: if the parameter is sharded over ranks of ``replicas``, or if ``replicas`` is
+            None although an integration keeps the gradients of several replicas apart.
+    """
+    if replicas is None:
+        if (count := getattr(X, _REPLICAS, 1)) > 1:
+            raise ValueError(
+                f"replicas=None, but keep_gradients_local keeps the gradients of {count} replicas "
+                f"of {name} apart, and nothing would ever average them: pass replicas=, the "
+                f"process group of the replicas, or 'single' to train each one by itself."
+            )
+        return
+    members = set(dist.get_process_group_ranks(replicas))
+    for group in groups_of(X):
+        if len(members.intersection(dist.get_process_group_ranks(group))) > 1:
+            raise ValueError(
+                f"replicas is the process group of ranks {sorted(members)}, over which {name} of "
+                f"shape {global_shape(X)} is sharded: pass the group that replicates it, such as "
+                f"mesh['replicate'], or None."
+            )
+
+
+def check_placements(X: Tensor, name: str) -> None:
+    """Check that updates are written for the parameter's placements.
+
+    Raises:
+        ValueError: if X is a DTensor with placements other than Shard and Replicate.
+    """
+    for placement in placements_of(X):
+        if not (is_shard(placement) or isinstance(placement, Replicate)):
+            raise ValueError(
+                f"{name} has the placements {placements_of(X)}: {placement!r} is not supported. "
+                f"Redistribute it to Shard or Replicate placements first."
+            )

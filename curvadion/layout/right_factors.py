@@ -1,0 +1,180 @@
+"""Where the right factors Q lie in a parameter's state: shapes, creation, other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement
+
+from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of
+from curvadion.layout.dtensor import local, state_placements, zeros
+from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
+from curvadion.layout.matrix import MatrixLayout
+
+
+@dataclass(frozen=True)
+class QSlot:
+    """Where a matrix's right factor lies in its parameter's state: ``state[key][index]``."""
+
+    key: str
+    index: tuple[int | slice, ...]
+
+
+# -------------------------------------------------------------------- whole tensors and DTensors
+
+
+class QSlots:
+    """Where the right factors of a parameter's row blocks lie in its state.
+
+    If a block is upright, the rows of its Q are the parameter's columns. Such Q's stand side by
+    side in one tensor (n, sum of ranks). If a block is transposed, the rows of its Q are its own.
+    Such Q's stand below each other in a tensor (m, largest rank), which is sharded as the
+    parameter's rows are. So both tensors can be DTensors, however the parameter is sharded.
+
+    Attributes:
+        layouts: of the row blocks, whole.
+        ranks: of the row blocks.
+        side_by_side: sum of the ranks of the upright blocks; 0 without such blocks.
+        below: largest rank of the transposed blocks; 0 without such blocks.
+    """
+
+    def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
+        self._X, self._stack_dims = output_first(X, options), options["stack_dims"]
+        self._n = math.prod(self._X.shape[self._stack_dims + 1 :])
+        sizes = block_sizes(self._X.shape[self._stack_dims], options["row_blocks"])
+        self.layouts = [MatrixLayout.whole((size, self._n)) for size in sizes]
+        self.ranks = [rank_of(layout, options) for layout in self.layouts]
+        self._transposed = [layout.transposed for layout in self.layouts]
+        ranks = list(zip(self.ranks, self._transposed, strict=True))
+        self.side_by_side = sum(r for r, transposed in ranks if not transposed)
+        self.below = max((r for r, transposed in ranks if transposed), default=0)
+
+    @property
+    def _key_below(self) -> str:
+        return "Q_rows" if self.side_by_side else "Q"
+
+    def of(self, block: int, stack: tuple[int | slice, ...], rows: slice) -> QSlot:
+        """The slot of a row block of the matrices at ``stack``; ``rows``: its local rows."""
+        rank = self.ranks[block]
+        if self._transposed[block]:
+            return QSlot(self._key_below, (*stack, rows, slice(rank)))
+        before = zip(self.ranks[:block], self._transposed[:block], strict=True)
+        start = sum(r for r, transposed in before if not transposed)
+        return QSlot("Q", (*stack, slice(None), slice(start, start + rank)))
+
+    def forms(self) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
+        """Global shape and placements of each state tensor, by key."""
+        X, stack_dims = self._X, self._stack_dims
+        found = {}
+        if self.side_by_side:
+            shape = (*X.shape[:stack_dims], self._n, self.side_by_side)
+            found["Q"] = shape, state_placements(X, stack_dims, stack_dims + 1)
+        if self.below:
+            shape = (*X.shape[: stack_dims + 1], self.below)
+            found[self._key_below] = shape, state_placements(X, stack_dims, stack_dims)
+        return found
+
+
+# -------------------------------------------------------------------- flat shards
+
+
+def flat_key(matrix: int, count: int) -> str:
+    """The state key of the Q of one of a flat shard's ``count`` matrices."""
+    return "Q" if count == 1 else f"Q_{matrix}"
+
+
+def _flat_right_factors(
+    shard: FlatShard, options: Mapping[str, Any]
+) -> Iterator[tuple[str, MatrixLayout, range]]:
+    """For each matrix the key of its Q, its whole layout, and the rows of Q that are held here."""
+    matrices = list(flat_matrices(shard, options))
+    for i, (_, shape, view) in enumerate(matrices):
+        whole = MatrixLayout.whole(shape)
+        # Q has a row for each column of the oriented matrix; are these the rows that are stored?
+        sharded = whole.transposed != options["input_first"]
+        yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
+
+
+# -------------------------------------------------------------------- any parameter
+
+
+def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the state tensors that hold right factors, by key; global ones for DTensors."""
+    if (shard := flat_shard(X)) is not None:
+        return {
+            key: (len(held), rank_of(whole, options))
+            for key, whole, held in _flat_right_factors(shard, options)
+        }
+    return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
+
+
+def create_right_factors(
+    X: Tensor, options: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The state tensors that hold right factors, by key, filled with the initial Q's.
+
+    Args:
+        X: the parameter.
+        options: its group, with stack_dims, row_blocks, input_first and the rank options.
+        dtype: of the tensors.
+    """
+    if (shard := flat_shard(X)) is not None:
+        return {
+            key: whole.initial_q(rank_of(whole, options))[held.start : held.stop].to(
+                device=X.device,
+                dtype=dtype,
+                copy=True,  # not a view that keeps all of Q alive
+            )
+            for key, whole, held in _flat_right_factors(shard, options)
+        }
+    matrices, slots = blocked(X, options), QSlots(X, options)
+    tensors = {key: zeros(X, *form, dtype) for key, form in slots.forms().items()}
+    for b, (block, layout) in enumerate(zip(matrices.blocks, slots.layouts, strict=True)):
+        slot = slots.of(b, _all_of(options["stack_dims"]), block.local)
+        held = block.held if layout.transposed else matrices.held_columns
+        initial = layout.initial_q(slots.ranks[b])[held.start : held.stop]
+        # All matrices of a stack have the same shape, and so the same initial Q.
+        local(tensors[slot.key])[slot.index].copy_(initial)
+    return tensors
+
+
+def resize_right_factors(
+    X: Tensor, saved: Mapping[str, Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Right factors for other rank options: the first columns are kept, new ones are initial.
+
+    The first columns of Q are the ones to keep. P is orthonormalised column by column, so the first
+    k columns alone are a power iteration of rank k on the largest singular values.
+
+    Args:
+        X: the parameter.
+        saved: its state tensors under the options ``before``.
+        before: the options under which they were saved.
+        after: the options now. They differ in rank_fraction or rank_multiple_of only.
+    """
+    tensors = create_right_factors(X, after, next(iter(saved.values())).dtype)
+    if flat_shard(X) is not None:
+        for key, tensor in tensors.items():
+            _copy_columns(saved[key], tensor)
+        return tensors
+    stack = _all_of(after["stack_dims"])
+    old, new = (QSlots(X, options) for options in (before, after))
+    for b, block in enumerate(blocked(X, after).blocks):
+        was, now = (slots.of(b, stack, block.local) for slots in (old, new))
+        _copy_columns(local(saved[was.key])[was.index], local(tensors[now.key])[now.index])
+    return tensors
+
+
+def _all_of(stack_dims: int) -> tuple[slice, ...]:
+    return (slice(None),) * stack_dims
+
+
+def _copy_columns(source: Tensor, target: Tensor) -> None:
+    """Copy as many columns as both have."""
+    kept = min(source.shape[-1], target.shape[-1])
+    target[..., :kept].copy_(source[..., :kept])

@@ -1,0 +1,135 @@
+"""The package's order: rooms that import downwards only, modules and functions of bounded size."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from curvadion.optim.hyperparameters import SETTINGS as GROUP_KEYS
+
+ROOT = Path(__file__).resolve().parent.parent
+# Each room imports from itself and from those before it.
+ROOMS = [
+    "comm", "ops", "metering", "gates", "layout", "update", "sync", "optim", "integrations",
+]  # fmt: skip
+# These import nothing from the rooms that know parameters and matrices.
+APART = {"ops", "metering", "gates"}
+KNOW_PARAMETERS = {"layout", "update", "sync", "optim", "integrations"}
+MODULE_LINES, FUNCTION_LINES, ARGUMENTS = 400, 50, 12
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "kernels" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {
+    name_of(path): path
+    for folder in ("curvadion", "kernels/curvadion_kernels")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
+modules = pytest.mark.parametrize("name", FILES)
+
+
+def imports(name):
+    """The package's modules that a module imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in FILES else node.module)
+    return sorted(found & FILES.keys())
+
+
+def room(name):
+    """The room of a module; None for the package's front door and for the Triton kernels."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "curvadion" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def test_every_module_of_the_package_is_in_a_room():
+    outside = {name for name in FILES if name.startswith("curvadion.") and room(name) is None}
+    assert outside <= {"curvadion.deepspeed"}  # another name for the integration
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room(name)])
+def test_a_room_imports_from_itself_and_from_rooms_below(name):
+    here = room(name)
+    for imported in imports(name):
+        there = room(imported)
+        assert there is not None, f"{name} imports {imported}, which is above all rooms"
+        assert ROOMS.index(there) <= ROOMS.index(here), f"{name} imports {imported}"
+        if here in APART:
+            assert there not in KNOW_PARAMETERS, f"{name} imports {imported}"
+
+
+def test_kernels_know_the_operations_only():
+    for name in FILES:
+        if name.startswith("curvadion_kernels"):
+            for imported in imports(name):
+                assert imported.startswith("curvadion_kernels") or room(imported) == "ops"
+
+
+def test_no_modules_import_each_other():
+    state = {}
+
+    def visit(name, path):
+        assert state.get(name) != "open", f"a circle: {' -> '.join([*path, name])}"
+        if name not in state:
+            state[name] = "open"
+            for imported in imports(name):
+                if imported != name:
+                    visit(imported, [*path, name])
+            state[name] = "done"
+
+    for name in FILES:
+        visit(name, [])
+
+
+@modules
+def test_a_module_is_short(name):
+    lines = len(FILES[name].read_text("utf-8").splitlines())
+    assert lines <= MODULE_LINES, f"{name} has {lines} lines"
+
+
+def length(function):
+    """The lines of a function, without its decorators and its docstring."""
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        text = function.body[0]
+        lines -= text.end_lineno - text.lineno + 1
+    return lines
+
+
+@modules
+def test_a_function_fits_on_a_screen(name):
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [(n.name, length(n)) for n in ast.walk(TREES[name]) if isinstance(n, functions)]
+    assert not [one for one in found if one[1] > FUNCTION_LINES], name
+
+
+def arguments(node):
+    """Names of the arguments of a class's constructor."""
+    names = []
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+        names += [f.target.id for f in fields if "ClassVar" not in ast.unparse(f.annotation)]
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+            given = method.args
+            names += [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)][1:]
+    return names
+
+
+@modules
+def test_a_constructor_takes_few_arguments_beside_group_keys(name):
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef):
+            own = [a for a in arguments(node) if a not in GROUP_KEYS]
+            assert len(own) <= ARGUMENTS, f"{name}.{node.name} takes {len(own)}: {own}"
