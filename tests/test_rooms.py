@@ -4,7 +4,6 @@ import ast
 from pathlib import Path
 
 import pytest
-
 from curvadion.optim.hyperparameters import SETTINGS as GROUP_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent

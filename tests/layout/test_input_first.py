@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from test_flat_shards import declared
-from test_layouts import gradient, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod
+from flat_shards import declared
+from seeded import gradient, weights
 from shards import shard
 
 SHAPES = [(8, 24), (24, 8), (7, 7), (1, 5), (5, 1)]  # (out, in)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import pytest
-import test_fsdp
-import test_tensor_parallel
 import torch
 import torch.distributed as dist
+from curvadion.sync.consensus import exact_bytes, sizes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distributed
+import fsdp_training
+import tensor_parallel_training
 import training
 import transformer
 from curvadion import CurvaDion, FixedPeriod, WireMeter
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.consensus import exact_bytes, sizes
 
 STEPS = 5
 BITS = 2
@@ -56,9 +56,9 @@ def codes(optimizer):
 
 
 CASES = [
-    (test_fsdp.setup, "hsdp 2x2"),
-    (test_fsdp.setup, "FSDP1, replicas outside"),
-    (test_tensor_parallel.setup, "dp x tp"),
+    (fsdp_training.setup, "hsdp 2x2"),
+    (fsdp_training.setup, "FSDP1, replicas outside"),
+    (tensor_parallel_training.setup, "dp x tp"),
 ]
 
 
@@ -139,7 +139,7 @@ def sent_inside(rank, setup, layout, option):
 @pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
 @pytest.mark.parametrize(
     ("setup", "layout"),
-    [(test_fsdp.setup, "hsdp 2x2"), (test_tensor_parallel.setup, "dp x tp")],
+    [(fsdp_training.setup, "hsdp 2x2"), (tensor_parallel_training.setup, "dp x tp")],
     ids=["hsdp 2x2", "dp x tp"],
 )
 def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, option):
