@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +45,7 @@ class CurvaDion(Dion):
         params, lr, replicas: as of :class:`curvadion.Dion`.
         gate: when replicas come together; RMMC(0.3) by default.
         sync: how they come together. By default LowRank(), and QuantizedAverage() with a gate that
-            counts bytes.
+            counts bytes. The optimizer takes a copy, ``optimizer.sync``.
         wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
             (0, 1], that the replicas may send. Short for gate=ByteBudget(wire_budget).
         threshold: tau, short for gate=RMMC(threshold).
@@ -222,6 +223,7 @@ def _sync(sync: Any, gate: Gate) -> Sync:
             f"sync={sync!r} must be a Sync, such as curvadion.LowRank() or "
             f"curvadion.QuantizedAverage(), got {type(sync).__name__}"
         )
+    sync = copy.deepcopy(sync)
     if gate.share is not None and sync.prepare([1]) is None:
         raise ValueError(
             f"sync={sync!r} with gate={gate!r}: a budget of bytes needs a sync that knows what an "

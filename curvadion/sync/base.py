@@ -52,7 +52,7 @@ class Costs(NamedTuple):
 class Sync(ABC):
     """How replicas come together when the gate opens: the outer step. Subclass it for another.
 
-    One instance serves one optimizer: it remembers how far that optimizer's run has come.
+    Each optimizer works with a copy, which remembers how far its run has come.
 
     Class attributes:
         group_defaults: what None stands for in group keys under this kind. Without the key

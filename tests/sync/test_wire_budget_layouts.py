@@ -15,7 +15,7 @@ import fsdp_training
 import tensor_parallel_training
 import training
 import transformer
-from curvadion import CurvaDion, FixedPeriod, WireMeter
+from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
@@ -31,8 +31,7 @@ def train(rank, setup, layout):
         transformer.groups(model),
         replicas=replicas,
         gate=FixedPeriod(2),
-        reconcile="quantized",
-        reconcile_bits=BITS,
+        sync=QuantizedAverage(bits=BITS),
     )
     group = replicas.get_group()
     drifts, sent, expected = [], [], []
@@ -73,7 +72,7 @@ def test_shards_of_replicas_come_together(setup, layout):
         assert (expected > 0) == (step % 2 == 1)
 
 
-EIGHT_BITS = (("reconcile", "quantized"), ("reconcile_bits", 8), ("rank_fraction", 1.0))
+EIGHT_BITS = (("sync", QuantizedAverage()), ("reconcile_bits", 8), ("rank_fraction", 1.0))
 COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp": (2, 1, 2)}
 
 
@@ -113,7 +112,7 @@ def sent_inside(rank, setup, layout, option):
     sent = []
     for wanted in (True, False):
         model, replicas, _, reader = setup(layout)
-        options = dict(gate=FixedPeriod(2), reconcile="quantized", **{option: wanted})
+        options = dict(gate=FixedPeriod(2), sync=QuantizedAverage(), **{option: wanted})
         optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
         for step in range(2):
             optimizer.zero_grad()
@@ -210,9 +209,9 @@ def moved_apart(these, those, start):
 @pytest.mark.parametrize("shape", [(96, 64), (50, 77)])
 def test_codes_alone_make_trajectories_depend_on_the_layout(shape):
     options = {
-        "2 bits": (("reconcile", "quantized"), ("reconcile_bits", 2)),
-        "8 bits": (("reconcile", "quantized"), ("reconcile_bits", 8)),
-        "exact": (("reconcile", "average"),),
+        "2 bits": (("sync", QuantizedAverage()), ("reconcile_bits", 2)),
+        "8 bits": (("sync", QuantizedAverage()), ("reconcile_bits", 8)),
+        "exact": (("sync", LowRank()),),
     }
     whole = {
         how: distributed.run(2, train_one_matrix, shape, None, options[how]) for how in options
