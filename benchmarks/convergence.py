@@ -38,7 +38,7 @@ from command_line import option, parse
 from convergence_report import at_best_rates, read_records
 from curvadion import WireMeter
 from curvadion.comm.collectives import mean_
-from curvadion.sync.reconcile import drift
+from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
 from methods import METHODS, Method
 from token_data import Split, TrainingBatches, load, split, validation_batches

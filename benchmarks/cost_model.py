@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from curvadion.sync.replicas import GATE_BYTES
 from torch import Tensor, nn
 
 import curvadion
 from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.reconcile import coded_together
-from curvadion.sync.replicas import GATE_BYTES
+from curvadion.sync.quantized_average import coded_together
 from models import Model, Shape
 
 FLOAT = 4
@@ -235,7 +235,7 @@ def _codes(shapes: Shapes, bits: int) -> int:
 
 def openings(shapes: Shapes, share: float, bits: int = 2) -> float:
     """Open steps per step that a budget allows: the gate's own answer."""
-    gate = curvadion.WireBudget(share)
+    gate = curvadion.ByteBudget(share)
     gate.open_cost = _codes(shapes, bits) / (FLOAT * shapes.parameters)
     gate.closed_cost = GATE_BYTES / (FLOAT * shapes.parameters)
     return gate.rate

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from curvadion import CurvaDion
+from curvadion import CurvaDion, LowRank, QuantizedAverage
 from curvadion.comm.collectives import mean_
 from curvadion.integrations.ddp import keep_gradients_local
 from diloco import DiLoCo
@@ -161,7 +161,7 @@ def published(
         optimizer="curvadion",
         threshold=threshold,
         local_step=local_step,
-        reconcile="none",
+        sync=LowRank(average_weights=False),
         max_local_steps=NEVER,
         **settings,
     )
@@ -200,10 +200,9 @@ def ours(
         optimizer="curvadion",
         wire_budget=wire_budget,
         budget_by=by,
-        reconcile_bits=bits,
-        reconcile_parts=parts,
-        reconcile_momentum=momenta,
-        reconcile_polar=polar,
+        sync=QuantizedAverage(
+            bits=bits, fragments=parts, align_momentum=momenta, polar_correction=polar
+        ),
         right_factor="qr" if qr else "column_normalized",
         rank_fraction=rank_fraction,
         max_local_steps=NEVER,

@@ -1,29 +1,34 @@
 """Curvadion: low-rank, curvature-gated synchronisation for distributed training in PyTorch."""
 
-from curvadion import deepspeed
-from curvadion.gates import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
+from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.metering.report import StepReport, Summary
 from curvadion.metering.wire import WireMeter
+from curvadion.optim.checkpoint import fit_to_checkpoint
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.optimizer import CurvaDion, Dion
+from curvadion.optim.curvadion import CurvaDion
+from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
+from curvadion.sync.base import Sync
+from curvadion.sync.low_rank import LowRank
+from curvadion.sync.quantized_average import QuantizedAverage
 
 __version__ = "0.1.0"
 
 __all__ = [
     "RMMC",
     "AlwaysOpen",
+    "ByteBudget",
     "CurvaDion",
     "Dion",
     "FixedPeriod",
     "Gate",
+    "LowRank",
+    "QuantizedAverage",
     "StepReport",
     "Summary",
-    "WireBudget",
+    "Sync",
     "WireMeter",
     "clip_grad_norm_",
-    "deepspeed",
+    "fit_to_checkpoint",
     "param_groups",
 ]
-
-deepspeed.register()

@@ -1,5 +1,13 @@
-"""Short for :mod:`curvadion.integrations.deepspeed`."""
+"""DeepSpeed knows "CurvaDion" and "Dion" once this module is imported.
+
+    import curvadion.deepspeed
+    engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
+
+Short for :mod:`curvadion.integrations.deepspeed` and its ``register()``.
+"""
 
 from curvadion.integrations.deepspeed import attach, declare_shapes, initialize, register
 
 __all__ = ["attach", "declare_shapes", "initialize", "register"]
+
+register()

@@ -24,14 +24,17 @@ class Gate(ABC):
         always_open: whether it opens at every step.
 
     Attributes:
-        open_cost, closed_cost: what an open and a closed step send, as shares of an all-reduce of
-            all gradients in float32; the optimizer sets them, where it knows, before it asks.
+        share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
+            float32 at every step; None if the gate counts no bytes.
+        open_cost, closed_cost: what an open and a closed step send, as such shares. The optimizer
+            sets them, if it knows them, before it asks.
         openings_per_agreement: how many openings bring all weights together; set likewise.
     """
 
     reason: str = "gate"
     reads_momentum: bool = False
     always_open: bool = False
+    share: float | None = None
     open_cost: float | None = None
     closed_cost: float = 0.0
     openings_per_agreement: int = 1
@@ -61,6 +64,12 @@ class Gate(ABC):
 
     def spend(self, openings: float) -> None:
         """Note that as much was sent as so many open steps send."""
+
+    def check_feasible(self, max_local_steps: int | None) -> None:
+        """Raise ValueError if the gate cannot do its work within this bound on local runs.
+
+        Called when the optimizer is built, and again when it knows the costs.
+        """
 
     def longest_run(self, bound: int | None) -> int | None:
         """The longest run of local steps at present, if ``max_local_steps`` is ``bound``."""
@@ -138,6 +147,13 @@ class FixedPeriod(Gate):
     def opens(self, signal: float, local_steps: int) -> bool:
         return local_steps + 1 >= self.period
 
+    def check_feasible(self, max_local_steps: int | None) -> None:
+        if max_local_steps is not None and self.period - 1 > max_local_steps:
+            raise ValueError(
+                f"gate={self!r} takes {self.period - 1} local steps, but "
+                f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
+            )
+
     def expected_period(self, open_cost: float) -> float:
         return self.period
 
@@ -158,7 +174,7 @@ class AlwaysOpen(Gate):
         return "AlwaysOpen()"
 
 
-class WireBudget(Gate):
+class ByteBudget(Gate):
     """Open as often as a budget of bytes allows.
 
     Every step earns what the budget allows it to send, and an open step spends its cost. With
@@ -183,6 +199,7 @@ class WireBudget(Gate):
     """
 
     reason = "budget"
+    share: float
     SLACK = 3.0
     GAIN = 0.3
 
@@ -215,7 +232,7 @@ class WireBudget(Gate):
         if self.open_cost is None:
             raise RuntimeError(
                 f"gate={self!r} must know what an open step sends: use it with "
-                f"reconcile='quantized'."
+                f"sync=QuantizedAverage()."
             )
         return max(0.0, self.share - self.closed_cost) / self.open_cost
 
@@ -229,7 +246,8 @@ class WireBudget(Gate):
         return max(1.0, open_cost / (left if left > 0 else self.share))
 
     def check_feasible(self, max_local_steps: int | None) -> None:
-        """Raise ValueError if the budget cannot be met, once the costs are known."""
+        if self.open_cost is None:
+            return
         if self.rate == 0:
             raise ValueError(
                 f"wire_budget={self.share!r} is less than a closed gate sends "
@@ -240,7 +258,7 @@ class WireBudget(Gate):
             raise ValueError(
                 f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
                 f"max_local_steps={max_local_steps} asks for more: pass max_local_steps=None, "
-                f"fewer reconcile_bits or a larger budget."
+                f"fewer bits or a larger budget."
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:
@@ -289,4 +307,4 @@ class WireBudget(Gate):
         self._log_threshold = state["log_threshold"]
 
     def __repr__(self) -> str:
-        return f"WireBudget(share={self.share}, by={self.by!r})"
+        return f"ByteBudget(share={self.share}, by={self.by!r})"

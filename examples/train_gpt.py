@@ -30,8 +30,8 @@ import checkpoint
 import curvadion
 from checkpoint import Progress
 from command_line import option, parse
-from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, Gate, StepReport, WireBudget
-from curvadion.sync.reconcile import drift
+from curvadion import RMMC, ByteBudget, CurvaDion, Dion, FixedPeriod, Gate, StepReport
+from curvadion.sync.exact_average import drift
 from gpt import GPT, GPTConfig
 from optional import need
 from parallel import Layout, Parallel, Sizes, mesh_sizes, unsynchronized
@@ -200,7 +200,7 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         max_local_steps=config.max_local_steps,
         warmup_steps=config.synchronized_steps,
         reconcile=config.reconcile or ("quantized" if config.wire_budget else "average"),
-        reconcile_bits=config.reconcile_bits,
+        reconcile_bits=config.sync.bits,
         reconcile_momentum=config.reconcile_momentum,
         reconcile_parts=config.reconcile_parts,
         reconcile_polar=config.reconcile_polar,
@@ -215,7 +215,7 @@ def gate(config: Config) -> Gate:
             f"period={config.period} and wire_budget={config.wire_budget}: give one of them"
         )
     if config.wire_budget:
-        return WireBudget(config.wire_budget, config.budget_by)
+        return ByteBudget(config.wire_budget, config.budget_by)
     return FixedPeriod(config.period) if config.period else RMMC(config.threshold)
 
 

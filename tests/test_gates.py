@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from curvadion.sync.replicas import Notice, Settings, agree
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import distributed
 import toy
-from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate
-from curvadion.sync.replicas import Notice, Settings, agree
+from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, LowRank
 
 SHAPES = {"tall": (10, 4), "wide": (4, 9), "square": (6, 6)}
 
@@ -46,7 +46,7 @@ RULES = {
     "plain dion": {"local_step": "dion", "momentum_rule": "plain", "mu": 0.8},
     "plain gradient": {"local_step": "gradient", "momentum_rule": "plain"},
     "qr": {"right_factor": "qr", "rank_fraction": 0.5, "mu": 0.5},
-    "no averaging": {"reconcile": "none"},
+    "no averaging": {"sync": LowRank(average_weights=False)},
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,15 +19,19 @@ from torch.optim import Optimizer
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.parameters import global_shape
-from curvadion.optim.conversion import ANCHOR_KEYS
-from curvadion.sync import consensus
-from curvadion.update.plan import R_SCALE, names
+from curvadion.optim.conversion import OLD_LR_AT_AGREEMENT, OLD_LR_SUM, OLD_NAMES
+from curvadion.sync.base import Sync
+from curvadion.sync.corrections import LR_SINCE_ANCHOR
+from curvadion.sync.quantized_average import QuantizedAverage
+from curvadion.update.hyperparameters import RECORD
+from curvadion.update.parameter import names
+from curvadion.update.state import R_SCALE, is_right_factor, like_parameter
 
-# State tensors that have the parameter's shape.
-_LIKE_THE_PARAMETER = ("momentum", "exp_avg", "exp_avg_sq", *consensus.STATE_KEYS)
+# Keys of states that a checkpoint may lack: they begin anew.
+_DISPENSABLE = (R_SCALE, *(key.name for key in QuantizedAverage.state_keys))
 
 
-def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def check_fits(optimizer: Optimizer, sync: Sync, saved: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the group or parameter, if a state_dict is another optimizer's."""
     here, there = optimizer.param_groups, saved["param_groups"]
     if len(here) != len(there):
@@ -50,9 +54,9 @@ def check_fits(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     for name, X, state in _states(optimizer, saved):
         if not isinstance(state, Mapping):
             raise TypeError(f"state_dict holds {state!r} for {name}: it must be a dictionary")
-        for key in _LIKE_THE_PARAMETER:
+        for key in like_parameter(sync.state_keys):
             if isinstance(tensor := state.get(key), Tensor):
-                _check_piece(name, X, key, tensor)
+                _check_shard(name, X, key, tensor)
         _check_flat_shard(name, X, state.get(FLAT_SHARD_START))
 
 
@@ -116,22 +120,49 @@ def fit_to_checkpoint(
             raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
         storage_reader = FileSystemReader(checkpoint_id)
     saved = storage_reader.read_metadata().state_dict_metadata
+    _take_old_names(state, saved)
     _, paths = flatten_state_dict(state)
     for key, path in paths.items():
-        parent = functools.reduce(lambda held, step: held[step], path[:-1], cast(Any, state))
+        parent = _at(state, path[:-1])
         # A flattened optimizer state has keys like "state.linear.weight.Q".
         name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
         if key not in saved:
-            if name in (*ANCHOR_KEYS, R_SCALE) or "param_groups" in path:
+            if name in _DISPENSABLE or "param_groups" in path:
                 del parent[path[-1]]
             continue
         form = saved[key]
-        if _is_right_factor(name) and isinstance(form, TensorStorageMetadata):
+        if is_right_factor(name) and isinstance(form, TensorStorageMetadata):
             parent[path[-1]] = _with_columns(target, form.size[-1])
 
 
-def _is_right_factor(key: str) -> bool:
-    return key == "Q" or key.startswith("Q_")
+def _take_old_names(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give keys the names that they have in a checkpoint of an earlier version.
+
+    ``load_state_dict`` gives them their present names again.
+    """
+    renamed = {new: old for old, new in OLD_NAMES.items()}
+    renamed[LR_SINCE_ANCHOR] = OLD_LR_AT_AGREEMENT
+    _, paths = flatten_state_dict(state)
+    for key, path in paths.items():
+        prefix, dot, name = str(path[-1]).rpartition(".")
+        head = key.removesuffix(name)
+        parent = _at(state, path[:-1])
+        if name == RECORD and not dot and head + OLD_LR_SUM in saved:
+            parent[OLD_LR_SUM] = 0.0
+        old_name = renamed.get(name)
+        if key in saved or old_name is None or head + old_name not in saved:
+            continue
+        if dot:
+            raise ValueError(
+                f"The checkpoint was saved by an earlier version, which called {name!r} of "
+                f"{prefix} {old_name!r}. A flattened optimizer state cannot follow: leave "
+                f"flatten_optimizer_state_dict out. The same checkpoint then loads."
+            )
+        parent[old_name] = parent.pop(name)
+
+
+def _at(state: dict[str, Any], path: Sequence[Any]) -> Any:
+    return functools.reduce(lambda held, step: held[step], path, cast(Any, state))
 
 
 def _with_columns(Q: Tensor, columns: int) -> Tensor:
@@ -165,7 +196,7 @@ def _states(
             yield name, X, saved["state"][i]
 
 
-def _check_piece(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
+def _check_shard(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
     if tensor.shape != X.shape:
         raise ValueError(
             f"state_dict holds a {key!r} of shape {tuple(tensor.shape)} for {name}, which has "

@@ -8,17 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion import ops
+from curvadion import checks, ops
 from curvadion.comm.collectives import group_size
 from curvadion.layout.gradients import place_gradients
-from curvadion.optim import hyperparameters as check
-from curvadion.optim.optimizer import CurvaDion
+from curvadion.optim.base import ReplicaOptimizer
 from curvadion.update.plan import Plan
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    optimizer: CurvaDion,
+    optimizer: ReplicaOptimizer,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -64,8 +63,8 @@ def clip_grad_norm_(
     square = torch.zeros((), dtype=torch.float64, device=plan.device)
     for (copies, _, _), gradients in batches.items():
         square += ops.norms(gradients).to(plan.device).double().square().sum() / copies
-    if group_size(plan.everyone) > 1:
-        dist.all_reduce(square, group=plan.everyone)
+    if group_size(plan.all_ranks) > 1:
+        dist.all_reduce(square, group=plan.all_ranks)
     norm = (square / group_size(replicas)).sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -86,19 +85,19 @@ def _check_arguments(
     error_if_nonfinite: object,
     foreach: object,
 ) -> None:
-    if not isinstance(optimizer, CurvaDion):
+    if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
             f"optimizer={type(optimizer).__name__} must be a CurvaDion or Dion: pass the optimizer "
             f"itself, not its parameters nor a wrapper. For others there is "
             f"torch.nn.utils.clip_grad_norm_."
         )
     if max_norm != math.inf:
-        check.number("max_norm", max_norm)
+        checks.number("max_norm", max_norm)
     if norm_type != 2:
         raise ValueError(f"norm_type={norm_type!r} must be 2: no other norm is supported")
-    check.boolean("error_if_nonfinite", error_if_nonfinite)
+    checks.boolean("error_if_nonfinite", error_if_nonfinite)
     if foreach is not None:
-        check.boolean("foreach", foreach)
+        checks.boolean("foreach", foreach)
 
 
 def _factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -8,18 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
+from curvadion.comm.replicas import Replica
 from curvadion.layout.dtensor import local
 from curvadion.layout.right_factors import resize_right_factors, right_factor_shapes
-from curvadion.optim import hyperparameters as check
-from curvadion.optim.progress import Progress, Record, Replica
-from curvadion.sync import consensus
-from curvadion.update.plan import LR_AT_AGREEMENT, names
+from curvadion.optim.record import Progress, Record
+from curvadion.sync.base import Sync
+from curvadion.sync.corrections import LR_SINCE_ANCHOR
+from curvadion.update import hyperparameters as check
+from curvadion.update.parameter import names
 from curvadion.update.scalar import STATE_KEYS
+from curvadion.update.state import ANCHOR, MOMENTUM, MOMENTUM_NORM, RESIDUAL
 
-# State that only reconcile="quantized" keeps.
-ANCHOR_KEYS = (*consensus.STATE_KEYS, LR_AT_AGREEMENT)
 # Keys of groups that older versions did not save, because there was one way only.
 NEW_KEYS = {"input_first"}
+# Keys of states that earlier versions gave other names.
+OLD_NAMES = {"weight_agreed": ANCHOR, "weight_residual": RESIDUAL}
+OLD_LR_SUM, OLD_LR_AT_AGREEMENT = "lr_sum", "lr_at_agreement"
 
 
 @dataclass(frozen=True)
@@ -27,67 +31,107 @@ class Loading:
     """The optimizer that loads: its groups, how its replicas come together, which one it is."""
 
     param_groups: Sequence[dict[str, Any]]
-    reconcile: str
-    defaults_by_sync: Mapping[str, Any]
+    sync: Sync
+    group_defaults: Mapping[str, Any]
     replica: Replica
 
     @property
-    def quantized(self) -> bool:
-        return self.reconcile == "quantized"
+    def anchored(self) -> bool:
+        """Whether its sync needs weights on which replicas agree to start from."""
+        return any(key.name == ANCHOR for key in self.sync.state_keys)
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A state_dict that fits, the progress to go on from, and what the user should know."""
+    """A state_dict that fits, the progress to go on from, and what the user should know.
+
+    sync: what the loading optimizer's sync is to remember.
+    """
 
     state_dict: dict[str, Any]
     progress: Progress
+    sync: dict[str, Any]
     warnings: list[str]
+
+
+def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict of any version with this version's keys of states; ``saved`` stays as it is."""
+    states = dict(saved["state"])
+    groups = []
+    for group in saved["param_groups"]:
+        lr_sum = group.get(OLD_LR_SUM)
+        groups.append({key: value for key, value in group.items() if key != OLD_LR_SUM})
+        for i in group.get("params", ()):
+            held = states.get(i)
+            if not isinstance(held, Mapping):
+                continue
+            state = {OLD_NAMES.get(key, key): value for key, value in held.items()}
+            before = state.pop(OLD_LR_AT_AGREEMENT, None)
+            if isinstance(before, (int, float)) and isinstance(lr_sum, (int, float)):
+                state[LR_SINCE_ANCHOR] = float(lr_sum) - float(before)
+            states[i] = state
+    return {**saved, "state": states, "param_groups": groups}
 
 
 def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converted:
     """Make a saved state fit the optimizer that loads it; ``saved`` stays as it is.
 
-    Groups keep their saved values, as in torch, but for those whose default depends on how
-    replicas come together: where the two optimizers' defaults differ, the loading one's groups
-    count. Right factors follow the rank; anchors are dropped, or taken from the weights at the
-    next step.
+    Groups keep their saved values, as in torch, but for those whose default depends on the sync:
+    where the two optimizers' defaults differ, the loading one's groups count. Right factors follow
+    the rank. The state of another sync kind is dropped; an anchor is then taken from the weights
+    at the next step.
+
+    Args:
+        saved: a state_dict, :func:`in_present_names`.
+        record: what its groups hold of the run.
+        into: the optimizer that loads.
 
     Raises:
         ValueError: if a state lacks a key or has another shape, a group holds an impossible value,
             or weights that differ between replicas would have to serve as an anchor.
     """
-    was_quantized = _was_quantized(saved, record, into)
-    groups, told = _groups(saved["param_groups"], record, into, was_quantized)
+    same_kind = _same_kind(saved, record, into)
+    groups, told = _groups(saved["param_groups"], record, into, same_kind)
     if wrong := check.settings(groups):
         raise ValueError(f"state_dict holds an impossible value: {wrong}")
-    if into.quantized and not was_quantized and saved["state"]:
+    if into.anchored and not same_kind and saved["state"]:
         _check_together(record, into)
-    states, lost = _states(saved, groups, into, keep_anchors=into.quantized and was_quantized)
+    states, lost = _states(saved, groups, into, _dropped_keys(record, same_kind))
     told += [text for text in (_lost_steps(record, into.replica), lost) if text]
     state_dict = {**saved, "param_groups": groups, "state": states}
-    progress = record.progress
-    if was_quantized and not into.quantized:
-        progress = _without_parts(progress)
-    return Converted(state_dict, replace(progress), told)
+    progress, sync = replace(record.progress), record.sync
+    if not same_kind:
+        # Other kinds know no fragments: all of the weights are then to be averaged.
+        progress.local_steps = max(progress.local_steps, 1 if record.fragments_apart else 0)
+        sync = {}
+    return Converted(state_dict, progress, sync, told)
 
 
-def _was_quantized(saved: Mapping[str, Any], record: Record, into: Loading) -> bool:
-    if record.reconcile is not None:
-        return record.reconcile == "quantized"
+def _same_kind(saved: Mapping[str, Any], record: Record, into: Loading) -> bool:
+    """Whether the replicas came together in the same way when it was saved."""
+    if record.sync_class is not None:
+        return record.sync_class == type(into.sync).__name__
     if not saved["state"]:
-        return into.quantized
-    return any(consensus.AGREED in state for state in saved["state"].values())
+        return True
+    return any(ANCHOR in state for state in saved["state"].values()) == into.anchored
+
+
+def _dropped_keys(record: Record, same_kind: bool) -> set[str]:
+    """Keys of states that mean nothing to the loading optimizer's sync."""
+    if same_kind:
+        return set()
+    saved = record.sync_keys
+    return {ANCHOR, RESIDUAL, LR_SINCE_ANCHOR} if saved is None else set(saved)
 
 
 # -------------------------------------------------------------------- groups
 
 
 def _groups(
-    saved: Sequence[Mapping[str, Any]], record: Record, into: Loading, was_quantized: bool
+    saved: Sequence[Mapping[str, Any]], record: Record, into: Loading, same_kind: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The groups to load, and what is said about keys that were missing."""
-    following = _follow_the_arguments(record, into, was_quantized)
+    following = _follow_the_arguments(record, into, same_kind)
     groups, missing = [], {}
     for g, (live, held) in enumerate(zip(into.param_groups, saved, strict=True)):
         given = {k: v for k, v in live.items() if k not in ("params", "param_names")}
@@ -103,13 +147,13 @@ def _groups(
     ]
 
 
-def _follow_the_arguments(record: Record, into: Loading, was_quantized: bool) -> set[str]:
+def _follow_the_arguments(record: Record, into: Loading, same_kind: bool) -> set[str]:
     """Keys whose default depends on how replicas come together, and is another one now."""
-    now = into.defaults_by_sync
-    if record.defaults_by_sync is not None:
-        before: Mapping[str, Any] = record.defaults_by_sync
+    now = into.group_defaults
+    if record.group_defaults is not None:
+        before: Mapping[str, Any] = record.group_defaults
     else:
-        before = now if was_quantized == into.quantized else {}
+        before = now if same_kind else {}
     changed = {key for key in now if key not in before or before[key] != now[key]}
     return changed | ({"rank_multiple_of"} if "rank_fraction" in changed else set())
 
@@ -121,8 +165,7 @@ def _states(
     saved: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     into: Loading,
-    *,
-    keep_anchors: bool,
+    dropped: set[str],
 ) -> tuple[dict[Any, Any], str | None]:
     """The states to load, and what is said about dropped residuals."""
     states, with_losses = dict(saved["state"]), []
@@ -133,30 +176,32 @@ def _states(
                 continue
             # torch's flattened form of a state puts {} where it finds nothing.
             state = {k: v for k, v in states[i].items() if not isinstance(v, dict) or v}
-            _check_complete(name, X, state, groups[g], keep_anchors)
-            if not keep_anchors:
-                residual = state.get(consensus.RESIDUAL)
-                if isinstance(residual, Tensor) and not into.quantized and local(residual).any():
+            if RESIDUAL in dropped:
+                residual = state.get(RESIDUAL)
+                if isinstance(residual, Tensor) and local(residual).any():
                     with_losses.append(name)
-                state = {k: v for k, v in state.items() if k not in ANCHOR_KEYS}
+            state = {k: v for k, v in state.items() if k not in dropped}
+            _check_complete(name, X, state, groups[g], into.sync)
             if groups[g]["algorithm"] == "dion":
-                state |= _right_factors(name, X, state, before, groups[g])
+                state |= fit_right_factors(name, X, state, before, groups[g])
             states[i] = state
     if not with_losses:
         return states, None
     return states, (
         f"state_dict holds what codes have lost of {len(with_losses)} parameters "
-        f"({with_losses[0]} is the first), which reconcile={into.reconcile!r} has no use for: it "
-        f"is dropped. Call synchronize(exact=True) before saving to keep it."
+        f"({with_losses[0]} is the first), which sync={into.sync!r} has no use for: it is dropped. "
+        f"Call synchronize(exact=True) before saving to keep it."
     )
 
 
 def _check_complete(
-    name: str, X: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], anchored: bool
+    name: str, X: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], sync: Sync
 ) -> None:
     algorithm, needed = group["algorithm"], _needed(X, group)
-    if anchored and not state.keys().isdisjoint(consensus.STATE_KEYS):
-        needed |= {*consensus.STATE_KEYS}
+    # Of the tensors that the sync keeps of a parameter, a state has all or none.
+    of_sync = {key.name for key in sync.state_keys if key.like_parameter}
+    if not state.keys().isdisjoint(of_sync):
+        needed |= of_sync
     if missing := sorted(needed - state.keys()):
         raise ValueError(
             f"state_dict lacks {missing} of {name}, which takes algorithm={algorithm!r} here: it "
@@ -188,11 +233,11 @@ def wrong_algorithm(
 def _needed(X: Tensor, group: Mapping[str, Any]) -> set[str]:
     """Keys that a parameter's state must have, whatever brings replicas together."""
     if group["algorithm"] == "dion":
-        return {"momentum", "momentum_norm", *right_factor_shapes(X, group)}
+        return {MOMENTUM, MOMENTUM_NORM, *right_factor_shapes(X, group)}
     return {"step", *STATE_KEYS[group["algorithm"]]}
 
 
-def _right_factors(
+def fit_right_factors(
     name: str,
     X: Tensor,
     state: Mapping[str, Any],
@@ -223,12 +268,12 @@ def _check_together(record: Record, into: Loading) -> None:
     """Raise ValueError unless the saved weights are what all replicas agreed on."""
     known_apart = record.replica is not None
     perhaps_apart = not record.complete and into.replica.total > 1
-    if record.progress.apart and (known_apart or perhaps_apart):
+    if record.apart and (known_apart or perhaps_apart):
         raise ValueError(
-            f"state_dict was saved while its replicas were apart ({_how_far(record.progress)}), "
-            f"but reconcile='quantized' needs weights on which they agree to start from: call "
-            f"optimizer.synchronize(exact=True) before saving, or load it with "
-            f"reconcile='average' first."
+            f"state_dict was saved while its replicas were apart ({_how_far(record)}), "
+            f"but sync={into.sync!r} needs weights on which they agree to start from: call "
+            f"optimizer.synchronize(exact=True) before saving, or load it with sync=LowRank() "
+            f"first."
         )
 
 
@@ -236,7 +281,7 @@ def _lost_steps(record: Record, here: Replica) -> str | None:
     """What is lost if another replica's state is loaded; None if nothing is."""
     if not record.differs:
         return None
-    far = _how_far(record.progress)
+    far = _how_far(record)
     if record.replica is None:
         if record.complete or here.total == 1:
             return None
@@ -256,14 +301,9 @@ def _lost_steps(record: Record, here: Replica) -> str | None:
     )
 
 
-def _how_far(progress: Progress) -> str:
-    if not progress.apart:
-        return f"{progress.steps_since_exact} steps after they were the same"
-    parts = f", {progress.parts_apart} parts of the weights" if progress.parts_apart else ""
-    return f"{progress.local_steps} local steps{parts}"
-
-
-def _without_parts(saved: Progress) -> Progress:
-    """Only reconcile="quantized" knows parts; others then have all of the weights to average."""
-    local_steps = max(saved.local_steps, 1 if saved.parts_apart else 0)
-    return replace(saved, local_steps=local_steps, part=0, parts_apart=0)
+def _how_far(record: Record) -> str:
+    if not record.apart:
+        return f"{record.progress.steps_since_exact} steps after they were the same"
+    count = record.fragments_apart
+    fragments = f", {count} fragments of the weights" if count else ""
+    return f"{record.progress.local_steps} local steps{fragments}"

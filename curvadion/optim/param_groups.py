@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from curvadion import checks
 from curvadion.layout.parameters import global_shape
-from curvadion.optim import hyperparameters as check
+from curvadion.update import hyperparameters as check
 
 # What a parameter is, by the module that owns it.
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
@@ -94,7 +95,7 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check.one_of("elementwise", elementwise, tuple(RATES))
+    checks.one_of("elementwise", elementwise, tuple(RATES))
     rates: Mapping[str, float] = RATES[elementwise]
     if elementwise_lr is not None:
         check.learning_rate("elementwise_lr", elementwise_lr)

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvadion.sync.codec import BLOCK, block_bytes, decode, encode
 
 
-def quantized_mean(
+def coded_mean(
     X: Iterable[Tensor], residuals: Sequence[Tensor], bits: int, group: dist.ProcessGroup | None
 ) -> Iterator[Tensor]:
     """The means of X over the group, the same bits on every rank, sent in codes of ``bits`` bits.

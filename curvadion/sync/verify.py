@@ -17,9 +17,10 @@ from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.parameters import global_shape
 from curvadion.ops.tensors import norm_and_sum
-from curvadion.optim.hyperparameters import SETTINGS
-from curvadion.sync.consensus import AGREED
-from curvadion.update.plan import Parameter, Plan
+from curvadion.update.hyperparameters import SETTINGS
+from curvadion.update.parameter import Parameter
+from curvadion.update.plan import Plan
+from curvadion.update.state import ANCHOR
 
 # Sums of equal weights differ by rounding where processors add in another order.
 WEIGHTS_TOLERANCE = 1e-12
@@ -182,13 +183,13 @@ def verify_replicas(
         bool(missing_anywhere),
     ]
     # Every shard has compared its own piece, and all ranks must come to one conclusion.
-    if group_size(plan.everyone) > group_size(replicas):
+    if group_size(plan.all_ranks) > group_size(replicas):
         flags = torch.tensor(verdict, dtype=torch.int32, device=plan.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=plan.everyone)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=plan.all_ranks)
         verdict = [bool(flag) for flag in flags.tolist()]
     built_differently, other_weights, identical, different, missing = verdict
     if built_differently:
-        raise_different(own, plan.everyone)
+        raise_different(own, plan.all_ranks)
     if other_weights:
         raise RuntimeError(
             "The replicas hold different weights and would never agree. Start all replicas from "
@@ -219,7 +220,7 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for i, p in enumerate(parameters):
-        X = local(p.state[AGREED]) if AGREED in p.state else p.local
+        X = local(p.state[ANCHOR]) if ANCHOR in p.state else p.local
         norm, total_of_one = norm_and_sum(X)
         of_one = 2 * norm + total_of_one
         # The factors tell two parameters of one shape from each other. Infinite weights, such as a
@@ -294,12 +295,12 @@ class GradientWatch:
         self._alike: list[int] = []
 
     def _place(self, step: int) -> tuple[int, int] | None:
-        """Which turn a step belongs to, and which of its looks it is; the same on all ranks."""
-        turns = -(-len(self._parameters) // self.AT_ONCE)
+        """Which round a step belongs to, and which of its looks it is; the same on all ranks."""
+        rounds = -(-len(self._parameters) // self.AT_ONCE)
         after = step - self.FIRST
-        if turns == 0 or after < 0:
+        if rounds == 0 or after < 0:
             return None
-        if after < turns * self.LOOKS:
+        if after < rounds * self.LOOKS:
             return divmod(after, self.LOOKS)
         later, look = divmod(step, self.EVERY)
         return (later, look) if look < self.LOOKS else None
@@ -309,24 +310,24 @@ class GradientWatch:
         place = self._place(step)
         if place is None:
             return None
-        turn, look = place
-        first = turn * self.AT_ONCE % len(self._parameters)
+        number, look = place
+        first = number * self.AT_ONCE % len(self._parameters)
         chosen = self._parameters[first : first + self.AT_ONCE]
         if look == 0 or chosen != self._now:
             self._now, self._alike = chosen, [0] * len(chosen)
         inside = self._plan.inside
-        mine = inside is None or dist.get_rank(inside) == turn % inside.size()
+        mine = inside is None or dist.get_rank(inside) == number % inside.size()
         message = torch.full((2 * self.AT_ONCE,), -self._NOTHING, device=self._plan.device)
         for i, p in enumerate(chosen if mine else ()):
             message[2 * i : 2 * i + 2] = self._bounds(p)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._plan.everyone)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._plan.all_ranks)
         return message
 
     def conclude(self, message: Sequence[int]) -> None:
         """Take in what a look told, the same on all ranks.
 
         Raises:
-            RuntimeError: if the gradients of all parameters of a turn were alike at each look.
+            RuntimeError: if the gradients of all parameters of a round were alike at each look.
 
         Warns of single ones: there are losses whose gradient for one parameter does not depend on
         the data.

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from curvadion.sync.consensus import in_parts
 
 import convergence
 import convergence_report
 import distributed
 import traffic
-from curvadion import WireBudget
+from curvadion import ByteBudget
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.consensus import in_parts
 from diloco import DiLoCo
 from gate_steps import ask
 from grids import BUDGETS, GRIDS, SIZES, Run, Task
@@ -240,7 +240,7 @@ def test_settings_use_a_budget_up(size, budget, parts, steps):
     once = traffic.quantized_bytes(shapes, spent.bits) / (4 * shapes.parameters)
     assert once == pytest.approx(spent.bits / 32, rel=0.1)
     once /= spent.parts
-    gate = WireBudget(spent.wire_budget)
+    gate = ByteBudget(spent.wire_budget)
     gate.open_cost, gate.closed_cost = once, traffic.GATE / shapes.parameters
     gate.openings_per_agreement = spent.parts
     opened = ask(gate, steps)

@@ -18,7 +18,7 @@ import network
 import scaling
 import toy
 from cost_model import Cost, Link, Shapes, Traffic
-from curvadion import CurvaDion, Dion, FixedPeriod, WireMeter
+from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.sync.coded_mean import message_bytes
 
@@ -34,7 +34,7 @@ def optimizer_of(method, model):
         return Dion(toy.groups(model), **how)
     if method == "averaging":
         return CurvaDion(toy.groups(model), gate=FixedPeriod(PERIOD), **how)
-    return CurvaDion(toy.groups(model), wire_budget=budget(), reconcile_bits=2, **how)
+    return CurvaDion(toy.groups(model), wire_budget=budget(), sync=QuantizedAverage(bits=2), **how)
 
 
 def budget():

@@ -4,10 +4,10 @@ import json
 import shutil
 
 import pytest
-from test_example_train import assert_same_checkpoint, train
 
 import distributed
 import formulas
+from example_runs import assert_same_checkpoint, train
 from parallel import mesh_sizes
 from run_log import read
 

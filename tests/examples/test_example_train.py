@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
 import distributed
 import train_gpt
 from command_line import parse
+from example_runs import assert_same_checkpoint, train
 from gpt import GPT, GPTConfig
 from optional import need
 from run_log import RunLog, read
@@ -31,11 +31,6 @@ OPTIMIZERS = {
     "dion": ["--optimizer", "dion"],
     "curvadion": ["--optimizer", "curvadion", "--threshold", "0.5", "--max-local-steps", "2"],
 }
-
-
-def train(rank, *arguments):
-    """Module-level, for the workers."""
-    return train_gpt.main(arguments)
 
 
 def config(**values):
@@ -121,29 +116,6 @@ def test_resuming_is_bitwise_continuation(tmp_path, optimizer):
     gates = [record["gate_open"] for record in ours if record["kind"] == "train"]
     assert len(gates) == 6
     assert set(gates[3:]) == ({True, False} if optimizer == "curvadion" else {True})
-
-
-def assert_same_checkpoint(one: Path, other: Path):
-    ours, theirs = contents(one), contents(other)
-    assert ours.keys() == theirs.keys()
-    assert {key[0] for key in ours} == {"model", "optimizer"}
-    for key, value in ours.items():
-        assert value == theirs[key] if not torch.is_tensor(value) else value.equal(theirs[key]), key
-
-
-def contents(folder: Path):
-    """A checkpoint's values by their path, whatever the layout that wrote them."""
-    file = folder.with_suffix(".pt")
-    dcp_to_torch_save(folder, file)
-    flat, nested = {}, [((), torch.load(file, weights_only=False))]
-    while nested:
-        path, value = nested.pop()
-        if isinstance(value, (dict, list)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            nested += [((*path, key), inner) for key, inner in items]
-        else:
-            flat[path] = value
-    return flat
 
 
 def flip_a_byte(file):

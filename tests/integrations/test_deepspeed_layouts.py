@@ -7,7 +7,6 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
-from test_flat_shards import held
 
 import deepspeed_engines as ds
 import distributed
@@ -15,6 +14,7 @@ import formulas
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching
 from curvadion.layout.matrix import MatrixLayout
+from flat_shards import held
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"

@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from test_flat_shards import declared
-from test_layouts import gradient, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
-from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod
+from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from flat_shards import declared
+from seeded import gradient, weights
 from shards import shard
 
 SHAPES = [(8, 24), (24, 8), (7, 7), (1, 5), (5, 1)]  # (out, in)
@@ -77,7 +77,7 @@ def under_a_budget(rank, options):
 
 
 def test_replicas_that_agree_on_codes():
-    options = {"gate": FixedPeriod(2), "reconcile": "quantized", "reconcile_bits": 8}
+    options = {"gate": FixedPeriod(2), "sync": QuantizedAverage(bits=8)}
     for apart in distributed.run(2, under_a_budget, options):
         assert apart < 1e-2  # codes' blocks run along the other side
 
@@ -99,8 +99,7 @@ def flat_under_a_budget(rank):
             [{"params": [x], "input_first": turned}],
             replicas=mesh.get_group(0),
             gate=FixedPeriod(2),
-            reconcile="quantized",
-            reconcile_bits=8,
+            sync=QuantizedAverage(bits=8),
         )
         for step in range(STEPS):
             G = gradient((7, 12), step, mesh.get_local_rank(0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,42 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
-from curvadion import CurvaDion, Dion, Gate, WireMeter
+from curvadion import CurvaDion, Dion
+from mesh_layouts import FRACTION, LAYOUTS, SHAPES, place, sent
 from reference import DionReference
+from scheduled import Scheduled
+from seeded import gradient, weights
 from shards import piece, shard
-
-SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (7, 5)]
-FRACTION = 0.3
-STEPS = 10
-OPEN_STEPS = (1, 2, 5, 9)
-
-
-class Scheduled(Gate):
-    """Opens at the listed steps, counted from 1."""
-
-    def __init__(self, steps):
-        self.open_steps, self.asked = steps, 0
-
-    def opens(self, signal, local_steps):
-        self.asked += 1
-        return self.asked in self.open_steps
-
-
-def seeded(*key):
-    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-
-
-def weights(shape, seed=0):
-    return torch.randn(shape, generator=seeded("X", shape, seed))
-
-
-def gradient(shape, step, replica, seed=0):
-    base = torch.randn(shape, generator=seeded("base", shape, seed))
-    return base + torch.randn(shape, generator=seeded("own", shape, step, replica, seed))
-
-
-def place(mesh, replica_axis):
-    return 0 if replica_axis is None else mesh.get_local_rank(replica_axis)
+from training import OPEN_STEPS, STEPS
 
 
 def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
@@ -92,29 +61,6 @@ def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
             local = actual.to_local().double()
             errors.append(((local - piece(wanted, layout, mesh)).norm() / wanted.norm()).item())
     return max(errors)
-
-
-LAYOUTS = {
-    "fsdp 2": ((2,), ("0",), None),
-    "fsdp 4": ((4,), ("0",), None),
-    "fsdp 8, with empty shards": ((8,), ("0",), None),
-    "hsdp 2x2": ((2, 2), ("r", "0"), 0),
-    "hsdp 2x4": ((2, 4), ("r", "0"), 0),
-    "hsdp 2x2, reduced by fsdp": ((2, 2), ("r", "0"), None),
-    "tp colwise": ((2,), ("0",), None),
-    "tp rowwise": ((2,), ("1",), None),
-    "tp rowwise 4": ((4,), ("1",), None),
-    "dp x tp colwise": ((2, 2), ("r", "0"), 0),
-    "dp x tp rowwise": ((2, 2), ("r", "1"), 0),
-    "fsdp x tp, different dimensions": ((2, 2), ("0", "1"), None),
-    "fsdp x tp, the same dimension": ((2, 2), ("0s", "0"), None),
-    "fsdp x tp, the same dimension, 4x2": ((4, 2), ("0s", "0"), None),
-    "fsdp along columns x tp colwise": ((2, 2), ("1", "0"), None),
-    "fsdp x tp, replicated over tp": ((2, 2), ("0", "r"), None),
-    "dp x fsdp x tp, different dimensions": ((2, 2, 2), ("r", "0", "1"), 0),
-    "dp x fsdp x tp, the same dimension": ((2, 2, 2), ("r", "0s", "0"), 0),
-    "replicated everywhere": ((2, 2), ("r", "r"), 0),
-}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -187,30 +133,6 @@ def test_any_shape_rank_mesh_and_placements(cut, m, n, rank_fraction, seed, sche
 
 
 # -------------------------------------------------------------------- what is sent
-
-
-def sent(rank, sizes, layout, replica_axis, shapes, gate, local_step="gradient"):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
-    group = None if replica_axis is None else mesh.get_group(replica_axis)
-    X = [nn.Parameter(shard(weights(shape), layout, mesh)) for shape in shapes]
-    optimizer = CurvaDion(
-        X, replicas=group, rank_fraction=FRACTION, local_step=local_step,
-        **({"threshold": 0.0} if gate else {"threshold": 1e9, "max_local_steps": None}),
-    )  # fmt: skip
-    result = None
-    with WireMeter() as meter:
-        for step in range(3):
-            for x, shape in zip(X, shapes, strict=True):
-                full = gradient(shape, step, place(mesh, replica_axis))
-                x.grad = shard(full, layout, mesh)
-            before = meter.snapshot()
-            optimizer.step()
-            result = meter.since(before)
-    return result.bytes, result.calls, result.largest, optimizer.report.gate_open
-
-
-def ranks_of(shapes):
-    return [int(-(-round(FRACTION * min(shape), 9) // 1)) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", ["fsdp 4", "hsdp 2x2", "fsdp x tp, the same dimension"])

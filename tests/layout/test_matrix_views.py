@@ -6,16 +6,17 @@ import math
 
 import pytest
 import torch
-from test_flat_shards import FRACTION, matrices_of, ranks_of
-from test_layouts import gradient, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 from curvadion import AlwaysOpen, CurvaDion, Dion
+from flat_shards import FRACTION, matrices_of, ranks_of
 from reference import DionReference
+from scheduled import Watching
+from seeded import gradient, weights
 from shards import piece, shard
-from training import OPEN_STEPS, STEPS, Watching
+from training import OPEN_STEPS, STEPS
 
 CASES = {
     "convolution": ((6, 2, 3, 2), {}),

@@ -5,77 +5,22 @@ from __future__ import annotations
 import math
 
 import pytest
-import test_layouts
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 import distributed
 import formulas
-import transformer
+import mesh_layouts
 from curvadion import CurvaDion, Dion, WireMeter
-from curvadion.integrations.fsdp import keep_gradients_local
+from tensor_parallel_training import LAYOUTS, setup
 from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
-
-# Replicas, shards of each, tensor-parallel ranks of each shard.
-LAYOUTS = {
-    "tp": (1, 1, 2),
-    "dp x tp": (2, 1, 2),
-    "fsdp x tp": (1, 2, 2),
-    "hsdp x tp": (2, 2, 2),
-}
-
-
-def parallelize(model, mesh):
-    """Llama's plan: activations between the blocks are cut along the sequence."""
-    whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    for i in range(len(model.blocks)):
-        block = {
-            "attention_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(**whole),
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-            "mlp_norm": SequenceParallel(),
-            "mlp": PrepareModuleInput(**whole),
-            "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-            # Three outputs over two ranks.
-            "narrow": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-            "wide": RowwiseParallel(output_layouts=Shard(1)),
-            # Replicated weights, each rank with a part of the sequence.
-            "expert": SequenceParallel(use_local_output=True),
-        }
-        plan |= {f"blocks.{i}.{name}": style for name, style in block.items()}
-    return parallelize_module(model, mesh, plan)
-
-
-def setup(layout):
-    mesh = init_device_mesh("cpu", LAYOUTS[layout], mesh_dim_names=("replicate", "shard", "tp"))
-    model = parallelize(transformer.build(), mesh["tp"])
-    replicate, shard = mesh.get_local_rank("replicate"), mesh.get_local_rank("shard")
-    if "fsdp" in layout or "hsdp" in layout:
-        fsdp_mesh = mesh["replicate", "shard"] if "hsdp" in layout else mesh["shard"]
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=fsdp_mesh)
-        keep_gradients_local(model)
-    replicas = mesh["replicate"] if mesh.size(0) > 1 else None
-    return model, replicas, replicate, replicate * mesh.size(1) + shard
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -214,17 +159,17 @@ def cuts(sizes, layout, rank):
     ]
 
 
-@pytest.mark.parametrize("name", test_layouts.LAYOUTS)
+@pytest.mark.parametrize("name", mesh_layouts.LAYOUTS)
 def test_bytes_of_every_cut_are_those_of_the_formulas(name):
-    sizes, layout, replica_axis = test_layouts.LAYOUTS[name]
-    shapes, replicas = test_layouts.SHAPES, 1 if replica_axis is None else sizes[replica_axis]
+    sizes, layout, replica_axis = mesh_layouts.LAYOUTS[name]
+    shapes, replicas = mesh_layouts.SHAPES, 1 if replica_axis is None else sizes[replica_axis]
     arguments = (sizes, layout, replica_axis, shapes, True)
-    actual = distributed.run(math.prod(sizes), test_layouts.sent, *arguments)
+    actual = distributed.run(math.prod(sizes), mesh_layouts.sent, *arguments)
     for rank, (sent, _, largest, gate_open) in enumerate(actual):
         m_cuts, n_cuts = cuts(sizes, layout, rank)
         everything = [
             formulas.held(shape, r, m_cuts=m_cuts, n_cuts=n_cuts, replicas=replicas)
-            for shape, r in zip(shapes, test_layouts.ranks_of(shapes), strict=True)
+            for shape, r in zip(shapes, mesh_layouts.ranks_of(shapes), strict=True)
         ]
         assert gate_open
         assert sent == formulas.open_step(everything, reads_momentum=True)

@@ -287,9 +287,10 @@ except native.Unavailable as reason:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """A folder with native.py, the sources, and a compiler that copies what was compiled once."""
+    """A package of native.py, the sources, and a compiler that copies what was compiled once."""
     folder = tmp_path_factory.mktemp("package")
-    shutil.copy(native.__file__, folder)
+    (folder / "ops").mkdir()
+    shutil.copy(native.__file__, folder / "ops")
     (folder / "csrc").symlink_to(native.source_folder("cpu").parent)
     native.build("cpu", folder / "built" / "library.so")
     built = folder / "built" / native.file_name("cpu")
@@ -309,7 +310,7 @@ def load(package, cache, umask="022", ninja=True, **environment):
     env = {key: value for key, value in {**os.environ, **given}.items() if value is not None}
     result = subprocess.run(
         [sys.executable, "-c", LOAD, umask, "ninja" if ninja else "none"],
-        capture_output=True, text=True, env=env, cwd=package, timeout=60,
+        capture_output=True, text=True, env=env, cwd=package / "ops", timeout=60,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
 # Tests of the optimizer that make every kernel run, on matrices small enough to interpret.
 OPTIMIZER_TESTS = "test_rules_and_right_factors or test_local_steps_between"
 
@@ -37,22 +37,24 @@ def run(arguments, **environment):
 
 
 def test_interpreted_kernels_compute_what_float64_does():
-    said = run(["-m", "pytest", "-q", "-x", TESTS / "test_ops.py"], TRITON_INTERPRET="1")
+    said = run(["-m", "pytest", "-q", "-x", TESTS / "ops" / "test_ops.py"], TRITON_INTERPRET="1")
     assert " passed" in said and "skipped" not in said
 
 
 def test_the_optimizer_runs_on_interpreted_kernels():
+    chosen = [TESTS / "optim" / "test_dion_reference.py", "-k", OPTIMIZER_TESTS]
     said = run(
-        ["-m", "pytest", "-q", "-x", TESTS / "test_dion_reference.py", "-k", OPTIMIZER_TESTS],
-        TRITON_INTERPRET="1",
-        CURVADION_BACKEND="triton",
+        ["-m", "pytest", "-q", "-x", *chosen], TRITON_INTERPRET="1", CURVADION_BACKEND="triton"
     )
     assert " passed" in said and "skipped" not in said
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    return [json.loads(line) for line in run([TESTS / "triton_ahead_of_time.py"]).splitlines()]
+    return [
+        json.loads(line)
+        for line in run([TESTS / "support" / "triton_ahead_of_time.py"]).splitlines()
+    ]
 
 
 def test_every_kernel_compiles_for_every_target(compiled):

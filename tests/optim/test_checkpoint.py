@@ -12,7 +12,16 @@ from torch import nn
 
 import distributed
 import toy
-from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, WireMeter
+from curvadion import (
+    AlwaysOpen,
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    Gate,
+    LowRank,
+    QuantizedAverage,
+    WireMeter,
+)
 
 
 class Patient(Gate):
@@ -48,7 +57,7 @@ SETTINGS = {
     "period": {"gate": FixedPeriod(4)},
     "patient": {"gate": Patient(1.0)},
     "plain": {"threshold": 0.2, "momentum_rule": "plain", "right_factor": "qr"},
-    "no averaging": {"threshold": 0.3, "reconcile": "none"},
+    "no averaging": {"threshold": 0.3, "sync": LowRank(average_weights=False)},
     "longest run": {"threshold": 100.0, "max_local_steps": 4},
     "warm-up": {"threshold": 100.0, "warmup_steps": 4},
 }
@@ -433,9 +442,9 @@ def test_synchronize_does_not_bend_a_synchronised_run():
 APART = {
     "rmmc": {"threshold": 100.0},
     "period": {"gate": FixedPeriod(3)},
-    "quantized": {"gate": FixedPeriod(3), "reconcile": "quantized"},
-    "parts": {"gate": FixedPeriod(1), "reconcile": "quantized", "reconcile_parts": 3},
-    "no averaging": {"gate": FixedPeriod(2), "reconcile": "none"},
+    "quantized": {"gate": FixedPeriod(3), "sync": QuantizedAverage()},
+    "parts": {"gate": FixedPeriod(1), "sync": QuantizedAverage(fragments=3)},
+    "no averaging": {"gate": FixedPeriod(2), "sync": LowRank(average_weights=False)},
 }
 
 

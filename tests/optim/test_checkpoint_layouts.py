@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed
 import shards
-from curvadion import CurvaDion, Dion, Gate, param_groups
+from curvadion import CurvaDion, Dion, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
 
 LAYOUTS = {
@@ -366,7 +366,7 @@ def resume_bitwise(rank, layout, folder, options):
 CLOSING = {
     "narrow": {"local_step": "dion", "momentum_dtype": "bfloat16", "q_dtype": "bfloat16"},
     "gradient": {"local_step": "gradient", "local_lr": 0.01, "momentum_rule": "plain"},
-    "quantized": {"reconcile": "quantized", "reconcile_parts": 3},
+    "quantized": {"sync": QuantizedAverage(fragments=3)},
 }
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import test_fsdp
-import test_tensor_parallel
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,16 +13,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import curvadion
 import distributed
+import fsdp_training
+import tensor_parallel_training
 import transformer
 from curvadion import AlwaysOpen, CurvaDion, Dion, WireMeter
 from curvadion.layout.flat_shard import declare_flat_shard
 from shards import shard
 
-SETUPS = {"fsdp": test_fsdp.setup, "tp": test_tensor_parallel.setup}
+SETUPS = {"fsdp": fsdp_training.setup, "tp": tensor_parallel_training.setup}
 # Of each layout: whose setup, and replicas, shards of each, copies of each shard's batch.
 LAYOUTS = {
-    **{name: ("fsdp", *sizes, 1) for name, sizes in test_fsdp.LAYOUTS.items()},
-    **{name: ("tp", *sizes) for name, sizes in test_tensor_parallel.LAYOUTS.items()},
+    **{name: ("fsdp", *sizes, 1) for name, sizes in fsdp_training.LAYOUTS.items()},
+    **{name: ("tp", *sizes) for name, sizes in tensor_parallel_training.LAYOUTS.items()},
 }
 
 

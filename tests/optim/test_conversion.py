@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 import distributed
 import shards
 import toy
-from curvadion import CurvaDion, Dion, FixedPeriod
+from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.optim.checkpoint import fit_to_checkpoint
@@ -29,7 +29,7 @@ from curvadion.optim.checkpoint import fit_to_checkpoint
 KINDS = {
     "rmmc": (CurvaDion, {"threshold": 0.3}),
     "budget": (CurvaDion, {"wire_budget": 0.5}),
-    "quantized period": (CurvaDion, {"gate": FixedPeriod(3), "reconcile": "quantized"}),
+    "quantized period": (CurvaDion, {"gate": FixedPeriod(3), "sync": QuantizedAverage()}),
     "gradient": (CurvaDion, {"gate": FixedPeriod(4), "local_step": "gradient", "local_lr": 0.01}),
     "dion": (Dion, {}),
 }
@@ -70,7 +70,7 @@ def write(rank, folder, together):
         toy.train(model, optimizer, range(TRAINED), rank)
         if together:
             optimizer.synchronize(exact=True)
-        apart[kind] = optimizer.progress.apart
+        apart[kind] = optimizer.apart
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -123,7 +123,7 @@ def go_on(rank, folder, way):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             held = optimizer.state_dict()["state"]
-        assert {"weight_agreed" in s for s in held.values()} == {kind in QUANTIZED}
+        assert {"anchor" in s for s in held.values()} == {kind in QUANTIZED}
         ranks = {tuple(s["Q"].shape) for s in held.values() if "Q" in s}
         optimizer.synchronize()
         finite = all(torch.isfinite(p).all() for p in model.parameters())
@@ -205,7 +205,7 @@ def test_another_budget_brings_its_own_look_ahead():
     model = toy.model()
     optimizer = CurvaDion(toy.groups(model), wire_budget=0.5, rank_fraction=0.5)
     saved = trained_state(optimizer, model)
-    into = CurvaDion(toy.groups(toy.model()), gate=FixedPeriod(9), reconcile="quantized")
+    into = CurvaDion(toy.groups(toy.model()), gate=FixedPeriod(9), sync=QuantizedAverage())
     wanted = into.param_groups[0]["nesterov"]
     assert wanted != optimizer.param_groups[0]["nesterov"]
     into.load_state_dict(saved)
@@ -217,7 +217,7 @@ def without_new_keys(saved):
     """As an earlier version wrote it."""
     for group in saved["param_groups"]:
         held = json.loads(group["progress"])
-        for key in ("gate_class", "reconcile", "defaults_by_sync", "replica"):
+        for key in ("gate_class", "reconcile", "group_defaults", "replica"):
             held.pop(key, None)
         group["progress"] = json.dumps(held)
     return saved
@@ -243,7 +243,7 @@ def test_memory_of_another_gate_is_left():
     again = CurvaDion(toy.groups(toy.model()), wire_budget=0.25)
     again.load_state_dict(saved)
     assert again.gate.state_dict() == optimizer.gate.state_dict()
-    other = CurvaDion(toy.groups(toy.model()), gate=FixedPeriod(2), reconcile="quantized")
+    other = CurvaDion(toy.groups(toy.model()), gate=FixedPeriod(2), sync=QuantizedAverage())
     other.load_state_dict(saved)
     assert other.gate.state_dict() == {}
 
@@ -253,20 +253,20 @@ def test_anchors_that_a_tool_put_beside_a_state_are_not_believed():
     model, optimizer = build("dion")
     saved = trained_state(optimizer, model)
     for i, X in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-        saved["state"][i]["weight_agreed"] = torch.full_like(X, 1e6)
-        saved["state"][i]["weight_residual"] = torch.zeros_like(X)
+        saved["state"][i]["anchor"] = torch.full_like(X, 1e6)
+        saved["state"][i]["residual"] = torch.zeros_like(X)
     resumed, into = build("budget")
     resumed.load_state_dict(model.state_dict())
     into.load_state_dict(saved)
     toy.train(resumed, into, range(2, 5))
     for state in into.state.values():
-        assert state["weight_agreed"].abs().max() < 100
+        assert state["anchor"].abs().max() < 100
 
 
 def dropped_losses(rank):
     model, optimizer = build("quantized period")
     toy.train(model, optimizer, range(3), rank)
-    assert not optimizer.progress.apart
+    assert not optimizer.apart
     _, into = build("dion")
     first = quietly(into.load_state_dict, optimizer.state_dict())
     optimizer.synchronize(exact=True)
@@ -310,7 +310,7 @@ def test_right_factor_of_a_matrix(shape, before, after):
     x.grad = torch.randn(shape)
     optimizer.step()
     Q = optimizer.state[x]["Q"].clone()
-    into = CurvaDion([x], gate=FixedPeriod(2), reconcile="quantized", rank_fraction=after)
+    into = CurvaDion([x], gate=FixedPeriod(2), sync=QuantizedAverage(), rank_fraction=after)
     into.load_state_dict(optimizer.state_dict())
     rank = max(1, -(-int(after * 100 * min(shape)) // 100))
     assert torch.equal(into.state[x]["Q"], expected(Q, shape, rank))
@@ -330,7 +330,7 @@ def test_right_factors_of_row_blocks_and_stacks():
         p.grad = torch.randn_like(p)
     optimizer.step()
     was = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in (qkv, experts)}
-    into = CurvaDion([dict(g) for g in groups], gate=FixedPeriod(2), reconcile="quantized")
+    into = CurvaDion([dict(g) for g in groups], gate=FixedPeriod(2), sync=QuantizedAverage())
     into.load_state_dict(optimizer.state_dict())
     now = into.state[qkv]
     assert torch.equal(now["Q"], expected(was[qkv]["Q"], (8, 6), 6))
@@ -370,7 +370,10 @@ def sharded_pieces(rank, cuts):
         optimizer = Dion([dict(group) for group in groups], rank_fraction=0.4)
         optimizer.step()
         into = CurvaDion(
-            [dict(g) for g in groups], gate=FixedPeriod(2), reconcile="quantized", replicas="single"
+            [dict(g) for g in groups],
+            gate=FixedPeriod(2),
+            sync=QuantizedAverage(),
+            replicas="single",
         )
         into.load_state_dict(optimizer.state_dict())
         kept = [("Q", qkv), ("Q_rows", qkv), ("Q", experts)]
@@ -396,7 +399,7 @@ def test_right_factors_of_flat_shards(shape):
     flat.grad = torch.randn(60)
     optimizer.step()
     into = CurvaDion(
-        [{"params": [flat], "stack_dims": 1}], gate=FixedPeriod(2), reconcile="quantized"
+        [{"params": [flat], "stack_dims": 1}], gate=FixedPeriod(2), sync=QuantizedAverage()
     )
     into.load_state_dict(optimizer.state_dict())
     for i in range(4):

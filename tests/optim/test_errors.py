@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import curvadion
 import distributed
 import toy
-from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, WireMeter
+from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, LowRank, WireMeter
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.optim import hyperparameters as check
 
@@ -265,7 +265,7 @@ def mismatched(rank, arguments, after=lambda rank, optimizer: None):
     [
         [{"rank_fraction": 0.25}, {"rank_fraction": 0.5}],
         [{"local_step": "dion"}, {"local_step": "gradient"}],
-        [{"reconcile": "average"}, {"reconcile": "none"}],
+        [{"sync": LowRank()}, {"sync": LowRank(average_weights=False)}],
         [{"max_local_steps": 4}, {"max_local_steps": 5}],
         [{"warmup_steps": 0}, {"warmup_steps": 3}],
         [{"gate": AlwaysOpen()}, {"gate": FixedPeriod(2)}],
@@ -604,7 +604,7 @@ DAMAGED = [
     '{"gate": [], "steps": 1, "local_steps": 0}',
     '{"gate": {}, "steps": 1, "local_steps": 0, "hops": 1}',
     '{"gate": {}, "steps": 1, "local_steps": 0, "replica": [1]}',
-    '{"gate": {}, "steps": 1, "local_steps": 0, "defaults_by_sync": 1}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "group_defaults": 1}',
 ]  # fmt: skip
 
 
@@ -625,7 +625,7 @@ def test_damaged_memory_of_a_gate():
     saved = optimizer.state_dict()
     saved["param_groups"][0]["progress"] = saved["param_groups"][0]["progress"].replace("cre", "")
     before = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"memory.*gate=WireBudget.*KeyError"):
+    with pytest.raises(ValueError, match=r"memory.*gate=ByteBudget.*KeyError"):
         optimizer.load_state_dict(saved)
     assert optimizer.state_dict() == before
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_layouts import gradient
 from torch import nn
 
 from curvadion import AlwaysOpen, CurvaDion, Dion, param_groups
+from seeded import gradient
 
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
 

@@ -27,7 +27,16 @@ from torch.optim.lr_scheduler import (
 )
 
 import toy
-from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, param_groups
+from curvadion import (
+    RMMC,
+    AlwaysOpen,
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    Gate,
+    QuantizedAverage,
+    param_groups,
+)
 
 OPTIMIZERS = {
     "dion": Dion,
@@ -147,7 +156,7 @@ def restored_defaults():
     torch.set_default_device(None)
 
 
-QUANTIZED = {"gate": FixedPeriod(2), "reconcile": "quantized"}
+QUANTIZED = {"gate": FixedPeriod(2), "sync": QuantizedAverage()}
 
 
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, QUANTIZED], ids=str)

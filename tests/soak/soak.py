@@ -6,10 +6,9 @@
 A trial draws a layout, odd shapes, a gate, a way to come together, and a script: gradients that
 are missing or not finite, frozen parameters, other learning rates, ``synchronize()``. Its run is
 compared, step by step, with float64 references (reference.py and quantized_reference.py in
-tests/support).
-Then the script runs again with saves and loads, copies, or a rank that is killed, and must end in
-the same bits. ``soak_trials.py`` draws trials, ``soak_ranks.py`` is what ranks do, and
-``soak_checks.py`` what must hold.
+tests/support). Then the script runs again with saves and loads, copies, or a rank that is killed,
+and must end in the same bits. ``soak_trials.py`` draws trials, ``soak_ranks.py`` is what ranks do,
+and ``soak_checks.py`` what must hold.
 """
 
 from __future__ import annotations
@@ -19,6 +18,9 @@ import collections
 import sys
 import tempfile
 import time
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 
 import distributed
 import soak_checks

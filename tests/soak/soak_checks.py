@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from curvadion import LowRank
 from quantized_reference import (
     Follower,
     Gradients,
@@ -69,7 +70,9 @@ class LowRankReference(QuantizedReference):
     ) -> None:
         names = ("mu", "wd", "nesterov", "local_lr", "local_step", "momentum_rule", "right_factor")
         rule = {name: getattr(self, name) for name in names}
-        whole = DionReference(leaf.X[0], self.replicas, leaf.r, leaf.lr, reconcile="none", **rule)
+        whole = DionReference(
+            leaf.X[0], self.replicas, leaf.r, leaf.lr, sync=LowRank(average_weights=False), **rule
+        )
         whole.X, whole.M, whole.Q = list(leaf.X), list(leaf.M), list(leaf.Q)
         if gate_open or self.local_step == "dion":
             M = [whole.accumulated(M, g) for M, g in zip(leaf.M, G, strict=True)]
@@ -408,7 +411,7 @@ class Check:
     def budget(self) -> None:
         """Codes within the share, up to the openings that the gate may be ahead of it."""
         kind, *numbers = self.trial.gate
-        if kind != "WireBudget" or self.trial.layout.kind != "plain" or self.trial.world == 1:
+        if kind != "ByteBudget" or self.trial.layout.kind != "plain" or self.trial.world == 1:
             return
         if any(moment.synchronize or moment.freeze for moment in self.trial.script):
             return

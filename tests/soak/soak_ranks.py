@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shards
-from curvadion import RMMC, AlwaysOpen, CurvaDion, FixedPeriod, Gate, WireBudget, WireMeter
+from curvadion import RMMC, AlwaysOpen, ByteBudget, CurvaDion, FixedPeriod, Gate, WireMeter
 from curvadion.integrations import fsdp
 from curvadion.layout.flat_shard import declare_flat_shard
 from soak_trials import Moment, Parameter, Trial
@@ -34,8 +34,8 @@ from soak_trials import Moment, Parameter, Trial
 STATE = {
     "momentum": "M",
     "Q": "Q",
-    "weight_agreed": "agreed",
-    "weight_residual": "residual",
+    "anchor": "agreed",
+    "residual": "residual",
     "exp_avg": "m",
     "exp_avg_sq": "v",
     "step": "t",
@@ -97,7 +97,7 @@ def play(rank: int, trial: Trial, mode: str, folder: str) -> Record:
         with WireMeter() as meter:
             optimizer.step()
         event = Event(number, None, held(placed, optimizer), optimizer.report, bad)
-        event.sent, event.part = meter.total_sent, optimizer.progress.part
+        event.sent, event.part = meter.total_sent, optimizer.sync.next_fragment
         events.append(event)
     return Record(placed.replica, placed.place, placed.pieces, events)
 
@@ -126,7 +126,7 @@ def _before(
 
 
 def _synchronized(number: int, how: str, placed: Placed, optimizer: CurvaDion) -> Event:
-    return Event(number, how, held(placed, optimizer), part=optimizer.progress.part)
+    return Event(number, how, held(placed, optimizer), part=optimizer.sync.next_fragment)
 
 
 # ------------------------------------------------------------------------------- the model
@@ -214,7 +214,7 @@ def _fully_sharded(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> 
 
 def build(trial: Trial, placed: Placed) -> CurvaDion:
     kind, *numbers = trial.gate
-    gates: dict[Any, Any] = {g.__name__: g for g in (RMMC, FixedPeriod, AlwaysOpen, WireBudget)}
+    gates: dict[Any, Any] = {g.__name__: g for g in (RMMC, FixedPeriod, AlwaysOpen, ByteBudget)}
     gate: Gate = gates[kind](*numbers)
     by_algorithm: dict[str, list[Any]] = {}
     for p in trial.parameters:

@@ -133,10 +133,10 @@ def draw(seed: int) -> Trial:
     parameters = tuple(_parameters(rng, layout))
     reconcile = rng.choice(["average", "quantized", "quantized", "quantized", "none"])
     gate = _gate(rng, reconcile, parameters)
-    if gate[0] == "WireBudget" and layout.replica_count == 1 < layout.world:
+    if gate[0] == "ByteBudget" and layout.replica_count == 1 < layout.world:
         gate = ("FixedPeriod", 3)  # one sharded replica has nothing to save
     options = _options(rng, reconcile)
-    if gate[0] == "WireBudget":
+    if gate[0] == "ByteBudget":
         options["max_local_steps"], options["warmup_steps"] = None, 0
     elif gate[0] == "FixedPeriod" and options["max_local_steps"] is not None:
         options["max_local_steps"] = max(options["max_local_steps"], gate[1])
@@ -195,13 +195,13 @@ def _gate(
     numbers = sum(_numbers(p) for p in parameters)
     share = rng.choice([0.05, 0.1, 0.3])
     if reconcile == "quantized" and 16 / (4 * numbers) < share / 2:
-        kinds += ["WireBudget"] * 3
+        kinds += ["ByteBudget"] * 3
     kind = rng.choice(kinds)
     if kind == "RMMC":
         return kind, rng.choice([0.05, 0.2, 0.3, 0.6])
     if kind == "FixedPeriod":
         return kind, rng.randint(1, 5)
-    if kind == "WireBudget":
+    if kind == "ByteBudget":
         return kind, share, rng.choice(["period", "rmmc"])
     return (kind,)
 

@@ -7,33 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
-from test_layouts import Scheduled
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distributed
 import transformer
-from curvadion import RMMC, CurvaDion, Dion
+from curvadion import CurvaDion, Dion
+from scheduled import Watching
 
 STEPS = 10
 OPEN_STEPS = (1, 2, 5, 9)
-
-
-class Watching(Scheduled):
-    """Opens as scheduled, and remembers the RMMC that it saw."""
-
-    reads_momentum = True
-
-    def __init__(self, steps):
-        super().__init__(steps)
-        self.seen = []
-
-    def signal(self, before, after):
-        return RMMC(0.0).signal(before, after)
-
-    def opens(self, signal, local_steps):
-        self.seen.append(signal)
-        return super().opens(signal, local_steps)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from curvadion.sync.consensus import STATE_KEYS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,8 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
 import toy
-from curvadion import CurvaDion, Dion, FixedPeriod, WireBudget
-from curvadion.sync.consensus import STATE_KEYS
+from curvadion import ByteBudget, CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 
 SHAPES = [(8, 6), (6, 6), (5, 9)]
 
@@ -28,7 +28,7 @@ def weights():
 
 
 def optimizer_of(X, **options):
-    defaults = {"gate": FixedPeriod(3), "reconcile": "quantized", "max_local_steps": None}
+    defaults = {"gate": FixedPeriod(3), "sync": QuantizedAverage(), "max_local_steps": None}
     return CurvaDion(X, replicas=dist.group.WORLD, **defaults | options)
 
 
@@ -52,7 +52,7 @@ def values(X):
 def miss_gradients(rank, parts, missing):
     """Weights after an agreement at the end; ``missing``: (rank, step, matrix)."""
     X = weights()
-    optimizer = optimizer_of(X, reconcile_parts=parts)
+    optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=parts))
     for number in range(12):
         step(X, optimizer, number, rank, [i for r, n, i in missing if (r, n) == (rank, number)])
     optimizer.synchronize(exact=False)
@@ -75,7 +75,9 @@ def test_replicas_agree_whatever_gradients_they_miss(parts, missing):
 def step_once_in(rank, period):
     """How far a matrix goes, relative to its learning rate, that steps at the opening alone."""
     X = [nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))]
-    optimizer = optimizer_of(X, gate=FixedPeriod(period), reconcile_bits=8, weight_decay=0.0)
+    optimizer = optimizer_of(
+        X, gate=FixedPeriod(period), sync=QuantizedAverage(bits=8), weight_decay=0.0
+    )
     for number in range(period):
         X[0].grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * rank + number))
         X[1].grad = torch.eye(8) if number == period - 1 else None
@@ -141,7 +143,9 @@ def test_freezing_a_parameter_of_which_each_replica_has_its_own_is_an_error(reco
 def thaw(rank):
     """How far a matrix goes, relative to its rate, in one step after others have taken three."""
     X = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
-    optimizer = optimizer_of(X, reconcile_bits=8, weight_decay=0.0, gate=FixedPeriod(1))
+    optimizer = optimizer_of(
+        X, sync=QuantizedAverage(bits=8), weight_decay=0.0, gate=FixedPeriod(1)
+    )
     for number in range(7):
         X[1].requires_grad_(number not in (1, 2, 3))
         X[0].grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * rank + number))
@@ -159,7 +163,7 @@ def test_steps_before_a_parameter_thaws_lengthen_nothing():
 
 def add_and_agree(rank, change):
     X = weights()
-    optimizer = optimizer_of(X, reconcile_parts=3)
+    optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=3))
     for number in range(4):
         step(X, optimizer, number, rank)
     if change == "add":
@@ -167,7 +171,7 @@ def add_and_agree(rank, change):
         optimizer.add_param_group({"params": more})
     else:
         saved = copy.deepcopy(optimizer.state_dict())
-        optimizer = optimizer_of(X, reconcile_parts=2)
+        optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=2))
         optimizer.load_state_dict(saved)
     optimizer.synchronize(exact=False)
     return values(X)
@@ -189,7 +193,7 @@ def test_synchronize_works_before_the_next_step(kind, how):
     make = {
         "Dion": Dion,
         "threshold": lambda X: CurvaDion(X, threshold=0.3),
-        "quantized": lambda X: CurvaDion(X, gate=FixedPeriod(2), reconcile="quantized"),
+        "quantized": lambda X: CurvaDion(X, gate=FixedPeriod(2), sync=QuantizedAverage()),
     }[kind]
     optimizer = make(X)
     step(X, optimizer, 0, 0)
@@ -215,8 +219,8 @@ def test_synchronize_works_before_the_next_step(kind, how):
 def test_one_replica_does_what_it_would_do_alone():
     ends = []
     for options in (
-        {"gate": FixedPeriod(100), "reconcile": "average", "max_local_steps": None},
-        {"gate": FixedPeriod(2), "reconcile": "quantized"},
+        {"gate": FixedPeriod(100), "sync": LowRank(), "max_local_steps": None},
+        {"gate": FixedPeriod(2), "sync": QuantizedAverage()},
     ):
         X = [nn.Parameter(x.detach().double()) for x in weights()]
         alike = {"rank_fraction": 1.0, "right_factor": "qr", "nesterov": 1.0}
@@ -231,7 +235,7 @@ def assign_a_gate(rank):
     X = weights()
     optimizer = optimizer_of(X)
     step(X, optimizer, 0, rank)
-    optimizer.gate = WireBudget(0.5)
+    optimizer.gate = ByteBudget(0.5)
     step(X, optimizer, 1, rank)
     return optimizer.gate.open_cost
 
@@ -243,7 +247,7 @@ def test_a_gate_assigned_later_knows_what_steps_cost():
 
 @given(st.floats(0.001, 0.5), st.integers(1, 60))
 def test_a_longest_run_that_is_accepted_keeps_the_budget(share, longest):
-    gate = WireBudget(share)
+    gate = ByteBudget(share)
     gate.open_cost, gate.closed_cost = 0.5, 0.0
     try:
         gate.check_feasible(longest)
@@ -256,13 +260,15 @@ def test_a_longest_run_that_is_accepted_keeps_the_budget(share, longest):
 def evaluate_often(rank, parts):
     """Openings that were sent, and those that the budget allows."""
     X = weights()
-    optimizer = optimizer_of(X, gate=WireBudget(0.1), reconcile_bits=2, reconcile_parts=parts)
+    optimizer = optimizer_of(
+        X, gate=ByteBudget(0.1), sync=QuantizedAverage(bits=2, fragments=parts)
+    )
     openings, steps = 0, 60
     for number in range(steps):
         step(X, optimizer, number, rank)
         openings += optimizer.report.gate_open
         if number % 10 == 9:
-            openings += optimizer.progress.parts_apart
+            openings += optimizer.sync.fragments_apart
             optimizer.synchronize(exact=False)
     return openings, optimizer.gate.rate * steps
 
@@ -285,7 +291,7 @@ def train_in_tensor_parallel(rank):
     )
     optimizer = CurvaDion(
         [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}],
-        replicas=mesh["replicate"], gate=FixedPeriod(2), reconcile="quantized",
+        replicas=mesh["replicate"], gate=FixedPeriod(2), sync=QuantizedAverage(),
     )  # fmt: skip
     replica = mesh.get_local_rank("replicate")
     for step in range(4):
@@ -310,7 +316,7 @@ def thaw_and_save(rank, saves):
     """A matrix frozen for a while; perhaps a checkpoint between its thaw and the next step."""
     model = toy.model()
     optimizer = CurvaDion(
-        toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(3), reconcile="quantized"
+        toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(3), sync=QuantizedAverage()
     )
     toy.train(model, optimizer, range(3), rank)
     model.linear.weight.requires_grad_(False)

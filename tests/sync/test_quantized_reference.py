@@ -13,7 +13,6 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
-from test_layouts import Scheduled
 from torch import nn
 
 import distributed
@@ -26,6 +25,7 @@ from quantized_reference import (
     best_levels,
     spacing_of,
 )
+from scheduled import Scheduled
 
 STEPS = 9
 OPEN_STEPS = (2, 5, 6, 9)

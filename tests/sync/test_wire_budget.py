@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from curvadion.sync.consensus import in_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,16 +18,15 @@ from torch.optim.lr_scheduler import LambdaLR
 import distributed
 import formulas
 import toy
-from curvadion import RMMC, CurvaDion, FixedPeriod, WireBudget, WireMeter
+from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.consensus import in_parts
 from gate_steps import ask
 
 BITS = (1, 2, 4, 8)
 
 
 def gate_that_costs(share, by="period", open_cost=0.05, closed_cost=0.001):
-    gate = WireBudget(share, by)
+    gate = ByteBudget(share, by)
     gate.open_cost, gate.closed_cost = open_cost, closed_cost
     return gate
 
@@ -179,7 +179,7 @@ def train(rank, steps, arguments):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
 def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
-    arguments = dict(gate=FixedPeriod(3), reconcile="quantized", reconcile_bits=bits)
+    arguments = dict(gate=FixedPeriod(3), sync=QuantizedAverage(bits=bits))
     ranks = distributed.run(3, train, 9, arguments | {"local_step": local_step})
     for step in range(9):
         equal = [
@@ -192,8 +192,10 @@ def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("momenta", [True, False])
 def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, momenta):
-    arguments = dict(gate=FixedPeriod(2), reconcile="quantized", reconcile_bits=bits)
-    ranks = distributed.run(2, train, 6, arguments | {"reconcile_momentum": momenta})
+    arguments = dict(gate=FixedPeriod(2), sync=QuantizedAverage(bits=bits))
+    ranks = distributed.run(
+        2, train, 6, arguments | {"sync": QuantizedAverage(align_momentum=momenta)}
+    )
     codes = bytes_of_codes(bits)
     for step in range(1, 6):  # the first also compares the replicas
         mean = sum(sent[step] for _, _, sent in ranks) / 2
@@ -203,7 +205,7 @@ def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, momenta):
 def take_turns(rank, parts, local_step):
     """Per step which parameters replicas agree on, and the codes' bytes against the formula's."""
     model = toy.model()
-    how = dict(reconcile="quantized", reconcile_parts=parts, local_step=local_step)
+    how = dict(sync=QuantizedAverage(fragments=parts), local_step=local_step)
     optimizer = optimizer_of(model, gate=FixedPeriod(2), **how)
     steps = []
     for step in range(4 * min(parts, 6)):
@@ -261,7 +263,7 @@ def test_parts_are_of_about_equal_size(sizes, count):
 @pytest.mark.parametrize("by", ["period", "rmmc"])
 def test_a_run_sends_what_its_budget_allows(by, parts):
     steps, share = 120, 0.3
-    arguments = dict(gate=WireBudget(share / parts, by), reconcile="quantized", reconcile_bits=2)
+    arguments = dict(gate=ByteBudget(share / parts, by), sync=QuantizedAverage(bits=2))
     arguments["reconcile_parts"] = parts
     ranks = distributed.run(2, train, steps, arguments)
     dense = 4 * sum(p.numel() for p in toy.model().parameters())
@@ -295,11 +297,9 @@ def spend_a_budget(rank, share, by, parts, steps, exact_at):
     optimizer = CurvaDion(
         groups,
         replicas=dist.group.WORLD,
-        gate=WireBudget(share, by),
+        gate=ByteBudget(share, by),
         local_step="gradient",
-        reconcile="quantized",
-        reconcile_bits=2,
-        reconcile_parts=parts,
+        sync=QuantizedAverage(bits=2, fragments=parts),
     )
     generator = torch.Generator().manual_seed(rank)
     agreed, exact = [], 0.0
@@ -326,7 +326,7 @@ def sent_of_the_budget(ranks, share, steps):
 @pytest.mark.parametrize("by", ["period", "rmmc"])
 def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(by, parts):
     share = 0.02
-    waiting = 1 if by == "period" else 1 + WireBudget.SLACK
+    waiting = 1 if by == "period" else 1 + ByteBudget.SLACK
     for steps in (8, 30, 61):
         ranks = distributed.run(2, spend_a_budget, share, by, parts, steps, None)
         left = (waiting / parts + 1) * CODES / (share * steps * 4 * NUMBERS)
@@ -342,14 +342,14 @@ def test_an_exact_synchronisation_is_paid_back_by_later_steps(by):
     assert ranks[0][1] > 2.5 * 4 * NUMBERS  # as much as 50 steps may send
     agreed = ranks[0][2]
     period = CODES / (share * 4 * NUMBERS - 16)
-    waiting = 1 if by == "period" else 1 + WireBudget.SLACK
+    waiting = 1 if by == "period" else 1 + ByteBudget.SLACK
     assert max(b - a for a, b in pairwise(agreed)) <= math.ceil(2 * waiting * period)
     soon = [step for step in agreed if 20 < step <= 60]
     assert len(soon) == pytest.approx(40 / (2 * period), abs=waiting)
 
 
-TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, reconcile="quantized", reconcile_bits=8)
-TURNS |= dict(reconcile_polar=False, nesterov=2.0)
+TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, sync=QuantizedAverage(bits=8))
+TURNS |= dict(sync=QuantizedAverage(polar_correction=False), nesterov=2.0)
 PERIOD = 3
 STEADY, FALLING = (1.0, 1.0, 1.0), (1.0, 0.5, 0.25)
 
@@ -372,7 +372,7 @@ def around_an_opening(rank, options, rates):
         options_here = {**TURNS, **copy.deepcopy(options)}
         optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **options_here)
         train_at(model, optimizer, last, rank, rates)
-        optimizer.reconcile_momentum = case == "turned"
+        optimizer.sync.align_momentum = case == "turned"
         if case == "alone":
             optimizer.gate = FixedPeriod(99)
         if case != "before":
@@ -389,7 +389,7 @@ def around_an_opening(rank, options, rates):
         ({"momentum_rule": "plain"}, STEADY),
         ({"lr": torch.tensor(0.02)}, FALLING),
         ({}, FALLING),
-        ({"reconcile_parts": 2}, FALLING),
+        ({"sync": QuantizedAverage(fragments=2)}, FALLING),
     ],
     ids=["error feedback", "plain", "tensor lr", "falling lr", "parts in turn"],
 )
@@ -420,7 +420,11 @@ def around_a_polar_step(rank, options, rates):
     ends = []
     for steps, polar in ((0, False), (PERIOD, False), (PERIOD, True)):
         model = toy.model()
-        arguments = {**TURNS, **copy.deepcopy(options), "reconcile_polar": polar}
+        arguments = {
+            **TURNS,
+            **copy.deepcopy(options),
+            "sync": QuantizedAverage(polar_correction=polar),
+        }
         optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **arguments)
         train_at(model, optimizer, steps, rank, rates)
         matrices = [model.linear.weight, model.lm_head.weight]
@@ -434,7 +438,7 @@ def around_a_polar_step(rank, options, rates):
         ({}, STEADY),
         ({}, FALLING),
         ({"lr": torch.tensor(0.02)}, FALLING),
-        ({"rank_fraction": 0.5, "reconcile_momentum": False}, STEADY),
+        ({"rank_fraction": 0.5, "sync": QuantizedAverage(align_momentum=False)}, STEADY),
     ],
     ids=["full rank", "falling lr", "tensor lr", "half the rank"],
 )
@@ -456,9 +460,11 @@ def after_a_drop_of_the_rate(rank, polar=False):
     And the matrices after it; ``polar``: whether they take a polar step then.
     """
     model = toy.model()
-    optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **{**TURNS, "reconcile_bits": 1})
+    optimizer = optimizer_of(
+        model, gate=FixedPeriod(PERIOD), **{**TURNS, "sync": QuantizedAverage(bits=1)}
+    )
     toy.train(model, optimizer, range(PERIOD), rank)
-    optimizer.reconcile_polar = polar
+    optimizer.sync.polar_correction = polar
     before = momenta(optimizer)
     for group in optimizer.param_groups:
         group |= {"lr": 1e-9, "mu": 1 - 1e-9}  # steps and decay that do not matter
@@ -485,8 +491,8 @@ def test_what_codes_lost_at_a_higher_rate_does_not_lengthen_directions():
 
 def norms_after_an_open_step(rank):
     model = toy.model()
-    gate = WireBudget(0.5, by="rmmc")
-    optimizer = optimizer_of(model, gate=gate, reconcile="quantized", warmup_steps=4)
+    gate = ByteBudget(0.5, by="rmmc")
+    optimizer = optimizer_of(model, gate=gate, sync=QuantizedAverage(), warmup_steps=4)
     toy.train(model, optimizer, range(4), rank)
     states = [s for s in optimizer.state.values() if "momentum" in s]
     return [(float(s["momentum_norm"]), float(s["momentum"].norm())) for s in states]
@@ -502,7 +508,7 @@ def compare_with_8_bits(rank):
     ends = {}
     for bits in BITS:
         model = toy.model()
-        how = {"reconcile": "quantized", "reconcile_bits": bits}
+        how = {"sync": QuantizedAverage(bits=bits)}
         toy.train(model, optimizer_of(model, gate=FixedPeriod(2), **how), range(10), rank)
         ends[bits] = torch.cat([x.detach().flatten() for x in model.parameters()])
     return {bits: float((ends[bits] - ends[8]).norm() / ends[8].norm()) for bits in BITS[:-1]}
@@ -517,10 +523,12 @@ def test_more_bits_come_closer():
     ("share", "bits"), [(0.003, 2), (0.01, 2), (0.03, 2), (0.05, 3), (0.1, 4), (0.2, 8), (1.0, 8)]
 )
 def test_bits_are_those_that_the_budget_pays_for_at_every_second_step(share, bits):
-    assert optimizer_of(toy.model(), wire_budget=share).reconcile_bits == bits
-    gate = WireBudget(share, by="rmmc")
-    assert optimizer_of(toy.model(), gate=gate, reconcile="quantized").reconcile_bits == bits
-    assert optimizer_of(toy.model(), wire_budget=share, reconcile_bits=1).reconcile_bits == 1
+    assert optimizer_of(toy.model(), wire_budget=share).sync.bits == bits
+    gate = ByteBudget(share, by="rmmc")
+    assert optimizer_of(toy.model(), gate=gate, sync=QuantizedAverage()).sync.bits == bits
+    assert (
+        optimizer_of(toy.model(), wire_budget=share, sync=QuantizedAverage(bits=1)).sync.bits == 1
+    )
 
 
 def test_the_rank_is_full_where_it_costs_no_bytes():
@@ -529,7 +537,7 @@ def test_the_rank_is_full_where_it_costs_no_bytes():
         for how, how_arguments in {
             "budget": {"wire_budget": 0.01},
             "given": {"wire_budget": 0.01, "rank_fraction": 0.5},
-            "quantized": {"gate": FixedPeriod(2), "reconcile": "quantized"},
+            "quantized": {"gate": FixedPeriod(2), "sync": QuantizedAverage()},
             "averaged": {"gate": FixedPeriod(2)},
         }.items()
     }
@@ -539,14 +547,14 @@ def test_the_rank_is_full_where_it_costs_no_bytes():
 @pytest.mark.parametrize(
     ("options", "nesterov"),
     [
-        ({"gate": FixedPeriod(6), "reconcile": "quantized"}, 3.9),
+        ({"gate": FixedPeriod(6), "sync": QuantizedAverage()}, 3.9),
         ({"gate": FixedPeriod(6)}, 0.0),
-        ({"gate": FixedPeriod(6), "reconcile": "quantized", "nesterov": 1.0}, 1.0),
-        ({"gate": RMMC(0.3), "reconcile": "quantized"}, 1.6),
+        ({"gate": FixedPeriod(6), "sync": QuantizedAverage(), "nesterov": 1.0}, 1.0),
+        ({"gate": RMMC(0.3), "sync": QuantizedAverage()}, 1.6),
         ({"wire_budget": 0.1}, 1.8),  # 4 bits and their scales are 12.7 %
         ({"wire_budget": 0.01}, 4.1),
-        ({"wire_budget": 0.01, "reconcile_bits": 1}, 2.9),
-        ({"wire_budget": 0.01, "reconcile_parts": 3}, 4.1),
+        ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=1)}, 2.9),
+        ({"wire_budget": 0.01, "sync": QuantizedAverage(fragments=3)}, 4.1),
         ({"wire_budget": 0.5}, 1.6),
     ],
 )
@@ -561,7 +569,7 @@ def test_the_look_ahead_is_that_of_the_period_in_use(parts):
     optimizer = CurvaDion(
         parameters_with_padded_blocks(),
         wire_budget=0.01,
-        reconcile_parts=parts,
+        sync=QuantizedAverage(fragments=parts),
         max_local_steps=None,
         replicas=None,
     )
@@ -590,14 +598,14 @@ def test_the_look_ahead_of_parameters_that_are_all_frozen():
 
 def train_in_two_parts(rank, part, parts):
     model = toy.model()
-    optimizer = optimizer_of(model, wire_budget=0.05, reconcile_parts=parts)
+    optimizer = optimizer_of(model, wire_budget=0.05, sync=QuantizedAverage(fragments=parts))
     if part == "whole":
         toy.train(model, optimizer, range(14), rank)
         return toy.weights(model)
     toy.train(model, optimizer, range(5), rank)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     model = toy.model()
-    optimizer = optimizer_of(model, wire_budget=0.05, reconcile_parts=parts)
+    optimizer = optimizer_of(model, wire_budget=0.05, sync=QuantizedAverage(fragments=parts))
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     toy.train(model, optimizer, range(5, 14), rank)
@@ -614,18 +622,18 @@ def test_a_run_goes_on_bitwise_from_each_replicas_state(parts):
 
 def synchronize(rank):
     model = toy.model()
-    optimizer = optimizer_of(model, gate=FixedPeriod(3), reconcile="quantized", reconcile_bits=1)
+    optimizer = optimizer_of(model, gate=FixedPeriod(3), sync=QuantizedAverage(bits=1))
     toy.train(model, optimizer, range(4), rank)
     true = []
     for x in model.parameters():
-        mean = x.detach() + optimizer.state[x]["weight_residual"]
+        mean = x.detach() + optimizer.state[x]["residual"]
         dist.all_reduce(mean)
         true.append(mean / 2)
     optimizer.synchronize(exact=True)
     for x, mean in zip(model.parameters(), true, strict=True):
         state = optimizer.state[x]
         assert torch.allclose(x, mean, atol=1e-6)
-        assert torch.equal(state["weight_agreed"], x) and not state["weight_residual"].any()
+        assert torch.equal(state["anchor"], x) and not state["residual"].any()
     return toy.weights(model)
 
 
@@ -636,7 +644,7 @@ def test_synchronize_sends_what_the_codes_have_lost():
 
 def agree_before_the_end(rank):
     model = toy.model()
-    optimizer = optimizer_of(model, gate=FixedPeriod(3), reconcile="quantized")
+    optimizer = optimizer_of(model, gate=FixedPeriod(3), sync=QuantizedAverage())
     toy.train(model, optimizer, range(4), rank)
     with WireMeter() as meter:
         optimizer.synchronize()
@@ -657,7 +665,7 @@ def go_on_from_one_replicas_state(rank, exact):
     """How far that takes weights from what replicas had in common, relative to their last steps."""
     groups = parameters_with_padded_blocks()
     X = [x for group in groups for x in group["params"]]
-    arguments = dict(replicas=dist.group.WORLD, gate=FixedPeriod(6), reconcile="quantized")
+    arguments = dict(replicas=dist.group.WORLD, gate=FixedPeriod(6), sync=QuantizedAverage())
     optimizer = CurvaDion(groups, **arguments)
     for step in range(15):
         if step == 12:
@@ -688,7 +696,7 @@ def parameters_like(groups):
 
 def mean_with_losses(optimizer, X):
     """Weights as they are once replicas have sent each other what codes have lost."""
-    means = [x.detach() + optimizer.state[x]["weight_residual"] for x in X]
+    means = [x.detach() + optimizer.state[x]["residual"] for x in X]
     for mean in means:
         dist.all_reduce(mean)
     return [mean / dist.get_world_size() for mean in means]
@@ -721,10 +729,10 @@ def test_replicas_that_start_from_other_weights_are_an_error():
 
 def narrow(rank):
     model = toy.model(torch.bfloat16)
-    optimizer = optimizer_of(model, gate=FixedPeriod(2), reconcile="quantized")
+    optimizer = optimizer_of(model, gate=FixedPeriod(2), sync=QuantizedAverage())
     toy.train(model, optimizer, range(6), rank)
     for x in model.parameters():
-        agreed = optimizer.state[x]["weight_agreed"]
+        agreed = optimizer.state[x]["anchor"]
         assert agreed.dtype == torch.float32
         assert torch.equal(x, agreed.to(torch.bfloat16))
     return toy.weights(model)
@@ -743,9 +751,9 @@ def test_bfloat16_weights_follow_a_float32_agreement():
         ({"wire_budget": "1%"}, TypeError, "wire_budget='1%'"),
         ({"wire_budget": 0.01, "threshold": 0.3}, ValueError, "threshold=0.3 and wire_budget"),
         ({"wire_budget": 0.01, "gate": RMMC(0.1)}, ValueError, "gate=RMMC"),
-        ({"wire_budget": 0.01, "reconcile": "average"}, ValueError, "reconcile='average'"),
-        ({"reconcile": "quantized", "reconcile_bits": 5}, ValueError, "reconcile_bits=5"),
-        ({"reconcile": "quantized", "reconcile_parts": 0}, ValueError, "reconcile_parts=0"),
+        ({"wire_budget": 0.01, "sync": LowRank()}, ValueError, "reconcile='average'"),
+        ({"sync": QuantizedAverage(bits=5)}, ValueError, "reconcile_bits=5"),
+        ({"sync": QuantizedAverage(fragments=0)}, ValueError, "reconcile_parts=0"),
     ],
 )
 def test_impossible_arguments_are_errors(arguments, error, message):
@@ -767,5 +775,5 @@ def test_a_budget_that_cannot_be_met_is_an_error():
 
 def test_a_budget_without_known_costs_is_an_error():
     with pytest.raises(RuntimeError, match="must know what an open step sends"):
-        WireBudget(0.01).opens(0.0, 0)
+        ByteBudget(0.01).opens(0.0, 0)
     assert math.isclose(gate_that_costs(0.011).rate, 0.2)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import pytest
-import test_fsdp
-import test_tensor_parallel
 import torch
 import torch.distributed as dist
+from curvadion.sync.consensus import exact_bytes, sizes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distributed
+import fsdp_training
+import tensor_parallel_training
 import training
 import transformer
-from curvadion import CurvaDion, FixedPeriod, WireMeter
+from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.consensus import exact_bytes, sizes
 
 STEPS = 5
 BITS = 2
@@ -31,8 +31,7 @@ def train(rank, setup, layout):
         transformer.groups(model),
         replicas=replicas,
         gate=FixedPeriod(2),
-        reconcile="quantized",
-        reconcile_bits=BITS,
+        sync=QuantizedAverage(bits=BITS),
     )
     group = replicas.get_group()
     drifts, sent, expected = [], [], []
@@ -56,9 +55,9 @@ def codes(optimizer):
 
 
 CASES = [
-    (test_fsdp.setup, "hsdp 2x2"),
-    (test_fsdp.setup, "FSDP1, replicas outside"),
-    (test_tensor_parallel.setup, "dp x tp"),
+    (fsdp_training.setup, "hsdp 2x2"),
+    (fsdp_training.setup, "FSDP1, replicas outside"),
+    (tensor_parallel_training.setup, "dp x tp"),
 ]
 
 
@@ -73,7 +72,7 @@ def test_shards_of_replicas_come_together(setup, layout):
         assert (expected > 0) == (step % 2 == 1)
 
 
-EIGHT_BITS = (("reconcile", "quantized"), ("reconcile_bits", 8), ("rank_fraction", 1.0))
+EIGHT_BITS = (("sync", QuantizedAverage()), ("reconcile_bits", 8), ("rank_fraction", 1.0))
 COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp": (2, 1, 2)}
 
 
@@ -113,7 +112,7 @@ def sent_inside(rank, setup, layout, option):
     sent = []
     for wanted in (True, False):
         model, replicas, _, reader = setup(layout)
-        options = dict(gate=FixedPeriod(2), reconcile="quantized", **{option: wanted})
+        options = dict(gate=FixedPeriod(2), sync=QuantizedAverage(), **{option: wanted})
         optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
         for step in range(2):
             optimizer.zero_grad()
@@ -139,7 +138,7 @@ def sent_inside(rank, setup, layout, option):
 @pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
 @pytest.mark.parametrize(
     ("setup", "layout"),
-    [(test_fsdp.setup, "hsdp 2x2"), (test_tensor_parallel.setup, "dp x tp")],
+    [(fsdp_training.setup, "hsdp 2x2"), (tensor_parallel_training.setup, "dp x tp")],
     ids=["hsdp 2x2", "dp x tp"],
 )
 def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, option):
@@ -210,9 +209,9 @@ def moved_apart(these, those, start):
 @pytest.mark.parametrize("shape", [(96, 64), (50, 77)])
 def test_codes_alone_make_trajectories_depend_on_the_layout(shape):
     options = {
-        "2 bits": (("reconcile", "quantized"), ("reconcile_bits", 2)),
-        "8 bits": (("reconcile", "quantized"), ("reconcile_bits", 8)),
-        "exact": (("reconcile", "average"),),
+        "2 bits": (("sync", QuantizedAverage()), ("reconcile_bits", 2)),
+        "8 bits": (("sync", QuantizedAverage()), ("reconcile_bits", 8)),
+        "exact": (("sync", LowRank()),),
     }
     whole = {
         how: distributed.run(2, train_one_matrix, shape, None, options[how]) for how in options

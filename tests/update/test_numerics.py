@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distributed
-from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod
+from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from reference import relative_error
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 # What a budget's steps are in one process: full rank, QR, and nothing but local steps.
-BUDGET = dict(gate=FixedPeriod(10_000), reconcile="quantized", max_local_steps=None)
+BUDGET = dict(gate=FixedPeriod(10_000), sync=QuantizedAverage(), max_local_steps=None)
 
 
 def gaussian(shape, seed, dtype=F64):

@@ -1,7 +1,8 @@
 """DeepSpeed: ``"optimizer": {"type": "CurvaDion"}`` at every ZeRO stage.
 
-Importing curvadion is enough for a JSON configuration; :func:`initialize` and :func:`attach` are
-for those who prefer calls. Nothing here imports DeepSpeed before it is used.
+``import curvadion.deepspeed`` is enough for a JSON configuration: it calls :func:`register`.
+:func:`initialize` and :func:`attach` are for those who prefer calls. Importing this module alone
+imports no DeepSpeed and changes nothing.
 
     hooks           DeepSpeedEngine learns the two names
     config          from the JSON and the engine to an optimizer, or an error that names the key
@@ -33,5 +34,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def register() -> None:
-    """Teach DeepSpeed the optimizers' names, now or when it is imported; again is harmless."""
+    """Teach DeepSpeed the optimizers' names; again is harmless.
+
+    Raises:
+        ImportError: if DeepSpeed is not installed.
+    """
     hooks.install()

@@ -6,16 +6,16 @@ from types import MethodType
 from typing import Any
 
 from curvadion.integrations.deepspeed import config, replicated, sharded
-from curvadion.optim.optimizer import CurvaDion
+from curvadion.optim.dion import Dion
 
 
-def hold(optimizer: CurvaDion) -> CurvaDion:
+def hold(optimizer: Dion) -> Dion:
     """Let ``step`` do nothing until :func:`attach`: a bfloat16 engine calls it while it is built.
 
     Its parameters are then not yet those of the training, and its gradients are made up.
     """
 
-    def step(self: CurvaDion, closure: Any = None) -> None:
+    def step(self: Dion, closure: Any = None) -> None:
         return None
 
     setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
@@ -43,7 +43,7 @@ def attach(engine: Any) -> Any:
         ValueError: for a configuration that cannot work, naming its key.
     """
     optimizer = getattr(engine, "basic_optimizer", None)
-    if not isinstance(optimizer, CurvaDion):
+    if not isinstance(optimizer, Dion):
         raise TypeError(
             f"engine must be a DeepSpeedEngine whose optimizer is CurvaDion or Dion, but it has "
             f"{type(optimizer).__name__}"

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion.gates import RMMC, AlwaysOpen, FixedPeriod, Gate, WireBudget
+from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.layout.flat_shard import declare_flat_shard
-from curvadion.optim.optimizer import CurvaDion, Dion
+from curvadion.optim.curvadion import CurvaDion
+from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
+from curvadion.sync.low_rank import LowRank
+from curvadion.sync.quantized_average import QuantizedAverage
 
-OPTIMIZERS: dict[str, type[CurvaDion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
-GATES: dict[str, type[Gate]] = {
-    "rmmc": RMMC,
-    "period": FixedPeriod,
-    "budget": WireBudget,
-    "always": AlwaysOpen,
+OPTIMIZERS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
+# Arguments that are objects: in the JSON {"type": ..., ...its arguments}.
+CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
+    "gate": {"rmmc": RMMC, "period": FixedPeriod, "budget": ByteBudget, "always": AlwaysOpen},
+    "sync": {"low_rank": LowRank, "quantized_average": QuantizedAverage},
+}
+_EXAMPLES = {
+    "gate": '{"type": "period", "period": 25}',
+    "sync": '{"type": "quantized_average", "bits": 2}',
 }
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 
@@ -34,7 +40,7 @@ def check_spelling(name: str) -> None:
             raise ValueError(f"optimizer.type={name!r}: did you mean {known!r}?")
 
 
-def from_json(engine: Any, model_parameters: Sequence[Any]) -> CurvaDion:
+def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     """The optimizer that ``optimizer.type`` and ``optimizer.params`` describe.
 
     Raises:
@@ -46,8 +52,8 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> CurvaDion:
     _check_sections(engine._config._param_dict["optimizer"])
     _check_keys(kind, params)
     sharded = engine.zero_optimization_stage() > 0
-    if "gate" in params:
-        params["gate"] = _gate(params["gate"])
+    for argument in CHOICES.keys() & params.keys():
+        params[argument] = _choice(argument, params[argument])
     if sharded and kind is CurvaDion:
         params.setdefault("local_step", "gradient")
     routing = {key: params.pop(key) for key in ROUTING if key in params}
@@ -67,7 +73,7 @@ def _check_sections(optimizer: Mapping[str, Any]) -> None:
         )
 
 
-def _check_keys(kind: type[CurvaDion], params: Mapping[str, Any]) -> None:
+def _check_keys(kind: type[Dion], params: Mapping[str, Any]) -> None:
     known = [*list(inspect.signature(kind.__init__).parameters)[2:], *ROUTING]
     for key in params:
         if key == "replicas":
@@ -81,23 +87,21 @@ def _check_keys(kind: type[CurvaDion], params: Mapping[str, Any]) -> None:
             raise ValueError(f"optimizer.params.{key}={params[key]!r} is unknown: {hint}")
 
 
-def _gate(value: object) -> Gate:
-    """A gate from ``{"type": "rmmc" | "period" | "budget" | "always", ...its arguments}``."""
-    key = "optimizer.params.gate"
+def _choice(argument: str, value: object) -> Any:
+    """A gate or a sync from ``{"type": ..., ...its arguments}``."""
+    key, kinds = f"optimizer.params.{argument}", CHOICES[argument]
     if not isinstance(value, Mapping):
-        raise TypeError(
-            f'{key}={value!r} must be an object like {{"type": "period", "period": 25}}'
-        )
+        raise TypeError(f"{key}={value!r} must be an object like {_EXAMPLES[argument]}")
     arguments = dict(value)
     kind = arguments.pop("type", None)
-    if not isinstance(kind, str) or kind not in GATES:
-        raise ValueError(f"{key}.type={kind!r} must be one of {tuple(GATES)}")
-    known = inspect.signature(GATES[kind]).parameters
-    required = {name for name, argument in known.items() if argument.default is argument.empty}
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"{key}.type={kind!r} must be one of {tuple(kinds)}")
+    known = inspect.signature(kinds[kind]).parameters
+    required = {name for name, given in known.items() if given.default is given.empty}
     if not required <= arguments.keys() <= known.keys():
-        raise ValueError(f"{key}={value!r}: a gate of type {kind!r} takes {list(known)}")
+        raise ValueError(f"{key}={value!r}: a {argument} of type {kind!r} takes {list(known)}")
     try:
-        return GATES[kind](**arguments)
+        return kinds[kind](**arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{key}.{error}") from error
 
@@ -140,7 +144,7 @@ def declare_shapes(module: nn.Module) -> None:
             declare_flat_shard(p, shape, 0, 0, None)
 
 
-def check_replicas(engine: Any, optimizer: CurvaDion) -> None:
+def check_replicas(engine: Any, optimizer: Dion) -> None:
     """Raise ValueError if the optimizer's replicas or local steps do not fit the ZeRO stage."""
     replicas = optimizer._replicas.process_group
     if engine.zero_optimization_stage() == 0:
@@ -158,13 +162,14 @@ def check_replicas(engine: Any, optimizer: CurvaDion) -> None:
             f"{engine.zero_optimization_stage()}: ZeRO has averaged the gradients before the step "
             f"and shards one replica over all ranks"
         )
-    if optimizer.reconcile == "quantized":
+    if optimizer.sync.sends_codes:
         raise ValueError(
-            f"reconcile='quantized' (or a wire_budget) with zero_optimization.stage="
+            f"sync={optimizer.sync!r} with zero_optimization.stage="
             f"{engine.zero_optimization_stage()}: one replica is sharded over all ranks, so there "
-            f"is nothing to bring together. Use it at stage 0."
+            f"is nothing to bring together. Use it (or a wire_budget) at stage 0."
         )
-    if optimizer.local_step == "dion" and not isinstance(optimizer.gate, AlwaysOpen):
+    local_step = optimizer.local_step if isinstance(optimizer, CurvaDion) else None
+    if local_step == "dion" and not optimizer.gate.always_open:
         raise ValueError(
             f"local_step='dion' with zero_optimization.stage={engine.zero_optimization_stage()}: "
             f"one replica is sharded over all ranks, so its local Dion step would send all that a "

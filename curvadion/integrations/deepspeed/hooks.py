@@ -1,16 +1,12 @@
-"""DeepSpeedEngine learns the names CurvaDion and Dion, whenever DeepSpeed is imported."""
+"""DeepSpeedEngine learns the names CurvaDion and Dion."""
 
 from __future__ import annotations
 
-import importlib.abc
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+import importlib
 from typing import Any
 
 from curvadion.integrations.deepspeed import attaching, config
-from curvadion.optim.optimizer import CurvaDion
+from curvadion.optim.dion import Dion
 
 ENGINE = "deepspeed.runtime.engine"
 _ORIGINALS = "_curvadion_originals"
@@ -23,52 +19,22 @@ _METHODS = (
 
 
 def install() -> None:
-    """Patch DeepSpeedEngine if DeepSpeed is there, or as soon as it is imported.
+    """Patch DeepSpeedEngine; again is harmless.
 
-    Of several imports of this package (a notebook may purge it from sys.modules) the last counts.
+    If this package is imported several times (a notebook may purge it from sys.modules), the last
+    import counts.
+
+    Raises:
+        ImportError: if DeepSpeed is not installed.
     """
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
-    engine = sys.modules.get(ENGINE)
-    if engine is not None and hasattr(engine, "DeepSpeedEngine"):
-        _patch(engine)
-    else:
-        sys.meta_path.insert(0, _AfterImport())
-
-
-def _is_ours(finder: object) -> bool:
-    kind = type(finder)
-    return (kind.__module__, kind.__name__) == (__name__, _AfterImport.__name__)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Lets the other finders find the engine's module, and patches it once it has been imported."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != ENGINE:
-            return None
-        spec = self._found_by_others(name, path, target)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _patch(module)
-                if self in sys.meta_path:  # and not before: an import may fail and be tried again
-                    sys.meta_path.remove(self)
-
-            loader.exec_module = exec_module
-        return spec
-
-    def _found_by_others(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                return spec
-        return None
+    try:
+        engine = importlib.import_module(ENGINE)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"curvadion.deepspeed needs DeepSpeed ({error}): pip install deepspeed, or import "
+            f"curvadion alone."
+        ) from error
+    _patch(engine)
 
 
 def _patch(module: Any) -> None:
@@ -95,11 +61,11 @@ def _patch(module: Any) -> None:
     def _configure_optimizer(engine: Any, client_optimizer: Any, model_parameters: Any) -> None:
         if client_optimizer is not None and not hasattr(client_optimizer, "param_groups"):
             client_optimizer = client_optimizer(model_parameters)
-        if isinstance(client_optimizer, CurvaDion):
+        if isinstance(client_optimizer, Dion):
             config.check_engine(engine)
             attaching.hold(client_optimizer)
         configure(engine, client_optimizer, model_parameters)
-        if isinstance(engine.basic_optimizer, CurvaDion):
+        if isinstance(engine.basic_optimizer, Dion):
             attaching.attach(engine)
 
     engine_class._do_sanity_check = _do_sanity_check

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.optimizer import CurvaDion
+from curvadion.optim.dion import Dion
 
 
-def attach(engine: Any, optimizer: CurvaDion) -> None:
+def attach(engine: Any, optimizer: Dion) -> None:
     """Switch the engine's gradient all-reduce off and make its clipping the same on all replicas.
 
     One with ``replicas="single"`` or None leaves the averaging to DeepSpeed: nothing changes.
@@ -33,8 +33,8 @@ def attach(engine: Any, optimizer: CurvaDion) -> None:
     _synchronize_before_saving(engine, optimizer)
 
 
-def _refuse_reduced_gradients(engine: Any, optimizer: CurvaDion) -> None:
-    def step(self: CurvaDion, closure: Any = None) -> Any:
+def _refuse_reduced_gradients(engine: Any, optimizer: Dion) -> None:
+    def step(self: Dion, closure: Any = None) -> Any:
         if engine.enable_backward_allreduce:
             raise RuntimeError(
                 "engine.enable_backward_allreduce is True, so DeepSpeed has averaged the gradients "
@@ -55,7 +55,7 @@ class Masters:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
 
-    def step_with(self, engine: Any, optimizer: CurvaDion) -> None:
+    def step_with(self, engine: Any, optimizer: Dion) -> None:
         """Replace the wrapper's step by one whose decisions are alike on all replicas."""
 
         def step(wrapper: Any, closure: Any = None) -> None:
@@ -71,10 +71,10 @@ class Masters:
 
         self._wrapper.step = MethodType(step, self._wrapper)
 
-    def synchronize_with(self, optimizer: CurvaDion) -> None:
+    def synchronize_with(self, optimizer: Dion) -> None:
         """Let the model have what the replicas agree on; Accelerate calls the wrapper's eval()."""
 
-        def synchronize(self_: CurvaDion, *args: Any, **kwargs: Any) -> None:
+        def synchronize(self_: Dion, *args: Any, **kwargs: Any) -> None:
             type(self_).synchronize(self_, *args, **kwargs)
             self.publish()
 
@@ -92,14 +92,14 @@ class Masters:
         return [pair for group in groups for pair in zip(*group, strict=True)]
 
 
-def _clip(engine: Any, optimizer: CurvaDion, max_norm: float) -> float:
+def _clip(engine: Any, optimizer: Dion, max_norm: float) -> float:
     """Clip by the norm of all replicas, which is returned and is what the engine reports."""
     norm = clip_grad_norm_(optimizer, max_norm).item()
     engine._global_grad_norm = norm
     return norm
 
 
-def _synchronize_before_saving(engine: Any, optimizer: CurvaDion) -> None:
+def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
     """Only one rank's weights and state are written, and every rank loads these: all must agree."""
     save_checkpoint, save_weights = engine.save_checkpoint, engine.save_16bit_model
 
@@ -116,11 +116,11 @@ def _synchronize_before_saving(engine: Any, optimizer: CurvaDion) -> None:
     engine.module.register_state_dict_pre_hook(_warn_if_apart(optimizer))
 
 
-def _warn_if_apart(optimizer: CurvaDion) -> Callable[..., None]:
+def _warn_if_apart(optimizer: Dion) -> Callable[..., None]:
     """For tools that read the model's weights themselves, perhaps on one rank only."""
 
     def hook(*_: Any) -> None:
-        if optimizer.progress.apart:
+        if optimizer.apart:
             warnings.warn(
                 f"The model's state_dict() while the replicas are apart, "
                 f"{optimizer.progress.local_steps} local steps after they last agreed, holds this "

@@ -20,29 +20,30 @@ from curvadion.integrations.deepspeed.buckets import compare_before_reduction
 from curvadion.integrations.deepspeed.partitions import Partition, partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching
 from curvadion.layout.flat_shard import declare_flat_shard
-from curvadion.optim.optimizer import CurvaDion
+from curvadion.optim.dion import Dion
 
 NOT_HYPERPARAMETERS = ("params", "param_names")
 RANGES = "ranges"  # the key of a checkpoint that tells what its tensors are ranges of
 
 
-def attach(engine: Any, optimizer: CurvaDion) -> None:
+def attach(engine: Any, optimizer: Dion) -> None:
     """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
     zero = engine.optimizer
     reaching = Reaching()
     shards = Shards(optimizer, partitions_of(zero, reaching), engine.param_names)
 
-    def step(self: CurvaDion, closure: Any = None) -> None:
+    def step(self: Dion, closure: Any = None) -> None:
         shards.receive()
 
-    def state_dict(self: CurvaDion) -> dict[str, Any]:
+    def state_dict(self: Dion) -> dict[str, Any]:
         return {**type(self).state_dict(self), RANGES: shards.held()}
 
-    def load_state_dict(self: CurvaDion, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: Dion, state_dict: dict[str, Any]) -> None:
         shards.check(state_dict)
         type(self).load_state_dict(self, state_dict)
 
-    own = CurvaDion.synchronize, CurvaDion.drift, state_dict, load_state_dict
+    kind = type(optimizer)
+    own = kind.synchronize, kind.drift, state_dict, load_state_dict
     setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
     for method in own:
         setattr(optimizer, method.__name__, MethodType(_on_shards(method, shards), optimizer))
@@ -53,7 +54,7 @@ def attach(engine: Any, optimizer: CurvaDion) -> None:
 
 
 def _on_shards(method: Callable[..., Any], shards: Shards) -> Callable[..., Any]:
-    def on_shards(self: CurvaDion, *args: Any, **kwargs: Any) -> Any:
+    def on_shards(self: Dion, *args: Any, **kwargs: Any) -> Any:
         with shards.in_place():
             return method(self, *args, **kwargs)
 
@@ -97,7 +98,7 @@ class Shards:
     """The optimizer's parameters as ranges of ZeRO's partitions, and the gradients it awaits."""
 
     def __init__(
-        self, optimizer: CurvaDion, partitions: list[Partition], names: dict[Tensor, str]
+        self, optimizer: Dion, partitions: list[Partition], names: dict[Tensor, str]
     ) -> None:
         self.optimizer = optimizer
         self.stepped = False

@@ -1,93 +1,30 @@
-"""The replica group, and what its members agree on before a step."""
+"""What all ranks agree on before a step, and the gate's one collective that tells them.
+
+Everything that ranks must decide together crosses in 16 bytes: the gate's signal, a gradient that
+is not finite, and a notice of what has changed on a rank.
+"""
 
 from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from curvadion import ops
 from curvadion.comm.collectives import group_size
-from curvadion.optim.progress import Replica
+from curvadion.gates import Gate
+from curvadion.update.gradients import Gradients
+from curvadion.update.momentum import MomentumNorms
+from curvadion.update.plan import Plan
 
 GATE_BYTES = 16
-SINGLE: Literal["single"] = "single"
-Replicas = dist.ProcessGroup | DeviceMesh | Literal["single"] | None
 _NAN_BITS = 0x7FC00000
-# The second word of the gate's collective: a notice, the number of steps, and a checksum.
+# The second word of the collective: a notice, the number of steps, and a checksum.
 _STEP_BITS, _CHECKSUM_BITS = 28, 32
-
-
-class ReplicaGroup:
-    """The ranks that hold replicas of the same weights; survives deepcopy and pickle.
-
-    A process group itself can be neither copied nor pickled: a copy shares it, and an unpickled
-    ReplicaGroup looks it up by name, in a process that has created the same groups.
-
-    Attributes:
-        process_group: the ranks; None for one replica.
-        single: whether the user has said that there is one replica only.
-    """
-
-    def __init__(self, replicas: Replicas) -> None:
-        self.single = isinstance(replicas, str) and replicas == SINGLE
-        self.process_group = None if self.single else _process_group(replicas)
-
-    @property
-    def size(self) -> int:
-        return group_size(self.process_group)
-
-    @property
-    def replica(self) -> Replica:
-        """Which one of how many this rank holds (a piece of)."""
-        return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        name = None if self.process_group is None else self.process_group.group_name
-        return _replica_group_by_name, (name, self.single)
-
-
-def _process_group(replicas: object) -> dist.ProcessGroup | None:
-    if isinstance(replicas, DeviceMesh):
-        if replicas.ndim != 1:
-            raise ValueError(
-                f"replicas={replicas!r} has {replicas.ndim} dimensions: pass the one along which "
-                f"weights are replicated, e.g. mesh['replicate']."
-            )
-        replicas = replicas.get_group()
-    if replicas is None:
-        return None
-    if replicas is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "replicas is a process group that this rank is not a member of: pass the group that "
-            "holds this rank's replicas."
-        )
-    if not isinstance(replicas, dist.ProcessGroup):
-        raise TypeError(
-            f"replicas={replicas!r} must be a ProcessGroup, a one-dimensional DeviceMesh, 'single' "
-            f"or None, got {type(replicas).__name__}: pass torch.distributed.group.WORLD for all "
-            f"ranks."
-        )
-    return replicas
-
-
-def _replica_group_by_name(name: str | None, single: bool = False) -> ReplicaGroup:
-    if name is None:
-        return ReplicaGroup(SINGLE if single else None)
-    for group in dist.distributed_c10d._world.pg_map:
-        if group.group_name == name:
-            return ReplicaGroup(group)
-    raise RuntimeError(
-        f"The optimizer was pickled with the process group {name!r}, which this process does not "
-        f"have: call torch.distributed.init_process_group before unpickling."
-    )
 
 
 class Notice(IntEnum):
@@ -116,7 +53,7 @@ class Settings(NamedTuple):
         return (self.steps % (1 << _STEP_BITS)) << _CHECKSUM_BITS | self.checksum
 
 
-class Agreement(NamedTuple):
+class Decision(NamedTuple):
     """What all ranks know alike after the gate's collective, but for ``alike``.
 
     signal: the largest gate signal of any matrix on any replica. parameter: the index, in the
@@ -150,7 +87,7 @@ def agree(
     settings: Settings,
     group: dist.ProcessGroup | None,
     unread: Tensor | None = None,
-) -> Agreement:
+) -> Decision:
     """One collective of ``GATE_BYTES`` and one device-to-host read.
 
     Args:
@@ -182,7 +119,7 @@ def agree(
     if unread is not None:
         words = torch.cat([words, unread])
     largest, told, *read = words.tolist()
-    return Agreement(
+    return Decision(
         signal=struct.unpack("f", struct.pack("i", largest >> 32))[0],
         parameter=largest & 0x7FFFFFFF,
         finite=(largest >> 32) != _NAN_BITS,
@@ -202,3 +139,104 @@ def held_anywhere(
     flags = torch.tensor(held, dtype=torch.uint8, device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in flags.tolist()]
+
+
+def decide(
+    gate: Gate,
+    plan: Plan,
+    gradients: Gradients,
+    momenta: MomentumNorms | None,
+    *,
+    notice: Notice,
+    settings: Settings,
+    unread: Tensor | None = None,
+) -> Decision:
+    """The gate's one collective; ``momenta`` if the gate reads them.
+
+    notice, settings, unread: as :func:`agree` takes them; a missing gradient is noticed here.
+
+    Raises:
+        ValueError: if the gate's signals are not one per matrix.
+    """
+    covered = plan.parameters if momenta is None else plan.elementwise
+    held = [G for p in covered if (G := p.G) is not None]
+    norms = [ops.norms(held)] if held else []
+    signals = torch.empty(0, dtype=torch.float32, device=plan.device)
+    if momenta is not None:
+        signals = _signals(gate, plan, gradients, momenta)
+        norms.append(momenta.after)
+    if not sum(n.numel() for n in norms):
+        norms.append(torch.zeros(1, dtype=torch.float32, device=plan.device))
+    unsure = plan.elementwise if gradients.complete else plan.parameters
+    # FSDP1 gives no gradient to a parameter of which it holds nothing here.
+    if any(p.G is None and p.local.numel() for p in unsure):
+        notice = max(notice, Notice.MISSING_GRADIENT)
+    return agree(
+        signals,
+        plan.owners,
+        torch.cat(norms),
+        notice=notice,
+        settings=settings,
+        unread=unread,
+        group=plan.all_ranks,
+    )
+
+
+def refuse(gate: Gate, plan: Plan) -> None:
+    """Take part in a step's agreement only to tell all ranks that a setting here is impossible.
+
+    The collectives are those of :func:`momentum_norms` and :func:`decide`.
+    """
+    zero = torch.zeros(1, dtype=torch.float32, device=plan.device)
+    if gate.reads_momentum and plan.dion:
+        plan.norms_over_shards(zero.expand(len(plan.matrices)))
+    agree(
+        zero[:0],
+        plan.owners,
+        zero,
+        notice=Notice.INVALID,
+        settings=Settings(0, 0),
+        group=plan.all_ranks,
+    )
+
+
+def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms) -> Tensor:
+    """The gate's signals; the momentum of a matrix without a gradient is as it was."""
+    before, after = momenta
+    if not gradients.complete:
+        held = [m.parameter.G is not None for m in plan.matrices]
+        after = torch.where(torch.tensor(held, device=after.device), after, before)
+    signals = gate.signal(before, after)
+    if signals.shape != after.shape:
+        raise ValueError(
+            f"gate={gate!r}: signal() returned the shape {tuple(signals.shape)}, but "
+            f"there is one signal per matrix: {tuple(after.shape)}"
+        )
+    return signals
+
+
+class Moving(NamedTuple):
+    """The parameters that a step moves, their gradients, and the norms of their momenta.
+
+    norms: Frobenius norms with these gradients, one per matrix, (k,); None if no gate reads them.
+    """
+
+    plan: Plan
+    gradients: Gradients
+    norms: Tensor | None
+
+    def among(self, group: dist.ProcessGroup | None) -> Moving:
+        """Those of them that have a gradient on some rank of the group; one byte each is sent.
+
+        The others rest: neither their weights nor their state change.
+        """
+        keep = held_anywhere(
+            [p.G is not None for p in self.plan.parameters], self.plan.device, group
+        )
+        norms = self.norms
+        if norms is not None:
+            by_parameter = norms.split([len(p.matrices) for p in self.plan.dion])
+            kept = [these for these, k in zip(by_parameter, keep, strict=False) if k]
+            norms = torch.cat(kept) if kept else norms[:0]
+        plan = self.plan.select(keep)
+        return self if plan is self.plan else Moving(plan, plan.gradients(), norms)

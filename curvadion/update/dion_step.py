@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.update.plan import Matrix, Parameter, Plan, Pushed, as_stack
+from curvadion.update.gradients import Gradients
+from curvadion.update.momentum import accumulate_momenta, look_ahead_, measure_momenta
+from curvadion.update.parameter import Matrix, Parameter, batches, open_shards
+from curvadion.update.plan import Plan
 from curvadion.update.power_iteration import LowRank, power_iteration
-
-momentum_decay = attrgetter("momentum_decay")
-
-
-def accumulate_momenta(plan: Plan, pushed: Pushed) -> None:
-    """M <- M + G (error feedback) or M <- mu M + G (plain), with the local gradient.
-
-    A gradient that this replica misses counts as zero.
-    """
-    ops.accumulate_(pushed.M, pushed.G, pushed.each(momentum_decay))
-    if not pushed.everyone:
-        for p in plan.dion:
-            if p.G is None and p.momentum_decay != 1.0:
-                p.M.mul_(p.momentum_decay)
-
-
-def _look_ahead_(pushed: Pushed, share: Callable[[Parameter], float]) -> None:
-    """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
-    shares = pushed.each(share)
-    if any(shares):
-        # The arithmetic of a local step, which saturates where the dtype of M ends.
-        ops.local_step_(pushed.M, pushed.G, [-s for s in shares], [1.0] * len(shares))
+from curvadion.update.stack import as_stack
 
 
 class LowRankStep(NamedTuple):
@@ -45,7 +26,7 @@ class LowRankStep(NamedTuple):
     factors: list[LowRank]
 
     def among(self, parameters: Sequence[Parameter]) -> LowRankStep:
-        """What these parameters had of it."""
+        """The part of it that moved these parameters."""
         these = set(map(id, parameters))
         plan = self.plan.select([id(p) in these for p in self.plan.parameters])
         if plan is self.plan:
@@ -59,61 +40,51 @@ class LowRankStep(NamedTuple):
         return LowRankStep(plan, stacks, factors)
 
 
-def low_rank_step(
+def dion_step(
     plan: Plan,
-    pushed: Pushed,
+    gradients: Gradients,
     norms: Tensor | None,
     *,
     step: int,
     inside_replica: bool,
     remember: bool = True,
 ) -> LowRankStep:
-    """Power iteration on the accumulated momenta, then the update of X, M and Q.
+    """M <- M + G, a power iteration on the momenta, then the update of X, M and Q.
+
+        P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
+        M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
 
     With Nesterov's look-ahead P and R are those of M + nesterov G, and the error feedback is
     M <- M - (1 - mu) (P R^T - nesterov G).
 
     Args:
-        plan: the matrices that take part.
-        pushed: those of them that have a gradient, with it.
-        norms: Frobenius norms of the accumulated momenta, in the plan's order, (k,); None if no
-            gate reads them.
+        plan: the parameters that move.
+        gradients: of its matrices.
+        norms: Frobenius norms of the momenta with these gradients, in the plan's order, (k,); None
+            if no gate reads them.
         step: how many steps were taken before, which seeds a stochastic rounding.
-        inside_replica: leave the other replicas out.
-        remember: note how long R is. What a step shares with the other replicas may depend on
+        inside_replica: leave the other replicas out of the means.
+        remember: note how long R is. Steps that share products with other replicas may depend on
             such notes only if all replicas have made the same ones.
 
     Returns:
-        The factors with what they are of. They take as much memory as 2 r / n of the momenta.
+        The factors and their matrices. They take as much memory as 2 r / n of the momenta.
     """
+    accumulate_momenta(gradients)
     stacks = plan.stacks()
-    _look_ahead_(pushed, lambda p: p.nesterov)
+    look_ahead_(gradients, lambda p: p.nesterov)
     factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
     _update(stacks, factors, step)
     if remember:
         for stack, factor in zip(stacks, factors, strict=True):
             torch._foreach_copy_([m.R_scale for m in stack], list(factor.scale))
-    _look_ahead_(pushed, lambda p: -p.nesterov * (1 - p.feedback))
-    taken = LowRankStep(plan, stacks, factors)
+    look_ahead_(gradients, lambda p: -p.nesterov * (1 - p.feedback))
     if norms is not None and any(p.nesterov for p in plan.dion):
         measure_momenta(plan)
     elif norms is not None and stacks:
         drops = plan.by_matrix([_drop(*stack) for stack in zip(stacks, factors, strict=True)])
         plan.store_norms(_norms_after(plan, norms, drops))
-    return taken
-
-
-def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
-    together: list[_Update] = []
-    for matrices, (P, R, Q, *_) in zip(stacks, factors, strict=True):
-        updates = [_Update(*one) for one in zip(matrices, P, Q, R, strict=True)]
-        if matrices[0].is_view:
-            together += updates
-        else:  # padded copies, of which never more than one shall exist
-            for update in updates:
-                _apply([update], step)
-        torch._foreach_copy_([m.Q for m in matrices], list(Q))
-    _apply(together, step)
+    return LowRankStep(plan, stacks, factors)
 
 
 class _Update(NamedTuple):
@@ -123,13 +94,32 @@ class _Update(NamedTuple):
     R: Tensor
 
 
-def _apply(updates: Sequence[_Update], step: int) -> None:
-    """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
-    # The plain rule feeds nothing back: its momenta need not be read again.
+def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
+    updates = []
+    for matrices, (P, R, Q, *_) in zip(stacks, factors, strict=True):
+        updates += [_Update(*one) for one in zip(matrices, P, Q, R, strict=True)]
+        torch._foreach_copy_([m.Q for m in matrices], list(Q))
     for (feeds_back, random), chosen in groupby(updates, key=_kind):
-        matrices, P, Q, R = zip(*chosen, strict=True)
-        X = [m.X for m in matrices]
-        M = [m.M for m in matrices] if feeds_back else []
+        alike = list(chosen)
+        for batch in batches([update.matrix for update in alike]):
+            _apply(alike[batch], step, feeds_back=feeds_back, random=random)
+
+
+def _kind(update: _Update) -> tuple[bool, bool]:
+    parameter = update.matrix.parameter
+    return parameter.error_feedback, parameter.stochastic_rounding
+
+
+def _apply(updates: Sequence[_Update], step: int, *, feeds_back: bool, random: bool) -> None:
+    """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
+    matrices, P, Q, R = zip(*updates, strict=True)
+    weights = [m.parameter.local for m in matrices]
+    # The plain rule feeds nothing back: its momenta need not be read again.
+    fed_back = matrices if feeds_back else ()
+    with (
+        open_shards(matrices, weights) as (X,),
+        open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
+    ):
         ops.low_rank_update_(
             X,
             P,
@@ -138,16 +128,9 @@ def _apply(updates: Sequence[_Update], step: int) -> None:
             [m.parameter.decay for m in matrices],
             M,
             R if feeds_back else (),
-            [m.feedback for m in matrices] if feeds_back else (),
+            [m.feedback for m in fed_back],
             [m.rounding_seed(step) for m in matrices] if random else None,
         )
-        for i, m in enumerate(matrices):
-            m.write(X[i], M[i] if feeds_back else None)
-
-
-def _kind(update: _Update) -> tuple[bool, bool]:
-    parameter = update.matrix.parameter
-    return parameter.error_feedback, parameter.stochastic_rounding
 
 
 def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:
@@ -163,13 +146,6 @@ def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:
     inner = (own_R * R).sum(dim=(1, 2))
     square = layout.columns.counted(R).square().sum(dim=(1, 2)) * layout.share_of_R()
     return (2 * c * inner - c.square() * square) * unit.square()
-
-
-def measure_momenta(plan: Plan) -> None:
-    """Store the momenta's norms anew."""
-    if plan.matrices:
-        here = ops.norms([m.elements(m.parameter.M) for m in plan.matrices])
-        plan.store_norms(plan.norms_over_shards(here))
 
 
 def _norms_after(plan: Plan, norms: Tensor, drops: Tensor) -> Tensor:

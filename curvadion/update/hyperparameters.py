@@ -6,17 +6,15 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from numbers import Real
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvadion.checks import boolean, integer, number, one_of
+
 ALGORITHMS = ("dion", "adamw", "lion")
-# Key of every group: the sum of its learning rates so far, which tells how far weights may have
-# gone since replicas agreed on them; the rate itself may have changed meanwhile.
-LR_SUM = "lr_sum"
 # Keys whose value may be a tensor.
 RATES = ("lr", "local_lr")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -29,7 +27,8 @@ FOREIGN_KEYS = frozenset(
 # What other optimizers call keys of ours.
 _OTHER_NAMES = {"learning_rate": "lr", "local_learning_rate": "local_lr", "momentum": "mu"}
 # What the optimizer itself writes into its groups.
-OWN_RECORDS = frozenset({"progress", LR_SUM})
+RECORD = "progress"
+OWN_RECORDS = frozenset({RECORD})
 
 
 def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
@@ -144,42 +143,6 @@ def dtype_name(key: str, value: object) -> str | None:
     if name not in DTYPES:
         raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None (the parameter's own)")
     return name
-
-
-def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{key}={value!r} must be one of {choices}")
-
-
-def integer(key: str, value: object, least: int) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{key}={value!r} must be an integer >= {least}")
-    if value < least:
-        raise ValueError(f"{key}={value!r} must be >= {least}")
-
-
-def number(
-    key: str, value: object, *, least: float = 0.0, below: float = math.inf, most: float = math.inf
-) -> None:
-    """Raise unless ``value`` is a finite number within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{key}={value!r} must be a number, got {type(value).__name__}")
-    if isinstance(value, int) and value.bit_length() > 1000:
-        raise ValueError(f"{key} is an integer of {value.bit_length()} bits: too large for a float")
-    size = float(value)
-    if not (math.isfinite(size) and least <= size <= most and size < below):
-        bound = (
-            f" and < {below}" if below < math.inf else f" and <= {most}" if most < math.inf else ""
-        )
-        raise ValueError(f"{key}={value!r} must be finite, >= {least}{bound}")
-
-
-def boolean(key: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{key}={value!r} must be True or False")
 
 
 def learning_rate(key: str, value: object) -> None:

@@ -1,0 +1,42 @@
+"""Checks of arguments: errors that name the argument, print its value and say what it may be."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+
+def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} must be one of {choices}")
+
+
+def integer(key: str, value: object, least: int) -> None:
+    """Raise unless ``value`` is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{key}={value!r} must be an integer >= {least}")
+    if value < least:
+        raise ValueError(f"{key}={value!r} must be >= {least}")
+
+
+def number(
+    key: str, value: object, *, least: float = 0.0, below: float = math.inf, most: float = math.inf
+) -> None:
+    """Raise unless ``value`` is a finite number within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{key}={value!r} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ValueError(f"{key} is an integer of {value.bit_length()} bits: too large for a float")
+    size = float(value)
+    if not (math.isfinite(size) and least <= size <= most and size < below):
+        bound = (
+            f" and < {below}" if below < math.inf else f" and <= {most}" if most < math.inf else ""
+        )
+        raise ValueError(f"{key}={value!r} must be finite, >= {least}{bound}")
+
+
+def boolean(key: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{key}={value!r} must be True or False")

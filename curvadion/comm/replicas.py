@@ -1,0 +1,88 @@
+"""The ranks that hold replicas of the same weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from curvadion.comm.collectives import group_size
+
+SINGLE: Literal["single"] = "single"
+Replicas = dist.ProcessGroup | DeviceMesh | Literal["single"] | None
+
+
+class Replica(NamedTuple):
+    """One of several replicas."""
+
+    number: int
+    total: int
+
+
+class ReplicaGroup:
+    """The ranks that hold replicas of the same weights; survives deepcopy and pickle.
+
+    A process group itself can be neither copied nor pickled: a copy shares it, and an unpickled
+    ReplicaGroup looks it up by name, in a process that has created the same groups.
+
+    Attributes:
+        process_group: the ranks; None for one replica.
+        single: whether the user has said that there is one replica only.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.single = isinstance(replicas, str) and replicas == SINGLE
+        self.process_group = None if self.single else _process_group(replicas)
+
+    @property
+    def size(self) -> int:
+        return group_size(self.process_group)
+
+    @property
+    def replica(self) -> Replica:
+        """Which one of how many this rank holds (a piece of)."""
+        return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = None if self.process_group is None else self.process_group.group_name
+        return _replica_group_by_name, (name, self.single)
+
+
+def _process_group(replicas: object) -> dist.ProcessGroup | None:
+    if isinstance(replicas, DeviceMesh):
+        if replicas.ndim != 1:
+            raise ValueError(
+                f"replicas={replicas!r} has {replicas.ndim} dimensions: pass the one along which "
+                f"weights are replicated, e.g. mesh['replicate']."
+            )
+        replicas = replicas.get_group()
+    if replicas is None:
+        return None
+    if replicas is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "replicas is a process group that this rank is not a member of: pass the group that "
+            "holds this rank's replicas."
+        )
+    if not isinstance(replicas, dist.ProcessGroup):
+        raise TypeError(
+            f"replicas={replicas!r} must be a ProcessGroup, a one-dimensional DeviceMesh, 'single' "
+            f"or None, got {type(replicas).__name__}: pass torch.distributed.group.WORLD for all "
+            f"ranks."
+        )
+    return replicas
+
+
+def _replica_group_by_name(name: str | None, single: bool = False) -> ReplicaGroup:
+    if name is None:
+        return ReplicaGroup(SINGLE if single else None)
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_name == name:
+            return ReplicaGroup(group)
+    raise RuntimeError(
+        f"The optimizer was pickled with the process group {name!r}, which this process does not "
+        f"have: call torch.distributed.init_process_group before unpickling."
+    )

@@ -1,0 +1,400 @@
+"""What every optimizer of this package does around its steps: groups, plans, agreement, state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from curvadion.comm.replicas import ReplicaGroup, Replicas
+from curvadion.gates import Gate
+from curvadion.layout.dtensor import local
+from curvadion.layout.gradients import place_gradients
+from curvadion.metering import wire
+from curvadion.metering.report import StepReport
+from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
+from curvadion.optim.conversion import Loading, convert, in_present_names, wrong_algorithm
+from curvadion.optim.plans import Plans, check_one_replica, members
+from curvadion.optim.record import Progress, Record, read_record, record
+from curvadion.sync.agreement import Agreement
+from curvadion.sync.base import Sync
+from curvadion.sync.decision import GATE_BYTES, refuse
+from curvadion.sync.exact_average import sizes
+from curvadion.sync.verify import Listing, check_alike, listing
+from curvadion.update import hyperparameters as check
+from curvadion.update.parameter import Parameter, check_parameter, names
+from curvadion.update.plan import Plan
+from curvadion.update.state import ANCHOR
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class ReplicaOptimizer(Optimizer):
+    """An optimizer on every rank of several replicas: a gate and a sync around the plan of a step.
+
+    Attributes:
+        gate: decides when replicas come together. sync: how they do.
+        progress: how far the run has come: ``steps``, ``local_steps`` and more.
+        report: what happened at the last step.
+    """
+
+    # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
+    _step_supports_amp_scaling = True
+
+    # The attributes that a copy or a pickle of the optimizer takes along, beside torch's.
+    _kept: ClassVar[tuple[str, ...]] = (
+        *("gate", "sync", "progress", "report"),
+        *("_replicas", "_group_defaults", "_strangers"),
+    )
+    # The constructor's arguments that concern all groups.
+    _for_all_groups: ClassVar[frozenset[str]] = frozenset({"replicas"})
+
+    gate: Gate
+    sync: Sync
+    _algorithms: list[str]  # of the groups, whose states hold what these need
+
+    def _construct(
+        self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
+    ) -> None:
+        """The common end of constructors; keys: defaults of the group keys but ``algorithm``."""
+        self.gate, self.sync = gate, sync
+        self.progress = Progress()
+        self.report: StepReport | None = None
+        self._replicas = ReplicaGroup(replicas)
+        self._strangers: set[str] = set()
+        self._group_defaults = dict(sync.group_defaults)
+        self._forget()
+        for key in ("momentum_dtype", "q_dtype"):
+            keys[key] = check.dtype_name(key, keys[key])
+        for key, value in self._group_defaults.items():
+            keys[key] = value if keys[key] is None else keys[key]
+        keys["algorithm"] = "dion"
+        # A look-ahead that is None follows from the parameters' costs.
+        check.check_group({k: v for k, v in keys.items() if k != "nesterov" or v is not None})
+        # Checkpoint tools save and load the keys of groups, so the record is one.
+        super().__init__(params, {**keys, check.RECORD: self._record()})
+        self._set_look_ahead()
+
+    def _set_look_ahead(self) -> None:
+        """Set what ``nesterov=None`` stands for if it depends on what the parameters cost."""
+        if "nesterov" not in self._group_defaults:
+            trained = [
+                (group["algorithm"] != "dion", x)
+                for group in self.param_groups
+                for x in group["params"]
+                if x.requires_grad
+            ]
+            self._tell_costs([x for _, x in sorted(trained, key=lambda each: each[0])])
+            period = self.gate.openings_per_agreement * self.gate.expected_period(
+                self.gate.open_cost or self.sync.typical_cost
+            )
+            self._group_defaults["nesterov"] = self.sync.look_ahead(period)
+        for keys in (self.defaults, *self.param_groups):
+            if keys["nesterov"] is None:
+                keys["nesterov"] = self._group_defaults["nesterov"]
+
+    @property
+    def apart(self) -> bool:
+        """Whether replicas, if there are several, hold different weights."""
+        return self.progress.local_steps > 0 or self.sync.fragments_apart > 0
+
+    # ---------------------------------------------------------------- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its keys override the constructor's defaults.
+
+        Keys of other tools are kept without effect, and a warning names them.
+
+        Raises:
+            ValueError, TypeError: for keys that look misspelt, impossible values, and parameters
+                that the group's algorithm cannot take.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        check.check_group(param_group, self._for_all_groups)
+        if "params" not in param_group:
+            raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
+        dtypes: dict[str, Any] = {
+            key: check.dtype_name(key, param_group[key])
+            for key in ("momentum_dtype", "q_dtype")
+            if key in param_group
+        }
+        super().add_param_group({**param_group, **dtypes})
+        try:
+            self._check_last_group()
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._warn_of_strangers(self.param_groups[-1:])
+        self._agreement.verified = False
+
+    def _check_last_group(self) -> None:
+        group = self.param_groups[-1]
+        X, X_names = group["params"], names(group, len(self.param_groups) - 1)
+        if len(X) != len(X_names):
+            raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
+        for x, name in zip(X, X_names, strict=True):
+            check_parameter(x, name, group)
+        for key in ("lr", "local_lr"):
+            group[key] = check.without_dimensions(group[key])
+
+    def _warn_of_strangers(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Name the keys that have no effect here, each once."""
+        found = set().union(*(check.strangers(group) for group in groups)) - self._strangers
+        if found:
+            self._strangers |= found
+            warnings.warn(
+                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept for the "
+                f"tool that wrote them, without effect here.",
+                stacklevel=3,
+            )
+
+    def _wrong_settings(self) -> str | None:
+        """What is wrong in the groups as they are now."""
+        if wrong := check.settings(self.param_groups):
+            return wrong
+        algorithms = [group["algorithm"] for group in self.param_groups]
+        if algorithms != self._algorithms:
+            if wrong := wrong_algorithm(self.param_groups, self.state):
+                return wrong
+            self._algorithms = algorithms
+        return None
+
+    def _refuse(self, wrong: str) -> None:
+        """Raise ValueError for a setting that is wrong here, and an error on the other ranks."""
+        plan = self._plans.known
+        if plan is None:
+            # The settings that are right are enough to meet the others.
+            known = [{**group, **check.valid(group, self.defaults)} for group in self.param_groups]
+            try:
+                plan = self._plans.make(known, self.state)
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(wrong) from None
+        self._place_gradients(plan)
+        refuse(self.gate, plan)
+        raise ValueError(wrong)
+
+    # ---------------------------------------------------------------- the plan
+
+    def _known_plan(self) -> Plan:
+        """The plan of the last step, which all ranks share; changes wait for the next step."""
+        return self._plans.known or self._plans.renew(self.param_groups, self.state, self.gate)
+
+    def present_plan(self) -> Plan:
+        """The plan of the groups as they are now, which the next step may find not to be shared."""
+        if self._plans.changed(self.param_groups, self.state, self.gate):
+            return self._plans.make(self.param_groups, self.state)
+        return self._known_plan()
+
+    def _changed_plan(self, before: Plan) -> Plan:
+        """The plan of what was frozen, thawed, added or regrouped on all ranks alike."""
+        check_alike(members(self.param_groups), before.all_ranks, before.device)
+        return self._plans.renew(self.param_groups, self.state, self.gate)
+
+    def _check_plan(self, plan: Plan, before: Plan | None) -> None:
+        """Raise if the optimizer cannot work with a new plan; learn what its steps send."""
+        if before is not None:
+            self._check_frozen(before)
+        if self.gate.reads_momentum and not any(
+            g["algorithm"] == "dion" and g["params"] for g in self.param_groups
+        ):
+            raise ValueError(
+                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
+                f"use gate=FixedPeriod(...) or AlwaysOpen()."
+            )
+        check_one_replica(self.gate, self._replicas, plan)
+        self._tell_costs([p.X for p in plan.parameters])
+        if plan.parameters:
+            self._check_gate()
+        self._agreement.follow(plan)
+
+    def _check_gate(self) -> None:
+        """Raise ValueError if the gate cannot work with what steps cost."""
+
+    def _check_frozen(self, before: Plan) -> None:
+        """Raise RuntimeError if a parameter was frozen while replicas are apart."""
+        if self._replicas.size == 1 or not (self.apart and self.sync.brings_weights_together):
+            return
+        kept = {id(X) for group in self.param_groups for X in group["params"]}
+        for p in before.parameters:
+            if id(p.X) in kept and not p.X.requires_grad:
+                raise RuntimeError(
+                    f"{p.name} was frozen while replicas are apart, of which each would keep "
+                    f"its own: set requires_grad_(True), call synchronize() and freeze it then."
+                )
+
+    def _tell_costs(self, X: Sequence[Tensor]) -> None:
+        """Tell the gate what steps send, alike on all ranks, whatever shards they hold.
+
+        X: the parameters that are trained, in the order of a plan.
+        """
+        each = sizes(X)
+        if not sum(each) or (costs := self.sync.prepare(each)) is None:
+            return
+        dense = 4 * sum(each)
+        self.gate.open_cost = costs.opening_bytes / dense
+        self.gate.closed_cost = GATE_BYTES / dense
+        self.gate.openings_per_agreement = costs.openings_per_agreement
+
+    def _spend(self, sent: int, plan: Plan) -> None:
+        """Let the gate know of bytes that were sent beside its openings."""
+        if sent and self.gate.open_cost:
+            dense = 4 * sum(sizes([p.X for p in plan.parameters]))
+            self.gate.spend(sent / dense / self.gate.open_cost)
+
+    # ---------------------------------------------------------------- around a step
+
+    def _create_state(self, plan: Plan) -> list[Parameter]:
+        """Give every parameter its state, with or without a gradient; return those without any."""
+        states = plan.look_up_states()
+        without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
+        for p in without:
+            p.create_state()
+        # Whatever brings new states without those of the sync, such as loading, is verified anew.
+        if without or not self._agreement.verified:
+            self.sync.begin(plan.parameters)
+        if without:
+            plan.look_up_states()
+        return without
+
+    def _place_gradients(self, plan: Plan) -> None:
+        if plan.sharded:
+            place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+
+    def _lr_is_zero(self) -> bool:
+        return all(float(group["lr"]) == 0 for group in self.param_groups)
+
+    def _unscale(self, device: torch.device) -> bool:
+        """Divide the gradients by a GradScaler's scale, if one drives this step."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            each = [X.grad for group in self.param_groups for X in group["params"]]
+            gradients = [local(G) for G in each if G is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
+        return hasattr(self, "found_inf")
+
+    def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
+        """Compare the replicas; return whether all of them have all gradients.
+
+        new: the parameters that had no state before this step.
+        """
+        together = self.sync.brings_weights_together or self.progress.steps == 0
+        comparable = [p for p in plan.parameters if ANCHOR in p.state]
+        if not comparable:
+            comparable = plan.parameters if together and not self.apart else list(new)
+        return self._agreement.verify(plan, self._listing(plan), comparable)
+
+    def _listing(self, plan: Plan) -> Listing:
+        """All that must be alike on all ranks of all replicas."""
+        more: dict[str, object] = {}
+        for name, choice in (("gate", self.gate), ("sync", self.sync)):
+            # The repr of a user's own class may tell where an object lies in memory.
+            ours = type(choice).__module__.startswith("curvadion.")
+            more[name] = repr(choice) if ours else type(choice).__name__
+            more[f"the {name}'s state"] = choice.state_dict()
+        return listing(self.param_groups, plan, {**more, "progress": self.progress})
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; every group also holds ``progress``: what the run, gate and sync remember.
+
+        Replicas hold momenta and, after local steps, weights of their own. A distributed
+        checkpoint, or a file that one rank writes, keeps those of one replica: call
+        ``synchronize(exact=True)`` before. A warning says so if weights are apart, or if codes owe
+        them something. Ignore it if each rank saves its own state and loads it again, which loses
+        nothing.
+        """
+        owed = self.sync.sends_codes and self.progress.steps_since_exact > 0
+        if (self.apart or owed) and self._replicas.size > 1:
+            warnings.warn(
+                f"state_dict() while the replicas' states differ, "
+                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
+                f"of one replica loses what the others hold. Call "
+                f"optimizer.synchronize(exact=True) on all ranks before, or let each rank save and "
+                f"load its own.",
+                stacklevel=2,
+            )
+        for group in self.param_groups:
+            group[check.RECORD] = self._record()
+        return super().state_dict()
+
+    def _record(self) -> str:
+        return record(
+            self.progress, self.gate, self.sync, self._group_defaults, self._replicas.replica
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but every tensor keeps the dtype it was saved with.
+
+        From the saved state come momenta, right factors, moments, counters and the groups' values,
+        learning rates among them. The constructor's arguments decide on the gate, the sync and,
+        if another sync changes their default, the groups' rank_fraction, rank_multiple_of,
+        right_factor and nesterov. The saved memory of a gate or sync counts for one of the same
+        class. Right factors take the new rank: the first columns stay, others are initial. State
+        that only the saved sync knows, such as anchors, is dropped under another sync, whose own
+        begins anew. Warnings say what is lost, and name keys of groups that mean nothing here.
+
+        Raises:
+            TypeError: if this is no state_dict.
+            ValueError: if the groups or parameters do not match, come from another optimizer, the
+                state is damaged, missing or another rank's shard, or anchors are wanted of weights
+                that were saved while replicas were apart.
+        """
+        held = read_record(state_dict)
+        saved = in_present_names(state_dict)
+        check_fits(self, self.sync, saved)
+        check_complete(self, saved, held.progress.steps)
+        here = self._replicas.replica
+        fitting = convert(
+            saved, held, Loading(self.param_groups, self.sync, self._group_defaults, here)
+        )
+        self._remember(held)
+        super().load_state_dict(fitting.state_dict)
+        restore_dtypes(self, fitting.state_dict)
+        self.progress = fitting.progress
+        self.sync.load_state_dict(fitting.sync)
+        self._forget()
+        for text in fitting.warnings:
+            warnings.warn(text, stacklevel=2)
+        self._warn_of_strangers(self.param_groups)
+
+    def _remember(self, held: Record) -> None:
+        """Give the gate its memory, if it is that of a gate of its class."""
+        if not held.gate or held.gate_class not in (None, type(self.gate).__name__):
+            return
+        before = self.gate.state_dict()
+        try:
+            self.gate.load_state_dict(held.gate)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self.gate.load_state_dict(before)
+            if held.gate_class is not None:
+                raise ValueError(
+                    f"state_dict holds the memory {held.gate!r}, which gate={self.gate!r} "
+                    f"cannot load ({type(error).__name__}: {error})."
+                ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in self._kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_replicas" in state:  # torch's load_state_dict comes here too
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop what is derived from the groups; it is made again at the next use."""
+        self._algorithms = []
+        self._plans = Plans(self._replicas, self._check_plan)
+        self._agreement = Agreement(self._replicas)
+        self._wire_bytes, _ = wire.counted_bytes()
+
+    def __repr__(self) -> str:
+        lines = super().__repr__()[:-1].splitlines()
+        groups = "\n".join(line for line in lines if not line.startswith("    progress: "))
+        return f"{groups}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"

@@ -1,0 +1,233 @@
+"""CurvaDion: steps of each replica's own, and a gate that says when replicas come together."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from curvadion import checks
+from curvadion.comm.replicas import Replicas
+from curvadion.gates import RMMC, ByteBudget, Gate
+from curvadion.optim.base import Params
+from curvadion.optim.dion import Dion, full_precision
+from curvadion.sync.base import Step, Sync
+from curvadion.sync.decision import Decision
+from curvadion.sync.low_rank import LowRank
+from curvadion.sync.quantized_average import QuantizedAverage
+from curvadion.sync.verify import Listing
+from curvadion.update import hyperparameters as check
+from curvadion.update.dion_step import LowRankStep, dion_step
+from curvadion.update.elementwise import elementwise_steps
+from curvadion.update.gradient_step import gradient_step
+from curvadion.update.plan import Plan
+
+
+class CurvaDion(Dion):
+    """Low-rank orthonormal updates, synchronised over replicas only when a gate opens.
+
+    Three choices compose (CurvaDion, arXiv 2512.13728):
+
+        gate        when replicas come together: RMMC, every k steps, a byte budget, always
+        sync        how they come together: LowRank, the papers' step; QuantizedAverage, the mean
+                    of what weights have moved, in a few bits
+        group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
+
+    While the gate is closed each replica takes a step of its own, and nothing but the gate's 16
+    bytes is sent. Parameters that are not matrices take AdamW or Lion under the same gate.
+
+    Args:
+        params, lr, replicas: as of :class:`curvadion.Dion`.
+        gate: when replicas come together; RMMC(0.3) by default.
+        sync: how they come together. By default LowRank(), and QuantizedAverage() with a gate that
+            counts bytes. The optimizer takes a copy, ``optimizer.sync``.
+        wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
+            (0, 1], that the replicas may send. Short for gate=ByteBudget(wire_budget).
+        threshold: tau, short for gate=RMMC(threshold).
+        local_step: what a matrix does while the gate is closed: "dion", a power iteration inside
+            the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
+        local_lr: learning rate of the "gradient" local step; None takes lr.
+        max_local_steps: longest run of local steps; None for no bound. A byte budget that keeps or
+            pays something back may take twice as many.
+        warmup_steps: that many first steps are always synchronised.
+        mu, betas, eps, weight_decay, rank_multiple_of, stack_dims, row_blocks, input_first,
+            momentum_rule, momentum_dtype, q_dtype, stochastic_rounding: as of Dion.
+        nesterov, rank_fraction, right_factor: as of Dion; None takes the sync's default. LowRank:
+            0, 1/4 and "column_normalized". QuantizedAverage: 1.6 times the root of the number of
+            steps from one agreement on a weight to the next, as the gate can afford it for the
+            parameters given here (4 for six steps), 1 and "qr". ``repr(optimizer)`` shows them.
+
+    Of the arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the
+    others are defaults of group keys.
+
+    Raises:
+        TypeError, ValueError: naming the argument or group key and the value.
+    """
+
+    _kept = (*Dion._kept, "local_step", "max_local_steps", "warmup_steps")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.02,
+        *,
+        replicas: Replicas = None,
+        gate: Gate | None = None,
+        sync: Sync | None = None,
+        wire_budget: float | None = None,
+        threshold: float | None = None,
+        local_step: Literal["dion", "gradient"] = "dion",
+        local_lr: float | None = None,
+        max_local_steps: int | None = 50,
+        warmup_steps: int = 0,
+        mu: float = 0.95,
+        nesterov: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        rank_fraction: float | None = None,
+        rank_multiple_of: int = 1,
+        stack_dims: int = 0,
+        row_blocks: int | Sequence[int] = 1,
+        input_first: bool = False,
+        momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
+        right_factor: Literal["column_normalized", "qr"] | None = None,
+        momentum_dtype: torch.dtype | str | None = None,
+        q_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
+        checks.one_of("local_step", local_step, ("dion", "gradient"))
+        checks.integer("warmup_steps", warmup_steps, 0)
+        if max_local_steps is not None:
+            checks.integer("max_local_steps", max_local_steps, 1)
+        self.local_step: str = local_step
+        self.max_local_steps = max_local_steps
+        self.warmup_steps = warmup_steps
+        gate = _gate(gate, threshold, wire_budget)
+        gate.check_feasible(max_local_steps)
+        self._construct(params, replicas, gate, _sync(sync, gate), **keys)
+
+    def _take(self, step: Step, decision: Decision) -> str | None:
+        reason = self._reason_to_open(decision)
+        step = replace(step, local_update=lambda: self._local_update(step))
+        if reason is None:
+            step.local_update()
+        else:
+            self.gate.spend(1)
+            self.sync.open_step(step)
+        return reason
+
+    def _reason_to_open(self, decision: Decision) -> str | None:
+        """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
+        local_steps = self.progress.local_steps
+        # Asked at every step: a gate may keep a memory of what it has seen.
+        opens = self.gate.opens(decision.signal, local_steps)
+        if self.progress.steps < self.warmup_steps:
+            return "warm-up"
+        if opens:
+            return self.gate.reason
+        longest = self.gate.longest_run(self.max_local_steps)
+        if longest is not None and local_steps >= longest:
+            return "longest local run"
+        return None
+
+    def _local_update(self, step: Step) -> LowRankStep | None:
+        """A step inside the replica, of which no other replica hears."""
+        self.sync.before_local_update(step)
+        # A replica's shards are one matrix: a gradient that some of them miss is zero there.
+        moving = step.moving if step.complete else step.moving.among(step.plan.inside)
+        taken = None
+        if self.local_step == "dion":
+            remember = not self.sync.shares_factors
+            taken = dion_step(*moving, step=step.number, inside_replica=True, remember=remember)
+        else:
+            gradient_step(*moving, step=step.number)
+        elementwise_steps(moving.plan, None)
+        return taken
+
+    @torch.no_grad()
+    def synchronize(self, *, exact: bool | None = None) -> None:
+        """Bring replicas together, so that they hold the same weights; collective.
+
+        For before an evaluation or a checkpoint, and before parameters are frozen.
+
+        Args:
+            exact: True averages weights, momenta and moments exactly. It sends several times as
+                much as an all-reduce of all gradients (2.6 times with full rank, the default of
+                QuantizedAverage). All state is then the same on every replica. Averaged momenta
+                change nothing in what later synchronised steps compute, which depend on their mean
+                only; local steps go on from it.
+                False needs a sync that sends codes, such as QuantizedAverage. It sends what an open
+                step does (0.065 times in 2 bits) for each fragment that has moved since replicas
+                agreed on it, and nothing if none has. Weights are then the same on every replica;
+                momenta, moments and residuals remain its own.
+                None takes False with such a sync, and True without.
+
+        A byte budget counts either, and opens the gate less often until it is paid back. A
+        checkpoint that keeps one replica's state for all needs ``exact=True``: every replica would
+        send the residual of that one, and none those of the others.
+
+        Raises:
+            ValueError: if ``exact`` is False with a sync that sends no codes.
+        """
+        if exact or (exact is None and not self.sync.sends_codes) or not self.sync.sends_codes:
+            super().synchronize(exact=exact)
+            return
+        plan = self._known_plan()
+        plan.look_up_states()
+        if self.sync.fragments_apart:
+            with full_precision(plan.device):
+                self.gate.spend(self.sync.come_together(plan, self._replicas.process_group))
+        self.progress.local_steps = 0
+
+    def _check_gate(self) -> None:
+        self.gate.check_feasible(self.max_local_steps)
+
+    def _listing(self, plan: Plan) -> Listing:
+        names = ("local_step", "warmup_steps", "max_local_steps")
+        return [*((n, repr(getattr(self, n))) for n in names), *super()._listing(plan)]
+
+
+CurvaDion._for_all_groups = frozenset(
+    set(inspect.signature(CurvaDion).parameters) - {"params", *check.SETTINGS}
+)
+
+
+def _gate(gate: Any, threshold: float | None, wire_budget: float | None) -> Gate:
+    ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
+    given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: each is a gate; pass one of them.")
+    if wire_budget is not None:
+        return ByteBudget(wire_budget)
+    if gate is None:
+        return RMMC(0.3 if threshold is None else threshold)
+    if not isinstance(gate, Gate):
+        raise TypeError(
+            f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
+        )
+    return gate
+
+
+def _sync(sync: Any, gate: Gate) -> Sync:
+    if sync is None:
+        sync = LowRank() if gate.share is None else QuantizedAverage()
+    if not isinstance(sync, Sync):
+        raise TypeError(
+            f"sync={sync!r} must be a Sync, such as curvadion.LowRank() or "
+            f"curvadion.QuantizedAverage(), got {type(sync).__name__}"
+        )
+    sync = copy.deepcopy(sync)
+    if gate.share is not None and sync.prepare([1]) is None:
+        raise ValueError(
+            f"sync={sync!r} with gate={gate!r}: a budget of bytes needs a sync that knows what an "
+            f"opening sends, such as QuantizedAverage()."
+        )
+    sync.choose_defaults(gate.share)
+    return sync

@@ -1,0 +1,316 @@
+"""Dion: low-rank orthonormal updates that replicas take together at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvadion.comm.replicas import Replicas
+from curvadion.gates import AlwaysOpen
+from curvadion.layout.dtensor import local
+from curvadion.metering import wire
+from curvadion.metering.report import StepReport
+from curvadion.optim.base import Params, ReplicaOptimizer
+from curvadion.sync import exact_average
+from curvadion.sync.base import Step
+from curvadion.sync.decision import Decision, Moving, Notice
+from curvadion.sync.low_rank import LowRank
+from curvadion.update import hyperparameters as check
+from curvadion.update.momentum import momentum_norms
+from curvadion.update.plan import Plan
+
+MOST_SKIPS_IN_A_ROW = 10
+
+
+class Dion(ReplicaOptimizer):
+    """Dion (arXiv 2504.05295, algorithm 1): every step is one step of all replicas together.
+
+    Per matrix X (m x n), on every replica i:
+
+        M_i <- M_i + G_i                                     G_i is the LOCAL gradient
+        P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P )   two low-rank all-reduces
+        M_i <- M_i - (1 - mu) P R^T,   Q = column_normalize(R)
+        X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T            the same on every replica
+
+    Parameters that are not matrices take AdamW or Lion with the mean gradient.
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups, as for any torch optimizer;
+            ``curvadion.param_groups(model)`` makes groups of a model. A group's ``algorithm`` is
+            "dion" (2-D parameters), "adamw" or "lion". Each group has its own lr, betas, decay.
+        lr: learning rate, a number or a tensor of one element.
+        replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
+            DeviceMesh. Gradients must reach ``step`` unaveraged. None for one replica. "single"
+            says that this is meant where several processes hold whole weights: each trains by
+            itself, or something else averages the gradients.
+        mu: momentum decay.
+        nesterov: directions are those of M + nesterov G: a look-ahead, 1 / mu is Nesterov's.
+        betas, eps: of AdamW and Lion.
+        weight_decay: decoupled, X <- (1 - lr weight_decay) X.
+        rank_fraction: r as a fraction of min(m, n), in (0, 1].
+        rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
+        stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
+            experts). Of the others the first are rows and all further ones together columns.
+        row_blocks: how many equal blocks of rows are matrices of their own (3 for a fused QKV
+            weight), or the sizes of such blocks.
+        input_first: whether matrices are stored as (in, out), as transformers' Conv1D does, and
+            not as (out, in). Rows, as in ``row_blocks``, are outputs either way.
+        momentum_rule: "error_feedback" (Dion) or "plain": M <- mu M + G, nothing fed back.
+        right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341).
+        momentum_dtype, q_dtype: of the state, a torch.dtype or its name; None takes X's.
+        stochastic_rounding: round bfloat16 matrices up or down at random. Updates smaller than
+            their spacing then count on average. Replicas that agree keep the same bits.
+
+    The constructor has more than 12 arguments because each but ``params`` and ``replicas`` is the
+    default of a group key, as in torch.
+
+    Attributes:
+        report: what happened at the last step, a :class:`curvadion.StepReport`.
+        progress: how far the run has come: ``steps``, ``local_steps`` and more.
+
+    Raises:
+        TypeError, ValueError: naming the argument or group key and the value.
+    """
+
+    # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.02,
+        *,
+        replicas: Replicas = None,
+        mu: float = 0.95,
+        nesterov: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        rank_fraction: float = 0.25,
+        rank_multiple_of: int = 1,
+        stack_dims: int = 0,
+        row_blocks: int | Sequence[int] = 1,
+        input_first: bool = False,
+        momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
+        right_factor: Literal["column_normalized", "qr"] = "column_normalized",
+        momentum_dtype: torch.dtype | str | None = None,
+        q_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k in check.SETTINGS}
+        self._construct(params, replicas, AlwaysOpen(), LowRank(), local_lr=None, **given)
+
+    # ---------------------------------------------------------------- step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step; collective over the replicas.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Raises:
+            RuntimeError: on every replica alike, if the replicas' gradients are identical although
+                this optimizer synchronises them, if their optimizers differ, or at the tenth
+                step in a row with a non-finite gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if wrong := self._wrong_settings():
+            self._refuse(wrong)
+        # Ranks agree by the plan they had: what has changed here may be this rank's alone.
+        plan = self._known_plan()
+        scaled = self._unscale(plan.device)
+        with full_precision(plan.device):
+            self._step(plan, scaled=scaled)
+        return loss
+
+    def _step(self, plan: Plan, *, scaled: bool) -> None:
+        new = self._create_state(plan)
+        self._place_gradients(plan)
+        gradients = plan.gradients()
+        reads = self.gate.reads_momentum and bool(plan.dion)
+        momenta = momentum_norms(plan, gradients) if reads else None
+        decision = self._agreement.decide(
+            self.gate,
+            plan,
+            gradients,
+            momenta,
+            changed=self._plans.changed(self.param_groups, self.state, self.gate),
+            still=len(new) == len(plan.parameters) and self._lr_is_zero(),
+            steps=self.progress.steps,
+            param_groups=self.param_groups,
+            listing=lambda: self._listing(plan),
+        )
+        if decision.notice == Notice.CHANGED:
+            self._step(self._changed_plan(plan), scaled=scaled)
+            return
+        if decision.notice == Notice.NEW and decision.all_zero:
+            return
+        if not decision.finite:
+            self.skip_step(tolerate=scaled)
+            return
+        complete = decision.complete
+        if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
+            complete = self._verify(plan, new)
+        self._spend(self._agreement.look_at_gradients(plan, self.progress.steps), plan)
+        moving = Moving(plan, gradients, None if momenta is None else momenta.after)
+        group, progress = self._replicas.process_group, self.progress
+        step = Step(moving, complete, group, progress.steps, progress.local_steps)
+        reason = self._take(step, decision)
+        progress.local_steps = 0 if reason is not None else progress.local_steps + 1
+        progress.steps += 1
+        progress.steps_since_exact += 1
+        progress.skipped_in_a_row = 0
+        self._report(plan, decision, reason)
+
+    def _take(self, step: Step, decision: Decision) -> str | None:
+        """Take a step that all ranks have agreed on; why replicas came together, None if not."""
+        self.sync.open_step(step)
+        return self.gate.reason
+
+    def skip_step(self, *, tolerate: bool) -> None:
+        """Count a step at which some replica had a non-finite gradient; touch nothing else.
+
+        For frameworks that see such gradients before ``step`` and do not call it. tolerate: raise
+        no error however many steps in a row are skipped, as a loss scaler that looks for its scale
+        wants it.
+        """
+        self.progress.steps += 1
+        self.progress.skipped_in_a_row += 1
+        self._report(None, None, None)
+        if self.progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW and not tolerate:
+            raise RuntimeError(
+                f"{self.progress.skipped_in_a_row} steps in a row had a NaN or an Inf in a "
+                f"gradient on some replica (last: step {self.progress.steps}). No state was "
+                f"touched at these steps: lower the learning rate or look for the cause in the "
+                f"model, then load the last checkpoint."
+            )
+
+    def _report(self, plan: Plan | None, decision: Decision | None, opened: str | None) -> None:
+        """decision: None for a skipped step. opened: why replicas came together."""
+        read = decision is not None and self.gate.reads_momentum
+        total, metered = wire.counted_bytes()
+        sent = total - self._wire_bytes if metered else None
+        self._wire_bytes = total
+        named = read and plan is not None and plan.dion
+        self.report = StepReport(
+            step=self.progress.steps,
+            gate_open=opened is not None,
+            reason="non-finite gradient" if decision is None else opened or "closed",
+            rmmc=decision.signal if decision is not None and read else None,
+            rmmc_parameter=(
+                plan.parameters[decision.parameter].name
+                if named and plan is not None and decision is not None
+                else None
+            ),
+            local_steps=self.progress.local_steps,
+            skipped=decision is None,
+            wire_bytes=sent,
+        )
+
+    # ---------------------------------------------------------------- replicas
+
+    @torch.no_grad()
+    def synchronize(self, *, exact: bool | None = None) -> None:
+        """Bring replicas together, so that they hold the same weights and state; collective.
+
+        Averages weights, momenta and moments exactly, for before a checkpoint. Averaged momenta
+        change nothing in what later synchronised steps compute, which depend on their mean only.
+
+        Args:
+            exact: there is no other way here, so None and True mean the same.
+
+        Raises:
+            ValueError: if ``exact`` is False.
+        """
+        if exact is False:
+            raise ValueError(
+                f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
+                f"{self.sync!r}: leave exact out."
+            )
+        plan = self._known_plan()
+        plan.look_up_states()
+        kept = [] if self.apart else _of_frozen(plan)
+        exact_average.average_everything_(plan, self._replicas.process_group, self.sync)
+        for tensor, before in kept:
+            tensor.copy_(before)
+        if self.gate.open_cost:
+            self._spend(exact_average.bytes_of_everything(plan), plan)
+        self.progress.local_steps = self.sync.fragments_apart = 0
+        self.progress.steps_since_exact = 0
+
+    @torch.no_grad()
+    def broadcast_weights(self, source: int = 0) -> None:
+        """Give all replicas the weights of one; collective, for before the first step.
+
+        Args:
+            source: the replica, as a rank of the process group ``replicas``.
+
+        Frozen parameters are taken along, buffers are not.
+        """
+        group = self._replicas.process_group
+        if group is None:
+            return
+        for X in (X for g in self.param_groups for X in g["params"]):
+            shard = local(X.detach())
+            contiguous = shard.contiguous()
+            dist.broadcast(contiguous, group=group, group_src=source)
+            if contiguous is not shard:
+                shard.copy_(contiguous)
+        plan = self._known_plan()
+        plan.look_up_states()
+        self.sync.after_average(plan.parameters)
+        self._agreement.verified = False
+
+    @torch.no_grad()
+    def drift(self) -> float:
+        """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
+        plan = self._known_plan()
+        return exact_average.drift(
+            [(p.local, plan.copies_inside(p)) for p in plan.parameters],
+            self._replicas.process_group,
+            plan.inside,
+        )
+
+    def eval(self) -> None:
+        """Bring the replicas together if they are apart, as for an evaluation or a checkpoint.
+
+        Collective: call it on every rank, or on none. It does nothing if the replicas agree or
+        there is one. Trainer and Accelerate call it if an optimizer has it.
+        """
+        if self.apart and self._replicas.size > 1:
+            self.synchronize()
+
+    def train(self) -> None:
+        """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Keep a caller's autocast from an update's products, which it would take in half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _of_frozen(plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """Weights and states that have been frozen since the plan was made, each with a copy."""
+    tensors = [
+        local(tensor)
+        for p in plan.parameters
+        if not p.X.requires_grad
+        for tensor in (p.X.detach(), *p.state.values())
+        if isinstance(tensor, Tensor)
+    ]
+    return [(tensor, tensor.clone()) for tensor in tensors]

@@ -1,0 +1,120 @@
+"""What the ranks of a run have told each other so far, and what they still have to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from curvadion.comm.replicas import ReplicaGroup
+from curvadion.gates import Gate
+from curvadion.sync.decision import Decision, Notice, Settings, decide
+from curvadion.sync.verify import (
+    Checksum,
+    GradientWatch,
+    Listing,
+    raise_different,
+    verify_replicas,
+)
+from curvadion.update.gradients import Gradients
+from curvadion.update.momentum import MomentumNorms
+from curvadion.update.parameter import Parameter
+from curvadion.update.plan import Plan
+
+
+class Agreement:
+    """Asks and answers for one optimizer, on each of its ranks.
+
+    Attributes:
+        verified: whether replicas have been compared since the last change of the parameters.
+    """
+
+    def __init__(self, replicas: ReplicaGroup) -> None:
+        self._replicas = replicas
+        self.verified = False
+        self._alike = True  # whether the last step has shown this rank no settings but its own
+        self._checksum = Checksum()
+        self._watch: GradientWatch | None = None
+        self._unread: Tensor | None = None  # the watch's last look, on the device
+
+    def follow(self, plan: Plan) -> None:
+        """Begin anew with the gradients of another plan."""
+        self._watch = self._unread = None
+
+    def decide(
+        self,
+        gate: Gate,
+        plan: Plan,
+        gradients: Gradients,
+        momenta: MomentumNorms | None,
+        *,
+        changed: bool,
+        still: bool,
+        steps: int,
+        param_groups: Sequence[Mapping[str, Any]],
+        listing: Callable[[], Listing],
+    ) -> Decision:
+        """What all ranks know of this step before it is taken; a user's error is raised on all.
+
+        Args:
+            gate: whose signal travels along.
+            plan: of the last step.
+            gradients: of its matrices.
+            momenta: their norms if the gate reads them.
+            changed: whether the parameters are no longer those of the plan here.
+            still: whether states have just been created here, and all learning rates are zero.
+            steps: how many steps were taken before.
+            param_groups: whose settings must be the same on all ranks.
+            listing: all that must be the same, for errors that say what differs.
+
+        Raises:
+            RuntimeError: if ranks differ, or another rank has an impossible setting.
+        """
+        notice = Notice.NOTHING
+        if not self._alike:
+            notice = Notice.DIFFERENT
+        elif changed:
+            notice = Notice.CHANGED
+        elif still:
+            notice = Notice.NEW
+        elif not self.verified and self._replicas.size > 1:
+            notice = Notice.UNVERIFIED
+        settings = Settings(steps, self._checksum.of(param_groups))
+        unread, self._unread = self._unread, None
+        decision = decide(
+            gate, plan, gradients, momenta, notice=notice, settings=settings, unread=unread
+        )
+        self._alike = decision.alike
+        if decision.notice == Notice.INVALID:
+            raise RuntimeError(
+                "Another rank has an impossible value in its param_groups and raises the error "
+                "that names it: see that rank's output."
+            )
+        if decision.notice == Notice.DIFFERENT:
+            raise_different(listing(), plan.all_ranks)
+        if self._watch is not None and decision.read:
+            self._watch.conclude(decision.read)
+        return decision
+
+    def verify(self, plan: Plan, listing: Listing, comparable: Sequence[Parameter]) -> bool:
+        """Compare the replicas; return whether all of them have all gradients.
+
+        comparable: the parameters of which replicas should hold the same weights now.
+        """
+        self.verified, complete = verify_replicas(
+            plan, listing, comparable, replicas=self._replicas.process_group
+        )
+        return complete
+
+    def look_at_gradients(self, plan: Plan, step: int) -> int:
+        """Look now and then whether something else averages gradients; return the bytes sent.
+
+        The next step reads what this look tells.
+        """
+        if self._replicas.size == 1:
+            return 0
+        if self._watch is None:
+            self._watch = GradientWatch(plan)
+        self._unread = self._watch.look(step)
+        return 0 if self._unread is None else GradientWatch.BYTES

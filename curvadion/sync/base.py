@@ -1,0 +1,145 @@
+"""The interface of a sync kind: how replicas come together when the gate opens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch.distributed as dist
+
+from curvadion.sync.decision import Moving
+from curvadion.update.dion_step import LowRankStep
+from curvadion.update.parameter import Parameter
+from curvadion.update.plan import Plan
+from curvadion.update.state import StateKey
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that all ranks have decided to take.
+
+    Attributes:
+        moving: the parameters with their gradients, and the momenta's norms if a gate reads them.
+        complete: whether no rank misses a gradient.
+        replicas: the process group of the replicas; None for one replica.
+        number: how many steps were taken before.
+        local_steps: how many of them replicas took by themselves since they last came together.
+        local_update: takes the step inside the replica, as if the gate were closed; returns what
+            the matrices' step was made of, None for a plain gradient step.
+    """
+
+    moving: Moving
+    complete: bool
+    replicas: dist.ProcessGroup | None
+    number: int
+    local_steps: int = 0
+    local_update: Callable[[], LowRankStep | None] = lambda: None
+
+    @property
+    def plan(self) -> Plan:
+        return self.moving.plan
+
+
+class Costs(NamedTuple):
+    """What openings send: bytes of one, on average, and how many bring all weights together."""
+
+    opening_bytes: float
+    openings_per_agreement: int = 1
+
+
+class Sync(ABC):
+    """How replicas come together when the gate opens: the outer step. Subclass it for another.
+
+    Each optimizer works with a copy, which remembers how far its run has come.
+
+    Class attributes:
+        group_defaults: what None stands for in group keys under this kind. Without the key
+            "nesterov" :meth:`look_ahead` tells that one.
+        state_keys: what it keeps of each parameter, beside the table of curvadion.update.state.
+        shares_factors: whether open steps take P and R from products that are means over replicas.
+            Local steps then leave no notes behind that differ between replicas.
+        sends_codes: whether weights can come together for fewer bytes than an exact average, by
+            :meth:`come_together`. Codes lose something, so one replica's state cannot stand for
+            all, even if weights agree.
+
+    Attributes:
+        fragments_apart: how many fragments of the weights have moved since replicas agreed on them;
+            the weights are one fragment unless the kind divides them.
+        brings_weights_together: whether openings end what keeps replicas' weights apart.
+    """
+
+    group_defaults: ClassVar[Mapping[str, Any]] = {
+        "rank_fraction": 0.25,
+        "right_factor": "column_normalized",
+        "nesterov": 0.0,
+    }
+    state_keys: ClassVar[tuple[StateKey, ...]] = ()
+    shares_factors: ClassVar[bool] = False
+    sends_codes: ClassVar[bool] = False
+    fragments_apart: int = 0
+    brings_weights_together: bool = True
+
+    @abstractmethod
+    def open_step(self, step: Step) -> None:
+        """Take a step at which the gate is open, the same on every replica. Collective."""
+
+    # ---------------------------------------------------------------- what it costs
+
+    def choose_defaults(self, budget: float | None) -> None:
+        """Set what None stands for in the constructor's arguments.
+
+        budget: what the gate allows replicas to send, as a share of dense gradients; None if it
+        counts no bytes.
+        """
+
+    def prepare(self, sizes: Sequence[int]) -> Costs | None:
+        """Learn which parameters there are; return what openings send, None if that is unknown.
+
+        sizes: numbers in each parameter, all its shards together, in the order of a plan.
+        """
+        return None
+
+    @property
+    def typical_cost(self) -> float:
+        """What an opening sends, as a share of dense gradients, if parameters are unknown."""
+        return 1.0
+
+    def look_ahead(self, period: float) -> float:
+        """The default of ``nesterov``; period: steps from one agreement on a weight to the next."""
+        return 0.0
+
+    # ---------------------------------------------------------------- around steps
+
+    def begin(self, parameters: Sequence[Parameter]) -> None:
+        """Create what this kind keeps of parameters, where it is missing.
+
+        All replicas hold the same weights when this is called for a parameter the first time.
+        """
+
+    def before_local_update(self, step: Step) -> None:
+        """Note that replicas are about to take a step by themselves."""
+
+    def come_together(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
+        """Bring the weights together without a step; return how many openings that was worth.
+
+        Only for kinds that have ``sends_codes``. Collective.
+        """
+        raise NotImplementedError
+
+    def before_average(self, parameters: Sequence[Parameter]) -> None:
+        """Make weights ready for an exact average, such as by adding what codes lost."""
+
+    def after_average(self, parameters: Sequence[Parameter]) -> None:
+        """Note that replicas now hold the same weights."""
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold to continue: numbers, strings, lists of these."""
+        return {"fragments_apart": self.fragments_apart}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+        self.fragments_apart = int(state.get("fragments_apart", 0))

@@ -1,0 +1,134 @@
+"""Exact means over replicas: of weights and state, and how far weights are from their mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvadion.comm.collectives import group_size, mean_
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import flat_shard
+from curvadion.layout.parameters import global_shape, groups_of
+from curvadion.sync.base import Sync
+from curvadion.update.momentum import measure_momenta
+from curvadion.update.parameter import Parameter
+from curvadion.update.plan import Plan
+from curvadion.update.state import R_SCALE, averaged
+
+
+def average_(
+    tensors: Sequence[Tensor], counters: Sequence[Tensor], replicas: dist.ProcessGroup | None
+) -> None:
+    """Replace tensors and scalar counters by their means over the replicas: the same bits on each.
+
+    Counters (one number each, often on the CPU) travel together as one tensor.
+    """
+    if group_size(replicas) == 1:
+        return
+    mean_(tensors, replicas)
+    if tensors and counters:
+        packed = torch.stack([c.detach() for c in counters]).to(tensors[0].device)
+        mean_([packed], replicas)
+        for counter, value in zip(counters, packed.to(counters[0].device).unbind(), strict=True):
+            counter.copy_(value)
+
+
+def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
+    """Replace weights, and the moments of AdamW and Lion, by their means over the replicas."""
+    weights = [p.local for p in plan.parameters]
+    moments = [local(x) for p in plan.elementwise for x in averaged(p.state).values()]
+    average_([*weights, *moments], _counters(plan), replicas)
+
+
+def average_everything_(plan: Plan, replicas: dist.ProcessGroup | None, sync: Sync) -> None:
+    """Replace weights and all state that replicas have of their own by their means. Collective.
+
+    sync: the kind that looks after the state that is neither (:class:`Sync`).
+    """
+    ready = plan.select([bool(p.state) for p in plan.parameters])
+    sync.before_average(ready.parameters)
+    states = [local(x) for p in ready.parameters for x in averaged(p.state).values()]
+    average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
+    sync.after_average(ready.parameters)
+    measure_momenta(ready)
+
+
+def _counters(plan: Plan) -> list[Tensor]:
+    return [x for p in plan.elementwise for x in averaged(p.state, counters=True).values()]
+
+
+# -------------------------------------------------------------------- bytes
+
+
+def sizes(X: Sequence[Tensor]) -> list[int]:
+    """Numbers in each parameter, all its shards together."""
+    return [math.prod(global_shape(x)) for x in X]
+
+
+def bytes_of_everything(plan: Plan) -> int:
+    """What :func:`average_everything_` sends, all ranks of a replica together: alike on all."""
+    total = 0
+    for p in plan.parameters:
+        total += math.prod(global_shape(p.X)) * _wire_bytes(p.X) * plan.copies_inside(p)
+        for name, x in averaged(p.state).items():
+            numbers, shards = _whole(p, name, x)
+            total += numbers * _wire_bytes(x) * group_size(plan.inside) // shards
+        for counter in averaged(p.state, counters=True).values():
+            total += counter.nbytes * group_size(plan.inside)
+    return total
+
+
+def _wire_bytes(x: Tensor) -> int:
+    """Bytes of a number that is averaged exactly."""
+    return torch.promote_types(x.dtype, torch.float32).itemsize
+
+
+def _whole(parameter: Parameter, name: str, x: Tensor) -> tuple[int, int]:
+    """Numbers in a state tensor, and the number of shards that it is cut into."""
+    like = parameter.X
+    if flat_shard(like) is None:
+        return x.numel(), math.prod(map(group_size, groups_of(x)))  # a DTensor's are all
+    if name == R_SCALE:
+        return x.numel(), 1
+    for m in parameter.matrices:
+        if m.shard.q.key == name:
+            return min(m.layout.shape) * m.shard.rank, group_size(m.layout.columns.group)
+    return math.prod(global_shape(like)), math.prod(map(group_size, groups_of(like)))
+
+
+# -------------------------------------------------------------------- drift
+
+
+def drift(
+    X: Iterable[tuple[Tensor, int]],
+    replicas: dist.ProcessGroup | None,
+    inside: dist.ProcessGroup | None,
+) -> float:
+    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||, over all parameters; collective.
+
+    Args:
+        X: the shards held here, each with the number of ranks of the replica that hold it alike.
+        replicas: the ranks that hold the same shards.
+        inside: the ranks of this replica, over which the squares are summed.
+
+    Dense: as many numbers cross the group as there are parameters. 0 for one replica.
+    """
+    if group_size(replicas) == 1:
+        return 0.0
+    squares: Tensor | None = None
+    for x, copies in X:
+        mean = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        mean_([mean], replicas)
+        both = torch.stack([(x - mean).square().sum(), mean.square().sum()]).double() / copies
+        squares = both if squares is None else squares + both
+    if squares is None:
+        return 0.0
+    if inside is not None:
+        dist.all_reduce(squares, group=inside)
+    mean_([squares], replicas)
+    apart, norm = squares.tolist()
+    return math.sqrt(apart / norm) if norm > 0 else 0.0

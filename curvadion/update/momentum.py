@@ -1,0 +1,62 @@
+"""Momenta and their norms: what a step's gradients do to them, before and after it is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import NamedTuple
+
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.update.gradients import Gradients
+from curvadion.update.parameter import Parameter
+from curvadion.update.plan import Plan
+
+_decay = attrgetter("momentum_decay")
+
+
+class MomentumNorms(NamedTuple):
+    """Frobenius norms of a step's momenta, one per matrix, (k,).
+
+    before: without the step's gradients. after: with them; a matrix without one has decayed.
+    """
+
+    before: Tensor
+    after: Tensor
+
+
+def momentum_norms(plan: Plan, gradients: Gradients) -> MomentumNorms:
+    """Norms before and after this step's gradients; collective over the shards of a replica.
+
+    Reads only: if the step is skipped, there is nothing to undo.
+    """
+    before = plan.stored_norms()
+    if not plan.matrices:
+        # A rank that holds none of the experts has no norms, but takes part in the decision.
+        after = before
+    elif plan.one_matrix_each:
+        after = ops.momentum_norms(gradients.M, gradients.G, gradients.each(_decay))
+    else:
+        after = ops.momentum_norms(*plan.by_matrix_elements(gradients))
+    return MomentumNorms(before, plan.norms_over_shards(after))
+
+
+def accumulate_momenta(gradients: Gradients) -> None:
+    """M <- M + G (error feedback) or M <- mu M + G (plain), with the local gradient."""
+    ops.accumulate_(gradients.M, gradients.G, gradients.each(_decay))
+
+
+def look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> None:
+    """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
+    shares = gradients.each(share)
+    if any(shares):
+        # The arithmetic of a local step, which saturates where the dtype of M ends.
+        ops.local_step_(gradients.M, gradients.G, [-s for s in shares], [1.0] * len(shares))
+
+
+def measure_momenta(plan: Plan) -> None:
+    """Store the momenta's norms anew; collective over the shards of a replica."""
+    if plan.matrices:
+        here = ops.norms([m.elements(m.parameter.M) for m in plan.matrices])
+        plan.store_norms(plan.norms_over_shards(here))

@@ -1,0 +1,293 @@
+"""Parameters and their matrices as the optimizer works on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion.layout.blocks import block_sizes
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import flat_shard_state
+from curvadion.layout.matrices import MatrixShard, zeros_per_matrix
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.parameters import check_placements, global_shape
+from curvadion.layout.right_factors import create_right_factors
+from curvadion.update.scalar import create_state
+from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE
+
+States = MutableMapping[Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """A parameter X with its group's hyperparameters, all states and its name in reports.
+
+    Tensors are handed out as the shards held here: ``local`` of X, ``G``, ``M``. ``number`` is the
+    place among all that take Dion, the same on every rank.
+    """
+
+    X: Tensor
+    group: dict[str, Any]
+    states: States
+    name: str
+    number: int = 0
+    matrices: list[Matrix] = field(default_factory=list)
+
+    @property
+    def local(self) -> Tensor:
+        return local(self.X.detach())
+
+    @property
+    def G(self) -> Tensor | None:
+        """This replica's gradient."""
+        gradient = self.X.grad
+        if gradient is None:
+            return None
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"{self.name} has a sparse gradient: pass sparse=False to its module"
+            )
+        return local(gradient)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the optimizer remembers of X; empty before the first step.
+
+        Reading leaves no entry behind: to torch's checkpoints it would be a state already.
+        """
+        return self.states.get(self.X, {})
+
+    @property
+    def M(self) -> Tensor:
+        """Momentum, of X's shape."""
+        return local(self.state[MOMENTUM])
+
+    @property
+    def error_feedback(self) -> bool:
+        return bool(self.group["momentum_rule"] == "error_feedback")
+
+    @property
+    def momentum_decay(self) -> float:
+        """What M is multiplied by before it takes the gradient: error feedback decays it later."""
+        return 1.0 if self.error_feedback else float(self.group["mu"])
+
+    @property
+    def feedback(self) -> float:
+        """The factor 1 - mu of the error feedback; 0 under the plain rule."""
+        return 1.0 - float(self.group["mu"]) if self.error_feedback else 0.0
+
+    @property
+    def nesterov(self) -> float:
+        """The gradient's share in the direction, beside the momentum's, which holds it once."""
+        return float(self.group["nesterov"])
+
+    @property
+    def decay(self) -> float | Tensor:
+        """The factor 1 - lr weight_decay of X."""
+        factor: float | Tensor = 1 - self.group["lr"] * self.group["weight_decay"]
+        return factor
+
+    @property
+    def local_lr(self) -> float | Tensor:
+        """Learning rate of the local gradient step."""
+        local_lr: float | Tensor | None = self.group["local_lr"]
+        return self.group["lr"] if local_lr is None else local_lr
+
+    @property
+    def scale_decay(self) -> float:
+        """What R_scale falls by at a step: half as fast as the momentum."""
+        return math.sqrt(float(self.group["mu"]))
+
+    @property
+    def R_scale(self) -> Tensor:
+        """How long R's longest column has been lately, (matrices held here,), a view."""
+        if R_SCALE not in self.state:  # saved by a version that did not remember it
+            self.state[R_SCALE] = zeros_per_matrix(self.X, self.group)
+        return local(self.state[R_SCALE]).view(-1)
+
+    @property
+    def stochastic_rounding(self) -> bool:
+        return bool(self.group["stochastic_rounding"])
+
+    def rounding_seed(self, step: int, matrix: int = 0) -> int:
+        """Below 2**32; the same on every replica, others at other steps and for other matrices."""
+        return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
+
+    def create_state(self) -> None:
+        """Fill the state as the algorithm needs it before its first step."""
+        place = flat_shard_state(self.X)
+        if self.group["algorithm"] != "dion":
+            self.states[self.X] = create_state(self.group["algorithm"], self.X) | place
+            return
+        dtype = _dtype(self.group["momentum_dtype"], self.X)
+        q_dtype = _dtype(self.group["q_dtype"], self.X)
+        self.states[self.X] = {
+            MOMENTUM: torch.zeros_like(self.X, dtype=dtype),
+            **create_right_factors(self.X, self.group, q_dtype),
+            MOMENTUM_NORM: zeros_per_matrix(self.X, self.group),
+            R_SCALE: zeros_per_matrix(self.X, self.group),
+            **place,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One matrix of a parameter; its shards are oriented: no fewer rows than columns globally.
+
+    ``index`` is its place among those of the parameter that are held here.
+    """
+
+    parameter: Parameter
+    shard: MatrixShard
+    index: int
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.parameter.group
+
+    @property
+    def layout(self) -> MatrixLayout:
+        return self.shard.layout
+
+    @property
+    def is_view(self) -> bool:
+        """Whether X and M are views of the parameter's tensors; padded copies otherwise."""
+        return self.shard.view.is_view
+
+    @property
+    def X(self) -> Tensor:
+        """Weights, (m_i, n_j)."""
+        return self.read(self.parameter.local)
+
+    @property
+    def M(self) -> Tensor:
+        """Momentum, (m_i, n_j)."""
+        return self.read(self.parameter.M)
+
+    @property
+    def Q(self) -> Tensor:
+        """Right factor, a view, (n_j, r)."""
+        return local(self.parameter.state[self.shard.q.key])[self.shard.q.index]
+
+    @property
+    def R_scale(self) -> Tensor:
+        """How long R's longest column has been lately, a view without dimensions."""
+        return self.parameter.R_scale[self.index]
+
+    @property
+    def feedback(self) -> float:
+        """The parameter's."""
+        return self.parameter.feedback
+
+    def rounding_seed(self, step: int) -> int:
+        return self.parameter.rounding_seed(step, self.index)
+
+    def elements(self, tensor: Tensor) -> Tensor:
+        """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
+        return self.shard.view.elements(tensor)
+
+    def held(self, shard: Tensor) -> Tensor:
+        """The elements of a shard, (m_i, n_j), that are this matrix's and held here."""
+        return self.shard.view.held(self._oriented(shard))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """This matrix's shard of a local tensor of the parameter, (m_i, n_j)."""
+        return self._oriented(self.shard.view.read(tensor))
+
+    def store(self, tensor: Tensor, shard: Tensor) -> None:
+        """Write an updated shard, which :meth:`read` gave, back to the tensor it is of."""
+        self.shard.view.write(tensor, self._oriented(shard))
+
+    def _oriented(self, shard: Tensor) -> Tensor:
+        return shard.mT if self.layout.transposed else shard
+
+
+@contextmanager
+def open_shards(
+    matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
+) -> Iterator[list[list[Tensor]]]:
+    """Shards (m_i, n_j) of matrices in lists of local tensors, to be changed in place.
+
+    Views change the tensors at once. Padded copies are written back at the end.
+
+    Args:
+        matrices: whose shards are wanted.
+        tensors: lists as long as ``matrices``: for each matrix a local tensor of its parameter.
+
+    Yields:
+        One list of shards per list of tensors.
+    """
+    shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
+    yield shards
+    for each, opened in zip(tensors, shards, strict=True):
+        for m, tensor, shard in zip(matrices, each, opened, strict=True):
+            m.store(tensor, shard)
+
+
+def batches(matrices: Sequence[Matrix]) -> Iterator[slice]:
+    """Matrices to open together: all views in a row at once, padded copies one at a time.
+
+    So no more than one padded copy of each tensor exists at a time.
+    """
+    first = 0
+    while first < len(matrices):
+        last = first + 1
+        while matrices[first].is_view and last < len(matrices) and matrices[last].is_view:
+            last += 1
+        yield slice(first, last)
+        first = last
+
+
+def _dtype(name: str | None, X: Tensor) -> torch.dtype:
+    dtype = X.dtype if name is None else getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is not a dtype of torch")
+    return dtype
+
+
+def names(group: dict[str, Any], position: int) -> list[str]:
+    """The group's parameter names; places in param_groups where they were given without names."""
+    given = group.get("param_names")
+    if given is not None:
+        return list(given)
+    return [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
+
+
+def product_dtype(X: Tensor) -> torch.dtype:
+    """The dtype of products with X or its momentum: float32 or wider."""
+    return torch.promote_types(X.dtype, torch.float32)
+
+
+def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
+    """Raise ValueError, naming the parameter, if the group's algorithm cannot take it."""
+    if X.is_complex():
+        raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
+    check_placements(X, name)
+    if group["algorithm"] != "dion":
+        return
+    shape, stack_dims = global_shape(X), group["stack_dims"]
+    if len(shape) < stack_dims + 2:
+        raise ValueError(
+            f"{name} has shape {shape}, but algorithm='dion' with stack_dims={stack_dims} takes "
+            f"{stack_dims + 2}-D parameters or more: put it in a group with algorithm='adamw' or "
+            f"'lion', or let curvadion.param_groups(model) make the groups. (A parameter of "
+            f"FullyShardedDataParallel looks flat until "
+            f"curvadion.integrations.fsdp.declare_flat_shards(model) has been called.)"
+        )
+    if 0 in shape:
+        raise ValueError(f"{name} has shape {shape}: a matrix needs rows and columns")
+    if group["input_first"] and len(shape) != stack_dims + 2:
+        raise ValueError(
+            f"{name} has shape {shape}, but input_first=True with stack_dims={stack_dims} takes "
+            f"{stack_dims + 2}-D parameters, (..., in, out)"
+        )
+    rows = shape[-1] if group["input_first"] else shape[stack_dims]
+    block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
+    if not local(X.detach()).is_contiguous() and len(shape) > 2:
+        raise ValueError(f"{name} of shape {shape} is not contiguous: make it so before")

@@ -1,0 +1,102 @@
+"""What the optimizer remembers, and whose it is: the one table that all others read.
+
+Per parameter, ``optimizer.state[X]``:
+
+    key               shape            owner     what an exact synchronisation does
+    momentum          X's              replica   takes the mean over replicas
+    Q, Q_rows, Q_<i>  factors          replica   takes the mean
+    R_scale           one a matrix     replica   takes the mean
+    exp_avg           X's              replica   takes the mean
+    exp_avg_sq        X's              replica   takes the mean
+    step              one              replica   takes the mean
+    momentum_norm     one a matrix     replica   measures it again
+    flat_shard_start  one              rank      leaves it: it says which shard this rank holds
+
+and the keys of the sync kind (``Sync.state_keys``), such as ``anchor`` and ``residual``, which that
+kind looks after itself. Tensors under a key that no table names are left alone.
+
+Of the run, the same on every replica: the groups, ``Progress``, and what the gate and the sync
+remember (their ``state_dict``). A checkpoint holds the last three as the groups' key ``progress``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from curvadion.layout.flat_shard import FLAT_SHARD_START
+
+MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
+# What replicas last agreed on. A sync kind that keeps it calls it so: ranks then compare it.
+ANCHOR = "anchor"
+# What codes have lost of the pseudo-gradients sent so far, each replica's own.
+RESIDUAL = "residual"
+
+
+class Owner(Enum):
+    """Whose a state is, which decides what an exact synchronisation does with it."""
+
+    REPLICA = auto()  # each replica has its own: the mean is taken
+    MEASURED = auto()  # follows from other state: it is measured again
+    RANK = auto()  # tells which shard a rank holds: it is left alone
+    SYNC = auto()  # the sync kind's own: its hooks look after it
+
+
+class StateKey(NamedTuple):
+    """A key of a parameter's state.
+
+    name: the key. owner: see :class:`Owner`. like_parameter: whether it has the parameter's shape
+    and placements.
+    """
+
+    name: str
+    owner: Owner
+    like_parameter: bool = False
+
+
+_KEYS = (
+    StateKey(MOMENTUM, Owner.REPLICA, like_parameter=True),
+    StateKey("Q", Owner.REPLICA),
+    StateKey("Q_rows", Owner.REPLICA),
+    StateKey(R_SCALE, Owner.REPLICA),
+    StateKey("exp_avg", Owner.REPLICA, like_parameter=True),
+    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True),
+    StateKey("step", Owner.REPLICA),
+    StateKey(MOMENTUM_NORM, Owner.MEASURED),
+    StateKey(FLAT_SHARD_START, Owner.RANK),
+)
+_BY_NAME = {key.name: key for key in _KEYS}
+
+
+def is_right_factor(name: str) -> bool:
+    """Whether a key holds right factors: "Q", "Q_rows", or "Q_<i>" of a flat shard's matrices."""
+    return name == "Q" or name.startswith("Q_")
+
+
+def key_of(name: str, of_sync: Sequence[StateKey] = ()) -> StateKey | None:
+    """What the table says of a key; None if nothing. of_sync: the sync kind's keys."""
+    if is_right_factor(name):
+        name = "Q"
+    return _BY_NAME.get(name) or next((key for key in of_sync if key.name == name), None)
+
+
+def averaged(state: Mapping[str, Any], *, counters: bool = False) -> dict[str, Tensor]:
+    """The tensors of a state whose mean an exact synchronisation takes, in an order ranks share.
+
+    counters: those that are one number on the host (``step``), instead of all others.
+    """
+    return {
+        name: tensor
+        for name, tensor in sorted(state.items())
+        if (key := key_of(name)) is not None
+        and key.owner is Owner.REPLICA
+        and (name == "step") == counters
+    }
+
+
+def like_parameter(of_sync: Sequence[StateKey] = ()) -> list[str]:
+    """The keys whose tensors have the parameter's shape and placements."""
+    return [key.name for key in (*_KEYS, *of_sync) if key.like_parameter]

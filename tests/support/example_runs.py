@@ -1,0 +1,38 @@
+"""Runs of examples/train_gpt.py, and the checkpoints that they leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import train_gpt
+
+
+def train(rank, *arguments):
+    """Module-level, for the workers."""
+    return train_gpt.main(arguments)
+
+
+def assert_same_checkpoint(one: Path, other: Path):
+    ours, theirs = contents(one), contents(other)
+    assert ours.keys() == theirs.keys()
+    assert {key[0] for key in ours} == {"model", "optimizer"}
+    for key, value in ours.items():
+        assert value == theirs[key] if not torch.is_tensor(value) else value.equal(theirs[key]), key
+
+
+def contents(folder: Path):
+    """A checkpoint's values by their path, whatever the layout that wrote them."""
+    file = folder.with_suffix(".pt")
+    dcp_to_torch_save(folder, file)
+    flat, nested = {}, [((), torch.load(file, weights_only=False))]
+    while nested:
+        path, value = nested.pop()
+        if isinstance(value, (dict, list)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            nested += [((*path, key), inner) for key, inner in items]
+        else:
+            flat[path] = value
+    return flat

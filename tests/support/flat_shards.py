@@ -1,0 +1,83 @@
+"""Tensors cut between elements, the matrices in them, and what a rank holds of each."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+import formulas
+from curvadion.layout.blocks import block_sizes
+from curvadion.layout.flat_shard import declare_flat_shard
+from curvadion.layout.matrix import MatrixLayout
+
+FRACTION = 0.3
+
+
+def matrices_of(full, options):
+    """The matrices of a row-major tensor, output features first, in the order of its elements."""
+    stack = options.get("stack_dims", 0)
+    if options.get("input_first"):
+        full = full.mT
+    sizes = block_sizes(full.shape[stack], options.get("row_blocks", 1))
+    stacked = full.reshape(-1, full.shape[stack], math.prod(full.shape[stack + 1 :]))
+    return [block for one in stacked for block in one.split(sizes)]
+
+
+def ranks_of(shape, options):
+    views = matrices_of(torch.empty(shape), options)
+    return [MatrixLayout.whole(tuple(v.shape)).rank(FRACTION, 1) for v in views]
+
+
+def flat(parts):
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def elements_of(matrices, options):
+    """The inverse of matrices_of for uncut blocks: all elements in the order of the tensor."""
+    return flat([m.mT for m in matrices] if options.get("input_first") else matrices)
+
+
+def my_range(ends, place):
+    return (0, *ends)[place], ends[place]
+
+
+def declared(values, ends, place, group):
+    """This rank's flat shard of a whole tensor, as a parameter."""
+    start, stop = my_range(ends, place)
+    parameter = nn.Parameter(values.reshape(-1)[start:stop].clone())
+    declare_flat_shard(parameter, values.shape, start, stop, group)
+    return parameter
+
+
+def held(shape, ends, options, shards, place, replicas):
+    """What a rank holds of each matrix, counted from the boundaries."""
+    counts, first = [], 0
+    bounds = (0, *ends)
+    for part, r in zip(
+        matrices_of(torch.empty(shape), options), ranks_of(shape, options), strict=True
+    ):
+        turned = options.get("input_first", False)
+        m, n = part.shape[::-1] if turned else part.shape
+        last = first + m * n
+        owners = [
+            {p for p in range(shards) for e in range(i, i + n) if bounds[p] <= e < bounds[p + 1]}
+            for i in range(first, last, n)
+        ]
+        cut, mine = sum(len(o) > 1 for o in owners), sum(place in o for o in owners)
+        upright = m >= n + turned
+        counts.append(
+            formulas.Held(
+                mine if upright else n,
+                n if upright else mine,
+                r,
+                row_ranks=shards if upright else 1,
+                column_ranks=1 if upright else shards,
+                replicas=replicas,
+                shared_rows=cut if upright else 0,
+                shared_columns=0 if upright else cut,
+            )
+        )
+        first = last
+    return counts

@@ -1,0 +1,64 @@
+"""Matrices cut over device meshes in every way, and what a step of them sends."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from curvadion import CurvaDion, WireMeter
+from seeded import gradient, weights
+from shards import shard
+
+SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (7, 5)]
+FRACTION = 0.3
+
+# Sizes of the mesh, a cut for each of its axes (shards.py), the axis of replicas.
+LAYOUTS = {
+    "fsdp 2": ((2,), ("0",), None),
+    "fsdp 4": ((4,), ("0",), None),
+    "fsdp 8, with empty shards": ((8,), ("0",), None),
+    "hsdp 2x2": ((2, 2), ("r", "0"), 0),
+    "hsdp 2x4": ((2, 4), ("r", "0"), 0),
+    "hsdp 2x2, reduced by fsdp": ((2, 2), ("r", "0"), None),
+    "tp colwise": ((2,), ("0",), None),
+    "tp rowwise": ((2,), ("1",), None),
+    "tp rowwise 4": ((4,), ("1",), None),
+    "dp x tp colwise": ((2, 2), ("r", "0"), 0),
+    "dp x tp rowwise": ((2, 2), ("r", "1"), 0),
+    "fsdp x tp, different dimensions": ((2, 2), ("0", "1"), None),
+    "fsdp x tp, the same dimension": ((2, 2), ("0s", "0"), None),
+    "fsdp x tp, the same dimension, 4x2": ((4, 2), ("0s", "0"), None),
+    "fsdp along columns x tp colwise": ((2, 2), ("1", "0"), None),
+    "fsdp x tp, replicated over tp": ((2, 2), ("0", "r"), None),
+    "dp x fsdp x tp, different dimensions": ((2, 2, 2), ("r", "0", "1"), 0),
+    "dp x fsdp x tp, the same dimension": ((2, 2, 2), ("r", "0s", "0"), 0),
+    "replicated everywhere": ((2, 2), ("r", "r"), 0),
+}
+
+
+def place(mesh, replica_axis):
+    return 0 if replica_axis is None else mesh.get_local_rank(replica_axis)
+
+
+def sent(rank, sizes, layout, replica_axis, shapes, gate, local_step="gradient"):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
+    group = None if replica_axis is None else mesh.get_group(replica_axis)
+    X = [nn.Parameter(shard(weights(shape), layout, mesh)) for shape in shapes]
+    optimizer = CurvaDion(
+        X, replicas=group, rank_fraction=FRACTION, local_step=local_step,
+        **({"threshold": 0.0} if gate else {"threshold": 1e9, "max_local_steps": None}),
+    )  # fmt: skip
+    result = None
+    with WireMeter() as meter:
+        for step in range(3):
+            for x, shape in zip(X, shapes, strict=True):
+                full = gradient(shape, step, place(mesh, replica_axis))
+                x.grad = shard(full, layout, mesh)
+            before = meter.snapshot()
+            optimizer.step()
+            result = meter.since(before)
+    return result.bytes, result.calls, result.largest, optimizer.report.gate_open
+
+
+def ranks_of(shapes):
+    return [int(-(-round(FRACTION * min(shape), 9) // 1)) for shape in shapes]
