@@ -481,7 +481,9 @@ def test_the_number_of_threads_changes_no_bit():
             sums = cpu.column_sum_of_squares(R)
             Q = [torch.empty(1000, 300) for _ in R]
             cpu.column_normalize_(Q, R, sums)
-            results.append([cpu.momentum_norms_(momenta, G, [0.9] * 3), *momenta, sums, *Q])
+            norms = cpu.momentum_norms(momenta, G, [0.9] * 3)
+            cpu.accumulate_(momenta, G, [0.9] * 3)
+            results.append([norms, *momenta, sums, *Q])
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
