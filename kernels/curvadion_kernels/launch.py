@@ -20,7 +20,7 @@ from curvadion.ops.tensors import Facts, Sizes
 from curvadion_kernels.numbers import INTERPRETED
 
 # Elements per block: enough to hide the start of a block, and few enough for many blocks per model.
-# The interpreter takes its time per operation, however large.
+# The interpreter's time depends on the number of operations, not on their size.
 CHUNK = 16384
 BLOCK = 16384 if INTERPRETED else 2048
 
