@@ -41,7 +41,7 @@ class ReplicaGroup:
 
     @property
     def replica(self) -> Replica:
-        """The number of the replica that this rank holds, or holds a shard of, and their total."""
+        """Which one of how many this rank holds (a shard of)."""
         return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:

@@ -169,8 +169,8 @@ def _with_columns(Q: Tensor, columns: int) -> Tensor:
     """A tensor like Q, cut as it is, with so many columns, which are never cut."""
     if Q.shape[-1] == columns:
         return Q
-    piece = local(Q)
-    resized = piece.new_zeros(*piece.shape[:-1], columns)
+    shard = local(Q)
+    resized = shard.new_zeros(*shard.shape[:-1], columns)
     if not isinstance(Q, DTensor):
         return resized
     shape = torch.Size((*Q.shape[:-1], columns))

@@ -215,15 +215,16 @@ def _gate(gate: Any, threshold: float | None, wire_budget: float | None) -> Gate
     return gate
 
 
-def _sync(sync: Any, gate: Gate) -> Sync:
-    if sync is None:
-        sync = LowRank() if gate.share is None else QuantizedAverage()
-    if not isinstance(sync, Sync):
+def _sync(given: Any, gate: Gate) -> Sync:
+    """A copy of the sync, with the defaults that the gate asks for."""
+    if given is None:
+        given = LowRank() if gate.share is None else QuantizedAverage()
+    if not isinstance(given, Sync):
         raise TypeError(
-            f"sync={sync!r} must be a Sync, such as curvadion.LowRank() or "
-            f"curvadion.QuantizedAverage(), got {type(sync).__name__}"
+            f"sync={given!r} must be a Sync, such as curvadion.LowRank() or "
+            f"curvadion.QuantizedAverage(), got {type(given).__name__}"
         )
-    sync = copy.deepcopy(sync)
+    sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([1]) is None:
         raise ValueError(
             f"sync={sync!r} with gate={gate!r}: a budget of bytes needs a sync that knows what an "

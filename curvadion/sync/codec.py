@@ -1,4 +1,4 @@
-"""Codes of a few bits per number: blocks turned until they look Gaussian, one scale a block."""
+"""Codes of a few bits per number: blocks rotated until they look Gaussian, one scale a block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BITS = (1, 2, 3, 4, 8)
 SIDE = 16
 BLOCK = SIDE * SIDE
 SCALE_BYTES = 2
-PIECE = 2**22  # numbers coded at once: what this takes beside does not grow with a tensor
+CHUNK = 2**22  # numbers coded at once: what this takes beside does not grow with a tensor
 
 
 def block_bytes(bits: int) -> int:
@@ -43,12 +43,12 @@ def encode(x: Tensor, bits: int) -> Tensor:
     are the best there are. The error is not random: callers keep it and add it to what they send
     next.
     """
-    return torch.cat([_encode(piece, bits) for piece in x.split(PIECE)])
+    return torch.cat([_encode(chunk, bits) for chunk in x.split(CHUNK)])
 
 
 def decode(blocks: Tensor, bits: int) -> Tensor:
     """(k, block_bytes(bits)) uint8 -> (k * BLOCK,) float32."""
-    return torch.cat([_decode(piece, bits) for piece in blocks.split(PIECE // BLOCK)])
+    return torch.cat([_decode(chunk, bits) for chunk in blocks.split(CHUNK // BLOCK)])
 
 
 def _encode(x: Tensor, bits: int) -> Tensor:

@@ -130,9 +130,9 @@ def check_alike(own: Listing, group: dist.ProcessGroup | None, device: torch.dev
 
 
 class Verdict(NamedTuple):
-    """settled: whether gradients could be told apart. complete: no rank misses a gradient."""
+    """decided: whether gradients could be told apart. complete: no rank misses a gradient."""
 
-    settled: bool
+    decided: bool
     complete: bool
 
 
@@ -149,7 +149,7 @@ def verify_replicas(
         plan: the parameters; the gradients held here are finite.
         own: what should be alike on all replicas.
         comparable: the parameters of which replicas should hold the same weights now.
-        replicas: the ranks that hold the same pieces; more than one.
+        replicas: the ranks that hold the same shards; more than one.
 
     Raises:
         RuntimeError: if the replicas' optimizers or weights differ, or if the gradients of the
@@ -182,7 +182,7 @@ def verify_replicas(
         norm > 0 and not same,
         bool(missing_anywhere),
     ]
-    # Every shard has compared its own piece, and all ranks must come to one conclusion.
+    # Every shard has compared its own shards, and all ranks must come to one conclusion.
     if group_size(plan.all_ranks) > group_size(replicas):
         flags = torch.tensor(verdict, dtype=torch.int32, device=plan.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=plan.all_ranks)
@@ -199,7 +199,7 @@ def verify_replicas(
     if identical and not different:
         raise_identical("the matrices" if plan.dion else "the parameters")
     few = sum(p.local.numel() for p in told_by) < FEWEST_NUMBERS  # which never tell anything
-    return Verdict(settled=identical or different or few, complete=not missing)
+    return Verdict(decided=identical or different or few, complete=not missing)
 
 
 def raise_identical(of: str) -> None:
@@ -274,7 +274,7 @@ class GradientWatch:
     deceive; ``LOOKS`` hardly do. A gradient that is zero or missing somewhere, or has few numbers
     that are not zero, tells nothing.
 
-    Where replicas are sharded, one rank of each tells of its pieces, another one each time.
+    Where replicas are sharded, one rank of each tells of its shards, another one each time.
     """
 
     AT_ONCE = 3

@@ -168,13 +168,13 @@ class Plan:
         return torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def copies_inside(self, parameter: Parameter) -> int:
-        """How many ranks of this replica hold the same piece of the parameter as this one."""
-        pieces = math.prod(group_size(g) for g in groups_of(parameter.X))
-        return group_size(self.inside) // pieces
+        """How many ranks of this replica hold the same shard of the parameter as this one."""
+        shards = math.prod(group_size(g) for g in groups_of(parameter.X))
+        return group_size(self.inside) // shards
 
     @cached_property
     def one_matrix_each(self) -> bool:
-        """Whether each parameter of ``dion`` is one matrix, whose piece is all that is held."""
+        """Whether each parameter of ``dion`` is one matrix, whose shard is all that is held."""
         return all(
             len(p.matrices) == 1 and p.matrices[0].elements(p.local).numel() == p.local.numel()
             for p in self.dion
@@ -182,7 +182,7 @@ class Plan:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether parameters are DTensors, of which pieces are held here."""
+        """Whether parameters are DTensors, of which shards are held here."""
         return any(local(p.X) is not p.X for p in self.parameters)
 
     def look_up_states(self) -> list[dict[str, Any]]:
@@ -219,15 +219,15 @@ class Plan:
         """Remember one norm per matrix, (k,), for the next step's gate."""
         self._norms.write(self._states[: len(self.dion)], norms)
 
-    def norms_over_shards(self, pieces: Tensor) -> Tensor:
-        """Norms of whole matrices from those of the pieces held here, (k,) -> (k,)."""
+    def norms_over_shards(self, norms: Tensor) -> Tensor:
+        """Norms of whole matrices from those of the shards held here, (k,) -> (k,)."""
         if self.inside is None:
-            return pieces
+            return norms
         # In float64, where the squares of tiny and of large numbers fit.
-        return self.sum_over_shards(pieces.double().square()).sqrt().to(pieces.dtype)
+        return self.sum_over_shards(norms.double().square()).sqrt().to(norms.dtype)
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
-        """One number per matrix, (k,): the sums over the ranks that hold the matrix's pieces."""
+        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards."""
         if self.inside is None or not self.matrices:
             return values
         slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in self.matrices]
@@ -236,8 +236,8 @@ class Plan:
         buckets.all_reduce_()
         return torch.stack(buckets.views)
 
-    def squared_norms(self, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Squared Frobenius norms of what has these pieces of the stacks' matrices, (k,) by stack.
+    def squared_norms(self, shards: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Squared Frobenius norms of matrices that are cut as the stacks' are, (k,) by stack.
 
         Collective inside the replica.
         """
@@ -248,6 +248,6 @@ class Plan:
                     for m, x in zip(stack, each, strict=True)
                 ]
             )
-            for stack, each in zip(self.stacks(), pieces, strict=True)
+            for stack, each in zip(self.stacks(), shards, strict=True)
         ]
         return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))

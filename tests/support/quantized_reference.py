@@ -23,7 +23,7 @@ from torch import Tensor
 from reference import initial_q, positive_qr
 
 BLOCK = 256
-TENSORS = ("X", "M", "Q", "agreed", "m", "v")  # what each replica holds of a parameter
+TENSORS = ("X", "M", "Q", "anchor", "m", "v")  # what each replica holds of a parameter
 
 
 # ------------------------------------------------------------------------------- codes
@@ -120,26 +120,25 @@ def blocks_of(numbers: Tensor) -> Tensor:
 class Leaf:
     """One parameter on all replicas; lists have one tensor a replica.
 
-    pieces: per rank of a replica, the flat indices of what it holds. residual: per replica and
-    rank, flat. lr_sum: of all steps; lr_agreed: what it was when replicas last agreed.
+    shards: per rank of a replica, the flat indices of what it holds. residual: per replica and
+    rank, flat. lr_since_anchor: the sum over the steps since replicas last agreed.
     """
 
     name: str
     algorithm: str
     X: list[Tensor]
-    pieces: list[Tensor]
+    shards: list[Tensor]
     lr: float
     r: int = 0
     trainable: bool = True
     M: list[Tensor] = field(default_factory=list)
     Q: list[Tensor] = field(default_factory=list)
-    agreed: list[Tensor] = field(default_factory=list)
+    anchor: list[Tensor] = field(default_factory=list)
     residual: list[list[Tensor]] = field(default_factory=list)
     m: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
     t: list[float] = field(default_factory=list)
-    lr_sum: float = 0.0
-    lr_agreed: float = 0.0
+    lr_since_anchor: float = 0.0
     # Of the last opening: codes by replica and of the mean, the largest norm of what was coded,
     # and L.
     codes: list[Code] = field(default_factory=list)
@@ -152,7 +151,7 @@ class Leaf:
     def length(self) -> float:
         """L: how far the steps go since replicas agreed, where all have one direction."""
         m, n = self.X[0].shape
-        return (self.lr_sum - self.lr_agreed) * math.sqrt(m / n)
+        return self.lr_since_anchor * math.sqrt(m / n)
 
 
 Gradients = Mapping[str, "Tensor | None"]
@@ -162,21 +161,21 @@ Held = Mapping[str, Any]
 
 @dataclass
 class QuantizedReference:
-    """Replicas under ``reconcile="quantized"``.
+    """Replicas under ``sync=QuantizedAverage()``.
 
     X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that
-    do not take "dion". pieces: per rank of a replica and name, the flat indices held; by default
-    one rank holds all.
+    do not take "dion". shards: per rank of a replica and name, the flat indices held; by default
+    one rank holds all. bits, fragments, align_momentum, polar_correction: as of QuantizedAverage.
     """
 
     X0: Mapping[str, Tensor]
     replicas: int
     bits: int = 2
-    parts: int = 1
+    fragments: int = 1
     algorithms: Mapping[str, str] = field(default_factory=dict)
-    pieces: Sequence[Mapping[str, Tensor]] | None = None
-    turn: bool = True
-    polar: bool = True
+    shards: Sequence[Mapping[str, Tensor]] | None = None
+    align_momentum: bool = True
+    polar_correction: bool = True
     lr: float = 0.02
     mu: float = 0.95
     wd: float = 0.01
@@ -188,8 +187,8 @@ class QuantizedReference:
     rank_fraction: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    next_part: int = 0
-    parts_apart: int = 0
+    next_fragment: int = 0
+    fragments_apart: int = 0
     leaves: dict[str, Leaf] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,10 +196,10 @@ class QuantizedReference:
         for name, X0 in self.X0.items():
             algorithm = self.algorithms.get(name, "dion")
             all_here = [torch.arange(X0.numel())]
-            pieces = all_here if self.pieces is None else [p[name] for p in self.pieces]
-            leaf = Leaf(name, algorithm, self._each(X0.double()), pieces, self.lr)
-            leaf.agreed = self._each(X0.double())
-            leaf.residual = [[torch.zeros(len(p)).double() for p in pieces] for _ in leaf.X]
+            shards = all_here if self.shards is None else [held[name] for held in self.shards]
+            leaf = Leaf(name, algorithm, self._each(X0.double()), shards, self.lr)
+            leaf.anchor = self._each(X0.double())
+            leaf.residual = [[torch.zeros(len(s)).double() for s in shards] for _ in leaf.X]
             leaf.t = [0.0] * self.replicas
             zero = torch.zeros_like(X0, dtype=torch.float64)
             if algorithm == "dion":
@@ -220,19 +219,19 @@ class QuantizedReference:
         here = [leaf for leaf in self.leaves.values() if leaf.trainable]
         return sorted(here, key=lambda leaf: leaf.algorithm != "dion")
 
-    def part_of(self) -> dict[str, int]:
-        """Parts of about equal size: the largest first, each to the smallest part so far."""
-        filled = [0] * min(self.parts, len(self.trainable))
-        part_of = {}
+    def fragment_of(self) -> dict[str, int]:
+        """Fragments of about equal size: the largest first, each to the smallest one so far."""
+        filled = [0] * min(self.fragments, len(self.trainable))
+        fragment_of = {}
         for leaf in sorted(self.trainable, key=lambda leaf: -leaf.X[0].numel()):
-            part_of[leaf.name] = filled.index(min(filled))
-            filled[part_of[leaf.name]] += leaf.X[0].numel()
-        return part_of
+            fragment_of[leaf.name] = filled.index(min(filled))
+            filled[fragment_of[leaf.name]] += leaf.X[0].numel()
+        return fragment_of
 
     def set_trainable(self, name: str, trainable: bool) -> None:
         """Freeze or thaw; whoever was frozen has agreed all the time."""
         leaf = self.leaves[name]
-        leaf.trainable, leaf.lr_agreed = trainable, leaf.lr_sum
+        leaf.trainable, leaf.lr_since_anchor = trainable, 0.0
 
     # ---------------------------------------------------------------------- steps
 
@@ -244,17 +243,16 @@ class QuantizedReference:
         last: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         for leaf in self.leaves.values():
             leaf.codes, leaf.degenerate = [], False
-            leaf.lr_sum += leaf.lr
         for leaf in self.trainable:
             own = [g.get(leaf.name) for g in gradients]
-            if all(G is None for G in own):
-                leaf.lr_agreed += leaf.lr
+            if any(G is not None for G in own):
+                leaf.lr_since_anchor += leaf.lr
             for i, G in enumerate(own):
                 if G is not None:
                     factors = self._local(leaf, i, G.double())
                     if factors is not None:
                         last[leaf.name, i] = factors
-        self.parts_apart = len(set(self.part_of().values()))
+        self.fragments_apart = len(set(self.fragment_of().values()))
         return self.come_together(1, last) if gate_open else []
 
     def _local(self, leaf: Leaf, i: int, G: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -288,57 +286,57 @@ class QuantizedReference:
     def come_together(
         self, count: int, last: Mapping[tuple[str, int], tuple[Tensor, Tensor]] | None = None
     ) -> list[str]:
-        """Replicas agree on the next parts; the names of what is in them.
+        """Replicas agree on the next fragments; the names of what is in them.
 
         last: factors P and Q by name and replica of the step just taken; None if there was none,
         and then nothing is corrected.
         """
-        part_of = self.part_of()
-        total = len(set(part_of.values()))
-        now = {(self.next_part + i) % total for i in range(count)}
-        leaves = [leaf for leaf in self.trainable if part_of[leaf.name] in now]
-        self.next_part = (self.next_part + count) % total
-        self.parts_apart = max(0, self.parts_apart - count)
+        fragment_of = self.fragment_of()
+        total = len(set(fragment_of.values()))
+        now = {(self.next_fragment + i) % total for i in range(count)}
+        leaves = [leaf for leaf in self.trainable if fragment_of[leaf.name] in now]
+        self.next_fragment = (self.next_fragment + count) % total
+        self.fragments_apart = max(0, self.fragments_apart - count)
         if self.replicas == 1:
             for leaf in leaves:
-                leaf.agreed = [leaf.X[0].clone()]
-                leaf.lr_agreed = leaf.lr_sum
+                leaf.anchor = [leaf.X[0].clone()]
+                leaf.lr_since_anchor = 0.0
             return [leaf.name for leaf in leaves]
         own = {leaf.name: [X.clone() for X in leaf.X] for leaf in leaves}
-        before = {leaf.name: leaf.agreed[0].clone() for leaf in leaves}
+        before = {leaf.name: leaf.anchor[0].clone() for leaf in leaves}
         self._average(leaves)
         dion = [leaf for leaf in leaves if leaf.algorithm == "dion"]
         if last is not None and self.local_step == "dion":
             for leaf in dion:
-                if self.turn:
+                if self.align_momentum:
                     for i in range(self.replicas):
                         if (leaf.name, i) in last:
-                            turn_(leaf, i, own[leaf.name][i], *last[leaf.name, i])
-                if self.polar:
-                    lengthen_(leaf, before[leaf.name])
+                            align_(leaf, i, own[leaf.name][i], *last[leaf.name, i])
+                if self.polar_correction:
+                    correct_polar_(leaf, before[leaf.name])
         for leaf in leaves:
             leaf.opened_length = leaf.length if leaf.algorithm == "dion" else 0.0
-            leaf.lr_agreed = leaf.lr_sum
+            leaf.lr_since_anchor = 0.0
         return [leaf.name for leaf in leaves]
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
-        """X <- agreed <- agreed + mean of (X - agreed), in codes with error feedback."""
+        """X <- anchor <- anchor + mean of (X - anchor), in codes with error feedback."""
         # Ranks that hold a parameter alike hold all of these alike: they own the same blocks.
         by_cut: dict[tuple[int, ...], list[Leaf]] = {}
         for leaf in leaves:
-            first = (next(j for j, q in enumerate(leaf.pieces) if q.equal(p)) for p in leaf.pieces)
+            first = (next(j for j, t in enumerate(leaf.shards) if t.equal(s)) for s in leaf.shards)
             by_cut.setdefault(tuple(first), []).append(leaf)
         for alike in by_cut.values():
             self._average_together(alike)
 
     def _average_together(self, leaves: Sequence[Leaf]) -> None:
-        means = {leaf.name: torch.zeros_like(leaf.agreed[0]) for leaf in leaves}
-        for s in range(len(leaves[0].pieces)):
+        means = {leaf.name: torch.zeros_like(leaf.anchor[0]) for leaf in leaves}
+        for s in range(len(leaves[0].shards)):
             sent = [self._to_send(leaves, i, s) for i in range(self.replicas)]
             received, codes = mean_in_codes(sent, self.bits)
             starts = 0
             for leaf in leaves:
-                held = leaf.pieces[s]
+                held = leaf.shards[s]
                 span = slice(starts, starts + -(-len(held) // BLOCK))
                 starts = span.stop
                 mean, *lost = (x[span].flatten()[: len(held)] for x in received)
@@ -348,11 +346,11 @@ class QuantizedReference:
                 leaf.codes += [Code(c.y[span], c.scale[span], c.bits) for c in codes]
                 leaf.coded_norm = max(float(z[span].norm()) for z in sent)
         for leaf in leaves:
-            leaf.agreed = [agreed + means[leaf.name] for agreed in leaf.agreed]
-            leaf.X = [agreed.clone() for agreed in leaf.agreed]
+            leaf.anchor = [anchor + means[leaf.name] for anchor in leaf.anchor]
+            leaf.X = [anchor.clone() for anchor in leaf.anchor]
 
     def _to_send(self, leaves: Sequence[Leaf], i: int, s: int) -> Tensor:
-        moved = ((leaf.X[i] - leaf.agreed[i]).flatten()[leaf.pieces[s]] for leaf in leaves)
+        moved = ((leaf.X[i] - leaf.anchor[i]).flatten()[leaf.shards[s]] for leaf in leaves)
         residuals = (leaf.residual[i][s] for leaf in leaves)
         return torch.cat([blocks_of(d + e) for d, e in zip(moved, residuals, strict=True)])
 
@@ -361,18 +359,18 @@ class QuantizedReference:
         for leaf in self.trainable:
             for i in range(self.replicas):
                 lost = torch.zeros_like(leaf.X[i])
-                for held, piece in zip(leaf.pieces, leaf.residual[i], strict=True):
-                    lost.view(-1)[held] = piece  # ranks may hold the same: added once
-                    piece.zero_()
+                for held, residual in zip(leaf.shards, leaf.residual[i], strict=True):
+                    lost.view(-1)[held] = residual  # ranks may hold the same: added once
+                    residual.zero_()
                 leaf.X[i] = leaf.X[i] + lost
             for key in ("X", "M", "Q", "m", "v", "t"):
                 held = getattr(leaf, key)
                 if held:
                     mean = sum(held) / len(held)
                     setattr(leaf, key, [mean + 0 for _ in held])
-            leaf.agreed = [X.clone() for X in leaf.X]
-            leaf.lr_agreed = leaf.lr_sum
-        self.parts_apart = 0
+            leaf.anchor = [X.clone() for X in leaf.X]
+            leaf.lr_since_anchor = 0.0
+        self.fragments_apart = 0
 
     # ---------------------------------------------------------------------- comparing
 
@@ -411,9 +409,9 @@ class QuantizedReference:
         for key in TENSORS:
             if getattr(leaf, key):
                 tensor, shaken = getattr(leaf, key)[i], getattr(other, key)[i]
-                reach = 1.0 if key in ("X", "agreed") else 0.0
-                turns = self.turn and self.local_step == "dion"
-                if key == "M" and turns and leaf.opened_length > 0:
+                reach = 1.0 if key in ("X", "anchor") else 0.0
+                aligned = self.align_momentum and self.local_step == "dion"
+                if key == "M" and aligned and leaf.opened_length > 0:
                     reach = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.opened_length
                 yield key, tensor, _roundings(tensor, shaken, spacing) + reach * of_codes
         pairs = zip(leaf.residual[i], other.residual[i], strict=True)
@@ -458,7 +456,7 @@ def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...]
     return (mean, *lost), [*codes, code]
 
 
-def turn_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor) -> None:
+def align_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor) -> None:
     """M <- M - (D - D_i) S / L, S = Q (M^T P)^T; shorter where D - D_i exceeds L sqrt(r)."""
     D, M = oriented(leaf.X[i] - own), oriented(leaf.M[i])
     longest = leaf.length * math.sqrt(leaf.r)
@@ -467,18 +465,18 @@ def turn_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor) -> None:
     leaf.M[i] = oriented_like(M, leaf.M[i])
 
 
-def lengthen_(leaf: Leaf, before: Tensor) -> None:
+def correct_polar_(leaf: Leaf, before: Tensor) -> None:
     """D <- D + L (V - V V^T V) / 2, V = D / L; no longer than singular values up to 1 make it."""
     L = leaf.length
     if L <= 1e-10:
         return
-    V = (leaf.agreed[0] - before) / L
+    V = (leaf.anchor[0] - before) / L
     change = (V - V @ V.mT @ V) / 2
     s = 1 / math.sqrt(3)  # where s - s^3 is largest
     longest = (s - s**3) / 2 * math.sqrt(min(V.shape))
     change = change * L * min(1.0, longest / max(float(change.norm()), 1e-300))
-    leaf.agreed = [agreed + change for agreed in leaf.agreed]
-    leaf.X = [agreed.clone() for agreed in leaf.agreed]
+    leaf.anchor = [anchor + change for anchor in leaf.anchor]
+    leaf.X = [anchor.clone() for anchor in leaf.anchor]
 
 
 def elementwise_(

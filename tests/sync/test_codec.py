@@ -140,7 +140,7 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(m, n):
 def test_pieces_have_the_codes_of_the_whole(bits, monkeypatch):
     x = torch.randn(7 * BLOCK, generator=torch.Generator().manual_seed(0))
     whole = encode(x, bits)
-    monkeypatch.setattr(quantization, "PIECE", 2 * BLOCK)
+    monkeypatch.setattr(quantization, "CHUNK", 2 * BLOCK)
     assert encode(x, bits).equal(whole)
     assert decode(whole, bits).equal(torch.cat([decode(block[None], bits) for block in whole]))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distributed
-from curvadion import CurvaDion
+from curvadion import CurvaDion, QuantizedAverage
 from curvadion.sync.codec import levels
 from quantized_reference import (
     Follower,
@@ -36,23 +36,15 @@ MISSING = {(3, 0, "4"), (4, 1, "bias"), (5, 1, "0"), (8, 0, "2"), (8, 1, "2")}
 STATE = {
     "momentum": "M",
     "Q": "Q",
-    "weight_agreed": "agreed",
+    "anchor": "anchor",
     "exp_avg": "m",
     "exp_avg_sq": "v",
     "step": "t",
 }
 
 
-# Options that the reference names as the optimizer does, and others.
-SHARED = {"nesterov", "lr", "mu", "local_step", "local_lr", "momentum_rule"}
-SHARED |= {"right_factor", "rank_fraction", "betas", "eps"}
-NAMES = {
-    "bits": "reconcile_bits",
-    "parts": "reconcile_parts",
-    "turn": "reconcile_momentum",
-    "polar": "reconcile_polar",
-    "wd": "weight_decay",
-}
+# Of the reference's settings, those of the sync.
+OF_SYNC = {"bits", "fragments", "align_momentum", "polar_correction"}
 
 
 def shapes():
@@ -83,8 +75,7 @@ def optimizer_of(X, options):
     matrices = [(name, x) for name, x in X.items() if name not in VECTORS]
     others = [(name, x) for name, x in X.items() if name in VECTORS]
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
-    how = {"gate": Scheduled(OPEN_STEPS), "reconcile": "quantized", **options}
-    return CurvaDion(groups, replicas=dist.group.WORLD, **how)
+    return CurvaDion(groups, replicas=dist.group.WORLD, gate=Scheduled(OPEN_STEPS), **options)
 
 
 def train(rank, dtype, fall, options):
@@ -108,7 +99,7 @@ def state_of(x, state):
     held = {own: state[key].clone() for key, own in STATE.items() if key in state}
     return held | {
         "X": x.detach().clone(),
-        "residual": [state["weight_residual"].flatten().clone()],
+        "residual": [state["residual"].flatten().clone()],
     }
 
 
@@ -121,8 +112,10 @@ def follow(ranks, dtype, settings):
     fall = known.pop("fall", 0.5)
     algorithms = dict.fromkeys(VECTORS, "adamw")
     reference = QuantizedReference(start(dtype), ranks, algorithms=algorithms, **known)
-    rule = {k: v for k, v in known.items() if k in SHARED}
-    rule |= {NAMES[k]: v for k, v in known.items() if k in NAMES}
+    rule = {k: v for k, v in known.items() if k not in OF_SYNC}
+    if "wd" in rule:
+        rule["weight_decay"] = rule.pop("wd")
+    rule["sync"] = QuantizedAverage(**{k: v for k, v in known.items() if k in OF_SYNC})
     held = distributed.run(ranks, train, dtype, fall, rule)
     follower = Follower(reference, spacing_of(dtype))
     problems = []
@@ -145,14 +138,14 @@ SETTINGS = {
     "2 bits": {},
     "1 bit": {"bits": 1},
     "3 bits": {"bits": 3},
-    "4 bits, two parts": {"bits": 4, "parts": 2},
+    "4 bits, two fragments": {"bits": 4, "fragments": 2},
     "8 bits": {"bits": 8},
-    "8 bits, two parts": {"bits": 8, "parts": 2},
-    "three parts": {"parts": 3},
-    "more parts than parameters": {"parts": 50},
-    "no corrections": {"turn": False, "polar": False},
-    "no turn": {"turn": False, "bits": 4},
-    "no polar step": {"polar": False, "bits": 4},
+    "8 bits, two fragments": {"bits": 8, "fragments": 2},
+    "three fragments": {"fragments": 3},
+    "more fragments than parameters": {"fragments": 50},
+    "no corrections": {"align_momentum": False, "polar_correction": False},
+    "no alignment": {"align_momentum": False, "bits": 4},
+    "no polar correction": {"polar_correction": False, "bits": 4},
     "quarter of the rank, normalised columns": {
         "rank_fraction": 0.25,
         "right_factor": "column_normalized",
@@ -164,7 +157,7 @@ SETTINGS = {
 }
 
 
-FOUR = {"2 bits", "8 bits, two parts", "gradient steps"}
+FOUR = {"2 bits", "8 bits, two fragments", "gradient steps"}
 CASES = [(2, name) for name in SETTINGS] + [(4, name) for name in SETTINGS if name in FOUR]
 
 
@@ -175,7 +168,7 @@ def test_replicas_take_the_references_trajectory(ranks, settings):
     assert follower.compared > 500
 
 
-@pytest.mark.parametrize("settings", ["2 bits", "8 bits, two parts", "no corrections"])
+@pytest.mark.parametrize("settings", ["2 bits", "8 bits, two fragments", "no corrections"])
 def test_in_float64_too(settings):
     problems, _ = follow(2, torch.float64, SETTINGS[settings])
     assert not problems, "\n".join(problems)

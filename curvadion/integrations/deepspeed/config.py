@@ -133,7 +133,7 @@ def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> li
 
 
 def declare_shapes(module: nn.Module) -> None:
-    """Say what the parameters of a model built under ``deepspeed.zero.Init`` are pieces of.
+    """Say what the parameters of a model built under ``deepspeed.zero.Init`` are shards of.
 
     They look empty; ``curvadion.param_groups`` then knows their shapes. A JSON configuration needs
     no such call.

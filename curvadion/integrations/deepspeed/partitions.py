@@ -83,7 +83,7 @@ def _bfloat16(zero: Any, reaching: Reaching) -> Iterator[Partition]:
 
 
 def _publish(zero: Any, name: str, i: int, master: Tensor) -> Callable[[], object]:
-    """A copy into this rank's piece of a buffer, as it is then: offloading weights exchanges it."""
+    """A copy into this rank's share of a buffer, as it is then: offloading weights exchanges it."""
 
     def publish() -> None:
         mine = dist.get_rank(zero.real_dp_process_group[i])
@@ -95,7 +95,7 @@ def _publish(zero: Any, name: str, i: int, master: Tensor) -> Callable[[], objec
 def _contiguous(
     parameters: Sequence[Tensor], flat: Tensor, size: int, group: dist.ProcessGroup
 ) -> tuple[Range, ...]:
-    """Ranges of a partition that is the ``rank``-th piece, ``size`` long, of a flat buffer.
+    """Ranges of a partition that is the ``rank``-th share, ``size`` long, of a flat buffer.
 
     Parameters are views of the buffer: where they lie is asked of them, because the order may be
     changed (``round_robin_gradients``) and gaps may be left (``parameter_alignment``).
@@ -117,7 +117,7 @@ def _contiguous(
 
 
 def _stage_3(zero: Any, reaching: Reaching) -> Iterator[Partition]:
-    """Every parameter is cut by itself into equal pieces; a sub-group is a row of such pieces."""
+    """Every parameter is cut by itself into equal shares; a sub-group is a row of such shares."""
     for i, master in enumerate(zero.fp32_partitioned_groups_flat):
         ranges, offset = [], 0
         for p in zero.fp16_groups[i]:

@@ -136,7 +136,7 @@ class Shards:
             type(self.optimizer).step(self.optimizer)
             self._drop_gradients()
         self.stepped = True
-        # ZeRO published the earlier ones when their turn was, before the step.
+        # ZeRO published the earlier ones earlier, before the step.
         for partition in self._partitions:
             partition.publish()
 
@@ -177,18 +177,18 @@ class Shards:
     def _follow_moved_partitions(self) -> None:
         for i, partition in enumerate(self._partitions):
             if partition.flat.data_ptr() != self._addresses[i]:
-                for view, piece in zip(
-                    self._views[i], _pieces(partition, partition.flat), strict=True
+                for view, held in zip(
+                    self._views[i], _held(partition, partition.flat), strict=True
                 ):
-                    view.data = piece
+                    view.data = held
                 self._addresses[i] = partition.flat.data_ptr()
 
     def _set_gradients(self) -> None:
         for views, partition in zip(self._views, self._partitions, strict=True):
             gradient = self._gradients[id(partition.flat)]
             if gradient is not None:
-                for view, piece in zip(views, _pieces(partition, gradient), strict=True):
-                    view.grad = piece
+                for view, held in zip(views, _held(partition, gradient), strict=True):
+                    view.grad = held
 
     def _drop_gradients(self) -> None:
         self._gradients.clear()
@@ -197,7 +197,7 @@ class Shards:
                 view.grad = None
 
 
-def _pieces(partition: Partition, flat: Tensor) -> list[Tensor]:
+def _held(partition: Partition, flat: Tensor) -> list[Tensor]:
     data = flat.detach()
     return [data[r.offset : r.offset + r.stop - r.start] for r in partition.ranges]
 
