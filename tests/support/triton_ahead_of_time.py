@@ -49,6 +49,10 @@ VARIANTS = {
         momentum.momentum_kernel,
         elementwise(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False, SUMS=1024),
     ),
+    "accumulate_ float32": (
+        momentum.momentum_kernel,
+        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=True, WRITE=True, SUMS=1024),
+    ),
     "accumulate_": (
         momentum.momentum_kernel,
         elementwise(M_DTYPE=F32, G_DTYPE=BF16, HAS_G=True, WRITE=True, SUMS=1024),
