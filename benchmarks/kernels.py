@@ -73,7 +73,7 @@ def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
     matrix, factors = _size(p.X), _size(p.P) + 2 * _size(p.Q)
     return {
         "momentum_norms": (lambda b: b.momentum_norms(p.M, p.G, p.mu), 2 * matrix),
-        "momentum_norms_": (lambda b: b.momentum_norms_(p.M, p.G, p.mu), 3 * matrix),
+        "accumulate_": (lambda b: b.accumulate_(p.M, p.G, p.mu), 3 * matrix),
         "column_normalize_": (columns, 2 * _size(p.R)),
         "low_rank_update_": (low_rank, 4 * matrix + factors),
         "local_step_": (
@@ -90,10 +90,9 @@ def _foreach(p: Problem) -> Contenders:
     def momentum_norms() -> object:
         return torch._foreach_norm(torch._foreach_add(G, M, alpha=0.95))
 
-    def momentum_norms_() -> object:
+    def accumulate_() -> None:
         torch._foreach_mul_(M, 0.95)
         torch._foreach_add_(M, G)
-        return torch._foreach_norm(M)
 
     def local_step_() -> None:
         torch._foreach_mul_(X, p.decay[0])
@@ -101,7 +100,7 @@ def _foreach(p: Problem) -> Contenders:
         torch._foreach_mul_(M, 0.95)
         torch._foreach_add_(M, G)
 
-    return {f.__name__: f for f in (momentum_norms, momentum_norms_, local_step_)}
+    return {f.__name__: f for f in (momentum_norms, accumulate_, local_step_)}
 
 
 def _forced(backend: str, call: Callable[[Any], object]) -> Callable[[], object]:

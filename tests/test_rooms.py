@@ -4,12 +4,13 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from curvadion.update.hyperparameters import SETTINGS as GROUP_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Each room imports from itself and from those before it.
 ROOMS = [
-    "checks",  # of arguments: a module that needs nothing
+    "checks",  # of arguments; needs no other room
     "comm", "ops", "metering", "gates", "layout", "update", "sync", "optim", "integrations",
 ]  # fmt: skip
 # These import nothing from the rooms that know parameters and matrices.

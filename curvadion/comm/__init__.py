@@ -1,1 +1,1 @@
-"""Process groups, and tensors that cross them in buckets."""
+"""Process groups, and collectives on many tensors at once."""

@@ -1,4 +1,4 @@
-"""Buckets: many tensors cross the wire in one collective, unpadded."""
+"""Collectives on many tensors at once, in flat buckets without padding."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ DENSE_BUCKET_BYTES = 64 * 1024 * 1024
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in ``group``; None stands for this process alone."""
+    """Number of ranks in ``group``; 1 for None, which stands for this process alone."""
     return 1 if group is None else group.size()
 
 
 def said_alike(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether all ranks of a group say the same, by its repr; the same answer on all. 16 bytes."""
+    """Whether ``said`` has the same repr on all ranks of the group.
+
+    All ranks get the same answer. The collective takes 16 bytes on ``device``.
+    """
     if group_size(group) == 1:
         return True
     number = checksum(said)
@@ -30,12 +33,12 @@ def said_alike(said: object, group: dist.ProcessGroup | None, device: torch.devi
 
 
 def checksum(said: object) -> int:
-    """A number below 2**32 that is another one where the repr is."""
+    """A checksum of an object's repr: an integer below 2**32."""
     return zlib.crc32(repr(said).encode())
 
 
 class Slot(NamedTuple):
-    """What a tensor needs from a bucket: its shape and the ranks that share its sum."""
+    """A place for one tensor in a bucket: its shape, dtype and device, and its group."""
 
     shape: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -44,9 +47,9 @@ class Slot(NamedTuple):
 
 
 class Buckets:
-    """One flat buffer per process group, dtype and device, and a view into it per slot.
+    """One flat buffer for each process group, dtype and device, and a view into it for each slot.
 
-    Write the summands into ``views`` (in the order of the slots), then call
+    Write this rank's summands into ``views``, which has the order of the slots. Then call
     :meth:`all_reduce_`. Slots whose group is None or has one rank are never sent.
     """
 
@@ -82,10 +85,10 @@ class Buckets:
 
 
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its mean over ``group``: the same bits on every rank.
+    """Replace each tensor by its mean over ``group``, with the same bits on every rank.
 
-    Tensors narrower than float32 are summed in float32. Buckets hold at most
-    ``DENSE_BUCKET_BYTES`` (or one tensor), so the extra memory is bounded.
+    Tensors narrower than float32 are summed in float32. A bucket holds one tensor, or several of
+    at most ``DENSE_BUCKET_BYTES`` together; this bounds the extra memory.
     """
     size = group_size(group)
     if size == 1:
@@ -102,7 +105,10 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
 def chunks(
     tensors: Sequence[Tensor], most_bytes: int = DENSE_BUCKET_BYTES
 ) -> Iterator[list[Tensor]]:
-    """Runs of tensors that take ``most_bytes`` at most, in float32, or of one tensor."""
+    """Split a list into runs of at most ``most_bytes``, or of one tensor that is larger.
+
+    Tensors narrower than float32 count as float32.
+    """
     chunk: list[Tensor] = []
     held = 0
     for tensor in tensors:

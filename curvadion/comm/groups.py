@@ -1,4 +1,4 @@
-"""Process groups over the ranks of several others."""
+"""Looking up process groups, and groups that span the ranks of several others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ Group = dist.ProcessGroup
 
 
 def group_of_ranks(ranks: Iterable[int]) -> Group | None:
-    """A process group of these global ranks: an existing one, else a new one; None for one rank.
+    """A process group of these global ranks; None for one rank.
 
-    Only groups with the default group's backends are taken: programs that compute elsewhere often
-    keep another over the same ranks for the CPU. Every rank of the group must call this at the
-    same point.
+    An existing group is used if it has the default group's backends. (Programs that compute on
+    another device often keep a second group over the same ranks for the CPU.) Otherwise a group is
+    created, so every rank of the group must call this function at the same point.
+
+    Raises:
+        RuntimeError: if torch gives this rank no group, because it is not one of ``ranks``.
     """
     wanted = sorted(set(ranks))
     if len(wanted) == 1:
@@ -33,7 +36,7 @@ def group_of_ranks(ranks: Iterable[int]) -> Group | None:
 
 
 def same_ranks(one: Group | None, other: Group | None) -> bool:
-    """Whether two groups have the same members, though they may be two communicators."""
+    """Whether two groups have the same members. They may still be two communicators."""
     if one is None or other is None:
         return one is other
     members = [set(dist.get_process_group_ranks(group)) for group in (one, other)]
@@ -41,11 +44,11 @@ def same_ranks(one: Group | None, other: Group | None) -> bool:
 
 
 class Unions:
-    """Groups of all ranks that can be reached through some of the given groups.
+    """Looks up or creates groups of all ranks that can be reached through several groups.
 
-    Building one asks the members whom they reach in turn (a replica's shards each know their own
-    replica group only), so every rank must ask for the same unions in the same order. Answers are
-    remembered.
+    A rank knows its own groups only: each shard of a replica, for instance, has a replica group of
+    its own. So the members tell each other which ranks they reach, which is collective. Every rank
+    must ask for the same unions in the same order. Answers are remembered.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class Unions:
 
 def _reachable(groups: Sequence[Group]) -> set[int]:
     ranks = {dist.get_rank()}
-    # As many rounds as groups: in a grid every round follows one dimension for all ranks.
+    # One round for each group: in a grid, each round adds one dimension, for all ranks.
     for _ in groups:
         for group in groups:
             told: list[set[int]] = [set() for _ in range(group_size(group))]

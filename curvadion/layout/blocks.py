@@ -62,15 +62,17 @@ def rank_of(layout: MatrixLayout, options: Mapping[str, Any]) -> int:
 
 
 def output_first(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """The parameter as (*stack, out, in, ...): a view if ``input_first``, to ask for its layout."""
+    """The parameter in the order (*stack, out, in, ...); a view of it if ``input_first``."""
     return swapped(X, options["stack_dims"]) if options["input_first"] else X
 
 
 class RowBlock(NamedTuple):
-    """A block of rows as this rank holds it.
+    """A block of rows, as this rank holds it.
 
-    size: the block's number of rows, over all ranks. held: those held here, counted from the
-    block's first row. local: where these lie among the rows of the local tensor.
+    Attributes:
+        size: the number of rows of the block, over all ranks.
+        held: the rows held here, counted from the block's first row.
+        local: where these lie among the rows of the local tensor.
     """
 
     size: int

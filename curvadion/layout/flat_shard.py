@@ -98,8 +98,10 @@ def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
 class FlatMatrix(NamedTuple):
     """One matrix of a flat shard's tensor.
 
-    first: index of its first element in the tensor. shape: (m, n), output features first. view:
-    the elements held here.
+    Attributes:
+        first: index of its first element in the tensor.
+        shape: (m, n), output features first.
+        view: the elements held here.
     """
 
     first: int

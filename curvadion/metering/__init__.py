@@ -1,1 +1,1 @@
-"""Wire bytes and step reports."""
+"""Counting of bytes sent, and reports on steps."""

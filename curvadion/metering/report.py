@@ -1,4 +1,4 @@
-"""What a step did: a report per step, running totals, and writers for logs."""
+"""Reports on steps, running totals over them, and functions that write them to logs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import Any, Protocol, TextIO
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step.
+    """What one optimizer step did.
 
     Attributes:
-        step: number of this step, from 1; a skipped one counts.
+        step: number of the step, counted from 1; skipped steps count.
         gate_open: whether replicas synchronised.
         reason: why the gate opened ("threshold", "period", "always", "warm-up",
-            "longest local run", or a gate's own), "closed", or "non-finite gradient".
-        rmmc: the largest signal of the gate over matrices and replicas: for the RMMC gate the
-            relative maximum momentum change. None if the gate reads no momentum or was skipped.
-        rmmc_parameter: name of the parameter that had it.
-        local_steps: local steps since the replicas last synchronised, this one included.
-        skipped: whether a non-finite gradient on some replica made all of them skip this step.
-        wire_bytes: payload bytes this process sent through any process group since the last
-            report, whoever sent them; None if no WireMeter is active.
+            "longest local run", or a reason that a user's gate gives), "closed", or
+            "non-finite gradient".
+        rmmc: the gate's largest signal over all matrices and replicas. For the RMMC gate it is the
+            relative maximum momentum change (arXiv 2512.13728). None if the gate reads no momentum
+            or the step was skipped.
+        rmmc_parameter: name of the parameter with this signal.
+        local_steps: local steps since the replicas last synchronised, including this one.
+        skipped: whether all replicas skipped the step because one had a non-finite gradient.
+        wire_bytes: payload in bytes of all collectives of this process since the last report, the
+            optimizer's and others'. None if no WireMeter is active.
     """
 
     step: int
@@ -37,14 +39,14 @@ class StepReport:
     wire_bytes: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able: an infinite RMMC becomes the string "inf"."""
+        """The fields as values that JSON can hold: an infinite RMMC becomes the string "inf"."""
         record = asdict(self)
         return {key: _strict(value) for key, value in record.items()}
 
 
 @dataclass
 class Summary:
-    """Running totals over reports; holds a few numbers however long the training runs."""
+    """Running totals over reports; a few numbers, however long the training runs."""
 
     steps: int = 0
     open_steps: int = 0
@@ -61,7 +63,7 @@ class Summary:
 
     @property
     def open_gate_share(self) -> float:
-        """Share of the steps taken at which the gate was open; 0 before the first."""
+        """The share of steps at which the gate was open; 0 before the first step."""
         return self.open_steps / self.steps if self.steps else 0.0
 
     def as_dict(self) -> dict[str, float]:
@@ -69,18 +71,24 @@ class Summary:
 
 
 def _strict(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: these become strings."""
+    """The value, as a string if it is infinite or NaN: JSON has no such numbers."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ScalarWriter(Protocol):
-    """The part of torch.utils.tensorboard.SummaryWriter that is used here."""
+    """The method of torch.utils.tensorboard.SummaryWriter that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 
 
 def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any) -> None:
-    """Append a report and any further JSON-able values as one line; NaN becomes "nan"."""
+    """Append a report as one line of JSON.
+
+    Args:
+        file: an open text file, or a path to append to.
+        report: the report.
+        extra: more values for the line; NaN becomes "nan" and infinity "inf".
+    """
     values = {key: _strict(value) for key, value in extra.items()}
     line = json.dumps({**report.as_dict(), **values}, allow_nan=False) + "\n"
     if isinstance(file, (str, Path)):
@@ -91,7 +99,7 @@ def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any)
 
 
 def write_scalars(writer: ScalarWriter, report: StepReport, prefix: str = "curvadion") -> None:
-    """Write a report's numbers to TensorBoard; an infinite RMMC is left out."""
+    """Write a report's numbers to TensorBoard, as ``prefix/name``; an infinite RMMC is left out."""
     values: dict[str, float | None] = {
         "gate_open": report.gate_open,
         "rmmc": report.rmmc,

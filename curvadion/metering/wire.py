@@ -1,11 +1,11 @@
-"""Counts the bytes this process hands to its process groups, whoever sends them.
+"""Counts the bytes of all collectives in this process, whichever library calls them.
 
 Every ``torch.distributed`` collective, called from Python or from C++ (DDP's reducer, FSDP,
-functional collectives), reaches its backend through a dispatcher operator, ``c10d::allreduce_`` or
-one of its siblings. While a meter is active, those operators count on their way to the backend.
+functional collectives), reaches its backend through a dispatcher operator such as
+``c10d::allreduce_``. While a meter is active, these operators count each call and pass it on.
 
-Not seen: what bypasses process groups (a backend called directly, symmetric memory, the store),
-and what a backend exchanges on its own to set up connections.
+A meter does not see what bypasses process groups: a backend called directly, symmetric memory and
+the store. Nor does it see the messages with which a backend sets up its connections.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
-    """Calls, their payload in bytes, the largest payload of a single call, and bytes sent.
+    """A count of calls.
 
-    ``sent`` is what each rank must send at least, on average over the ranks of the group.
+    Attributes:
+        calls: their number.
+        bytes: their payload in bytes.
+        largest: the largest payload of one call, in bytes.
+        sent: the bytes that each rank must send at least, on average over the ranks of the group.
     """
 
     calls: int = 0
@@ -35,7 +39,7 @@ class WireCount:
     sent: float = 0.0
 
     def __add__(self, other: WireCount) -> WireCount:
-        """Both together."""
+        """The count of both together."""
         return WireCount(
             self.calls + other.calls,
             self.bytes + other.bytes,
@@ -45,7 +49,7 @@ class WireCount:
 
 
 class Snapshot:
-    """A moment in a meter's count; :meth:`WireMeter.since` tells what was counted after it."""
+    """A moment in a meter's count; :meth:`WireMeter.since` gives the count after it."""
 
     __slots__ = ("__weakref__", "_after")
 
@@ -54,12 +58,13 @@ class Snapshot:
 
 
 class WireMeter:
-    """Context manager that counts what this process communicates, per group and collective.
+    """Context manager that counts what this process communicates, by group and collective.
 
-    Payload is the logical message of a call, whatever algorithm moves it. What a rank sends is its
-    share of the least traffic with which n ranks can do the call, which a ring reaches. Payloads
-    of one kind of call compare directly; across kinds, compare what is sent: an all-reduce moves
-    as much as a reduce-scatter and an all-gather of the same tensor together.
+    The payload is the logical message of a call; it does not depend on the algorithm that moves
+    it. The bytes sent are a rank's share of the least traffic with which n ranks can do the call; a
+    ring achieves that. Compare payloads between calls of one kind, and bytes sent between calls of
+    different kinds: an all-reduce moves as much as a reduce-scatter and an all-gather of the same
+    tensor together.
 
     ==================  ===================================================  ===================
     collective          payload                                              sent, of the payload
@@ -74,22 +79,22 @@ class WireMeter:
     barrier             0 bytes, one call                                    0
     ==================  ===================================================  ===================
 
-    In a group of one rank nothing crosses a wire: its calls count 0 bytes. A coalesced call is one
+    In a group of one rank nothing is sent, and its calls count 0 bytes. A coalesced call is one
     call with the sum of its tensors. A call that raises is not counted.
 
-    An interface sends more than ``total_sent``: headers, acknowledgements and the backend's own
-    messages, which weigh most where messages are small. With gloo an all-reduce of 16 bytes takes
-    1.5 kB a rank, and a budget of 1 % sends 1.4 times what the meter counts for 66 thousand
-    parameters and 1.01 times for 3 million. gloo's reduce_scatter sends twice its share: as much as
-    an all_reduce. benchmarks/headers.py measures it.
+    A network interface sends more than ``total_sent``: also headers, acknowledgements and the
+    backend's own messages. They matter most for small messages. With gloo an all-reduce of 16 bytes
+    takes 1.5 kB per rank. A budget of 1 % sends 1.4 times what the meter counts for a model of 66
+    thousand parameters, and 1.01 times for one of 3 million. gloo's reduce_scatter sends twice its
+    share, which is as much as an all_reduce. benchmarks/headers.py measures all this.
 
-    Meters nest and each counts everything while it is active; they may be left in any order and
-    entered again, and then go on counting. Counting is thread-safe; but enter and leave while no
-    other thread is inside a collective, because that is when kernels are exchanged.
+    Meters nest, and each one counts everything while it is active. They can be left in any order
+    and entered again; then they go on counting. Counting is thread-safe. Enter and leave a meter
+    only while no other thread is inside a collective, because this replaces kernels.
 
     Raises:
         RuntimeError: on entering a meter that is already active.
-        ValueError: on leaving one that is not.
+        ValueError: on leaving a meter that is not active.
 
     Example::
 
@@ -113,23 +118,23 @@ class WireMeter:
 
     @property
     def records(self) -> dict[tuple[str, str], WireCount]:
-        """Counts by (group name, collective), a copy."""
+        """A copy of the counts, by (group name, collective)."""
         with _lock:
             return dict(self._records)
 
     @property
     def total_bytes(self) -> int:
-        """Payload of everything counted, in bytes."""
+        """Total payload in bytes."""
         return sum(count.bytes for count in self.records.values())
 
     @property
     def total_sent(self) -> float:
-        """Bytes that each rank must send at least for everything counted, on average."""
+        """Bytes that each rank must send at least, on average over the ranks."""
         return sum(count.sent for count in self.records.values())
 
     @property
     def total_calls(self) -> int:
-        """Number of calls counted."""
+        """Number of calls."""
         return sum(count.calls for count in self.records.values())
 
     @property
@@ -148,31 +153,31 @@ class WireMeter:
         return {name: count.calls for name, count in self._by_collective().items()}
 
     def snapshot(self) -> Snapshot:
-        """Remember this moment for :meth:`since`; costs nothing once it is dropped."""
+        """Remember this moment for :meth:`since`. A snapshot costs nothing once it is deleted."""
         snapshot = Snapshot()
         with _lock:
             self._snapshots.add(snapshot)
         return snapshot
 
     def since(self, snapshot: Snapshot) -> WireCount:
-        """Everything counted after ``snapshot`` was taken.
+        """The count of all calls after ``snapshot`` was taken.
 
         Raises:
-            ValueError: if another meter took it.
+            ValueError: if another meter took the snapshot.
         """
         if snapshot not in self._snapshots:
             raise ValueError(f"snapshot={snapshot!r} is of another WireMeter: ask that one.")
         return snapshot._after
 
     def mark_step(self) -> WireCount:
-        """Close a step: everything counted since the last mark, or since the beginning."""
+        """End a step: the count since the last call of this method, or since the beginning."""
         with _lock:
             step, self._mark._after = self._mark._after, WireCount()
         return step
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is communicated inside, by any thread; other meters still count it."""
+        """Do not count calls inside the ``with`` block, by any thread; other meters still do."""
         with _lock:
             self._pauses += 1
         try:
@@ -196,16 +201,16 @@ class WireMeter:
 
 
 def counted_bytes() -> tuple[int, bool]:
-    """What innermost active meters have counted in this process, and whether one is active.
+    """Payload bytes that the innermost active meter counted so far, and whether a meter is active.
 
-    The number never falls, whichever meters come and go between two readings.
+    The number never decreases, even if meters are entered and left between two readings.
     """
     with _lock:
         return _counted, bool(_active)
 
 
-# One installation per process serves all active meters, the innermost last. The lock is
-# re-entrant: garbage collected while counting may communicate.
+# One set of kernels serves all active meters, which are listed from the outermost to the innermost.
+# The lock is re-entrant, because garbage collection during counting may communicate.
 _lock = threading.RLock()
 _active: list[WireMeter] = []
 _counted = 0
@@ -248,7 +253,7 @@ class _Operator(NamedTuple):
     times_group_size: bool = False
 
     def sent(self, payload: int, group_size: int) -> float:
-        """Bytes that a rank must send, of a payload in bytes, on average over the group."""
+        """Bytes that a rank must send for a payload in bytes, on average over the group."""
         if self.collective == "send":
             return payload
         others = (group_size - 1) / group_size
@@ -281,8 +286,8 @@ _Library: Any = torch.library.Library  # torch leaves its methods untyped
 
 
 def _install() -> Any:
-    # BackendSelect comes before every backend's kernel, on any device, in any thread and in
-    # inference mode, and torch gives these operators no kernel of its own there.
+    # The BackendSelect key is dispatched before any backend's kernel, on any device, in any thread
+    # and in inference mode. torch itself has no kernel for these operators there.
     library = _Library("c10d", "IMPL", "BackendSelect")
     for name, operator in _OPERATORS.items():
         overload = getattr(torch.ops.c10d, name).default

@@ -1,12 +1,13 @@
-"""The fused operations of an optimizer step, their backends, and plain PyTorch as their reference.
+"""The fused operations of an optimizer step and their backends.
 
-operations    the list: what each computes
-backends      which implementation runs, by device or forced
-reference     plain PyTorch, for any device and dtype
-cpu, cuda     C++ and CUDA C++ (csrc/), called through ctypes; Triton is curvadion_kernels
-tensors       what compiled code must know of a list of tensors
-native        builds and loads the compiled libraries
-registration  the operations as operators of torch.compile
+operations    the list of operations, and what each one computes
+backends      the choice of a backend, by device or by the user
+reference     plain PyTorch, for any device and dtype; the reference of all backends
+cpu, cuda     C++ and CUDA C++ (csrc/), called through ctypes; Triton is in curvadion_kernels
+tensors       what compiled code needs to know about a list of tensors
+arguments     such lists as arguments of C functions
+native        building and loading of the compiled libraries
+registration  the operations as operators for torch.compile
 """
 
 from curvadion.ops import registration as registration
@@ -19,7 +20,6 @@ from curvadion.ops.operations import (
     local_step_,
     low_rank_update_,
     momentum_norms,
-    momentum_norms_,
     norms,
 )
 
@@ -35,7 +35,6 @@ __all__ = [
     "local_step_",
     "low_rank_update_",
     "momentum_norms",
-    "momentum_norms_",
     "norms",
     "use_backend",
 ]

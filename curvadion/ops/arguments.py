@@ -1,4 +1,4 @@
-"""Arguments of the compiled libraries: lists as C sees them."""
+"""Lists of tensors and numbers as arguments of C functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INT = ctypes.c_int64
 
 
 def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
-    """Tell ctypes the argument types of functions, and the result type that they share."""
+    """Declare the argument types of a library's functions, and their common result type."""
     for name, types in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = types, result
@@ -24,27 +24,32 @@ def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: A
 
 
 def counted(facts: Facts) -> tuple[int, int, int]:
-    """Sizes, addresses and dtypes of a list, as three array arguments."""
+    """A list's sizes, addresses and dtype codes, as three array arguments."""
     return start(facts.sizes.numel), *addressed(facts)
 
 
 def addressed(facts: Facts) -> tuple[int, int]:
-    """Addresses and dtypes of a list, as two array arguments."""
+    """A list's addresses and dtype codes, as two array arguments."""
     return start(facts.pointers), start(facts.codes)
 
 
 def floats(values: Sequence[float], count: int) -> array[float]:
-    """float32 numbers, one for each of ``count`` tensors."""
+    """The numbers as float32, one for each of ``count`` tensors.
+
+    Raises:
+        ValueError: if their number is not ``count``.
+    """
     if len(values) != count:
         raise ValueError(f"{len(values)} numbers for {count} tensors: give one for each")
     return array("f", values)
 
 
 def host_numbers(values: Sequence[float | Tensor], count: int) -> array[float]:
-    """As :func:`floats`, one for each of ``count`` tensors.
+    """As :func:`floats`, for numbers that may be tensors.
 
     Raises:
-        Unsupported: for learning rates that are tensors, which the host must not wait for.
+        Unsupported: if one is a tensor, because reading it could make the host wait for a GPU.
+        ValueError: if their number is not ``count``.
     """
     numbers = [value for value in values if not isinstance(value, Tensor)]
     if len(numbers) < len(values):
@@ -53,5 +58,5 @@ def host_numbers(values: Sequence[float | Tensor], count: int) -> array[float]:
 
 
 def start(values: array[Any] | None) -> Any:
-    """The address of an array's first element, valid as long as the array lives."""
+    """The address of an array's first element, valid as long as the array exists."""
     return None if values is None else values.buffer_info()[0]

@@ -1,4 +1,4 @@
-"""Which backend runs a fused operation: chosen by device, or forced."""
+"""Which backend runs a fused operation: by device, or as the user says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from curvadion.ops.native import Unavailable
 
-# Where each backend's operations are, and the devices whose tensors it takes.
+# The module of each backend's operations.
 BACKENDS = {
     "torch": "curvadion.ops.reference",
     "cpu": "curvadion.ops.cpu",
@@ -27,14 +27,17 @@ _forced: str | None = None
 
 
 class use_backend:
-    """Force a backend from here on, or inside a ``with`` block; None chooses by device again.
+    """Force a backend from now on, or inside a ``with`` block only.
 
         curvadion.ops.use_backend("torch")
         with curvadion.ops.use_backend("cpu"): ...
 
+    Args:
+        name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again.
+
     Raises:
-        ValueError: for an unknown name. RuntimeError: if the backend is not available, saying
-            what it lacks.
+        ValueError: if there is no backend of this name.
+        RuntimeError: if the backend is not available; the message says what it lacks.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -58,11 +61,11 @@ class use_backend:
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend that tensors on ``device`` take.
+    """The backend for tensors on ``device``.
 
     Raises:
-        ValueError, RuntimeError: if a backend is forced that is unknown, is not available or does
-            not take tensors on this device.
+        ValueError: if the forced backend (CURVADION_BACKEND or :class:`use_backend`) is unknown.
+        RuntimeError: if it is not available, or does not take tensors on this device.
     """
     name = _forced or os.environ.get("CURVADION_BACKEND")
     if not name:
@@ -70,8 +73,8 @@ def backend_for(device: torch.device) -> str:
     _check_available(name)
     if not _takes(name, device.type):
         raise RuntimeError(
-            f"backend {name!r} is forced, but a tensor is on {device}, which it does not take: "
-            f"move it, or let the device choose the backend."
+            f"backend {name!r} is forced, but does not take tensors on {device}: move them to a "
+            f"device that it takes, or do not force a backend."
         )
     return name
 
@@ -86,11 +89,11 @@ def _check_available(name: str) -> None:
 
 @lru_cache
 def lacking(name: str) -> str | None:
-    """What a backend needs and does not find; None if it can run."""
+    """What a backend lacks to run on this machine; None if it can run."""
     if name == "torch":
         return None
     if name == "triton":
-        # Kernels are imported where they run and nowhere else: torch needs no triton.
+        # Imported here and not above: the other backends do not need triton.
         try:
             kernels = importlib.import_module(BACKENDS[name])
         except ImportError as error:
@@ -108,7 +111,7 @@ def lacking(name: str) -> str | None:
 
 
 def implements(backend: str, name: str) -> bool:
-    """Whether the backend has an operation of its own, rather than leaving it to PyTorch."""
+    """Whether a backend has its own version of an operation, or leaves it to plain PyTorch."""
     return operation(backend, name) is not None
 
 

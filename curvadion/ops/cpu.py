@@ -1,7 +1,7 @@
-"""The operations on the CPU, in C++ (csrc/cpu): one pass over the data, all tensors in one call.
+"""The operations on the CPU, in C++ (csrc/cpu): one call for a whole list, one pass over the data.
 
-:mod:`curvadion.ops.operations` documents what each computes. Raises Unsupported for what plain
-PyTorch has to take: float64, tensors with gaps in memory.
+:mod:`curvadion.ops.operations` documents what each one computes. They raise Unsupported for what
+only plain PyTorch takes: float64, and tensors with gaps in memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @lru_cache
 def load() -> ctypes.CDLL:
-    """The library, with its functions' types declared.
+    """The library, with the types of its functions declared.
 
     Raises:
-        native.Unavailable: naming what is missing.
+        native.Unavailable: if it cannot be loaded or built; the message says what is missing.
     """
     return declare(native.library("cpu"), _SIGNATURES, None)
 
@@ -56,11 +56,6 @@ def norms(X: Sequence[Tensor]) -> Tensor:
 def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms`."""
     return _momentum_norms(M, G, mu, write=False)
-
-
-def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """See :func:`curvadion.ops.momentum_norms_`."""
-    return _momentum_norms(M, G, mu, write=True)
 
 
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:

@@ -1,8 +1,8 @@
 """Momentum, norms and the local step on NVIDIA GPUs, in CUDA C++ (csrc/cuda).
 
-:mod:`curvadion.ops.operations` documents what each computes. A list's addresses travel as kernel
-parameters: nothing is copied to the device, and CUDA graphs can hold the launches. Raises
-Unsupported for what plain PyTorch has to take.
+:mod:`curvadion.ops.operations` documents what each one computes. The addresses of a list are kernel
+parameters, so nothing is copied to the device and CUDA graphs can capture the launches. The
+operations raise Unsupported for what only plain PyTorch takes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @lru_cache
 def load() -> ctypes.CDLL:
-    """The library, with its functions' types declared.
+    """The library, with the types of its functions declared.
 
     Raises:
-        native.Unavailable: naming what is missing, a CUDA device for instance.
+        native.Unavailable: if it cannot be loaded or built, or there is no CUDA device; the message
+            says what is missing.
     """
     library = declare(native.library("cuda"), _SIGNATURES, ctypes.c_int)
     library.curvadion_cuda_blocks.argtypes = [INT, POINTER]
@@ -67,24 +68,18 @@ def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]
     return _momentum_norms(elementwise_facts([M], [G]), floats(mu, len(M)), write=False)
 
 
-def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """See :func:`curvadion.ops.momentum_norms_`."""
-    return _momentum_norms(elementwise_facts([M], [G]), floats(mu, len(M)), write=True)
-
-
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
-    _momentum_norms(elementwise_facts([M], [G]), floats(mu, len(M)), write=True, norm=False)
+    _momentum_norms(elementwise_facts([M], [G]), floats(mu, len(M)), write=True)
 
 
-def _momentum_norms(
-    facts: list[Facts], mu: array[float] | None, *, write: bool, norm: bool = True
-) -> Tensor:
+def _momentum_norms(facts: list[Facts], mu: array[float] | None, *, write: bool) -> Tensor:
+    """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
     count, device = len(facts[0].addresses), facts[0].device
     assert device is not None
     library = load()
-    blocks = library.curvadion_cuda_blocks(count, start(facts[0].sizes.numel)) if norm else 0
-    result = torch.empty(count if norm else 0, dtype=torch.float32, device=device)
+    blocks = 0 if write else library.curvadion_cuda_blocks(count, start(facts[0].sizes.numel))
+    result = torch.empty(0 if write else count, dtype=torch.float32, device=device)
     partial = torch.empty(blocks, dtype=torch.float64, device=device)
     gradients = addressed(facts[1]) if mu else (None, None)
     with torch.cuda.device(device):
@@ -92,7 +87,7 @@ def _momentum_norms(
         tickets = _tickets(device, stream.stream_id)
         code = library.curvadion_cuda_momentum_norms(
             count, *counted(facts[0]), *gradients, start(mu), write,
-            result.data_ptr() if norm else None, partial.data_ptr(), tickets.data_ptr(),
+            None if write else result.data_ptr(), partial.data_ptr(), tickets.data_ptr(),
             device.index, stream.cuda_stream,
         )  # fmt: skip
     _check(code)

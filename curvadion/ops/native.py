@@ -1,12 +1,12 @@
 """Builds and loads the compiled operations in csrc/: plain C libraries, called through ctypes.
 
-``python setup.py build_ext --inplace`` puts them into the package. Where that has not been done,
-the first use builds them into a cache, which takes seconds. They link neither torch nor Python: one
-library serves every version of both. This module imports neither, so that setup.py can run it.
+``python setup.py build_ext --inplace`` builds them into the package. Otherwise their first use
+builds them into a cache, which takes seconds. They do not link torch or Python, so one library
+serves every version of both. This module does not import torch, so setup.py can run it.
 
-A file with its SHA-256 lies beside each library and is compared before the library is loaded: a
-truncated one would end the process. The cache is used only if it belongs to this user and nobody
-else can write to it, because what it holds is run.
+Beside each library is a file with its SHA-256, which is checked before the library is loaded:
+loading a truncated library would end the process. The cache holds code that will be run, so it is
+used only if it belongs to this user and nobody else can write to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("curvadion")
 
 
 class Unavailable(RuntimeError):
-    """A library is not there and cannot be built; the text says what is missing."""
+    """A library does not exist and cannot be built; the message says what is missing."""
 
 
 class Step(NamedTuple):
@@ -54,10 +54,10 @@ class Step(NamedTuple):
 
 @lru_cache
 def library(name: str) -> ctypes.CDLL:
-    """The library "cpu" or "cuda", built if need be.
+    """The library "cpu" or "cuda"; built if necessary.
 
     Raises:
-        Unavailable: if it is neither installed nor can be built.
+        Unavailable: if it is not installed and cannot be built.
     """
     installed = HERE / file_name(name)
     if installed.exists():
@@ -70,7 +70,7 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def _cached(name: str) -> Path:
-    """The library's file in the cache, built unless a whole one is there."""
+    """The library's file in the cache; built if there is none or it is damaged."""
     if sys.platform == "win32":
         raise Unavailable("compiled operations are not built on Windows")
     folder = cache_folder() / source_digest(name)
@@ -85,7 +85,7 @@ def _cached(name: str) -> Path:
 
 
 def file_name(name: str) -> str:
-    """What the library is called on disk."""
+    """The library's file name."""
     return f"libcurvadion_{name}.so"
 
 
@@ -95,7 +95,7 @@ def checksum_file(library_path: Path) -> Path:
 
 
 def is_whole(library_path: Path) -> bool:
-    """Whether the library is there and has the checksum that was written when it was built."""
+    """Whether the library exists and has the checksum that was written when it was built."""
     try:
         content = library_path.read_bytes()
         written = checksum_file(library_path).read_bytes()
@@ -105,11 +105,13 @@ def is_whole(library_path: Path) -> bool:
 
 
 def build(name: str, target: Path) -> None:
-    """Compile the library into the file ``target``, its checksum beside it; with ninja if possible.
+    """Compile a library into the file ``target``, with its checksum beside it.
+
+    Uses ninja if there is one.
 
     Raises:
-        Unavailable: without sources or a compiler, with the compiler's first complaint, or if the
-            target's folder cannot be written.
+        Unavailable: if there are no sources or no compiler, if the compiler fails (the message has
+            its first error), or if the target's folder cannot be written.
     """
     if source_folder(name) is None:
         raise Unavailable(f"the sources csrc/{name} are not installed")
@@ -136,8 +138,9 @@ def _build(name: str, target: Path) -> None:
             raise Unavailable(f"{steps[-1].command[0]} reported success and wrote no library")
         checksum = checksum_file(built)
         checksum.write_bytes(_checksum(built.name, built.read_bytes()))
-        _load(name, built)  # before others find it
-        # Whole files take the place of the old ones. Who reads in between sees a wrong checksum.
+        _load(name, built)  # a test, before other processes find it
+        # Each file replaces the old one at once. A process that reads in between the two sees a
+        # wrong checksum.
         for made, mode in ((built, 0o755), (checksum, 0o644)):
             made.chmod(mode)
             os.replace(made, target.with_name(made.name))
@@ -148,7 +151,7 @@ def _checksum(file: str, content: bytes) -> bytes:
 
 
 def build_steps(name: str, folder: Path) -> list[Step]:
-    """The commands that build the library in ``folder``; the last one writes the library."""
+    """The commands that build a library in ``folder``. The last one writes the library."""
     if name == "cuda":
         nvcc = _nvcc()
         compiler, link = [nvcc], ["-cudart=static"]
@@ -170,7 +173,7 @@ def build_steps(name: str, folder: Path) -> list[Step]:
 
 
 def source_folder(name: str) -> Path | None:
-    """csrc/<name>: inside the installed package, or beside it in a checkout."""
+    """The folder csrc/<name>, in the installed package or beside it in a checkout; else None."""
     for folder in (HERE / "csrc" / name, HERE.parent / "csrc" / name):
         if folder.is_dir():
             return folder
@@ -178,7 +181,7 @@ def source_folder(name: str) -> Path | None:
 
 
 def source_files(name: str) -> list[Path]:
-    """Sources and headers of a library, in a fixed order; none without a source folder."""
+    """A library's sources and headers, in a fixed order; [] if there is no source folder."""
     folder = source_folder(name)
     files = [] if folder is None else folder.iterdir()
     return sorted(f for f in files if f.suffix in SOURCES + HEADERS)
@@ -186,7 +189,7 @@ def source_files(name: str) -> list[Path]:
 
 @lru_cache
 def source_digest(name: str) -> str:
-    """Names a library's version: 16 hexadecimal digits of its sources, flags and machine."""
+    """A version of a library: 16 hexadecimal digits from its sources, flags and machine."""
     facts = (CACHE_FORMAT, platform.machine(), CXX_FLAGS, NVCC_FLAGS, CUDA_TARGETS)
     digest = hashlib.sha256(repr(facts).encode())
     for path in source_files(name):
@@ -195,7 +198,13 @@ def source_digest(name: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where first-use builds go: CURVADION_CACHE, or curvadion in the user's cache folder."""
+    """The folder for libraries that are built at their first use.
+
+    CURVADION_CACHE, or else ``curvadion`` in the user's cache folder.
+
+    Raises:
+        Unavailable: if the user has no home folder.
+    """
     chosen = os.environ.get("CURVADION_CACHE")
     if chosen:
         return Path(chosen)
@@ -208,7 +217,7 @@ def cache_folder() -> Path:
 
 
 def _load(name: str, path: Path) -> ctypes.CDLL:
-    """Load a library whose checksum is right and which was built from the sources that are here."""
+    """Load a library after checking its checksum and that it was built from the sources here."""
     if not is_whole(path):
         raise Unavailable(f"{path} does not match {checksum_file(path).name}: delete both")
     try:
@@ -231,7 +240,7 @@ def _digest_in(loaded: ctypes.CDLL) -> str | None:
 
 
 def _cxx() -> list[str]:
-    """The C++ compiler's command: CXX, which may hold arguments, or what is usually there."""
+    """The C++ compiler's command: CXX, which may have arguments, or the first usual name found."""
     if chosen := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(chosen[0]) is None:
             raise Unavailable(f"CXX={chosen[0]!r} names no program: correct it or unset it")
@@ -251,7 +260,7 @@ def _nvcc() -> str:
 
 
 def _machine_code(nvcc: str) -> list[str]:
-    """Flags for machine code of the targets that this nvcc knows, and PTX for what comes after."""
+    """Flags for the targets that this nvcc knows: machine code, and PTX for later GPUs."""
     listing = _output([nvcc, "--list-gpu-arch"])
     known = [t for t in CUDA_TARGETS if f"compute_{t}" in listing.stdout.split()]
     if not known:
@@ -262,7 +271,7 @@ def _machine_code(nvcc: str) -> list[str]:
 
 
 def _ninja() -> str | None:
-    # The ninja of a virtual environment is not on PATH unless that is activated.
+    # A virtual environment's ninja is on PATH only while the environment is activated.
     return shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
 
 
@@ -285,7 +294,7 @@ def _quote(word: str) -> str:
 
 
 def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command; what it says is read as UTF-8 whatever the locale."""
+    """Run a command and read its output as UTF-8, whatever the locale."""
     try:
         return subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", check=False
@@ -297,18 +306,19 @@ def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
 def _run(command: list[str]) -> None:
     result = _output(command)
     if result.returncode:
-        said = (result.stdout + result.stderr).splitlines()
-        words = ("error", "failed", "")  # the first of them that any line has
-        complaints = [line for word in words for line in said if word in line.lower()]
-        raise Unavailable(f"{command[0]} failed: {(complaints or ['no output'])[0].strip()}")
+        lines = (result.stdout + result.stderr).splitlines()
+        # A line with "error", else one with "failed", else the first.
+        words = ("error", "failed", "")
+        errors = [line for word in words for line in lines if word in line.lower()]
+        raise Unavailable(f"{command[0]} failed: {(errors or ['no output'])[0].strip()}")
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder of the cache, for this user alone, and refuse what others could have filled.
+    """Create a folder of the cache for this user alone; check one that exists.
 
     Raises:
-        Unavailable: if the folder or the one that it lies in belongs to somebody else, or if others
-            can write to it, or if it cannot be made.
+        Unavailable: if the folder or its parent belongs to another user, if others can write to it,
+            or if it cannot be created.
     """
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -337,19 +347,19 @@ def _check_private(path: Path, writable: int) -> None:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Keep the other processes of this machine from building the same library meanwhile."""
+    """Keep other processes of this machine from building the same library at the same time."""
     import fcntl
 
     path = folder / "lock"
     try:
-        # A link would be followed to a file that is none of ours.
+        # Do not follow a link: it could lead to any file.
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise Unavailable(f"{path} is a symbolic link: delete it") from error
         raise Unavailable(f"cannot write {folder} ({error}): set CURVADION_CACHE") from error
     try:
-        # Some network file systems know no locks: then all build, and the last one's file stays.
+        # Some network file systems have no locks. Then all build, and the last file stays.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,16 +1,16 @@
 """The fused operations of an optimizer step.
 
-Each works on lists of tensors of different sizes and alignments, empty ones included. Data may be
-bfloat16, float16, float32 or float64; sums are taken in float32 or wider, of squares in float64.
-Weights and momenta saturate where they would leave their dtype's range
-(:func:`curvadion.ops.tensors.largest`): what is written is finite if what is read is. Lists that
-are the same at many steps may be :class:`curvadion.ops.tensors.Tensors`, which saves looking at
-them each time.
+Each one works on lists of tensors, which may differ in size and alignment and may be empty. Data
+may be bfloat16, float16, float32 or float64. Sums are taken in float32 or wider, and sums of
+squares in float64. Weights and momenta saturate at the end of their dtype's range
+(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are. A list that
+stays the same for many steps may be a :class:`curvadion.ops.tensors.Tensors`, which is inspected
+only once.
 
-Backends, chosen by the tensors' device: Triton kernels, else CUDA C++, on an NVIDIA GPU; C++ on
-the CPU; plain PyTorch anywhere, for what the others cannot take, and as their reference.
-``CURVADION_BACKEND=torch|triton|cuda|cpu`` or :class:`use_backend` force one; operations and
-dtypes that it does not have still fall to plain PyTorch.
+The device of the tensors decides on the backend: Triton kernels on an NVIDIA GPU, or CUDA C++
+without Triton; C++ on the CPU. Plain PyTorch does what the others cannot, and is their reference.
+``CURVADION_BACKEND=torch|triton|cuda|cpu`` or :class:`use_backend` force a backend. Operations and
+dtypes that it does not support still run in plain PyTorch.
 
 Under torch.compile these are operators ``torch.ops.curvadion.<name>``.
 """
@@ -31,11 +31,10 @@ Lists = Sequence[Tensor]
 Numbers = Sequence[float]
 NumbersOrTensors = Sequence[float | Tensor]
 
-# Which arguments hold step sizes and decays: numbers, or tensors that only plain PyTorch takes.
+# Which arguments hold step sizes and decays. They may be tensors, which only plain PyTorch takes.
 _STEPS = {"local_step_": slice(2, 4), "low_rank_update_": slice(3, 5)}
-# Which lists an operation writes.
+# Which arguments are lists that the operation writes.
 _WRITES = {
-    "momentum_norms_": slice(0, 1),
     "accumulate_": slice(0, 1),
     "local_step_": slice(0, 5, 4),
     "column_normalize_": slice(0, 1),
@@ -45,7 +44,7 @@ _NONE = slice(0, 0)
 
 
 def _call(name: str, *args: Any) -> Any:
-    """Run an operation: directly, or as an operator where PyTorch traces or wraps tensors."""
+    """Run an operation directly, or as an operator if PyTorch traces or wraps the tensors."""
     first = first_tensor(args)
     if first is None:
         return getattr(reference, name)(*args)
@@ -57,13 +56,13 @@ def _call(name: str, *args: Any) -> Any:
 
 
 def first_tensor(args: tuple[Any, ...]) -> Tensor | None:
-    """The first tensor of an operation's first argument; None if that is an empty list."""
+    """The first tensor of an operation's first argument; None if this is an empty list."""
     given = args[0]
     return given if isinstance(given, Tensor) else next(iter(given), None)
 
 
 def run(name: str, first: Tensor, args: tuple[Any, ...]) -> Any:
-    """Run an operation on the backend of its first tensor, else in plain PyTorch."""
+    """Run an operation on the backend of its first tensor, or else in plain PyTorch."""
     fused = operation(backend_for(first.device), name)
     if fused is not None:
         try:
@@ -73,7 +72,7 @@ def run(name: str, first: Tensor, args: tuple[Any, ...]) -> Any:
         else:
             for written in args[_WRITES.get(name, _NONE)]:
                 if not first.is_inference():
-                    # Autograd must notice a weight that changes between forward and backward.
+                    # Autograd must notice if a weight changes between forward and backward.
                     torch.autograd.graph.increment_version(written)
             return result
     return getattr(reference, name)(*args)
@@ -85,30 +84,29 @@ def run(name: str, first: Tensor, args: tuple[Any, ...]) -> Any:
 def norms(X: Lists) -> Tensor:
     """Frobenius norms, one per tensor: (len(X),), float32 or wider.
 
-    Finite if the elements are and their dtype, float32 at least, holds the norm.
+    A norm is finite if the elements are finite and the result's dtype can hold the norm.
     """
     result: Tensor = _call("norms", X)
     return result
 
 
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
-    """Frobenius norms of mu M + G as M's dtype holds it, (len(M),), float32 or wider.
+    """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
 
-    Reads only: a step that must not happen (a non-finite gradient on some rank, which gives a
-    norm that is NaN or infinite) leaves nothing to undo.
+    This writes nothing. A non-finite gradient gives a norm that is NaN or infinite, and a step that
+    is skipped because of it leaves nothing to undo. :func:`accumulate_` then writes the sums.
+
+    Args:
+        M: momenta.
+        G: gradients, of the same shapes.
+        mu: a number per tensor.
     """
     result: Tensor = _call("momentum_norms", M, G, mu)
     return result
 
 
-def momentum_norms_(M: Lists, G: Lists, mu: Numbers) -> Tensor:
-    """M <- mu M + G, in place, and the norms of the new M as :func:`momentum_norms`: one pass."""
-    result: Tensor = _call("momentum_norms_", M, G, mu)
-    return result
-
-
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
-    """M <- mu M + G, in place, per tensor."""
+    """M <- mu M + G, in place; the arguments are those of :func:`momentum_norms`."""
     _call("accumulate_", M, G, mu)
 
 
@@ -121,18 +119,27 @@ def local_step_(
     mu: Numbers = (),
     seeds: Sequence[int] | None = None,
 ) -> None:
-    """X <- decay X - step G and, where M is given, M <- mu M + G; in place, in one pass.
+    """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
-    X, G and M are equally long lists; tensors at the same place have the same shape. step, decay
-    and mu are a number per tensor; step and decay may be zero-dimensional tensors. With seeds, one
-    per tensor and below 2**32, bfloat16 X are rounded up or down with the probabilities that make
-    the mean exact; the same seeds give the same bits on every replica.
+    Args:
+        X: weights.
+        G: gradients, of the same shapes.
+        step: a number or zero-dimensional tensor per tensor.
+        decay: a number or zero-dimensional tensor per tensor.
+        M: momenta, of the same shapes; () for none.
+        mu: a number per momentum.
+        seeds: an integer below 2**32 per tensor. With seeds, bfloat16 weights are rounded up or
+            down at random, so that the mean is exact. The same seeds give the same bits on every
+            replica. None rounds to nearest.
     """
     _call("local_step_", X, G, step, decay, M, mu, seeds)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
-    """(..., n, r) -> (..., r) float64: what crosses the column group before a normalisation."""
+    """The sums of squares of columns: (..., n, r) -> (..., r) float64.
+
+    Ranks that hold different rows of R add up these sums before :func:`column_normalize_`.
+    """
     result: Tensor = _call("column_sum_of_squares", R)
     return result
 
@@ -153,10 +160,13 @@ def column_normalize_(
 ) -> None:
     """Q <- R / column norms, in Q's own dtype.
 
-    Q: k tensors (n, r). R: (k, n, r). sum_of_squares: (k, r) float64, the norms' squares over ALL
-    rows, where other ranks hold some of them; None takes those of R. floor: (k, r) float64, columns
-    no longer than it become zero, since normalising rounding errors would turn them into
-    full-size updates; None stands for zero.
+    Args:
+        Q: k tensors (n, r).
+        R: (k, n, r).
+        sum_of_squares: (k, r) float64, the squares of the norms over ALL rows, if other ranks hold
+            some of the rows; None takes those of R.
+        floor: (k, r) float64; columns whose norm is not larger become zero. Without it, columns of
+            rounding errors would become updates of full size. None stands for zeros.
     """
     _call("column_normalize_", Q, R, sum_of_squares, floor)
 
@@ -172,10 +182,19 @@ def low_rank_update_(
     feedback: Numbers = (),
     seeds: Sequence[int] | None = None,
 ) -> None:
-    """X <- decay X - step P Q^T and, where M is given, M <- M - feedback P R^T; in place.
+    """X <- decay X - step P Q^T and, if M is given, M <- M - feedback P R^T; in place.
 
-    X and M are k tensors (m, n) each, with any strides: a transposed view is updated without a
-    copy. P: k of (m, r). Q, R: k of (n, r). step, decay and feedback are a number per matrix; step
-    and decay may be zero-dimensional tensors. seeds: as in :func:`local_step_`.
+    X and M may have any strides: a transposed view is updated without a copy.
+
+    Args:
+        X: k weights (m, n).
+        P: k left factors (m, r).
+        Q: k right factors (n, r).
+        step: a number or zero-dimensional tensor per matrix.
+        decay: a number or zero-dimensional tensor per matrix.
+        M: k momenta (m, n); () for none.
+        R: k factors (n, r), if M is given.
+        feedback: a number per momentum.
+        seeds: as in :func:`local_step_`.
     """
     _call("low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds)

@@ -1,7 +1,7 @@
-"""The operations of an optimizer step in plain PyTorch: the reference of every other backend.
+"""The operations of an optimizer step in plain PyTorch, the reference of all other backends.
 
-:mod:`curvadion.ops.operations` documents what each computes. These run on any device and take any
-floating dtype, any strides, and learning rates that are tensors.
+:mod:`curvadion.ops.operations` documents what each one computes. They run on any device and take
+any floating dtype, any strides, and learning rates that are tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvadion.ops.tensors import largest, norm_and_sum, saturated
 
-# Norms whose squares float32 holds well.
+# Norms in this range have squares that float32 can hold accurately.
 SMALL, LARGE = 1e-12, 1e18
 
 
@@ -25,24 +25,14 @@ def norms(X: Sequence[Tensor]) -> Tensor:
 
 def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms`."""
-    # One after the other: never more than one sum takes memory.
+    # One after another, so that only one sum takes memory at a time.
     return _stacked(_held_norm(_sum(*one), one[0]) for one in zip(M, G, mu, strict=True))
-
-
-def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """See :func:`curvadion.ops.momentum_norms_`."""
-    found = []
-    for m, g, decay in zip(M, G, mu, strict=True):
-        wide = _sum(m, g, decay)
-        found.append(_held_norm(wide, m))
-        m.copy_(wide)
-    return _stacked(found)
 
 
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
     for m, g, decay in zip(M, G, mu, strict=True):
-        if g.dtype == m.dtype and _wide(m) is m:  # no second tensor of this size
+        if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
             most = largest(m.dtype)
             m.mul_(decay).add_(g).clamp_(-most, most)
         else:
@@ -75,7 +65,7 @@ def local_step_(
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
-    # One matrix after the other: never more than one takes float64's memory.
+    # One matrix after another, so that only one is held in float64 at a time.
     stack = R.reshape(R.shape[:-2].numel(), *R.shape[-2:])
     sums = [one.double().square().sum(dim=-2) for one in stack]
     shape = *R.shape[:-2], R.shape[-1]
@@ -119,7 +109,7 @@ def _low_rank(
     x: Tensor, p: Tensor, q: Tensor, eta: float | Tensor, beta: float | Tensor, seed: int | None
 ) -> None:
     if isinstance(eta, Tensor) or isinstance(beta, Tensor):
-        # The step size goes into the small factor: a tensor lr is then never read by the host.
+        # Multiply the small factor by the step size: so the host need not read a tensor.
         if x.dtype == p.dtype:
             x.mul_(beta).addmm_(p, (q * -eta).mT)
         else:
@@ -149,15 +139,18 @@ def _norm(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type == "cpu":
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-        size: Any = norm.tolist()  # on the host itself there is nothing to wait for
+        size: Any = norm.tolist()  # on the CPU the host need not wait
         if SMALL < size < LARGE:
             return norm
-    # In float64, where the squares of tiny and of large numbers fit.
+    # float64 can hold the squares of tiny and of large numbers.
     return norm_and_sum(tensor)[0].to(dtype)
 
 
 def _held_norm(value: Tensor, m: Tensor) -> Tensor:
-    """The norm of a value as m's dtype holds it, saturated in place; not finite if it is not."""
+    """The norm of a value after rounding to m's dtype; not finite if the value is not.
+
+    The value is saturated in place.
+    """
     norm = _norm(value)
     held = _norm(value.clamp_(-largest(m.dtype), largest(m.dtype)).to(m.dtype))
     return torch.where(norm.isfinite(), held, norm)
@@ -172,7 +165,7 @@ def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
 
 
 def memory_offsets(x: Tensor) -> Tensor:
-    """Where each element of x lies in memory, counted from the first: int64 of x's shape."""
+    """Offset of each element of x in memory, in elements from the first: int64, x's shape."""
     offsets = torch.zeros((), dtype=torch.int64, device=x.device)
     for size, stride in zip(x.shape, x.stride(), strict=True):
         offsets = offsets.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
@@ -180,11 +173,15 @@ def memory_offsets(x: Tensor) -> Tensor:
 
 
 def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
-    """Round to bfloat16, up or down, so that the mean over seeds is the value.
+    """Round to bfloat16, up or down at random; the mean over seeds is the value.
 
-    value: any floating dtype, taken as float32. offsets: int64 of value's shape. seed: below 2**32.
-    The choice is a function of seed and offset alone: replicas that hold the same value keep the
-    same bits.
+    The direction depends on the seed and the offset alone, so replicas that hold the same value
+    round it to the same bits.
+
+    Args:
+        value: of any floating dtype; it is rounded to float32 first.
+        offsets: int64, value's shape.
+        seed: below 2**32.
     """
     noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
     bits = value.float().view(torch.int32).long()
@@ -193,7 +190,7 @@ def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers whose outputs look random."""
+    """A bijection of 32-bit integers, with outputs that look random."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)

@@ -1,6 +1,6 @@
 """The fused operations as operators ``torch.ops.curvadion.<name>``, for torch.compile.
 
-Imported for its effect: it registers them.
+Importing this module registers them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from curvadion.ops import reference
 from curvadion.ops.operations import Lists, first_tensor, run
 
-# A process registers operators once. Where this package is imported again, after sys.modules was
-# purged of it, the first import's operators stay and call the functions of the last.
+# Operators can be registered only once in a process. If this package is removed from sys.modules
+# and imported again, the operators of the first import remain and call the functions of the last.
 _LIBRARY = torch.library.Library("curvadion", "FRAGMENT")
 
 
@@ -60,7 +60,6 @@ def _register(schema: str, fake: Callable[..., Any]) -> None:
 
 _register("norms(Tensor[] X) -> Tensor", _fake_norms)
 _register("momentum_norms(Tensor[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
-_register("momentum_norms_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
 _register("accumulate_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> ()", _fake_nothing)
 _register(
     "local_step_(Tensor(a!)[] X, Tensor[] G, float[] step, float[] decay, Tensor(b!)[] M, "

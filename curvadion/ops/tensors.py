@@ -1,9 +1,9 @@
-"""Lists of tensors as the fused operations see them: addresses, sizes and dtypes in arrays.
+"""Lists of tensors as the fused operations need them: addresses, sizes and dtypes in arrays.
 
-Asking every tensor of a model for its address, size, dtype and strides takes longer than a fused
-operation on small tensors. What cannot have changed is therefore asked once: lists that live as
-long as a plan are :class:`Tensors` and remember; gradients, which are new at each step, are
-:class:`Gradients` and take over from their parameters what autograd guarantees.
+To ask every tensor of a model for its address, size, dtype and strides takes longer than a fused
+operation on small tensors. So facts that cannot change are asked only once. Lists that exist as
+long as a plan are :class:`Tensors` and remember their facts. Gradients are new at each step; as
+:class:`FixedTensors` they take from their parameters what autograd guarantees to be the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 # The dtypes that compiled kernels take, and their codes there.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# What weights and momenta may reach in a dtype; products of such numbers stay within the dtype that
-# these are taken in, float32 or wider.
+# The largest magnitude of weights and momenta, by dtype. Products of such numbers are taken in
+# float32 or wider, and stay in range there.
 _LARGEST = {torch.float16: torch.finfo(torch.float16).max, torch.float64: 2.0**500}
 
 _address = Tensor.data_ptr
@@ -32,7 +32,7 @@ _dtype = attrgetter("dtype")
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Shapes and strides of a list; equal lists share one object while it is in use."""
+    """Shapes and strides of a list of tensors; lists with equal ones share one object."""
 
     shapes: tuple[tuple[torch.Size, tuple[int, ...]], ...]
 
@@ -42,7 +42,7 @@ class Sizes:
 
     @cached_property
     def dense(self) -> bool:
-        """Whether every tensor fills its stretch of memory without gaps or overlaps."""
+        """Whether no tensor has gaps or overlaps in memory."""
         return all(_dense(shape, strides) for shape, strides in self.shapes)
 
     @cached_property
@@ -55,13 +55,14 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What compiled kernels need to know of a list of tensors.
+    """What compiled kernels need to know about a list of tensors.
 
     Attributes:
-        tensors: the list itself, kept alive by its facts.
+        tensors: the list itself, so that the addresses stay valid.
         addresses: of the first elements.
         sizes: shapes and strides.
-        dtypes: their set; codes: one byte of DTYPE_CODES each, 255 for other dtypes.
+        dtypes: the set of dtypes.
+        codes: one byte per tensor: its dtype's code in DTYPE_CODES, or 255 for other dtypes.
         device: the common device; None if there are several, or no tensor.
     """
 
@@ -74,7 +75,7 @@ class Facts:
 
     @property
     def supported(self) -> bool:
-        """Whether compiled kernels take the dtypes, and all tensors are on one device."""
+        """Whether compiled kernels take these dtypes, and all tensors are on one device."""
         return self.device is not None and self.dtypes <= DTYPE_CODES.keys()
 
     @cached_property
@@ -82,15 +83,15 @@ class Facts:
         return array("Q", self.addresses)
 
     def moved(self, tensors: Sequence[Tensor], addresses: list[int]) -> Facts:
-        """The same facts of tensors that differ in nothing but their addresses."""
+        """The facts of other tensors that differ from these in their addresses only."""
         return Facts(tensors, addresses, self.sizes, self.dtypes, self.codes, self.device)
 
 
 class Tensors(tuple[Tensor, ...]):
     """A list of tensors that remembers its facts.
 
-    For tensors that keep their sizes and dtypes: nobody sets their ``.data``. They may move; a
-    list with one that has is looked at again.
+    The tensors must keep their sizes and dtypes: nothing may set their ``.data``. If one of them
+    has moved in memory, the list is inspected again.
     """
 
     _facts: Facts | None = None
@@ -104,13 +105,13 @@ class Tensors(tuple[Tensor, ...]):
 
 
 class Parameters(Tensors):
-    """As Tensors, for those whose ``.data`` may be set, to other dtypes and sizes as well."""
+    """As :class:`Tensors`, but ``.data`` may be set, even to other dtypes and sizes."""
 
     _seen: tuple[list[torch.dtype], list[int]] | None = None
 
     @property
     def facts(self) -> Facts:
-        # New data may lie where older data lay: the addresses alone do not tell.
+        # New data may have the address of old data, so addresses alone are not enough.
         seen = list(map(_dtype, self)), list(map(_numel, self))
         if seen != self._seen:
             self._facts, self._seen = None, seen
@@ -118,23 +119,23 @@ class Parameters(Tensors):
 
 
 class FixedTensors(Tensors):
-    """Tensors that stay where they are as long as this list is used: for one step."""
+    """A list of tensors that do not move while it is used, which is for one step."""
 
     _given: Facts
 
     @classmethod
     def of(cls, tensors: Tensors) -> FixedTensors:
-        """The same list, looked at now."""
+        """The same list, with its facts as they are now."""
         made = cls(tensors)
         made._given = tensors.facts
         return made
 
     @classmethod
     def gradients(cls, gradients: Sequence[Tensor], of: FixedTensors) -> FixedTensors:
-        """The gradients of parameters, in their order.
+        """The gradients of the parameters ``of``, in the same order.
 
-        Autograd has checked devices. dtypes and strides may differ, and sizes where ``.data`` was
-        set since.
+        Autograd has checked the devices. Here dtypes and strides are compared, and sizes: a
+        parameter's ``.data`` may have been set after its backward pass.
         """
         made, known = cls(gradients), of.facts
         addresses = list(map(_address, gradients))
@@ -154,17 +155,17 @@ class FixedTensors(Tensors):
 
 
 def largest(dtype: torch.dtype) -> float:
-    """What weights and momenta of a dtype may reach; beyond it they saturate."""
+    """The largest magnitude of weights and momenta of a dtype, at which they saturate."""
     return _LARGEST.get(dtype, 2.0**100)
 
 
 def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value, limited to what weights and momenta of ``dtype`` may reach; NaN stays NaN."""
+    """The value, limited to the range of weights and momenta of ``dtype``; NaN stays NaN."""
     return value.clamp(-largest(dtype), largest(dtype))
 
 
 def norm_and_sum(x: Tensor) -> Tensor:
-    """Norm and sum of a tensor, (2,) float64, of which little is held in float64 at a time."""
+    """Norm and sum of a tensor, (2,) float64. Only a chunk is held in float64 at a time."""
     flat = x.mT if x.dim() == 2 and not x.is_contiguous() and x.mT.is_contiguous() else x
     result = torch.zeros(2, dtype=torch.float64, device=x.device)
     for chunk in flat.reshape(-1).split(2**20):
@@ -175,11 +176,11 @@ def norm_and_sum(x: Tensor) -> Tensor:
 
 
 class Unsupported(Exception):
-    """A backend cannot take these tensors; plain PyTorch can."""
+    """A backend cannot take these tensors, but plain PyTorch can."""
 
 
 def facts_of(tensors: Sequence[Tensor]) -> Facts:
-    """The facts of any list; remembered if it is a :class:`Tensors`."""
+    """The facts of any list of tensors; a :class:`Tensors` remembers them."""
     if isinstance(tensors, Tensors):
         return tensors.facts
     return _inspect(tensors, list(map(_address, tensors)))
@@ -188,14 +189,18 @@ def facts_of(tensors: Sequence[Tensor]) -> Facts:
 def elementwise_facts(
     written: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]] = ()
 ) -> list[Facts]:
-    """Facts of lists whose tensors run through memory in step.
+    """Facts of lists for an elementwise operation: tensors of one position have equal strides.
 
-    A tensor that is only read and whose strides differ from those of the first list's is replaced
-    by a copy with these strides (autograd gives such gradients rarely).
+    If a tensor that is only read has other strides than the first list's, it is replaced by a copy
+    with these strides. (Autograd rarely makes such gradients.)
+
+    Args:
+        written: lists that the operation writes; at least one.
+        read: lists that it only reads.
 
     Raises:
         ValueError: if lengths or shapes differ.
-        Unsupported: if dtypes or devices do not suit compiled kernels, or a tensor has gaps.
+        Unsupported: if compiled kernels do not take the dtypes or devices, or a tensor has gaps.
     """
     every = [facts_of(list_) for list_ in (*written, *read)]
     first = every[0]
@@ -204,22 +209,26 @@ def elementwise_facts(
             raise Unsupported
         if one.sizes is first.sizes or one.sizes.shapes == first.sizes.shapes:
             continue
-        lists = written or read
-        check_shapes(lists[0], list_)
+        check_shapes(written[0], list_)
         if i < len(written):
             raise Unsupported
-        every[i] = facts_of(_with_strides_of(lists[0], list_))
+        every[i] = facts_of(_with_strides_of(written[0], list_))
     if not first.sizes.dense:
         raise Unsupported
     return every
 
 
 def factors_facts(Q: Sequence[Tensor], R: Tensor, *per_column: Tensor | None) -> Facts:
-    """Facts of Q: k tensors (n, r), for R (k, n, r) and, where given, numbers per column (k, r).
+    """Facts of the k tensors Q, (n, r), that column_normalize_ writes.
+
+    Args:
+        Q: the right factors.
+        R: (k, n, r).
+        per_column: float64 numbers, (k, r) each, or None.
 
     Raises:
         ValueError: if shapes do not fit.
-        Unsupported: if dtypes, devices or strides do not suit compiled kernels.
+        Unsupported: if compiled kernels do not take the dtypes, devices or strides.
     """
     k, n, r = R.shape
     facts = facts_of(Q)
@@ -237,7 +246,11 @@ def factors_facts(Q: Sequence[Tensor], R: Tensor, *per_column: Tensor | None) ->
 
 
 def float32_stack(R: Tensor) -> tuple[int, int, int]:
-    """(k, n, r) of a tensor (..., n, r); Unsupported unless it is contiguous and float32."""
+    """(k, n, r) of a stack (..., n, r) of k matrices.
+
+    Raises:
+        Unsupported: if it is not contiguous or not float32.
+    """
     if R.dtype != torch.float32 or not R.is_contiguous():
         raise Unsupported
     return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]

@@ -1,9 +1,10 @@
-"""Orthonormal columns for tall matrices whose rows may be cut over a process group.
+"""Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
-Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition number;
-float64 leaves room for that where float32 breaks down near 1e4, and r x r numbers are all that
-crosses the row group. The triangular factor has a positive diagonal, so the result is
-the unique QR factor: it does not depend on the cut, nor on the signs a Householder QR picks.
+The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
+number: in float32 the method would fail near a condition of 1e4, and float64 leaves room. Only
+r x r numbers cross the row group. The triangular factor has a positive diagonal, so the result is
+the unique QR factor. It does not depend on the sharding, nor on the signs that a Householder QR
+chooses.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ from torch import Tensor
 from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent
 
-# A column whose part outside the span of the columns before it is smaller than this, relative
-# to its own length, holds rounding errors of the Gram matrix only.
+# A column depends on those before it if its part outside their span, relative to its own length, is
+# smaller than this: the part then holds only rounding errors of the Gram matrix.
 DEPENDENT = 1e-6
-# Keeps the Cholesky factorisation of a singular float64 Gram matrix of unit diagonal from failing:
-# above the rounding errors of its entries, below DEPENDENT squared.
+# Added to the diagonal of a float64 Gram matrix, which is one, so that the Cholesky factorisation
+# does not fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
 SHIFT = 1e-13
-# Rounding errors may be so many times longer than they are estimated to be.
+# Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
-# Products add up rounding errors; a number that is stored has one.
+# The rounding errors in an entry of a product, in units of the error of one rounding.
 ERRORS_OF_A_PRODUCT = 8.0
-# Columns that are so many times shorter than they once were have had nothing new for long.
+# If all columns have become this many times shorter than they were, no gradient has come for long.
 FALLEN = 3e-5
-# Shorter columns, in units of the smallest normal number of their dtype, have lost their digits.
+# Columns shorter than this, in units of their dtype's smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
-# Numbers of float64 that slices of stacks may take at a time: 128 MiB, or those of one matrix.
+# The float64 numbers that a slice of a stack may take: 128 MiB, or those of one matrix.
 WORKSPACE = 2**24
 
 
 class Orthonormal(NamedTuple):
-    """A stack of orthonormalised matrices, and how far their columns can be trusted.
+    """A stack of k orthonormalised matrices, and how accurate their columns are.
 
-    columns: (k, m_i, r), the orthonormal columns. dependent: (k, r) of bool, which of them stand
-    for columns that depended on those before them. error: (k, r) float64, the length of the
-    rounding errors in each of the others. lengths: (k, r) float64, of the columns given, over all
-    rows.
+    Attributes:
+        columns: (k, m_i, r), the orthonormal columns.
+        dependent: (k, r) of bool, which columns replace one that depended on those before it.
+        error: (k, r) float64, the length of the rounding errors in each of the other columns.
+        lengths: (k, r) float64, of the columns before orthonormalisation, over all rows.
     """
 
     columns: Tensor
@@ -55,7 +57,7 @@ class Orthonormal(NamedTuple):
 def orthonormalize(
     matrices: Sequence[Tensor], rows: Sequence[Extent], *, complete: bool = True
 ) -> list[Tensor]:
-    """The ``columns`` of :func:`orthonormal_columns`, in the shapes of the matrices."""
+    """The ``columns`` of :func:`orthonormal_columns`, for matrices of shape (..., m_i, r)."""
     stacks = [p.reshape(math.prod(p.shape[:-2]), *p.shape[-2:]) for p in matrices]
     found = orthonormal_columns(stacks, rows, complete=complete)
     return [one.columns.view(p.shape) for one, p in zip(found, matrices, strict=True)]
@@ -68,29 +70,30 @@ def orthonormal_columns(
     complete: bool = True,
     floors: Sequence[Floor] | None = None,
 ) -> list[Orthonormal]:
-    """Orthonormalise the columns of each matrix: the Q of its QR factorisation, diag(R) > 0.
+    """Orthonormalise the columns of each matrix: the Q of its QR factorisation with diag(R) > 0.
+
+    A column counts as dependent on those before it if its part outside their span is not longer
+    than the rounding errors there. The estimate of these errors follows from the root mean square
+    length of all columns (not from the column's own length), and from how much of the other columns
+    is subtracted. If the directions are well conditioned, a float32 column is still used when it is
+    1e5 times shorter than that length. If the columns are products with a bfloat16 factor, it may
+    be some hundred times shorter. In any dtype a column is dependent if its length is zero or not
+    finite, or if the condition of the columns' directions is above 1e6.
+
+    Each of two passes takes one collective per row group: r (r + 1) / 2 float64 numbers per matrix.
 
     Args:
-        matrices: stacks of shape (k, m_i, r), float32 or float64, m = sum of m_i >= r. Each
-            rank holds the m_i rows of its place in the row group; m_i may be 0.
-        rows: per stack, which rows are held here and who holds the others.
-        complete: columns that depend linearly on those before them are replaced by directions
-            that follow from the global row index and are orthogonal to all others: the result has
-            r orthonormal columns whatever the input. If not, such columns become zero.
-        floors: per stack, what tells columns that hold a signal; by default for entries with the
-            rounding errors of a product.
+        matrices: stacks of shape (k, m_i, r), float32 or float64, where m = sum of m_i >= r. Each
+            rank holds m_i rows, given by its rank in the row group; m_i may be 0.
+        rows: for each stack, which rows are held here, and the group that holds the others.
+        complete: whether to replace dependent columns by directions that follow from global row
+            indices and are orthogonal to all others. The result then always has r orthonormal
+            columns. If False, dependent columns become zero.
+        floors: for each stack, the test for columns that hold a signal. The default suits entries
+            with the rounding errors of a product.
 
     Returns:
-        One per stack. Per pass one collective per row group: r (r + 1) / 2 float64 numbers a
-        matrix.
-
-    A column depends on those before it if what is left of it outside their span is not longer than
-    the rounding errors there. Such errors go by the root mean square length of all columns, not by
-    the column's own, and by how much of the other columns is subtracted. Of well-conditioned
-    columns in float32 one may be 1e5 times shorter than that length and is still followed, and
-    hundreds of times where bfloat16 holds what the columns are products of. Columns of length
-    zero, of lengths that are not finite, and of more than 1e6 times the condition of their
-    directions alone are dependent in any dtype.
+        The columns of each stack, and their errors.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
@@ -115,9 +118,11 @@ def orthonormal_columns(
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
-    """The relative error of entries of a product taken in ``dtype``, one factor stored in another.
+    """The relative error of the entries of a product.
 
-    factor: the dtype in which numbers that were wider have been stored; None for exact numbers.
+    Args:
+        dtype: in which the product is taken.
+        factor: the dtype to which one of the factors was rounded; None if it is exact.
     """
     stored = 0.0 if factor is None else torch.finfo(factor).eps / 2
     return stored + ERRORS_OF_A_PRODUCT * torch.finfo(dtype).eps / 2
@@ -127,9 +132,11 @@ def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) 
 class Floor:
     """Tells which columns of a stack are too short to hold a signal.
 
-    roundoff: relative error of the entries. scale: (k,), a length that the longest column once had;
-    where all are ``FALLEN`` times shorter, nothing new has come for long. left: for columns of
-    R = B^T P, where P came from.
+    Attributes:
+        roundoff: relative error of the entries.
+        scale: (k,), an earlier length of the longest column. If all columns are shorter than
+            ``FALLEN`` times this length, none holds a signal. None for no such test.
+        left: for the columns of R = B^T P, the result that P comes from.
     """
 
     roundoff: float
@@ -137,13 +144,18 @@ class Floor:
     left: Orthonormal | None = None
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The longest lengths without a signal, (k, r) float64; infinite for lengths that are not.
+        """The lengths up to which columns hold no signal, (k, r) float64.
 
-        lengths: of all columns, (k, r) float64. dtype: of the columns.
+        They are infinite for matrices without any signal, and with a length that is not finite.
+
+        Args:
+            lengths: of all columns, (k, r) float64.
+            dtype: of the columns.
         """
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
-            # What B has in the span of P, but for the errors there, is left for other directions.
+            # A completed column of P is orthogonal to the others up to their errors only. So its
+            # column of R also holds a little of what B has in their span.
             error, dependent = self.left.error, self.left.dependent
             lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
             leak = lost + error * _norm(lengths)
@@ -156,7 +168,7 @@ class Floor:
         return torch.where(holds.unsqueeze(-1), MARGIN * floor, math.inf)
 
     def sliced(self, these: slice) -> Floor:
-        """That of some of the stack's matrices."""
+        """The floor of some matrices of the stack."""
         scale = None if self.scale is None else self.scale[these]
         left = None if self.left is None else Orthonormal(*(part[these] for part in self.left))
         return Floor(self.roundoff, scale, left)
@@ -176,10 +188,14 @@ def _cholesky_qr(
     floors: Sequence[Floor] | None = None,
     last: Sequence[Tensor] | None = None,
 ) -> list[Orthonormal]:
-    """One pass over (k, m_i, r): orthonormalised, dependent columns zero.
+    """One pass of Cholesky QR over stacks (k, m_i, r); dependent columns become zero.
 
-    floors: per stack; None asks for zero columns only. last: columns, (k, r) of bool per stack, to
-    be orthonormalised after all others, which then do not depend on them.
+    Args:
+        matrices: the stacks; they are not changed.
+        rows: for each stack, which rows are held here.
+        floors: for each stack; None if only columns of length zero are too short.
+        last: for each stack, (k, r) of bool: columns to orthonormalise after all others, so that
+            the others do not depend on them.
     """
     results = []
     summed = _summed_triangles(matrices, rows)
@@ -206,10 +222,10 @@ def _joined(found: Sequence[Orthonormal], p: Tensor) -> Orthonormal:
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
     lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
-    # What the first pass leaves is far from singular.
+    # After the first pass the columns are far from singular, and need no shift.
     shift = 0.0 if floor is None else SHIFT
     factor, dependent = _inverse_triangle(gram, lengths, shortest, shift, last)
-    # Errors in P reach a column of P W as W adds them up.
+    # A column of P W adds up the errors in P with the weights in W.
     eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
     if floor is None:
@@ -217,8 +233,8 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     else:
         error = (floor.roundoff * error).clamp_min(eps)
         dependent = dependent | ~(MARGIN * error < 1)
-    # Powers of two bring P to lengths of about one: factors of tiny and of large columns fit then
-    # into the dtype of P.
+    # Scale P by a power of two to lengths of about one. Then the factors of tiny and of large
+    # columns fit into the dtype of P.
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
     # (k, m_i, r) = (k, m_i, r) (k, r, r)
     columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
@@ -226,7 +242,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
 
 
 def _slices(p: Tensor) -> list[slice]:
-    """As many matrices of a stack at a time as bound what float64 takes beside them."""
+    """Slices of a stack that bound the memory of float64 copies."""
     k, m, r = p.shape
     count = max(1, WORKSPACE // max(1, m * r + 6 * r * r))
     return [slice(first, first + count) for first in range(0, k, count)]
@@ -240,40 +256,40 @@ def _completed(p: Tensor, dependent: Tensor, rows: Extent) -> Tensor:
 
 
 def _without(p: Tensor, dependent: Tensor) -> Tensor:
-    """Those columns zero, whatever they hold."""
+    """The matrices with dependent columns set to zero, in place, even if these are not finite."""
     return p if _none(dependent) else p.masked_fill_(dependent.unsqueeze(-2), 0.0)
 
 
 def _none(flags: Tensor) -> bool:
-    """Whether it is known that no flag is set: asked only where no device-to-host read is due."""
+    """Whether no flag is set; False on devices where asking takes a device-to-host read."""
     return flags.device.type == "cpu" and not flags.any()
 
 
 def _gram(p: Tensor, rows: Extent) -> Tensor:
-    """P^T P of the rows that count here, (k, r, r) float64."""
+    """P^T P of the rows that this rank counts, (k, r, r) float64."""
     wide = rows.counted(p).double()
     return wide.mT @ wide
 
 
 def _summed_triangles(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> dict[int, Tensor]:
-    """Upper triangles of P^T P of each P that is cut, packed, (k, r (r + 1) / 2), by its place."""
-    cut = [i for i, extent in enumerate(rows) if extent.group is not None]
+    """Packed upper triangles of P^T P, (k, r (r + 1) / 2), of each sharded P, by its index."""
+    sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
     slots = []
-    for i in cut:
+    for i in sharded:
         k, _, r = matrices[i].shape
         size = r * (r + 1) // 2
         slots.append(Slot((k, size), rows[i].group, torch.float64, matrices[i].device))
     buckets = Buckets(slots)
-    for i, view in zip(cut, buckets.views, strict=True):
+    for i, view in zip(sharded, buckets.views, strict=True):
         upper, lower = _triangle(matrices[i].shape[-1], view.device)
         for these in _slices(matrices[i]):
             view[these] = _gram(matrices[i][these], rows[i])[:, upper, lower]
     buckets.all_reduce_()
-    return dict(zip(cut, buckets.views, strict=True))
+    return dict(zip(sharded, buckets.views, strict=True))
 
 
 def _unpacked(triangles: Tensor, r: int) -> Tensor:
-    """The symmetric matrices, (k, r, r), of packed upper triangles."""
+    """Symmetric matrices, (k, r, r), from their packed upper triangles."""
     gram = triangles.new_empty(len(triangles), r, r)
     upper, lower = _triangle(r, triangles.device)
     gram[:, upper, lower] = triangles
@@ -288,12 +304,19 @@ def _triangle(r: int, device: torch.device) -> Tensor:
 def _inverse_triangle(
     gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """W with orthonormal columns in P W, and which columns depend on those before them.
+    """W such that P W has orthonormal columns, and which columns depend on those before them.
 
-    gram: (k, r, r) float64; lengths: the roots of its diagonal, (k, r); floor: what columns, and
-    what is left of them outside the span of those before, must be longer than, (k, r) -> W
-    (k, r, r), upper triangular but for the columns that come last; dependent (k, r) of bool, whose
-    columns of W are zero.
+    Args:
+        gram: P^T P, (k, r, r) float64.
+        lengths: the square roots of its diagonal, (k, r).
+        floor: (k, r); a column must be longer than this, and so must its part outside the span of
+            the columns before it.
+        shift: added to the diagonal of the scaled Gram matrix.
+        last: (k, r) of bool, columns that come after all others; None for none.
+
+    Returns:
+        W (k, r, r), upper triangular except for the columns that come last, and dependent (k, r) of
+        bool; dependent columns of W are zero.
     """
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
@@ -305,35 +328,42 @@ def _inverse_triangle(
         return _permuted(factor, back), dependent.gather(-1, back)
     short = ~(lengths > floor)
     inverse_lengths = torch.where(short, torch.inf, lengths).reciprocal()
-    # Short columns are dropped before anything is measured against them.
+    # Drop short columns first, so that no other column is compared with them.
     either = short.unsqueeze(-1) | short.unsqueeze(-2)
     unit = gram * inverse_lengths.unsqueeze(-1) * inverse_lengths.unsqueeze(-2)
     unit = unit.masked_fill(either, 0.0)
     unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
-    # The Ex form reports failure in a tensor: no device-to-host read.
+    # cholesky_ex reports a failure in a tensor, which needs no device-to-host read.
     lower, _ = torch.linalg.cholesky_ex(unit)
     left = lower.diagonal(dim1=-2, dim2=-1)
     dependent = short | ~(left > DEPENDENT) | ~(left * lengths > floor)
-    # A dependent column is dropped: later columns must not be measured against its noise.
+    # Drop a dependent column, so that later columns are not compared with its noise.
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     lower = torch.where(dependent.unsqueeze(-2), identity, lower)
     inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    # Errors of the Gram matrix, relative to the columns' own lengths, reach as far.
+    # The inverse also amplifies errors of the Gram matrix, relative to the columns' own lengths.
     dependent = dependent | ~(DEPENDENT * inverse.square().sum(dim=-1).sqrt() < 1)
     factor = inverse_lengths.unsqueeze(-1) * inverse.mT
     return factor.masked_fill(dependent.unsqueeze(-2), 0.0), dependent
 
 
 def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """Rows and columns of (k, r, r) in a new order, (k, r)."""
+    """Matrices (k, r, r) with rows and columns in a new order, (k, r)."""
     rows = matrix.gather(-2, order.unsqueeze(-1).expand_as(matrix))
     return rows.gather(-1, order.unsqueeze(-2).expand_as(matrix))
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Pseudo-random numbers in [-1, 1), a function of global row and column indices alone.
+    """Pseudo-random numbers in [-1, 1) that follow from global row and column indices alone.
 
-    rows: (m_i,) int64 -> (m_i, columns) float64, the same on every device and for every cut.
+    They are the same on every device and for every sharding.
+
+    Args:
+        rows: global row indices, (m_i,) int64.
+        columns: number of columns.
+
+    Returns:
+        (m_i, columns) float64.
     """
     modulus = 2**31 - 1
     column = torch.arange(1, columns + 1, device=rows.device)

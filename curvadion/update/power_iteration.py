@@ -7,10 +7,10 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
     R = sum over the row group ( B^T P )          and mean over replicas, in one collective
     Q = column_normalize(R, column group)         or orthonormalize(R, column group)
 
-Columns of P and R that hold nothing but rounding errors, and those of a matrix whose R has fallen
-far below what it was, are not followed.
+The update leaves out columns of P and R that hold only rounding errors, and all columns of a matrix
+whose R has become far smaller than it was.
 
-All P's travel in one bucket per process group and all R's in another.
+All P's cross a process group in one collective, and all R's in another.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ RightFactor = Literal["column_normalized", "qr"]
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one global shape, cut, rank and dtype, treated as a batch.
+    """A batch of k matrices with one global shape, sharding, rank and dtype.
 
     Attributes:
-        layout: shared by the matrices.
-        B: local shards, each of shape (m_i, n_j), any floating dtype, any strides; read one at a
-            time, so that a sequence may make each when it is asked for.
-        Q: right factors, each (n_j, r).
+        layout: the common layout.
+        B: local shards, (m_i, n_j) each, of any floating dtype and any strides. They are read one
+            at a time, so the sequence may create each one when it is read.
+        Q: right factors, (n_j, r) each.
         right_factor: how R becomes the next Q.
         dtype: of the products P and R: float32, or float64 for float64 parameters.
-        stored: the dtype in which B has been rounded; None if it is exact.
-        scale: the lengths that the longest columns of R have had lately, (k,) float64; None if
-            nothing is known of the past.
+        stored: the dtype to which B has been rounded; None if B is exact.
+        scale: the recent length of the longest column of R, (k,) float64; None if there is no
+            record of the past.
     """
 
     layout: MatrixLayout
@@ -74,12 +74,15 @@ class Stack:
 
 
 class LowRank(NamedTuple):
-    """The factors of one stack of k matrices after a power iteration.
+    """The factors of a stack of k matrices after a power iteration.
 
-    P: (k, m_i, r), orthonormal columns. R: (k, n_j, r), B^T P. Q: (k, n_j, r), the next right
-    factor. own_R: this rank's summand of R, before it met the other ranks'; the same tensor as R
-    when nobody else has one. scale: (k,) float64, the longest column of R or, if that is longer,
-    the stack's scale.
+    Attributes:
+        P: (k, m_i, r), orthonormal columns.
+        R: (k, n_j, r), B^T P.
+        Q: (k, n_j, r), the next right factor.
+        own_R: (k, n_j, r), this rank's summand of R; the same tensor as R if no other rank has one.
+        scale: (k,) float64, the length of the longest column of R, or the stack's scale if that is
+            larger.
     """
 
     P: Tensor
@@ -90,20 +93,25 @@ class LowRank(NamedTuple):
 
 
 def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
-    """P, R and the next Q of every stack, averaged over replicas; see the module's text.
+    """P, R and the next Q of every stack, averaged over replicas (see the module's docstring).
+
+    Rows that several ranks hold in part (Extent.shared) take one more collective per group, which
+    adds up their summands: r numbers per row.
+
+    If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
+    completed from global row indices, so the direction is used again as soon as B has something
+    there. The size of rounding errors is estimated from the root mean square length of the columns
+    of R (:func:`curvadion.update.orthonormalize.orthonormal_columns`). This replaces Dion's epsilon
+    and does not depend on the scale of gradients.
+
+    All of Q is zero if the longest column of R is :data:`curvadion.update.orthonormalize.FALLEN`
+    times ``scale`` or shorter. Q and R are both zero if a product is not finite.
 
     Args:
-        stacks: the same on every rank of every group involved, up to the shards they hold.
+        stacks: the same ones on every rank of every group involved, each with the rank's shards.
 
-    Rows or columns that a cut runs through (Extent.shared) cost one more collective per group:
-    their summands, in a table of r numbers a row.
-
-    A direction in which B holds nothing but rounding errors gives a zero column of Q: its
-    column of P is completed from the layout's global indices, so that it takes part again as soon
-    as B has something there. Rounding errors go by the root mean square length of the columns of R
-    (:func:`curvadion.update.orthonormalize.orthonormal_columns`); this takes the place of Dion's
-    epsilon, so that the scale of gradients does not matter. Q is zero altogether where the longest
-    column of R is a millionth of ``scale``, and R too where a product was not finite.
+    Returns:
+        The factors of each stack.
     """
     left = orthonormal_columns(
         left_products(stacks),
@@ -124,9 +132,9 @@ def _scale(lengths: Tensor, before: Tensor | None) -> Tensor:
 
 
 def _finite(R: Tensor, Q: Tensor, own_R: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors, R zero where a column has a length that is not finite; Q is so already."""
+    """The factors, with R zero if a column's length is not finite; Q is zero then already."""
     bad = ~torch.isfinite(lengths).all(dim=-1)
-    # Asking first saves work where the answer needs no device-to-host read.
+    # On the CPU it is cheaper to ask first; elsewhere asking is a device-to-host read.
     if bad.device.type != "cpu" or bad.any():
         for product in {id(product): product for product in (R, own_R)}.values():
             product.masked_fill_(bad[:, None, None], 0.0)
@@ -134,7 +142,7 @@ def _finite(R: Tensor, Q: Tensor, own_R: Tensor, lengths: Tensor) -> tuple[Tenso
 
 
 def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
-    """B Q of every stack, (k, m_i, r), summed over the column group; means over replicas."""
+    """B Q of every stack, (k, m_i, r), summed over the column group, averaged over replicas."""
     buckets = Buckets(
         [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
     )
@@ -150,9 +158,10 @@ def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
 def right_products(
     stacks: Sequence[Stack], P: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """B^T P of every stack, (k, n_j, r), summed over the row group; means over replicas.
+    """B^T P of every stack, (k, n_j, r), summed over the row group, averaged over replicas.
 
-    Also this rank's summands, the same tensors where nobody else has one.
+    Returns:
+        These products, and this rank's summands of them: the same tensors if no other rank has one.
     """
     buckets = Buckets(
         [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
@@ -171,8 +180,8 @@ def right_products(
 
 
 def _sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
-    """Add up the rows of products (k, length, r) of which several ranks hold summands."""
-    cut = [i for i, extent in enumerate(extents) if extent.shared]
+    """Add up, in products (k, length, r), the rows of which several ranks hold summands."""
+    partial = [i for i, extent in enumerate(extents) if extent.shared]
     tables = Buckets(
         [
             Slot(
@@ -181,15 +190,15 @@ def _sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
                 products[i].dtype,
                 products[i].device,
             )
-            for i in cut
+            for i in partial
         ]
     )
-    for i, table in zip(cut, tables.views, strict=True):
+    for i, table in zip(partial, tables.views, strict=True):
         table.zero_()
         for slot, place in extents[i].shared_here():
             table[:, slot] = products[i][:, place]
     tables.all_reduce_()
-    for i, table in zip(cut, tables.views, strict=True):
+    for i, table in zip(partial, tables.views, strict=True):
         for slot, place in extents[i].shared_here():
             products[i][:, place] = table[:, slot]
 

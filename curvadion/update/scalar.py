@@ -1,4 +1,4 @@
-"""AdamW and Lion, for the parameters that are not matrices."""
+"""AdamW and Lion, for parameters that are not matrices."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
 def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
     """Zero moments of X's shape and dtype, and a float32 step counter on the CPU.
 
-    Moments of float16 parameters are float32: squares of gradients leave the range of float16 at
-    256, and below 2e-4 they vanish.
+    Moments of float16 parameters are float32, because in float16 the square of a gradient overflows
+    above 256 and becomes zero below 2e-4.
     """
     dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
     state = {key: torch.zeros_like(X, dtype=dtype) for key in STATE_KEYS[algorithm]}
@@ -35,9 +35,16 @@ def elementwise_step(
 ) -> None:
     """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step on lists, in place.
 
-    options: lr, betas, weight_decay and, for AdamW, eps. Decay is decoupled: X <- (1 - lr wd) X.
-    Finite gradients leave finite weights and moments: gradients are limited, in place, to what can
-    be squared, and float16 saturates.
+    Weight decay is decoupled: X <- (1 - lr weight_decay) X. Weights and moments stay finite if
+    gradients are finite: gradients are limited, in place, to numbers that can be squared, and
+    float16 saturates.
+
+    Args:
+        algorithm: "adamw" or "lion".
+        X: weights.
+        G: gradients, of the same shapes.
+        states: of :func:`create_state`, one per weight.
+        options: lr, betas, weight_decay and, for AdamW, eps.
     """
     step = _adamw if algorithm == "adamw" else _lion
     narrow = [i for i, x in enumerate(X) if x.dtype == torch.float16]
@@ -46,18 +53,18 @@ def elementwise_step(
         gradients = [G[i] for i in others]
         _limit_(gradients)
         step([X[i] for i in others], gradients, [states[i] for i in others], options)
-    for i in narrow:  # one after the other: never more than one is held in float32 too
+    for i in narrow:  # one after another, so that only one is also held in float32
         wide = {key: state if key == "step" else state.float() for key, state in states[i].items()}
         x = X[i].float()
         step([x], [G[i].float()], [wide], options)
         for key, value in wide.items():
-            if value is not states[i][key]:  # moments that an earlier version has saved in float16
+            if value is not states[i][key]:  # an earlier version saved moments in float16
                 states[i][key].copy_(saturated(value, states[i][key].dtype))
         X[i].copy_(saturated(x, X[i].dtype))
 
 
 def _limit_(G: Sequence[Tensor]) -> None:
-    """Bring gradients, in place, to a size whose squares fit into the dtype of the moments."""
+    """Limit gradients, in place, so that their squares fit into the dtype of the moments."""
     by_limit: dict[float, list[Tensor]] = {}
     for g in G:
         if g.dtype != torch.float16:
@@ -79,7 +86,7 @@ def _adamw(
         *lists,
         [],
         [s["step"] for s in states],
-        # PyTorch fuses nothing on the CPU unless told to.
+        # On the CPU PyTorch uses its fused kernel only if asked to.
         fused=True if all(map(_fusible, *lists)) else None,
         amsgrad=False,
         beta1=beta1,
@@ -92,7 +99,7 @@ def _adamw(
 
 
 def _fusible(*together: Tensor) -> bool:
-    """Whether PyTorch's fused CPU kernel takes a parameter, its gradient and its moments."""
+    """Whether PyTorch's fused CPU kernel takes this parameter, its gradient and its moments."""
     first = together[0]
     return first.device.type == "cpu" and all(
         t.dtype == first.dtype and t.is_contiguous() for t in together

@@ -1,7 +1,7 @@
 """The operations of :mod:`curvadion.ops.operations` as Triton kernels: one launch for a whole list.
 
-Tensors of a list may differ in size and alignment; those of one dtype share a launch. Raises
-Unsupported for what plain PyTorch has to take.
+Tensors of a list may differ in size and alignment; those of one dtype share a launch. The
+operations raise Unsupported for what only plain PyTorch takes.
 """
 
 from curvadion_kernels.columns import column_normalize_, column_sum_of_squares
@@ -10,7 +10,6 @@ from curvadion_kernels.low_rank import low_rank_update_
 from curvadion_kernels.momentum import (
     accumulate_,
     momentum_norms,
-    momentum_norms_,
     norms,
 )
 from curvadion_kernels.numbers import INTERPRETED
@@ -23,6 +22,5 @@ __all__ = [
     "local_step_",
     "low_rank_update_",
     "momentum_norms",
-    "momentum_norms_",
     "norms",
 ]

@@ -1,4 +1,4 @@
-"""Column norms of R, and the right factor Q they normalise to: one launch each."""
+"""Column norms of R, and Q = R / column norms: one launch each."""
 
 # Device functions get their types from Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -21,13 +21,13 @@ from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
 ROWS = 512 if INTERPRETED else 64
 COLUMNS = 32
 MOST_COLUMNS = 8192
-# Elements that a block normalises at a time.
+# The elements that a block normalises at a time.
 TILE = 65536 if INTERPRETED else 4096
 
 
 @triton.jit
 def column_sums_kernel(R, sums, n, r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sums[t, j] = sum over i of R[t, i, j]^2 in float64, for some columns of one matrix."""
+    """sums[t, j] = sum over i of R[t, i, j]^2, in float64, for some columns of one matrix."""
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float64)

@@ -1,7 +1,7 @@
-"""One launch for a list of tensors: which block works on what, and where the tensors are.
+"""One launch for a list of tensors: which block works on which chunk, and where the tensors are.
 
-What follows from sizes and dtypes alone is made once and kept on the device. Addresses and
-numbers go there in one small asynchronous copy, when they have changed.
+What follows from sizes and dtypes alone is computed once and kept on the device. Addresses and
+numbers are sent there when they change, in one small asynchronous copy.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from torch import Tensor
 from curvadion.ops.tensors import Facts, Sizes
 from curvadion_kernels.numbers import INTERPRETED
 
-# Elements per block: enough work to hide its start, and many blocks for a model. The
-# interpreter's time goes by the number of operations, not by their size.
+# Elements per block: enough to hide the start of a block, and few enough for many blocks per model.
+# The interpreter's time depends on the number of operations, not on their size.
 CHUNK = 16384
 BLOCK = 16384 if INTERPRETED else 2048
 
-# Host copies that a CUDA graph reads at each replay must outlive it.
+# Host copies that CUDA graphs read at each replay; they must exist as long as the graphs.
 _captured: list[Tensor] = []
 
 
 class Table:
-    """64-bit cells on the device, written only when they change, without waiting for the copy.
+    """64-bit cells on the device. They are copied when they change, and nothing waits for the copy.
 
-    size: number of cells. One host copy is set aside for a CUDA graph, because memory cannot be
-    pinned while a stream is captured.
+    One host copy is set aside for a CUDA graph, because memory cannot be pinned while a stream is
+    being captured.
+
+    Args:
+        size: number of cells.
+        device: where the cells are wanted.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -47,7 +51,7 @@ class Table:
             return self._on_device
         host = torch.frombuffer(cells, dtype=torch.int64)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # This copy happens when the graph is replayed: nothing that a launch now could use.
+            # This copy happens when the graph is replayed; it cannot serve other launches now.
             pinned = self._spare.pop() if self._spare else self._pinned(len(cells))
             _captured.append(pinned.copy_(host))
             return pinned.to(self._device, non_blocking=True)
@@ -65,17 +69,20 @@ class Table:
 
 @dataclass(eq=False)
 class Launch:
-    """Tensors of a list that share a launch.
+    """Tensors of a list that share a launch. Its tensors are on the device.
 
     Attributes:
-        members: their places in the list; empty for all of it.
-        count: how many they are.
-        blocks: number of blocks; ``of`` and ``chunk`` give, per block, its tensor and which chunk
-            of the tensor it works on; ``first`` a tensor's first block. int32, on the device.
-        slots: their places in the list, int32, on the device.
-        numel: elements of each tensor, int64, on the device.
-        tickets: per tensor, how many blocks have finished; zero between launches.
-        cells: the device's copy of what :meth:`table` gives.
+        members: positions in the list; empty if all of the list shares the launch.
+        count: number of tensors.
+        blocks: number of blocks.
+        of: for each block its tensor, int32.
+        chunk: for each block the chunk of this tensor that it works on, int32.
+        first: for each tensor its first block, int32.
+        slots: for each tensor its position in the list, int32.
+        numel: for each tensor its number of elements, int64.
+        tickets: for each tensor the number of blocks that have finished, int32; zero between
+            launches.
+        cells: the device's copy of what :meth:`table` returns.
     """
 
     members: list[int]
@@ -95,10 +102,10 @@ class Launch:
         numbers: Sequence[array[float] | None],
         seeds: Sequence[int] | None = None,
     ) -> Tensor:
-        """Addresses of every list, float32 numbers and seeds, as one int64 tensor.
+        """The addresses of all lists, then float32 numbers, then seeds, as one int64 tensor.
 
-        Each list takes ``count`` cells, in this order; numbers leave the second half of theirs
-        empty, and those that are None leave all.
+        Each list takes ``count`` cells. Numbers fill the first half of their cells, and None leaves
+        them all empty.
         """
         cells = array("Q")
         for one in facts:
@@ -116,7 +123,7 @@ class Launch:
 
 
 def launches(facts: Sequence[Facts]) -> list[tuple[Launch, tuple[int, ...]]]:
-    """The launches for lists that run in step, each with its lists' dtype codes."""
+    """The launches for lists of equal sizes, each with the dtype codes of its lists."""
     device = facts[0].device
     assert device is not None
     codes = tuple(one.codes.tobytes() for one in facts)
@@ -130,7 +137,7 @@ def _launches(
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, combination in enumerate(zip(*codes, strict=True)):
         groups.setdefault(combination, []).append(i)
-    # Addresses, at most three numbers and a seed.
+    # Cells per tensor: addresses, at most three numbers and a seed.
     cells = len(codes) + 4
     return [
         (_launch(sizes, members, device, len(groups) == 1, cells), combination)
@@ -142,7 +149,7 @@ def _launch(
     sizes: Sizes, members: list[int], device: torch.device, everything: bool, cells: int
 ) -> Launch:
     numel = torch.tensor([sizes.numel[i] for i in members], device="cpu")
-    # An empty tensor gets a block too: someone must write its norm.
+    # An empty tensor gets a block too, which writes its norm.
     blocks = ((numel + CHUNK - 1) // CHUNK).clamp_min(1)
     first = blocks.cumsum(0) - blocks
     of = torch.repeat_interleave(torch.arange(len(members), device="cpu"), blocks)
@@ -162,7 +169,7 @@ def _launch(
 
 
 def stream_of(device: torch.device) -> int:
-    """The stream that launches go to: what is kept between launches belongs to one stream."""
+    """The stream of the next launch. What is kept between launches is kept for each stream."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 

@@ -1,4 +1,4 @@
-"""The local step: X <- decay X - step G, and M <- mu M + G, over a list, in one pass and launch."""
+"""The local step over a list, in one launch: X <- decay X - step G, and M <- mu M + G."""
 
 # Device functions get their types from Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,7 +14,37 @@ from torch import Tensor
 from curvadion.ops.arguments import floats, host_numbers
 from curvadion.ops.tensors import elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
-from curvadion_kernels.numbers import CODES, numbers, saturated, stochastically, to_nearest
+from curvadion_kernels.numbers import (
+    CODES,
+    load_float32,
+    numbers,
+    saturated,
+    stochastically,
+    store,
+    to_nearest,
+)
+
+
+@triton.jit
+def _chunk(
+    x, g, m, step, decay, mu, seed, start, n,
+    X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, HAS_M: tl.constexpr, SEEDED: tl.constexpr,
+    MASKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update the elements [start, start + CHUNK)."""
+    for i in range(0, CHUNK, BLOCK):
+        at = start + i + tl.arange(0, BLOCK)
+        here = at < n
+        gradient = load_float32(g, at, here, MASKED)
+        weights = decay * load_float32(x, at, here, MASKED) - step * gradient
+        weights = saturated(weights, X_DTYPE)
+        if SEEDED:
+            store(x, at, stochastically(weights, at, seed, X_DTYPE), here, MASKED)
+        else:
+            store(x, at, to_nearest(weights, X_DTYPE), here, MASKED)
+        if HAS_M:
+            momentum = mu * load_float32(m, at, here, MASKED) + gradient
+            store(m, at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE), here, MASKED)
 
 
 @triton.jit
@@ -23,7 +53,7 @@ def local_step_kernel(
     X_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, HAS_M: tl.constexpr,
     SEEDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor. The table: X, M if any, G; step, decay, mu, seeds."""
+    """One chunk of one tensor. The table holds X, M if any, G; step, decay, mu; seeds if any."""
     block = tl.program_id(0)
     t = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
@@ -46,35 +76,18 @@ def local_step_kernel(
         x = tl.multiple_of(x_address.to(tl.pointer_type(X_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
-        for i in range(0, CHUNK, BLOCK):
-            at = start + i + tl.arange(0, BLOCK)
-            gradient = tl.load(g + at).to(tl.float32)
-            weights = decay * tl.load(x + at).to(tl.float32) - step * gradient
-            weights = saturated(weights, X_DTYPE)
-            if SEEDED:
-                tl.store(x + at, stochastically(weights, at, seed, X_DTYPE))
-            else:
-                tl.store(x + at, to_nearest(weights, X_DTYPE))
-            if HAS_M:
-                momentum = mu * tl.load(m + at).to(tl.float32) + gradient
-                tl.store(m + at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE))
+        _chunk(
+            x, g, m, step, decay, mu, seed, start, n,
+            X_DTYPE, M_DTYPE, HAS_M, SEEDED, False, CHUNK, BLOCK,
+        )  # fmt: skip
     else:
         x = x_address.to(tl.pointer_type(X_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
         m = m_address.to(tl.pointer_type(M_DTYPE))
-        for i in range(0, CHUNK, BLOCK):
-            at = start + i + tl.arange(0, BLOCK)
-            here = at < n
-            gradient = tl.load(g + at, here, 0.0).to(tl.float32)
-            weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * gradient
-            weights = saturated(weights, X_DTYPE)
-            if SEEDED:
-                tl.store(x + at, stochastically(weights, at, seed, X_DTYPE), here)
-            else:
-                tl.store(x + at, to_nearest(weights, X_DTYPE), here)
-            if HAS_M:
-                momentum = mu * tl.load(m + at, here, 0.0).to(tl.float32) + gradient
-                tl.store(m + at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE), here)
+        _chunk(
+            x, g, m, step, decay, mu, seed, start, n,
+            X_DTYPE, M_DTYPE, HAS_M, SEEDED, True, CHUNK, BLOCK,
+        )  # fmt: skip
 
 
 def local_step_(

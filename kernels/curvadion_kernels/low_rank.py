@@ -1,8 +1,7 @@
 """The low-rank update: X <- decay X - step P Q^T and M <- M - feedback P R^T, in one pass.
 
-All matrices of a call share a launch, whatever their shapes and ranks, but for their orientation:
-a transposed view X = W^T is updated as W <- decay W - step Q P^T, so that memory is always read
-along its rows.
+Matrices of one orientation and dtype share a launch, whatever their shapes and ranks. A transposed
+view X = W^T is updated as W <- decay W - step Q P^T, so memory is always read along its rows.
 """
 
 # Device functions get their types from Triton.
@@ -25,13 +24,42 @@ from curvadion.ops.tensors import Facts, Unsupported, check_shapes, facts_of
 from curvadion_kernels.launch import Table, on, stream_of
 from curvadion_kernels.numbers import CODES, saturated, stochastically, to_nearest
 
-# The tallest tiles that do not spill registers: two accumulators live through the loop, and narrow
-# loads and stores take more address registers.
+# The tallest tiles that do not spill registers. Two accumulators stay in registers during the loop,
+# and narrow loads and stores need more registers for addresses.
 TILE_M = {True: 128, False: 64}  # by alignment
 TILE_N, TILE_K = 64, 16
 OPTIONS = {"num_warps": 8, "num_stages": 4}
 # Cells of a matrix in the table.
 CELLS = tl.constexpr(16)
+
+
+@triton.jit
+def _products(
+    p, q, r, row, column, rank,
+    HAS_M: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """P Q^T of a tile, and P R^T or zeros; where SWAPPED, their transposes."""
+    update = tl.zeros((TILE_M, TILE_N), tl.float32)
+    fed = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for k in range(0, rank.to(tl.int32), TILE_K):
+        c = k + tl.arange(0, TILE_K)
+        inside = c < rank
+        if SWAPPED:
+            right = tl.load(p + column + c[:, None], inside[:, None], 0.0)
+            left = tl.load(q + row + c[None, :], inside[None, :], 0.0)
+            update = tl.dot(left, right, update, input_precision=PRECISION)
+            if HAS_M:
+                left = tl.load(r + row + c[None, :], inside[None, :], 0.0)
+                fed = tl.dot(left, right, fed, input_precision=PRECISION)
+        else:
+            left = tl.load(p + row + c[None, :], inside[None, :], 0.0)
+            right = tl.load(q + column + c[:, None], inside[:, None], 0.0)
+            update = tl.dot(left, right, update, input_precision=PRECISION)
+            if HAS_M:
+                right = tl.load(r + column + c[:, None], inside[:, None], 0.0)
+                fed = tl.dot(left, right, fed, input_precision=PRECISION)
+    return update, fed
 
 
 @triton.jit
@@ -41,11 +69,11 @@ def low_rank_kernel(
     SWAPPED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix; see :func:`_cells` for the table."""
+    """Update one tile of one matrix; :func:`_cells` describes the table."""
     tile = tl.program_id(0)
     cells = table + tl.load(tiles + 2 * tile).to(tl.int64) * CELLS
     place = tl.load(tiles + 2 * tile + 1)
-    # In full, because hints do not survive a helper's return.
+    # Not in a helper function: hints on its results would be lost when it returns.
     x = tl.load(cells).to(tl.pointer_type(X_DTYPE))
     momentum = tl.load(cells + 1).to(tl.pointer_type(M_DTYPE))
     p = tl.load(cells + 2).to(tl.pointer_type(tl.float32))
@@ -66,28 +94,12 @@ def low_rank_kernel(
     across = tl.cdiv(n, TILE_N)
     i = (place // across) * TILE_M + tl.arange(0, TILE_M)
     j = (place % across) * TILE_N + tl.arange(0, TILE_N)
-    # Rows beyond the matrix read its last row, and are not stored.
+    # Rows beyond the matrix read its last row; they are not stored.
     row = tl.minimum(i, m - 1)[:, None] * rank
     column = tl.minimum(j, n - 1)[None, :] * rank
-    update = tl.zeros((TILE_M, TILE_N), tl.float32)
-    fed = tl.zeros((TILE_M, TILE_N), tl.float32)
-    for k in range(0, rank.to(tl.int32), TILE_K):
-        c = k + tl.arange(0, TILE_K)
-        inside = c < rank
-        if SWAPPED:
-            right = tl.load(p + column + c[:, None], inside[:, None], 0.0)
-            left = tl.load(q + row + c[None, :], inside[None, :], 0.0)
-            update = tl.dot(left, right, update, input_precision=PRECISION)
-            if HAS_M:
-                left = tl.load(r + row + c[None, :], inside[None, :], 0.0)
-                fed = tl.dot(left, right, fed, input_precision=PRECISION)
-        else:
-            left = tl.load(p + row + c[None, :], inside[None, :], 0.0)
-            right = tl.load(q + column + c[:, None], inside[:, None], 0.0)
-            update = tl.dot(left, right, update, input_precision=PRECISION)
-            if HAS_M:
-                right = tl.load(r + column + c[:, None], inside[:, None], 0.0)
-                fed = tl.dot(left, right, fed, input_precision=PRECISION)
+    update, fed = _products(
+        p, q, r, row, column, rank, HAS_M, SWAPPED, PRECISION, TILE_M, TILE_N, TILE_K
+    )
     here = (i[:, None] < m) & (j[None, :] < n)
     at = i[:, None] * x_stride + j[None, :]
     weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * update
@@ -129,7 +141,7 @@ def low_rank_update_(
             if M and _swapped(m, i) != orientation:
                 raise Unsupported
             groups.setdefault((x.codes[i], m.codes[i], orientation), []).append(i)
-    # "highest" means float32 arithmetic, here three products of its high and low halves.
+    # "highest" asks for float32 arithmetic: three products of high and low halves.
     precise = torch.get_float32_matmul_precision() == "highest"
     for (x_code, m_code, swapped), members in groups.items():
         aligned = all(_aligned(one, members) for one in (x, m, *factors))
@@ -160,7 +172,11 @@ def _check(x: Facts, m: Facts, factors: list[Facts]) -> None:
 
 
 def _swapped(facts: Facts, i: int) -> bool:
-    """Whether the i-th matrix is a transposed view."""
+    """Whether the i-th matrix is a transposed view.
+
+    Raises:
+        Unsupported: if neither its rows nor its columns are dense in memory.
+    """
     (rows, columns), (down, along) = facts.sizes.shapes[i]
     if along == 1 or columns == 1:
         return False
@@ -179,7 +195,7 @@ def _stride(facts: Facts, i: int, swapped: bool) -> int:
 
 
 def _aligned(facts: Facts, members: list[int]) -> bool:
-    """Whether rows begin at multiples of 16 bytes: 8 elements suffice for all dtypes."""
+    """Whether all rows begin at multiples of 16 bytes, which 8 elements are for every dtype."""
     return all(
         facts.addresses[i] % 16 == 0
         and all(stride == 1 or stride % 8 == 0 for stride in facts.sizes.shapes[i][1])
@@ -197,10 +213,10 @@ def _cells(
     numbers: list[array[float]],
     seeds: Sequence[int] | None,
 ) -> array[int]:
-    """The table, 16 cells a matrix.
+    """The table, 16 cells per matrix.
 
-    Addresses of X, M, P, Q and R; rows, columns and rank; row strides of X and M; step, decay and
-    feedback as float32 bits; seed; two empty cells.
+    These are the addresses of X, M, P, Q and R; rows, columns and rank; the row strides of X and M;
+    step, decay and feedback as float32 bits; the seed; two empty cells.
     """
     cells = array("Q")
     for i in members:
@@ -216,7 +232,7 @@ def _cells(
 def _tiles(
     shapes: tuple[tuple[int, int], ...], height: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Table]:
-    """Per tile its matrix and its place there, int32 (tiles, 2); a table for the matrices."""
+    """For each tile its matrix and its place in it, int32 (tiles, 2); a table for the matrices."""
     each = [triton.cdiv(m, height) * triton.cdiv(n, TILE_N) for m, n in shapes]
     counts = torch.tensor(each, device="cpu")
     matrix = torch.repeat_interleave(torch.arange(len(shapes), device="cpu"), counts)

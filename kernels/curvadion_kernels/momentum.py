@@ -1,4 +1,4 @@
-"""Momentum and norms: M <- mu M + G and || mu M + G || over a list, in one pass and one launch."""
+"""Momentum and norms over a list: M <- mu M + G, or || mu M + G ||, in one launch each."""
 
 # Device functions get their types from Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -15,12 +15,12 @@ from torch import Tensor
 from curvadion.ops.arguments import floats
 from curvadion.ops.tensors import Facts, elementwise_facts
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
-from curvadion_kernels.numbers import CODES, numbers, saturated, to_nearest
+from curvadion_kernels.numbers import CODES, load_float32, numbers, saturated, store, to_nearest
 
 
 @triton.jit
 def _squares(sums, held):
-    """Squares of what is held of sums, float64: NaN where a sum is not finite.
+    """Squares of ``held`` in float64; NaN where the float32 ``sums`` are not finite.
 
     The squares of tiny and of large numbers do not fit into float32.
     """
@@ -29,12 +29,62 @@ def _squares(sums, held):
 
 
 @triton.jit
+def _chunk(
+    m, g, mu, start, n,
+    M_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr, MASKED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Elements [start, start + CHUNK): write mu m + g, and return the sum of its squares."""
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for i in range(0, CHUNK, BLOCK):
+        at = start + i + tl.arange(0, BLOCK)
+        here = at < n
+        sums = load_float32(m, at, here, MASKED)
+        if HAS_G:
+            sums = mu * sums + load_float32(g, at, here, MASKED)
+            held = to_nearest(saturated(sums, M_DTYPE), M_DTYPE)
+        else:
+            held = sums.to(M_DTYPE)
+        if WRITE:
+            store(m, at, held, here, MASKED)
+        if MASKED:
+            squares += tl.where(here, _squares(sums, held), 0.0)
+        else:
+            squares += _squares(sums, held)
+    # Summed here, so that each caller can lay out its numbers in its own way.
+    return tl.sum(squares)
+
+
+@triton.jit
+def _finish_norm(
+    total, block, t, blocks, first, slots, tickets, partial, norms, SUMS: tl.constexpr
+):
+    """Store a block's sum of squares; the last block of a tensor adds up all and takes the root."""
+    tl.store(partial + block, total)
+    # The partial sum must be in memory before the ticket is drawn.
+    tl.debug_barrier()
+    ticket = tl.atomic_add(tickets + t, 1, sem="acq_rel")
+    if ticket == blocks - 1:
+        tl.debug_barrier()
+        # Any block may be the last. All add up in the same order, so timing changes no bit.
+        begin = tl.load(first + t)
+        sums_of_blocks = tl.zeros((SUMS,), tl.float64)
+        done = 0
+        while done < blocks:
+            j = done + tl.arange(0, SUMS)
+            sums_of_blocks += tl.load(partial + begin + j, j < blocks, 0.0, cache_modifier=".cg")
+            done += SUMS
+        tl.store(norms + tl.load(slots + t), tl.sqrt(tl.sum(sums_of_blocks)).to(tl.float32))
+        tl.store(tickets + t, 0)
+
+
+@triton.jit
 def momentum_kernel(
     table, numel, of, chunk, first, slots, tickets, partial, norms, count,
     M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr,
-    NORM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor; the block that finishes a tensor last adds up its partial sums."""
+    """One chunk of one tensor: either write mu M + G, or take part in its norm."""
     block = tl.program_id(0)
     t = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
@@ -49,57 +99,14 @@ def momentum_kernel(
         # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        squares = tl.zeros((BLOCK,), tl.float64)
-        for i in range(0, CHUNK, BLOCK):
-            at = start + i + tl.arange(0, BLOCK)
-            sums = tl.load(m + at).to(tl.float32)
-            if HAS_G:
-                sums = mu * sums + tl.load(g + at).to(tl.float32)
-            held = sums.to(M_DTYPE)
-            if HAS_G:
-                held = to_nearest(saturated(sums, M_DTYPE), M_DTYPE)
-            if WRITE:
-                tl.store(m + at, held)
-            squares += _squares(sums, held)
-        # Summed here, so that both branches may lay out their numbers as suits them.
-        total = tl.sum(squares)
+        total = _chunk(m, g, mu, start, n, M_DTYPE, HAS_G, WRITE, False, CHUNK, BLOCK)
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        squares = tl.zeros((BLOCK,), tl.float64)
-        for i in range(0, CHUNK, BLOCK):
-            at = start + i + tl.arange(0, BLOCK)
-            here = at < n
-            sums = tl.load(m + at, here, 0.0).to(tl.float32)
-            if HAS_G:
-                sums = mu * sums + tl.load(g + at, here, 0.0).to(tl.float32)
-            held = sums.to(M_DTYPE)
-            if HAS_G:
-                held = to_nearest(saturated(sums, M_DTYPE), M_DTYPE)
-            if WRITE:
-                tl.store(m + at, held, here)
-            squares += tl.where(here, _squares(sums, held), 0.0)
-        total = tl.sum(squares)
-    if NORM:
-        tl.store(partial + block, total)
+        total = _chunk(m, g, mu, start, n, M_DTYPE, HAS_G, WRITE, True, CHUNK, BLOCK)
+    if not WRITE:
         blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
-        # The partial sum must be in memory before the ticket says so.
-        tl.debug_barrier()
-        ticket = tl.atomic_add(tickets + t, 1, sem="acq_rel")
-        if ticket == blocks - 1:
-            tl.debug_barrier()
-            # In the same order whichever block does it: the norm's bits do not depend on timing.
-            begin = tl.load(first + t)
-            sums_of_blocks = tl.zeros((SUMS,), tl.float64)
-            done = 0
-            while done < blocks:
-                j = done + tl.arange(0, SUMS)
-                sums_of_blocks += tl.load(
-                    partial + begin + j, j < blocks, 0.0, cache_modifier=".cg"
-                )
-                done += SUMS
-            tl.store(norms + tl.load(slots + t), tl.sqrt(tl.sum(sums_of_blocks)).to(tl.float32))
-            tl.store(tickets + t, 0)
+        _finish_norm(total, block, t, blocks, first, slots, tickets, partial, norms, SUMS)
 
 
 def norms(X: Sequence[Tensor]) -> Tensor:
@@ -112,30 +119,26 @@ def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]
     return _run(elementwise_facts([M], [G]), mu, write=False)
 
 
-def momentum_norms_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
-    """See :func:`curvadion.ops.momentum_norms_`."""
-    return _run(elementwise_facts([M], [G]), mu, write=True)
-
-
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
-    _run(elementwise_facts([M], [G]), mu, write=True, norm=False)
+    _run(elementwise_facts([M], [G]), mu, write=True)
 
 
-def _run(facts: list[Facts], mu: Sequence[float], *, write: bool, norm: bool = True) -> Tensor:
+def _run(facts: list[Facts], mu: Sequence[float], *, write: bool) -> Tensor:
+    """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
     has_g = len(facts) == 2
-    numbers = [floats(mu, len(facts[0].addresses))] if has_g else []
-    device = facts[0].device
+    count, device = len(facts[0].addresses), facts[0].device
+    factors = [floats(mu, count)] if has_g else []
     assert device is not None
-    result = torch.empty(len(facts[0].addresses) if norm else 0, dtype=torch.float32, device=device)
+    result = torch.empty(0 if write else count, dtype=torch.float32, device=device)
     for launch, codes in launches(facts):
-        partial = torch.empty(launch.blocks if norm else 0, dtype=torch.float64, device=device)
+        partial = torch.empty(0 if write else launch.blocks, dtype=torch.float64, device=device)
         with on(device):
             momentum_kernel[(launch.blocks,)](
-                launch.table(facts, numbers),
+                launch.table(facts, factors),
                 launch.numel, launch.of, launch.chunk, launch.first, launch.slots, launch.tickets,
                 partial, result, launch.count,
                 M_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], HAS_G=has_g, WRITE=write,
-                NORM=norm, CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
+                CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
             )  # fmt: skip
     return result

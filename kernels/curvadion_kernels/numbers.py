@@ -1,4 +1,4 @@
-"""What the kernels share on the device: loads and stores of the data types, and random bits."""
+"""What kernels share on the device: loads and stores, rounding and random bits."""
 
 # Device functions get their types from Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,25 +14,42 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # A global that kernels read must be a constexpr.
 _SOFTWARE_ROUNDING = tl.constexpr(INTERPRETED)
 
-# By the codes of curvadion.ops.tensors.DTYPE_CODES.
+# Indexed by the codes of curvadion.ops.tensors.DTYPE_CODES.
 CODES = [tl.float32, tl.bfloat16, tl.float16]
 
 
 @triton.jit
 def pointer(table, index, dtype: tl.constexpr):
-    """An address of the table as a pointer."""
+    """The address in a cell of the table, as a pointer."""
     return tl.load(table + index).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def numbers(table, index):
-    """A pointer to the float32 numbers that begin at the table's cell ``index``."""
+    """A pointer to the float32 numbers that begin in cell ``index`` of the table."""
     return (table + index).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
+def load_float32(address, at, here, MASKED: tl.constexpr):
+    """Elements ``at`` as float32; with MASKED, only those that are ``here``, and else zeros."""
+    if MASKED:
+        return tl.load(address + at, here, 0.0).to(tl.float32)
+    return tl.load(address + at).to(tl.float32)
+
+
+@triton.jit
+def store(address, at, values, here, MASKED: tl.constexpr):
+    """Store elements ``at``; with MASKED, only those that are ``here``."""
+    if MASKED:
+        tl.store(address + at, values, here)
+    else:
+        tl.store(address + at, values)
+
+
+@triton.jit
 def saturated(value, dtype: tl.constexpr):
-    """float32 within what weights and momenta of dtype may reach; NaN stays NaN."""
+    """float32, limited to the range of weights and momenta of ``dtype``; NaN stays NaN."""
     limit = 65504.0 if dtype == tl.float16 else 1267650600228229401496703205376.0  # 2**100
     value = tl.where(value > limit, limit, value)
     return tl.where(value < -limit, -limit, value)
@@ -40,7 +57,10 @@ def saturated(value, dtype: tl.constexpr):
 
 @triton.jit
 def to_nearest(value, dtype: tl.constexpr):
-    """float32 -> dtype. The interpreter truncates to bfloat16, so it rounds in software."""
+    """float32 -> dtype, rounded to nearest.
+
+    The interpreter truncates to bfloat16; there the rounding is done in software.
+    """
     if _SOFTWARE_ROUNDING and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -58,7 +78,7 @@ def _mixed(x):
 
 @triton.jit
 def stochastically(value, offsets, seed, dtype: tl.constexpr):
-    """float32 -> dtype; a bfloat16 is one of two neighbours, as ops.reference defines it."""
+    """float32 -> dtype; bfloat16 is rounded up or down at random, as ops.reference defines it."""
     if dtype != tl.bfloat16:
         return to_nearest(value, dtype)
     noise = _mixed(_mixed(offsets.to(tl.uint32)) ^ seed) & 0xFFFF

@@ -122,7 +122,9 @@ def test_more_elements_than_32_bits_count(backend):
     G = torch.zeros(size, dtype=torch.bfloat16, device=GPU)
     G[-1], G[2**31 + 5], G[0] = 2.0, 3.0, 6.0
     with ops.use_backend(backend):
-        assert ops.momentum_norms_([M], [G], [1.0]).item() == 7.0
+        assert ops.momentum_norms([M], [G], [1.0]).item() == 7.0
+        assert M.count_nonzero() == 0
+        ops.accumulate_([M], [G], [1.0])
     assert M[-1] == 2.0 and M[2**31 + 5] == 3.0 and M[0] == 6.0
     assert M.count_nonzero() == 3
 
@@ -149,7 +151,6 @@ def test_one_launch_an_operation(backend):
     calls = {
         "norms": lambda: ops.norms(X),
         "momentum_norms": lambda: ops.momentum_norms(M, G, ones),
-        "momentum_norms_": lambda: ops.momentum_norms_(M, G, ones),
         "accumulate_": lambda: ops.accumulate_(M, G, ones),
         "local_step_": lambda: ops.local_step_(X, G, ones, ones, M, ones),
     }
@@ -251,11 +252,13 @@ def test_operators_on_the_gpu(backend):
     M, G, X = (operations.tensors([(20,), (3, 7)], [F32], GPU, i) for i in range(3))
     ones, library = [1.0, 1.0], torch.ops.curvadion
     with ops.use_backend(backend):
-        torch.library.opcheck(library.momentum_norms_, (M, G, ones))
+        torch.library.opcheck(library.momentum_norms, (M, G, ones))
+        torch.library.opcheck(library.accumulate_, (M, G, ones))
         torch.library.opcheck(library.local_step_, (X, G, ones, ones, M, ones, None))
 
         def work(M, G, X):
-            norms = ops.momentum_norms_(M, G, ones)
+            norms = ops.momentum_norms(M, G, ones)
+            ops.accumulate_(M, G, ones)
             ops.local_step_(X, G, ones, ones)
             return norms
 

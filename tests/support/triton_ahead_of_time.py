@@ -43,19 +43,15 @@ def low_rank_constants(**more):
 VARIANTS = {
     "norms": (
         momentum.momentum_kernel,
-        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=False, WRITE=False, NORM=True, SUMS=1024),
+        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=False, WRITE=False, SUMS=1024),
     ),
     "momentum_norms": (
         momentum.momentum_kernel,
-        elementwise(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False, NORM=True, SUMS=1024),
-    ),
-    "momentum_norms_": (
-        momentum.momentum_kernel,
-        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=True, WRITE=True, NORM=True, SUMS=1024),
+        elementwise(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False, SUMS=1024),
     ),
     "accumulate_": (
         momentum.momentum_kernel,
-        elementwise(M_DTYPE=F32, G_DTYPE=BF16, HAS_G=True, WRITE=True, NORM=False, SUMS=1024),
+        elementwise(M_DTYPE=F32, G_DTYPE=BF16, HAS_G=True, WRITE=True, SUMS=1024),
     ),
     "local_step_": (
         local_step.local_step_kernel,
