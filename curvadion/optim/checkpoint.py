@@ -132,7 +132,7 @@ def fit_to_checkpoint(
             parent[path[-1]] = _with_columns(target, form.size[-1])
 
 
-def _keys_of_syncs(kind: type[Sync]) -> set[str]:
+def _keys_of_syncs(kind: Any) -> set[str]:
     """The state keys of a sync kind and all kinds that build on it, a user's included."""
     own = {key.name for key in kind.state_keys}
     return own.union(*(_keys_of_syncs(one) for one in kind.__subclasses__()))
