@@ -253,7 +253,7 @@ class ReplicaOptimizer(Optimizer):
         states = plan.look_up_states()
         without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
         for p in without:
-            p.create_state()
+            p.create_state(self._plans.group_of_plan(p.group))
         # Whatever brings new states without those of the sync, such as loading, is verified anew.
         if without or not self._agreement.verified:
             self.sync.begin(plan.parameters)

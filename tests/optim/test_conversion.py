@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 import distributed
 import shards
 import toy
-from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, fit_to_checkpoint
+from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, QuantizedAverage, fit_to_checkpoint
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.matrix import MatrixLayout
 from version_0_1_0 import old_flattened, old_state_dict
@@ -516,3 +516,95 @@ def test_right_factors_of_flat_shards(shape):
 def test_checkpoint_to_fit_to():
     with pytest.raises(ValueError, match=r"checkpoint_id=None and storage_reader=None"):
         fit_to_checkpoint({})
+
+
+# ---------------------------------------------------------------- groups changed in mid-run
+
+
+@pytest.mark.parametrize("after", [{"rank_fraction": 1.0}, {"rank_multiple_of": 4}], ids=str)
+@pytest.mark.parametrize("make", [Dion, CurvaDion])
+def test_a_rank_changed_in_mid_run_resizes_right_factors(make, after):
+    model, twin = toy.model(), toy.model()
+    optimizer, other = make(toy.groups(model)), make(toy.groups(twin))
+    toy.train(model, optimizer, range(3))
+    toy.train(twin, other, range(3))
+    for each in (optimizer, other):
+        for group in each.param_groups:
+            group.update(after)
+    # What the first optimizer is to do by itself, by hand.
+    for group in other.param_groups:
+        for X in group["params"]:
+            state = other.state[X]
+            if "Q" in state:
+                rank = MatrixLayout.whole(X.shape).rank(
+                    group["rank_fraction"], group["rank_multiple_of"]
+                )
+                assert rank > state["Q"].shape[-1]
+                state["Q"] = expected(state["Q"], X.shape, rank)
+    toy.train(model, optimizer, range(3, 6))
+    toy.train(twin, other, range(3, 6))
+    toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
+    toy.assert_bitwise_equal(toy.states(optimizer), toy.states(other))
+    into = make(toy.groups(toy.model()))
+    into.load_state_dict(optimizer.state_dict())
+    assert values(into, BY_SYNC) == values(optimizer, BY_SYNC)
+
+
+def change_on(rank, ranks, changes):
+    """What ranks are told that change a group before the fourth step, and whether weights moved."""
+    model, optimizer = build("rmmc")
+    toy.train(model, optimizer, range(3), rank)
+    before = toy.weights(model)
+    group = optimizer.param_groups[0]
+    kept = dict(group)
+    if rank in ranks:
+        group.update(changes)
+    try:
+        toy.train(model, optimizer, [3], rank)
+        told = None
+    except (ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        toy.assert_bitwise_equal(toy.weights(model), before)
+        if rank in ranks and isinstance(error, ValueError):
+            group.update(kept)
+            toy.train(model, optimizer, [3], rank)
+    return told, toy.weights(model)
+
+
+def test_a_rank_that_all_replicas_change():
+    (told, weights), (other, its_weights) = distributed.run(
+        2, change_on, (0, 1), {"rank_fraction": 1.0}
+    )
+    assert told is other is None
+    assert weights.keys() == its_weights.keys()
+
+
+def test_a_rank_that_one_replica_changes():
+    for told, _ in distributed.run(2, change_on, (1,), {"rank_fraction": 1.0}):
+        assert "rank_fraction=0.25" in told and "rank_fraction=1.0" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("row_blocks", 2), ("row_blocks", [2, 6]), ("input_first", True)], ids=str
+)
+def test_matrices_cannot_be_cut_otherwise_in_mid_run(key, value):
+    for told, _ in distributed.run(2, change_on, (0, 1), {key: value}):
+        assert told.startswith(f"ValueError: param_groups[0][{key!r}] was changed from ")
+        assert f"to {tuple(value) if isinstance(value, list) else value!r}, but " in told
+        assert "set it back" in told
+
+
+@pytest.mark.parametrize("gate", [FixedPeriod(2), RMMC(0.1)], ids=repr)
+def test_a_parameter_without_a_state_may_start_afresh_otherwise(gate):
+    """As the error advises."""
+    x, y = nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(6, 6))
+    optimizer = CurvaDion([{"params": [x]}, {"params": [y]}], gate=gate)
+    for key, value in (("row_blocks", 1), ("row_blocks", 2), ("algorithm", "adamw")):
+        optimizer.state.pop(x, None)
+        optimizer.param_groups[0][key] = value
+        for _ in range(2):
+            x.grad, y.grad = torch.ones_like(x), torch.ones_like(y)
+            optimizer.step()
+        if key == "row_blocks":
+            assert optimizer.state[x]["momentum_norm"].numel() == value
+    assert optimizer.state[x]["step"] == 2
