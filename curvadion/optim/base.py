@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -369,6 +370,11 @@ class ReplicaOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_replicas" in state:  # torch's load_state_dict comes here too
+            arguments = inspect.signature(type(self)).parameters
+            for keys in (self.defaults, *self.param_groups):
+                # Pickled by a version without some of them.
+                for key in check.SETTINGS & arguments.keys() - keys.keys():
+                    keys[key] = arguments[key].default
             self._forget()
 
     def _forget(self) -> None:
