@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from curvadion.sync.replicas import GATE_BYTES
 from torch import Tensor, nn
 
 import curvadion
 from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.decision import GATE_BYTES
 from curvadion.sync.quantized_average import coded_together
 from models import Model, Shape
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from curvadion import CurvaDion, LowRank, QuantizedAverage
+from curvadion import Dion
 from curvadion.comm.collectives import mean_
 from curvadion.integrations.ddp import keep_gradients_local
 from diloco import DiLoCo
@@ -56,7 +56,7 @@ class Method:
 class Gated(Method):
     """A CurvaDion, or Dion, on replicas whose gradients stay their own."""
 
-    optimizer: CurvaDion
+    optimizer: Dion
 
     def __init__(self, model: GPT, replicas: dist.ProcessGroup, config: Config):
         module = DistributedDataParallel(model, process_group=replicas)
@@ -71,9 +71,10 @@ class Gated(Method):
 
     @torch.no_grad()
     def finish(self) -> None:
-        if self.optimizer.reconcile == "quantized":
+        sync = self.optimizer.sync
+        if sync.sends_codes:
             self.optimizer.synchronize(exact=False)
-        elif self.optimizer.reconcile == "average" and self.optimizer.progress.local_steps:
+        elif sync.brings_weights_together and self.optimizer.progress.local_steps:
             mean_([X.detach() for X in self.model.parameters()], self.replicas)
 
 
@@ -161,7 +162,7 @@ def published(
         optimizer="curvadion",
         threshold=threshold,
         local_step=local_step,
-        sync=LowRank(average_weights=False),
+        sync="low_rank_unaveraged",
         max_local_steps=NEVER,
         **settings,
     )
@@ -190,8 +191,8 @@ def ours(
 ) -> Method:
     """CurvaDion under a budget of bytes.
 
-    ``bits`` are of a number sent; ``parts`` of the parameters take turns; ``momenta``: whether
-    they turn to the mean direction; ``polar``: whether that is lengthened; ``qr``: whether the
+    Records call the arguments of QuantizedAverage by shorter names: ``bits``, ``parts`` (its
+    fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction). ``qr``: whether the
     right factor is orthonormal; ``by`` says when the gate opens. Nothing of a rank crosses the
     wire, so it is full.
     """
@@ -200,9 +201,10 @@ def ours(
         optimizer="curvadion",
         wire_budget=wire_budget,
         budget_by=by,
-        sync=QuantizedAverage(
-            bits=bits, fragments=parts, align_momentum=momenta, polar_correction=polar
-        ),
+        bits=bits,
+        fragments=parts,
+        align_momentum=momenta,
+        polar_correction=polar,
         right_factor="qr" if qr else "column_normalized",
         rank_fraction=rank_fraction,
         max_local_steps=NEVER,

@@ -11,12 +11,15 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
+
+import curvadion
 
 DIGESTS = "sha256"
 
@@ -153,8 +156,13 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress | N
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
-    """Read a checkpoint into the model and the optimizer, as they are laid out; collective."""
+    """Read a checkpoint into the model and the optimizer, as they are laid out; collective.
+
+    It may be of a run with another gate, sync or rank, or of an earlier version.
+    """
     weights, state = get_state_dict(model, optimizer)
-    state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    held: dict[str, Any] = {"model": weights, "optimizer": state}
+    curvadion.fit_to_checkpoint(held, checkpoint_id=path)
+    state_dict_loader.load(held, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=held["optimizer"])
     return Progress(**json.loads((path / "progress.json").read_text("utf-8")))

@@ -30,7 +30,18 @@ import checkpoint
 import curvadion
 from checkpoint import Progress
 from command_line import option, parse
-from curvadion import RMMC, ByteBudget, CurvaDion, Dion, FixedPeriod, Gate, StepReport
+from curvadion import (
+    RMMC,
+    ByteBudget,
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    Gate,
+    LowRank,
+    QuantizedAverage,
+    StepReport,
+    Sync,
+)
 from curvadion.sync.exact_average import drift
 from gpt import GPT, GPTConfig
 from optional import need
@@ -92,17 +103,17 @@ class Config:
     mu: float = option(0.95, "Dion's momentum")
     nesterov: float | None = option(
         None,
-        "weight of the gradient beside it; 0, under a budget the more the rarer the gate opens",
+        "weight of the gradient beside it; 0, with quantized_average more the rarer the gate opens",
     )
     rank_fraction: float | None = option(
-        None, "rank of an update, as a share of a matrix's smaller side; 1/4, under a budget 1"
+        None, "rank of an update, as a share of a smaller side; 1/4, with quantized_average 1"
     )
     momentum_rule: Literal["error_feedback", "plain"] = option("error_feedback", "of Dion")
     right_factor: Literal["column_normalized", "qr"] | None = option(
-        None, "of Dion; column_normalized, under a budget qr"
+        None, "of Dion; column_normalized, with quantized_average qr"
     )
 
-    # CurvaDion: when replicas talk, and what they do meanwhile
+    # CurvaDion: when replicas come together, how they do, and what they do meanwhile
     threshold: float = option(0.3, "RMMC above which replicas synchronise")
     period: int | None = option(None, "synchronise at every period-th step instead")
     local_step: Literal["dion", "gradient"] = option("dion", "step while the gate is closed")
@@ -113,13 +124,13 @@ class Config:
         None, "share of dense gradients' bytes to send, instead of a threshold or a period"
     )
     budget_by: Literal["period", "rmmc"] = option("period", "when to spend the budget")
-    reconcile: Literal["average", "quantized", "none"] | None = option(
-        None, "what opening does to the replicas; default: average, quantized under a budget"
+    sync: Literal["low_rank", "low_rank_unaveraged", "quantized_average"] | None = option(
+        None, "how replicas come together; low_rank, with --wire-budget quantized_average"
     )
-    reconcile_bits: int | None = option(None, "of a number, where quantized; by the budget")
-    reconcile_momentum: bool = option(True, "where quantized: momenta turn to the mean")
-    reconcile_parts: int = option(1, "of the weights that take turns, where quantized")
-    reconcile_polar: bool = option(True, "where quantized: mean directions are lengthened")
+    bits: int | None = option(None, "quantized_average: of a number; default: by the budget, or 2")
+    fragments: int = option(1, "quantized_average: of the model, one at each opening")
+    align_momentum: bool = option(True, "quantized_average: momenta take the mean direction")
+    polar_correction: bool = option(True, "quantized_average: restore what disagreement shortened")
 
     # Running
     validate_every: int = option(100, "steps between evaluations")
@@ -195,15 +206,11 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
     return CurvaDion(
         groups,
         gate=gate(config),
+        sync=sync(config),
         local_step=config.local_step,
         local_lr=config.local_lr,
         max_local_steps=config.max_local_steps,
         warmup_steps=config.synchronized_steps,
-        reconcile=config.reconcile or ("quantized" if config.wire_budget else "average"),
-        reconcile_bits=config.sync.bits,
-        reconcile_momentum=config.reconcile_momentum,
-        reconcile_parts=config.reconcile_parts,
-        reconcile_polar=config.reconcile_polar,
         **shared,
     )
 
@@ -217,6 +224,19 @@ def gate(config: Config) -> Gate:
     if config.wire_budget:
         return ByteBudget(config.wire_budget, config.budget_by)
     return FixedPeriod(config.period) if config.period else RMMC(config.threshold)
+
+
+def sync(config: Config) -> Sync:
+    """Return how replicas come together when the gate opens, as the configuration asks for it."""
+    kind = config.sync or ("quantized_average" if config.wire_budget else "low_rank")
+    if kind == "quantized_average":
+        return QuantizedAverage(
+            bits=config.bits,
+            fragments=config.fragments,
+            align_momentum=config.align_momentum,
+            polar_correction=config.polar_correction,
+        )
+    return LowRank(average_weights=kind == "low_rank")
 
 
 @contextmanager
@@ -369,14 +389,14 @@ class Trainer:
 
     def clip(self, norm: float) -> None:
         """Clip gradients, which AdamW gets averaged and the others as each replica's own."""
-        if isinstance(self.optimizer, CurvaDion):
+        if isinstance(self.optimizer, Dion):
             curvadion.clip_grad_norm_(self.optimizer, norm)
         else:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def gate(self) -> dict[str, Any]:
         """Return what the last step's gate did; with AdamW every step synchronises."""
-        if not isinstance(self.optimizer, CurvaDion) or self.optimizer.report is None:
+        if not isinstance(self.optimizer, Dion) or self.optimizer.report is None:
             return {"gate_open": True, "rmmc": None, "local_steps": 0, "skipped": False}
         return decision(self.optimizer.report)
 
@@ -389,7 +409,7 @@ class Trainer:
 
     def drift(self) -> float:
         """Return how far the replicas' weights are from their mean, relative to its norm."""
-        if isinstance(self.optimizer, CurvaDion):
+        if isinstance(self.optimizer, Dion):
             return self.optimizer.drift()
         weights = ((whole(p.detach()), 1) for p in self.model.parameters())
         return drift(weights, self.layout.replicas, None)
@@ -407,7 +427,7 @@ class Trainer:
 
     def save(self, progress: Progress) -> None:
         """Bring the replicas together, where they may differ, and write a checkpoint."""
-        if isinstance(self.optimizer, CurvaDion):
+        if isinstance(self.optimizer, Dion):
             counted = Counted.by(self.meter)
             # A checkpoint keeps one replica's optimizer state, which all of them load.
             self.optimizer.synchronize(exact=True)

@@ -3,8 +3,8 @@
     deepspeed examples/train_gpt_deepspeed.py --deepspeed-config examples/ds_config_zero2.json
     torchrun --standalone --nproc-per-node 2 examples/train_gpt_deepspeed.py
 
-Importing curvadion is all that ``"type": "CurvaDion"`` needs. Model, data, schedule, log and
-summary are those of train_gpt.py.
+``import curvadion.deepspeed`` is all that ``"type": "CurvaDion"`` needs. Model, data, schedule,
+log and summary are those of train_gpt.py.
 """
 
 import json
@@ -81,12 +81,14 @@ class Trainer:
         deepspeed = need("deepspeed", "train_gpt_deepspeed.py")
         if device.type == "cpu":  # it would first compile an all-reduce over shared memory
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        import curvadion.deepspeed  # DeepSpeed now knows the optimizer's type
+
         self.config, self.device = config.shared(), device
         self.batches, self.held_out, vocab_size = train_gpt.load_data(self.config)
         torch.manual_seed(config.seed)
         shape = GPTConfig(vocab_size, config.layers, config.heads, config.dim, tie=False)
         self.engine = deepspeed.initialize(model=GPT(shape), config=config.json())[0]
-        self.optimizer: curvadion.CurvaDion = self.engine.basic_optimizer
+        self.optimizer: curvadion.Dion = self.engine.basic_optimizer
         self.highest_lr = train_gpt.learning_rates(self.optimizer)
 
     def layout(self) -> dict[str, Any]:
@@ -120,9 +122,7 @@ class Trainer:
         return train_gpt.held_out_loss(self.engine, self.loss, self.held_out)
 
 
-def count_steps(
-    optimizer: curvadion.CurvaDion, meter: curvadion.WireMeter, progress: Progress
-) -> None:
+def count_steps(optimizer: curvadion.Dion, meter: curvadion.WireMeter, progress: Progress) -> None:
     """Count what the optimizer sends by itself, apart from what DeepSpeed sends."""
     step: Callable[..., Any] = optimizer.step
 

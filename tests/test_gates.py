@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from curvadion.sync.replicas import Notice, Settings, agree
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 import distributed
 import toy
 from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, LowRank
+from curvadion.sync.decision import Notice, Settings, agree
 
 SHAPES = {"tall": (10, 4), "wide": (4, 9), "square": (6, 6)}
 

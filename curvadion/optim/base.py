@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from curvadion.metering.report import StepReport
 from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.optim.conversion import Loading, convert, in_present_names, wrong_algorithm
 from curvadion.optim.plans import Plans, check_one_replica, members
-from curvadion.optim.record import Progress, Record, read_record, record
+from curvadion.optim.record import Progress, read_record, record, remember
 from curvadion.sync.agreement import Agreement
 from curvadion.sync.base import Sync
 from curvadion.sync.decision import GATE_BYTES, refuse
@@ -253,7 +254,7 @@ class ReplicaOptimizer(Optimizer):
         states = plan.look_up_states()
         without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
         for p in without:
-            p.create_state()
+            p.create_state(self._plans.group_of_plan(p.group))
         # Whatever brings new states without those of the sync, such as loading, is verified anew.
         if without or not self._agreement.verified:
             self.sync.begin(plan.parameters)
@@ -354,30 +355,14 @@ class ReplicaOptimizer(Optimizer):
         fitting = convert(
             saved, held, Loading(self.param_groups, self.sync, self._group_defaults, here)
         )
-        self._remember(held)
+        remember(held, self.gate, self.sync, fitting.sync)
         super().load_state_dict(fitting.state_dict)
         restore_dtypes(self, fitting.state_dict)
         self.progress = fitting.progress
-        self.sync.load_state_dict(fitting.sync)
         self._forget()
         for text in fitting.warnings:
             warnings.warn(text, stacklevel=2)
         self._warn_of_strangers(self.param_groups)
-
-    def _remember(self, held: Record) -> None:
-        """Give the gate its memory, if it is that of a gate of its class."""
-        if not held.gate or held.gate_class not in (None, type(self.gate).__name__):
-            return
-        before = self.gate.state_dict()
-        try:
-            self.gate.load_state_dict(held.gate)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            self.gate.load_state_dict(before)
-            if held.gate_class is not None:
-                raise ValueError(
-                    f"state_dict holds the memory {held.gate!r}, which gate={self.gate!r} "
-                    f"cannot load ({type(error).__name__}: {error})."
-                ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{key: getattr(self, key) for key in self._kept}}
@@ -385,6 +370,11 @@ class ReplicaOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_replicas" in state:  # torch's load_state_dict comes here too
+            arguments = inspect.signature(type(self)).parameters
+            for keys in (self.defaults, *self.param_groups):
+                # Pickled by a version without some of them.
+                for key in check.SETTINGS & arguments.keys() - keys.keys():
+                    keys[key] = arguments[key].default
             self._forget()
 
     def _forget(self) -> None:

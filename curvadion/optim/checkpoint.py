@@ -22,13 +22,9 @@ from curvadion.layout.parameters import global_shape
 from curvadion.optim.conversion import OLD_LR_AT_AGREEMENT, OLD_LR_SUM, OLD_NAMES
 from curvadion.sync.base import Sync
 from curvadion.sync.corrections import LR_SINCE_ANCHOR
-from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.parameter import names
 from curvadion.update.state import R_SCALE, is_right_factor, like_parameter
-
-# Keys of states that a checkpoint may lack: they begin anew.
-_DISPENSABLE = (R_SCALE, *(key.name for key in QuantizedAverage.state_keys))
 
 
 def check_fits(optimizer: Optimizer, sync: Sync, saved: Mapping[str, Any]) -> None:
@@ -121,18 +117,25 @@ def fit_to_checkpoint(
         storage_reader = FileSystemReader(checkpoint_id)
     saved = storage_reader.read_metadata().state_dict_metadata
     _take_old_names(state, saved)
+    dispensable = {R_SCALE, *_keys_of_syncs(Sync)}
     _, paths = flatten_state_dict(state)
     for key, path in paths.items():
         parent = _at(state, path[:-1])
         # A flattened optimizer state has keys like "state.linear.weight.Q".
         name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
         if key not in saved:
-            if name in _DISPENSABLE or "param_groups" in path:
+            if name in dispensable or "param_groups" in path:
                 del parent[path[-1]]
             continue
         form = saved[key]
         if is_right_factor(name) and isinstance(form, TensorStorageMetadata):
             parent[path[-1]] = _with_columns(target, form.size[-1])
+
+
+def _keys_of_syncs(kind: Any) -> set[str]:
+    """The state keys of a sync kind and all kinds that build on it, a user's included."""
+    own = {key.name for key in kind.state_keys}
+    return own.union(*(_keys_of_syncs(one) for one in kind.__subclasses__()))
 
 
 def _take_old_names(state: dict[str, Any], saved: Mapping[str, Any]) -> None:

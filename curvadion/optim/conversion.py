@@ -61,7 +61,8 @@ def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     for group in saved["param_groups"]:
         lr_sum = group.get(OLD_LR_SUM)
         groups.append({key: value for key, value in group.items() if key != OLD_LR_SUM})
-        for i in group.get("params", ()):
+        numbers = group.get("params")
+        for i in numbers if isinstance(numbers, list) else ():
             held = states.get(i)
             if not isinstance(held, Mapping):
                 continue
@@ -96,7 +97,7 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
         raise ValueError(f"state_dict holds an impossible value: {wrong}")
     if into.anchored and not same_kind and saved["state"]:
         _check_together(record, into)
-    states, lost = _states(saved, groups, into, _dropped_keys(record, same_kind))
+    states, lost = _states(saved, groups, into, _dropped_keys(record, into, same_kind))
     told += [text for text in (_lost_steps(record, into.replica), lost) if text]
     state_dict = {**saved, "param_groups": groups, "state": states}
     progress, sync = replace(record.progress), record.sync
@@ -116,12 +117,17 @@ def _same_kind(saved: Mapping[str, Any], record: Record, into: Loading) -> bool:
     return any(ANCHOR in state for state in saved["state"].values()) == into.anchored
 
 
-def _dropped_keys(record: Record, same_kind: bool) -> set[str]:
-    """Keys of states that mean nothing to the loading optimizer's sync."""
+def _dropped_keys(record: Record, into: Loading, same_kind: bool) -> set[str]:
+    """Keys of states that mean nothing to the loading optimizer's sync.
+
+    Its own are among them: where the saved one was another, a tool has put them there. (torch's
+    full states keep what the loading optimizer had and the file lacks.)
+    """
     if same_kind:
         return set()
     saved = record.sync_keys
-    return {ANCHOR, RESIDUAL, LR_SINCE_ANCHOR} if saved is None else set(saved)
+    old = {ANCHOR, RESIDUAL, LR_SINCE_ANCHOR} if saved is None else set(saved)
+    return old | {key.name for key in into.sync.state_keys}
 
 
 # -------------------------------------------------------------------- groups

@@ -154,6 +154,8 @@ class Dion(ReplicaOptimizer):
             listing=lambda: self._listing(plan),
         )
         if decision.notice == Notice.CHANGED:
+            for p in new:  # whose states are as the plan before wants them
+                del self.state[p.X]
             self._step(self._changed_plan(plan), scaled=scaled)
             return
         if decision.notice == Notice.NEW and decision.all_zero:

@@ -86,6 +86,10 @@ class Plans:
         """The plan of the last step, which all ranks share."""
         return None if self._known is None else self._known.plan
 
+    def group_of_plan(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group with the keys that the known plan was made by, whatever has changed since."""
+        return group | ({} if self._known is None else self._known.keys.get(id(group), {}))
+
     def changed(self, param_groups: Sequence[dict[str, Any]], states: object, gate: Gate) -> bool:
         """Whether the groups are no longer those of the known plan."""
         now = _Ingredients.of(param_groups, states, gate)

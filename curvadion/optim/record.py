@@ -146,6 +146,35 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
         ) from error
 
 
+def remember(held: Record, gate: Gate, sync: Sync, of_sync: Mapping[str, Any]) -> None:
+    """Give a gate and a sync their saved memories, or change neither.
+
+    Args:
+        held: whose gate's memory counts if the gate here is of its class.
+        gate: of the optimizer that loads.
+        sync: likewise.
+        of_sync: what the sync is to remember.
+
+    Raises:
+        ValueError: if one of them cannot load its memory.
+    """
+    before = gate.state_dict(), sync.state_dict()
+    memories: list[tuple[str, Gate | Sync, Mapping[str, Any]]] = [("sync", sync, of_sync)]
+    if held.gate and held.gate_class in (None, type(gate).__name__):
+        memories.insert(0, ("gate", gate, held.gate))
+    for name, choice, memory in memories:
+        try:
+            choice.load_state_dict(dict(memory))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            gate.load_state_dict(before[0])
+            sync.load_state_dict(before[1])
+            if choice is sync or held.gate_class is not None:
+                raise ValueError(
+                    f"state_dict holds the memory {memory!r}, which {name}={choice!r} cannot load "
+                    f"({type(error).__name__}: {error})."
+                ) from error
+
+
 def _groups(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(state_dict, Mapping):
         raise TypeError(
@@ -169,6 +198,7 @@ def _in_present_names(held: dict[str, Any]) -> dict[str, Any]:
     """A record of an earlier version with the names of this one."""
     if "sync" in held:
         return held
+    _check_counts({key: held[key] for key in ("part", "parts_apart") if key in held})
     reconcile = held.pop("reconcile", None)
     if reconcile is not None and reconcile not in _SYNC_OF_RECONCILE:
         raise ValueError(f"reconcile={reconcile!r} is unknown")
@@ -195,9 +225,14 @@ def _parse(held: dict[str, Any]) -> Record:
         raise ValueError(f"this version does not know {unknown}")
     if missing := sorted({"steps", "local_steps"} - held.keys()):
         raise ValueError(f"{missing} are missing")
-    counts = {**held, "fragments_apart": sync.get("fragments_apart", 0)}
-    for key, value in [*counts.items(), *(("replica", value) for value in replica or ())]:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise TypeError(f"{key}={value!r} must be an integer >= 0")
+    _check_counts({**held, "fragments_apart": sync.get("fragments_apart", 0)})
+    for value in replica or ():
+        _check_counts({"replica": value})
     whose = None if replica is None else Replica(*replica)
     return Record(Progress(**held), gate, sync, replica=whose, **rest)
+
+
+def _check_counts(held: Mapping[str, Any]) -> None:
+    for key, value in held.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise TypeError(f"{key}={value!r} must be an integer >= 0")

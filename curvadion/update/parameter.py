@@ -119,19 +119,21 @@ class Parameter:
         """Below 2**32; the same on every replica, others at other steps and for other matrices."""
         return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
-    def create_state(self) -> None:
-        """Fill the state as the algorithm needs it before its first step."""
+    def create_state(self, group: dict[str, Any]) -> None:
+        """Fill the state as the algorithm needs it before its first step.
+
+        group: this parameter's, with the keys that the plan was made by.
+        """
         place = flat_shard_state(self.X)
-        if self.group["algorithm"] != "dion":
-            self.states[self.X] = create_state(self.group["algorithm"], self.X) | place
+        if group["algorithm"] != "dion":
+            self.states[self.X] = create_state(group["algorithm"], self.X) | place
             return
-        dtype = _dtype(self.group["momentum_dtype"], self.X)
-        q_dtype = _dtype(self.group["q_dtype"], self.X)
+        dtype, q_dtype = (_dtype(group[key], self.X) for key in ("momentum_dtype", "q_dtype"))
         self.states[self.X] = {
             MOMENTUM: torch.zeros_like(self.X, dtype=dtype),
-            **create_right_factors(self.X, self.group, q_dtype),
-            MOMENTUM_NORM: zeros_per_matrix(self.X, self.group),
-            R_SCALE: zeros_per_matrix(self.X, self.group),
+            **create_right_factors(self.X, group, q_dtype),
+            MOMENTUM_NORM: zeros_per_matrix(self.X, group),
+            R_SCALE: zeros_per_matrix(self.X, group),
             **place,
         }
 

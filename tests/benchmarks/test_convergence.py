@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from curvadion.sync.consensus import in_parts
 
 import convergence
 import convergence_report
@@ -23,6 +22,7 @@ import distributed
 import traffic
 from curvadion import ByteBudget
 from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.quantized_average import divide
 from diloco import DiLoCo
 from gate_steps import ask
 from grids import BUDGETS, GRIDS, SIZES, Run, Task
@@ -84,14 +84,14 @@ def records():
     return dict(zip(METHODS, first, strict=True))
 
 
-def bytes_in_turns(openings, *, bits, parts, **_):
+def bytes_in_fragments(openings, *, bits, parts, **_):
     """Codes of so many openings, and after a last step with the gate closed, or open."""
     sizes = [math.prod(shape) for shape in SHAPES.all]
-    turns = [0] * parts
-    for size, part in zip(sizes, in_parts(sizes, parts), strict=True):
-        turns[part] += message_bytes([size], bits)
-    taken = [turns[i % parts] for i in range(openings)]
-    return sum(taken), sum(turns), sum(turns) - taken[-1]
+    fragments = [0] * parts
+    for size, fragment in zip(sizes, divide(sizes, parts), strict=True):
+        fragments[fragment] += message_bytes([size], bits)
+    taken = [fragments[i % parts] for i in range(openings)]
+    return sum(taken), sum(fragments), sum(fragments) - taken[-1]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -100,7 +100,7 @@ def test_a_method_sends_what_its_formula_says(records, method):
     sent, payload = (record[key] * STEPS for key in ("sent_per_step", "payload_per_step"))
     opened = round(record["gate_open_share"] * STEPS)
     if method.startswith("ours"):
-        taken, closed_at_last, open_at_last = bytes_in_turns(opened, **SETTINGS[method])
+        taken, closed_at_last, open_at_last = bytes_in_fragments(opened, **SETTINGS[method])
         late = closed_at_last if sent > taken + open_at_last + 500 else open_at_last
         expected = taken + late
     else:

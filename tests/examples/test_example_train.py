@@ -61,6 +61,27 @@ def test_the_command_line_is_the_dataclass():
         parse(train_gpt.Config, ["--optimizer", "sgd"])
 
 
+AVERAGE = "QuantizedAverage(bits={}, fragments={}, align_momentum={}, polar_correction={})"
+SYNCS = {
+    "": "LowRank(average_weights=True)",
+    "--period 3 --sync low_rank": "LowRank(average_weights=True)",
+    "--sync low_rank_unaveraged": "LowRank(average_weights=False)",
+    "--period 3 --sync quantized_average": AVERAGE.format(2, 1, True, True),
+    "--wire-budget 0.1": AVERAGE.format(4, 1, True, True),
+    "--wire-budget 0.1 --budget-by rmmc --bits 1 --fragments 2": AVERAGE.format(1, 2, True, True),
+    "--period 3 --sync quantized_average --no-align-momentum --no-polar-correction": (
+        AVERAGE.format(2, 1, False, False)
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "wanted"), SYNCS.items())
+def test_flags_choose_how_replicas_come_together(flags, wanted):
+    model = GPT(GPTConfig(vocab_size=256, layers=1, heads=2, dim=16, tie=False))
+    optimizer = train_gpt.build_optimizer(parse(train_gpt.Config, flags.split()), model, None)
+    assert repr(optimizer.sync) == wanted
+
+
 def test_a_missing_extra_is_named_with_what_needs_it():
     with pytest.raises(ImportError, match=r"--flag needs not_there: .*curvadion\[train\]"):
         need("not_there.part", "--flag")
@@ -116,6 +137,21 @@ def test_resuming_is_bitwise_continuation(tmp_path, optimizer):
     gates = [record["gate_open"] for record in ours if record["kind"] == "train"]
     assert len(gates) == 6
     assert set(gates[3:]) == ({True, False} if optimizer == "curvadion" else {True})
+
+
+def test_a_run_goes_on_under_another_gate_and_sync(tmp_path):
+    flags = [*TINY, "--optimizer", "curvadion", "--checkpoint-every", "3", "--out", str(tmp_path)]
+    choices = [
+        ["--threshold", "0.5"],
+        ["--wire-budget", "0.2", "--fragments", "2"],
+        ["--period", "2", "--sync", "low_rank_unaveraged"],
+    ]
+    for steps, choice in zip((3, 6, 9), choices, strict=True):
+        resumed = ["--resume"] if steps > 3 else []
+        [summary, _] = distributed.run(2, train, *flags, *choice, *resumed, "--steps", str(steps))
+        assert summary["steps"] == steps
+    losses = [record["loss"] for record in read(tmp_path / "log.jsonl", "train")]
+    assert len(losses) == 9 and losses[-1] < losses[0]
 
 
 def flip_a_byte(file):

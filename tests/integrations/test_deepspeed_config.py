@@ -72,7 +72,30 @@ MALFORMED = {
     ),
     "budget where nothing drifts": (
         with_params(stage=1, wire_budget=0.01),
-        "reconcile='quantized' (or a wire_budget) with zero_optimization.stage=1",
+        "polar_correction=True) with zero_optimization.stage=1: one replica is sharded",
+    ),
+    "sync where nothing drifts": (
+        with_params(stage=3, sync={"type": "quantized_average"}),
+        "sync=QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True) "
+        "with zero_optimization.stage=3: one replica is sharded",
+    ),
+    "sync of Dion": (with_params(kind="Dion", sync={"type": "low_rank"}), "optimizer.params.sync="),
+    "sync of no type": (with_params(sync={"bits": 3}), "optimizer.params.sync.type=None"),
+    "sync as a string": (with_params(sync="low_rank"), "optimizer.params.sync='low_rank'"),
+    "sync's former name": (with_params(reconcile="average"), "params.reconcile='average' is unkn"),
+    "unknown sync": (with_params(sync={"type": "average"}), "optimizer.params.sync.type='average'"),
+    "sync with another's argument": (
+        with_params(sync={"type": "low_rank", "bits": 2}),
+        "optimizer.params.sync={'type': 'low_rank', 'bits': 2}: a sync of type 'low_rank' takes "
+        "['average_weights']",
+    ),
+    "sync with a wrong argument": (
+        with_params(sync={"type": "quantized_average", "bits": 5}),
+        "optimizer.params.sync.bits=5",
+    ),
+    "sync that knows no costs": (
+        with_params(sync={"type": "low_rank"}, wire_budget=0.1),
+        "optimizer.params: sync=LowRank(average_weights=True) with gate=ByteBudget(share=0.1",
     ),
     "budget and threshold": (
         with_params(wire_budget=0.01, threshold=0.3),
@@ -219,6 +242,28 @@ def test_model_parameters_may_be_few_or_grouped():
     assert distributed.run(2, groups, "groups") == [[["tall.weight"]]] * 2
 
 
+def choices(rank, gate, sync):
+    """The gate and the sync of an engine at stage 0, and whether it trains."""
+    engine = ds.engine_of(ds.config(0, {"gate": gate, "sync": sync}))
+    reports = ds.train(engine, range(3))
+    optimizer = engine.basic_optimizer
+    return repr(optimizer.gate), repr(optimizer.sync), [report.gate_open for report in reports]
+
+
+def test_the_json_names_a_gate_and_a_sync():
+    sync = {"type": "quantized_average", "bits": 3, "fragments": 2, "align_momentum": False}
+    for gate, kind, opened in distributed.run(2, choices, {"type": "period", "period": 2}, sync):
+        assert gate == "FixedPeriod(period=2)"
+        assert kind == (
+            "QuantizedAverage(bits=3, fragments=2, align_momentum=False, polar_correction=True)"
+        )
+        assert opened == [False, True, False]
+    unaveraged = {"type": "low_rank", "average_weights": False}
+    for gate, kind, opened in distributed.run(2, choices, {"type": "always"}, unaveraged):
+        assert (gate, kind) == ("AlwaysOpen()", "LowRank(average_weights=False)")
+        assert all(opened)
+
+
 def python(program, **environment):
     """Run a program in a fresh process."""
     paths = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -232,12 +277,36 @@ def python(program, **environment):
 def test_importing_curvadion_imports_no_deepspeed():
     python(
         """
-        import sys, curvadion
+        import sys
+        finders = list(sys.meta_path)
+        import curvadion
+        import curvadion.integrations.deepspeed  # without register()
         assert not any(name.split(".")[0] == "deepspeed" for name in sys.modules)
+        assert sys.meta_path == finders
         import deepspeed
         from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        assert not Engine._is_supported_optimizer(None, "CurvaDion")
+        import curvadion.deepspeed
+        assert sys.meta_path == finders
+        assert Engine._is_supported_optimizer(None, "CurvaDion")
+        assert Engine._is_supported_optimizer(None, "Dion")
+        assert not Engine._is_supported_optimizer(None, "NoSuchOptimizer")
+        """
+    )
+
+
+def test_importing_curvadion_deepspeed_before_deepspeed():
+    python(
+        """
+        import curvadion.deepspeed
+        import curvadion.integrations.deepspeed
+        curvadion.integrations.deepspeed.register()  # again is harmless
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
         assert Engine._is_supported_optimizer(None, "CurvaDion")
         assert not Engine._is_supported_optimizer(None, "NoSuchOptimizer")
+        assert ZERO_SUPPORTED_OPTIMIZERS.count(curvadion.CurvaDion) == 1
         """
     )
 
@@ -266,25 +335,43 @@ def test_the_document_quotes_the_error_of_a_forgotten_import():
     )  # fmt: skip
 
 
-def test_an_import_of_deepspeed_may_fail_and_a_search_may_find_it_before():
+def test_an_import_of_deepspeed_may_fail_and_be_tried_again():
     python(
         """
-        import importlib.util, sys, curvadion
+        import sys, curvadion
         sys.modules["deepspeed.runtime.config"] = None  # what the engine's module imports
         for _ in range(2):
             try:
-                import deepspeed
-            except ImportError:
+                import curvadion.deepspeed
+            except ImportError as error:
+                assert "curvadion.deepspeed needs DeepSpeed" in str(error), error
+                assert "deepspeed.runtime.config" in str(error), error
                 continue
             raise AssertionError("DeepSpeed was imported")
         del sys.modules["deepspeed.runtime.config"]
-        hooks = sys.modules["curvadion.integrations.deepspeed.hooks"]
-        (hook,) = [finder for finder in sys.meta_path if isinstance(finder, hooks._AfterImport)]
-        assert hook.find_spec("deepspeed.runtime.engine", ["/nowhere"]) is None
-        import deepspeed
+        import curvadion.deepspeed
         from deepspeed.runtime.engine import DeepSpeedEngine as Engine
         assert Engine._is_supported_optimizer(None, "CurvaDion")
-        assert hook not in sys.meta_path
+        """
+    )
+
+
+def test_without_deepspeed_the_error_says_so():
+    python(
+        """
+        import sys, curvadion
+        sys.modules["deepspeed"] = None  # as if it were not installed
+        from curvadion.integrations import deepspeed as integration
+        def importing():
+            import curvadion.deepspeed
+        for call in (importing, integration.register, integration.initialize):
+            try:
+                call()
+            except ImportError as error:
+                assert "needs DeepSpeed" in str(error), (call, error)
+                assert "pip install deepspeed" in str(error), (call, error)
+            else:
+                raise AssertionError(call)
         """
     )
 
@@ -292,7 +379,7 @@ def test_an_import_of_deepspeed_may_fail_and_a_search_may_find_it_before():
 def test_of_several_imports_of_curvadion_the_last_one_counts():
     python(
         """
-        import sys, torch, curvadion
+        import sys, torch, curvadion.deepspeed
         def purge():
             for name in [n for n in sys.modules if n.split(".")[0].startswith("curvadion")]:
                 del sys.modules[name]
@@ -308,11 +395,10 @@ def test_of_several_imports_of_curvadion_the_last_one_counts():
         curvadion.Dion([X]).step()
         with ops.use_backend("torch"):
             assert torch.ops.curvadion.norms([torch.ones(4)]).item() == 7.0
-        assert [type(finder).__name__ for finder in sys.meta_path].count("_AfterImport") == 1
         from deepspeed.runtime.engine import DeepSpeedEngine as Engine
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
         purge()
-        import curvadion
+        import curvadion.deepspeed
         assert curvadion.CurvaDion in ZERO_SUPPORTED_OPTIMIZERS
         hooks = sys.modules["curvadion.integrations.deepspeed.hooks"]
         assert Engine._configure_optimizer.__globals__ is vars(hooks)

@@ -31,15 +31,7 @@ def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
     # Placements may leave every parameter whole on every rank.
     optimizer = make(X, replicas="single" if group is None else group, **options, **extra)
     fraction = options.get("rank_fraction", 0.25)
-    keys = (
-        "lr",
-        "nesterov",
-        "momentum_rule",
-        "right_factor",
-        "local_step",
-        "local_lr",
-        "reconcile",
-    )
+    keys = ("lr", "nesterov", "momentum_rule", "right_factor", "local_step", "local_lr")
     references = []
     for shape in shapes:
         r = int(-(-round(fraction * min(shape), 9) // 1))

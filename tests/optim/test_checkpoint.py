@@ -443,7 +443,7 @@ APART = {
     "rmmc": {"threshold": 100.0},
     "period": {"gate": FixedPeriod(3)},
     "quantized": {"gate": FixedPeriod(3), "sync": QuantizedAverage()},
-    "parts": {"gate": FixedPeriod(1), "sync": QuantizedAverage(fragments=3)},
+    "fragments": {"gate": FixedPeriod(1), "sync": QuantizedAverage(fragments=3)},
     "no averaging": {"gate": FixedPeriod(2), "sync": LowRank(average_weights=False)},
 }
 
@@ -492,7 +492,7 @@ def test_what_is_lost_is_said(settings, tmp_path):
     for rank, (said, apart, drift, weights, calls) in enumerate(answers):
         assert said["new"] == said["prepared"] == said["exact"] == said["loaded"] == []
         # Weights agree, but what codes owe them is each replica's own.
-        assert len(said["together"]) == (settings.get("reconcile") == "quantized")
+        assert len(said["together"]) == isinstance(settings.get("sync"), QuantizedAverage)
         (at_saving,) = said["apart"]
         assert "optimizer.synchronize(exact=True)" in at_saving
         assert said[rank] == []

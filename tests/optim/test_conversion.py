@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import warnings
 
 import pytest
@@ -21,10 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 import distributed
 import shards
 import toy
-from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, QuantizedAverage, fit_to_checkpoint
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.optim.checkpoint import fit_to_checkpoint
+from version_0_1_0 import old_flattened, old_state_dict
 
 KINDS = {
     "rmmc": (CurvaDion, {"threshold": 0.3}),
@@ -37,6 +38,7 @@ QUANTIZED = ("budget", "quantized period")
 PAIRS = list(itertools.product(KINDS, KINDS))
 BY_SYNC = ("rank_fraction", "rank_multiple_of", "right_factor", "nesterov")
 TRAINED = 5
+LR, LR_SUM = 2.0**-6, 5 * 2.0**-6  # sums and differences of which are exact
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -156,7 +158,9 @@ def test_every_pair_goes_on_or_says_why_not(folders, way, together):
         one, other = (outcome[pair] for outcome in outcomes)
         if not together and apart[saved] and kind in QUANTIZED and saved not in QUANTIZED:
             for text in (one, other):
-                assert "reconcile='quantized' needs weights on which they agree" in text, pair
+                assert re.search(
+                    r"sync=QuantizedAverage\(.*\) needs weights on which they agree", text
+                )
             continue
         assert not isinstance(one, str), (pair, one)
         finite, drift, weights, ranks, told, rates = one
@@ -214,26 +218,126 @@ def test_another_budget_brings_its_own_look_ahead():
 
 
 def without_new_keys(saved):
-    """As an earlier version wrote it."""
-    for group in saved["param_groups"]:
+    """As versions before 0.1.0 wrote it, which told less of themselves."""
+    old = old_state_dict(saved, LR_SUM)
+    for group in old["param_groups"]:
         held = json.loads(group["progress"])
-        for key in ("gate_class", "reconcile", "group_defaults", "replica"):
+        for key in ("gate_class", "reconcile", "defaults_by_sync", "replica"):
             held.pop(key, None)
         group["progress"] = json.dumps(held)
-    return saved
+    return old
 
 
+def of_0_1_0(saved):
+    return old_state_dict(saved, LR_SUM)
+
+
+@pytest.mark.parametrize("version", [of_0_1_0, without_new_keys])
 @pytest.mark.parametrize(("saved", "kind"), PAIRS, ids=str)
-def test_checkpoints_of_earlier_versions_load(saved, kind):
+def test_checkpoints_of_earlier_versions_load(saved, kind, version):
     model, optimizer = build(saved)
-    old = without_new_keys(trained_state(optimizer, model))
+    old = version(trained_state(optimizer, model))
     model, into = build(kind)
     fresh = values(into, BY_SYNC)
     into.load_state_dict(old)
-    changed = (saved in QUANTIZED) != (kind in QUANTIZED)
-    assert values(into, BY_SYNC) == (fresh if changed else values(optimizer, BY_SYNC))
+    # Where the file does not tell what was a default, only another kind of sync changes values.
+    told = version is of_0_1_0 or (saved in QUANTIZED) != (kind in QUANTIZED)
+    assert values(into, BY_SYNC) == (fresh if told else values(optimizer, BY_SYNC))
     toy.train(model, into, range(2, 4))
     into.load_state_dict(old)
+
+
+def build_old(kind):
+    model = toy.model()
+    return model, CurvaDion(toy.groups(model), replicas=dist.group.WORLD, lr=LR, **OLD_KINDS[kind])
+
+
+OLD_KINDS = {
+    "rmmc": {"threshold": 0.3},
+    "budget": {"wire_budget": 0.2},
+    "in fragments": {"gate": FixedPeriod(2), "sync": QuantizedAverage(fragments=3)},
+}
+
+
+def saved_and_loaded_as_0_1_0(model, optimizer, kind, way, folder, rank):
+    """A new model and optimizer, with what an earlier version would have written of these."""
+    resumed, into = build_old(kind)
+    if way == "own":
+        saved = {
+            "model": model.state_dict(),
+            "optimizer": old_state_dict(optimizer.state_dict(), LR_SUM),
+        }
+        torch.save(saved, f"{folder}/{rank}.pt")
+        saved = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+        resumed.load_state_dict(saved["model"])
+        into.load_state_dict(saved["optimizer"])
+        return resumed, into
+    how = FLAT if way == "flat" else None
+    weights, state = get_state_dict(model, optimizer, options=how)
+    old = (old_flattened if way == "flat" else old_state_dict)(state, LR_SUM)
+    dcp.save({"model": weights, "optimizer": old}, checkpoint_id=folder)
+    weights, state = get_state_dict(resumed, into, options=how)
+    held = {"model": weights, "optimizer": state}
+    fit_to_checkpoint(held, checkpoint_id=folder)
+    dcp.load(held, checkpoint_id=folder)
+    set_state_dict(
+        resumed, into, model_state_dict=held["model"], optim_state_dict=held["optimizer"],
+        options=how,
+    )  # fmt: skip
+    return resumed, into
+
+
+def go_on_from_0_1_0(rank, kind, way, together, folder):
+    """Weights, states and memories of a run that went on, and of one that was saved and loaded."""
+    model, optimizer = build_old(kind)
+    toy.train(model, optimizer, range(TRAINED), rank)
+    if together:
+        optimizer.synchronize(exact=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            loaded = saved_and_loaded_as_0_1_0(model, optimizer, kind, way, folder, rank)
+        except ValueError as error:
+            return str(error)
+        found = []
+        for of, each in ((model, optimizer), loaded):
+            held = each.state_dict()
+            since = {i: s.get("lr_since_anchor") for i, s in held["state"].items()}
+            assert all("lr_sum" not in group for group in held["param_groups"])
+            before = [group["progress"] for group in held["param_groups"]], since
+            reports = toy.train(of, each, range(TRAINED, TRAINED + 5), rank)
+            states = {
+                f"{i}.{key}": torch.as_tensor(value)
+                for i, state in each.state_dict()["state"].items()
+                for key, value in state.items()
+            }
+            gates = [report.gate_open for report in reports]
+            found.append((before, gates, toy.weights(of), states))
+    return found
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+@pytest.mark.parametrize("way", ["own", "dcp", "flat"])
+@pytest.mark.parametrize("kind", OLD_KINDS)
+def test_a_run_of_version_0_1_0_goes_on(kind, way, together, tmp_path):
+    answers = distributed.run(2, go_on_from_0_1_0, kind, way, together, str(tmp_path))
+    if way == "flat" and kind != "rmmc":
+        for text in answers:
+            assert re.search("earlier version.*weight_agreed.*flatten_optimizer_state_dict", text)
+        return
+    for rank, (straight, resumed) in enumerate(answers):
+        (_, since), *went_on = straight
+        (record, since_again), *again = resumed
+        if way == "own" or together:
+            assert since_again == since
+            assert record == straight[0][0]
+            assert went_on[0] == again[0]
+            toy.assert_bitwise_equal(went_on[1], again[1])
+            toy.assert_bitwise_equal(went_on[2], again[2])
+        elif rank == 0:  # whose state the file holds
+            assert since_again == since
+        apart = any(since.values())
+        assert apart == (not together and kind != "rmmc")
 
 
 def test_memory_of_another_gate_is_left():
@@ -412,3 +516,95 @@ def test_right_factors_of_flat_shards(shape):
 def test_checkpoint_to_fit_to():
     with pytest.raises(ValueError, match=r"checkpoint_id=None and storage_reader=None"):
         fit_to_checkpoint({})
+
+
+# ---------------------------------------------------------------- groups changed in mid-run
+
+
+@pytest.mark.parametrize("after", [{"rank_fraction": 1.0}, {"rank_multiple_of": 4}], ids=str)
+@pytest.mark.parametrize("make", [Dion, CurvaDion])
+def test_a_rank_changed_in_mid_run_resizes_right_factors(make, after):
+    model, twin = toy.model(), toy.model()
+    optimizer, other = make(toy.groups(model)), make(toy.groups(twin))
+    toy.train(model, optimizer, range(3))
+    toy.train(twin, other, range(3))
+    for each in (optimizer, other):
+        for group in each.param_groups:
+            group.update(after)
+    # What the first optimizer is to do by itself, by hand.
+    for group in other.param_groups:
+        for X in group["params"]:
+            state = other.state[X]
+            if "Q" in state:
+                rank = MatrixLayout.whole(X.shape).rank(
+                    group["rank_fraction"], group["rank_multiple_of"]
+                )
+                assert rank > state["Q"].shape[-1]
+                state["Q"] = expected(state["Q"], X.shape, rank)
+    toy.train(model, optimizer, range(3, 6))
+    toy.train(twin, other, range(3, 6))
+    toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
+    toy.assert_bitwise_equal(toy.states(optimizer), toy.states(other))
+    into = make(toy.groups(toy.model()))
+    into.load_state_dict(optimizer.state_dict())
+    assert values(into, BY_SYNC) == values(optimizer, BY_SYNC)
+
+
+def change_on(rank, ranks, changes):
+    """What ranks are told that change a group before the fourth step, and whether weights moved."""
+    model, optimizer = build("rmmc")
+    toy.train(model, optimizer, range(3), rank)
+    before = toy.weights(model)
+    group = optimizer.param_groups[0]
+    kept = dict(group)
+    if rank in ranks:
+        group.update(changes)
+    try:
+        toy.train(model, optimizer, [3], rank)
+        told = None
+    except (ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        toy.assert_bitwise_equal(toy.weights(model), before)
+        if rank in ranks and isinstance(error, ValueError):
+            group.update(kept)
+            toy.train(model, optimizer, [3], rank)
+    return told, toy.weights(model)
+
+
+def test_a_rank_that_all_replicas_change():
+    (told, weights), (other, its_weights) = distributed.run(
+        2, change_on, (0, 1), {"rank_fraction": 1.0}
+    )
+    assert told is other is None
+    assert weights.keys() == its_weights.keys()
+
+
+def test_a_rank_that_one_replica_changes():
+    for told, _ in distributed.run(2, change_on, (1,), {"rank_fraction": 1.0}):
+        assert "rank_fraction=0.25" in told and "rank_fraction=1.0" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("row_blocks", 2), ("row_blocks", [2, 6]), ("input_first", True)], ids=str
+)
+def test_matrices_cannot_be_cut_otherwise_in_mid_run(key, value):
+    for told, _ in distributed.run(2, change_on, (0, 1), {key: value}):
+        assert told.startswith(f"ValueError: param_groups[0][{key!r}] was changed from ")
+        assert f"to {tuple(value) if isinstance(value, list) else value!r}, but " in told
+        assert "set it back" in told
+
+
+@pytest.mark.parametrize("gate", [FixedPeriod(2), RMMC(0.1)], ids=repr)
+def test_a_parameter_without_a_state_may_start_afresh_otherwise(gate):
+    """As the error advises."""
+    x, y = nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(6, 6))
+    optimizer = CurvaDion([{"params": [x]}, {"params": [y]}], gate=gate)
+    for key, value in (("row_blocks", 1), ("row_blocks", 2), ("algorithm", "adamw")):
+        optimizer.state.pop(x, None)
+        optimizer.param_groups[0][key] = value
+        for _ in range(2):
+            x.grad, y.grad = torch.ones_like(x), torch.ones_like(y)
+            optimizer.step()
+        if key == "row_blocks":
+            assert optimizer.state[x]["momentum_norm"].numel() == value
+    assert optimizer.state[x]["step"] == 2

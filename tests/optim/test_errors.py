@@ -16,9 +16,20 @@ from torch.distributed.device_mesh import init_device_mesh
 import curvadion
 import distributed
 import toy
-from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, LowRank, WireMeter
+from curvadion import (
+    RMMC,
+    AlwaysOpen,
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    Gate,
+    LowRank,
+    QuantizedAverage,
+    Sync,
+    WireMeter,
+)
 from curvadion.integrations.ddp import keep_gradients_local
-from curvadion.optim import hyperparameters as check
+from curvadion.update import hyperparameters as check
 
 NAN = math.nan
 
@@ -104,11 +115,9 @@ CONSTRUCTOR_ONLY = [
     ("warmup_steps", -1, ValueError),
     ("warmup_steps", 1.0, TypeError),
     ("warmup_steps", True, TypeError),
-    ("reconcile", "sometimes", ValueError),
-    ("reconcile", True, ValueError),
-    ("reconcile_bits", 2.0, TypeError),
-    ("reconcile_bits", True, TypeError),
-    ("reconcile_bits", 5, ValueError),
+    ("sync", "sometimes", TypeError),
+    ("sync", True, TypeError),
+    ("sync", QuantizedAverage, TypeError),
 ]
 
 
@@ -176,7 +185,7 @@ def test_tensor_learning_rate_must_be_real(value):
         CurvaDion([matrix()], lr=value)
 
 
-@pytest.mark.parametrize("argument", ["threshold", "gate", "local_step", "reconcile"])
+@pytest.mark.parametrize("argument", ["threshold", "gate", "local_step", "sync", "wire_budget"])
 def test_dion_has_no_arguments_of_a_closed_gate(argument):
     with pytest.raises(TypeError, match=argument):
         Dion([matrix()], **{argument: None})
@@ -214,6 +223,36 @@ def test_period_longer_than_the_longest_local_run(period, bound):
 def test_gates_name_argument_and_value(make, error, name, value):
     with pytest.raises(error, match=says(name, value)):
         make(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value", "error"),
+    [
+        (QuantizedAverage, "bits", 2.0, TypeError),
+        (QuantizedAverage, "bits", True, TypeError),
+        (QuantizedAverage, "bits", 5, ValueError),
+        (QuantizedAverage, "bits", 0, ValueError),
+        (QuantizedAverage, "fragments", 1.0, TypeError),
+        (QuantizedAverage, "fragments", True, TypeError),
+        (QuantizedAverage, "fragments", 0, ValueError),
+        (QuantizedAverage, "align_momentum", 1, TypeError),
+        (QuantizedAverage, "polar_correction", None, TypeError),
+        (LowRank, "average_weights", 0, TypeError),
+        (LowRank, "average_weights", "average", TypeError),
+    ],
+    ids=identify,
+)
+def test_syncs_name_argument_and_value(make, name, value, error):
+    with pytest.raises(error, match=says(name, value)):
+        make(**{name: value})
+
+
+def test_sync_without_an_open_step_is_abstract():
+    class Apart(Sync):
+        pass
+
+    with pytest.raises(TypeError, match="open_step"):
+        Apart()
 
 
 def test_gate_without_a_decision_is_abstract():
@@ -385,7 +424,7 @@ def test_group_key_that_is_no_string():
         CurvaDion([{"params": [matrix()], 3: 0.5}])
 
 
-@pytest.mark.parametrize("key", ["threshold", "gate", "local_step", "warmup_steps", "reconcile"])
+@pytest.mark.parametrize("key", ["threshold", "gate", "local_step", "warmup_steps", "sync"])
 def test_what_concerns_all_replicas_is_no_group_key(key):
     with pytest.raises(ValueError, match=key):
         CurvaDion([{"params": [matrix()], key: 1}])
@@ -604,7 +643,17 @@ DAMAGED = [
     '{"gate": [], "steps": 1, "local_steps": 0}',
     '{"gate": {}, "steps": 1, "local_steps": 0, "hops": 1}',
     '{"gate": {}, "steps": 1, "local_steps": 0, "replica": [1]}',
-    '{"gate": {}, "steps": 1, "local_steps": 0, "group_defaults": 1}',
+    '{"gate": {}, "sync": {}, "steps": 1, "local_steps": 0, "group_defaults": 1}',
+    '{"gate": {}, "sync": {}, "steps": 1, "local_steps": 0, "sync_keys": "anchor"}',
+    '{"gate": {}, "sync": {}, "steps": 1, "local_steps": 0, "part": 0}',
+    '{"gate": {}, "sync": [], "steps": 1, "local_steps": 0}',
+    '{"gate": {}, "sync": {"fragments_apart": -1}, "steps": 1, "local_steps": 0}',
+    # As earlier versions wrote it.
+    '{"gate": {}, "steps": 1, "local_steps": 0, "defaults_by_sync": 1}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "parts_apart": -1}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "parts_apart": true}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "part": "1"}',
+    '{"gate": {}, "steps": 1, "local_steps": 0, "reconcile": "sometimes"}',
 ]  # fmt: skip
 
 
@@ -628,6 +677,45 @@ def test_damaged_memory_of_a_gate():
     with pytest.raises(ValueError, match=r"memory.*gate=ByteBudget.*KeyError"):
         optimizer.load_state_dict(saved)
     assert optimizer.state_dict() == before
+
+
+class Counting(LowRank):
+    told = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "told": self.told}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.told = state["told"]
+
+
+def test_memory_that_a_sync_cannot_load_changes_nothing():
+    x = matrix()
+    optimizer = CurvaDion([x], wire_budget=0.5)
+    x.grad = torch.ones_like(x)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["progress"] = group["progress"].replace('"next_fragment": 0', '"next_fragment": "x"')
+    into = CurvaDion([matrix()], wire_budget=0.5)
+    before, memory = copy.deepcopy(into.state_dict()), into.gate.state_dict()
+    with pytest.raises(ValueError, match=r"memory.*'next_fragment': 'x'.*sync=Quantized.*ValueErr"):
+        into.load_state_dict(saved)
+    assert into.state_dict() == before
+    assert into.gate.state_dict() == memory
+
+    optimizer = CurvaDion([matrix()], gate=FixedPeriod(2), sync=Counting())
+    optimizer.sync.told = 3
+    saved = optimizer.state_dict()
+    into = CurvaDion([matrix()], gate=FixedPeriod(2), sync=Counting())
+    for group in saved["param_groups"]:
+        group["progress"] = group["progress"].replace('"told"', '"tolled"')
+    with pytest.raises(ValueError, match=r"memory.*sync=.*KeyError: 'told'"):
+        into.load_state_dict(saved)
+    assert into.sync.told == 0
+    into.load_state_dict(optimizer.state_dict())
+    assert into.sync.told == 3
 
 
 @pytest.mark.parametrize("key", ["momentum", "Q", "momentum_norm"])

@@ -409,7 +409,7 @@ def test_conv1d_has_its_inputs_first():
     by_name = {name: group for group in groups for name, _ in group["params"]}
     assert by_name["c_attn.weight"]["input_first"] is True
     assert "input_first" not in by_name["fc.weight"]
-    assert len(Dion(groups)._plan().matrices) == 4  # query, key, value and fc
+    assert len(Dion(groups).present_plan().matrices) == 4  # query, key, value and fc
 
 
 LORA = [(8, 256), (256, 8), (64, 512), (4, 32)]
@@ -419,7 +419,7 @@ LORA = [(8, 256), (256, 8), (64, 512), (4, 32)]
 def test_skinny_matrices_have_full_rank(shape):
     model = nn.ModuleDict({"lora": nn.Linear(*shape[::-1], bias=False), "fc": nn.Linear(16, 32)})
     optimizer = Dion(param_groups(model), rank_fraction=0.25)
-    ranks = {m.parameter.name: m.part.rank for m in optimizer._plan().matrices}
+    ranks = {m.parameter.name: m.shard.rank for m in optimizer.present_plan().matrices}
     assert ranks == {"lora.weight": min(shape), "fc.weight": 4}
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion import WireMeter
-from curvadion.optim.optimizer import CurvaDion
+from curvadion import Dion, WireMeter
 from reference import DionReference, relative_error
 
 FRACTION = 0.3
@@ -140,6 +139,8 @@ def prepare():
         WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="localhost", MASTER_PORT="29500",
     )  # fmt: skip
     import deepspeed
+
+    import curvadion.deepspeed  # noqa: F401
 
     deepspeed.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
@@ -344,7 +345,7 @@ class Metered:
         self.meters = []
 
     def __enter__(self):
-        self.step = CurvaDion.step
+        self.step = Dion.step
         outer = self
 
         def step(optimizer, closure=None):
@@ -352,8 +353,8 @@ class Metered:
                 outer.step(optimizer, closure)
             outer.meters.append(meter)
 
-        CurvaDion.step = step
+        Dion.step = step
         return self
 
     def __exit__(self, *_):
-        CurvaDion.step = self.step
+        Dion.step = self.step

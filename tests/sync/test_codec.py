@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import distributed
 from curvadion.metering.wire import WireMeter
-from curvadion.sync import codec as quantization
+from curvadion.sync import codec
 from curvadion.sync.codec import BITS, BLOCK, block_bytes, decode, encode, levels
-from curvadion.sync.coded_mean import message_bytes, quantized_mean
+from curvadion.sync.coded_mean import coded_mean, message_bytes
 
 # Mean square errors of the best quantizers of a standard normal number (Max, 1960, table I).
 LEAST_DISTORTION = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}
@@ -75,13 +75,13 @@ def replicas_numbers(rank, sizes, step):
 
 
 def average(rank, sizes, bits, steps):
-    """Quantised means over some steps, the true ones, this rank's residuals, and bytes sent."""
+    """Coded means over some steps, the true ones, this rank's residuals, and bytes sent."""
     residuals = [torch.zeros(size) for size in sizes]
     means, sent = [], []
     for step in range(steps):
         X = replicas_numbers(rank, sizes, step)
         with WireMeter() as meter:
-            means.append(list(quantized_mean(X, residuals, bits, dist.group.WORLD)))
+            means.append(list(coded_mean(X, residuals, bits, dist.group.WORLD)))
         sent.append(meter.total_sent)
     return means, residuals, sent
 
@@ -116,14 +116,14 @@ def test_bytes_sent_are_those_of_the_codes(world, bits):
         assert sent == pytest.approx(2 * (world - 1) / world * codes)
 
 
-def average_of_columns(rank, m, n, turned):
-    """Two means of a matrix and its residual, which are laid out by columns if turned."""
-    residual = torch.zeros(n, m).T if turned else torch.zeros(m, n)
+def average_of_columns(rank, m, n, by_columns):
+    """Two means of a matrix and its residual, which are laid out by columns if by_columns."""
+    residual = torch.zeros(n, m).T if by_columns else torch.zeros(m, n)
     means = []
     for step in range(2):
         (x,) = replicas_numbers(rank, [(m, n)], step)
-        x = x.T.contiguous().T if turned else x
-        (mean,) = quantized_mean([x], [residual], 2, dist.group.WORLD)
+        x = x.T.contiguous().T if by_columns else x
+        (mean,) = coded_mean([x], [residual], 2, dist.group.WORLD)
         means.append(mean)
     return *means, residual
 
@@ -137,10 +137,10 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(m, n):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_pieces_have_the_codes_of_the_whole(bits, monkeypatch):
+def test_chunks_have_the_codes_of_the_whole(bits, monkeypatch):
     x = torch.randn(7 * BLOCK, generator=torch.Generator().manual_seed(0))
     whole = encode(x, bits)
-    monkeypatch.setattr(quantization, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(codec, "CHUNK", 2 * BLOCK)
     assert encode(x, bits).equal(whole)
     assert decode(whole, bits).equal(torch.cat([decode(block[None], bits) for block in whole]))
 
@@ -157,5 +157,5 @@ def test_residuals_stay_bounded():
 )
 def test_one_replica_loses_nothing(numbers, bits):
     x, residual = torch.tensor(numbers), torch.zeros(len(numbers))
-    (mean,) = quantized_mean([x], [residual], bits, None)
+    (mean,) = coded_mean([x], [residual], bits, None)
     assert torch.equal(mean, x) and not residual.any()

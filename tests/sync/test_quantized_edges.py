@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from curvadion.sync.consensus import STATE_KEYS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -49,24 +48,24 @@ def values(X):
 # ------------------------------------------------------------------------ missing gradients
 
 
-def miss_gradients(rank, parts, missing):
+def miss_gradients(rank, fragments, missing):
     """Weights after an agreement at the end; ``missing``: (rank, step, matrix)."""
     X = weights()
-    optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=parts))
+    optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=fragments))
     for number in range(12):
         step(X, optimizer, number, rank, [i for r, n, i in missing if (r, n) == (rank, number)])
     optimizer.synchronize(exact=False)
     return values(X)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize(
     "missing",
     [[(1, 5, 0)], [(1, 4, 0), (0, 5, 2)], [(r, n, 1) for r in (0, 1) for n in range(12)]],
     ids=["at an opening", "before one", "everywhere"],
 )
-def test_replicas_agree_whatever_gradients_they_miss(parts, missing):
-    ours, theirs = distributed.run(2, miss_gradients, parts, missing)
+def test_replicas_agree_whatever_gradients_they_miss(fragments, missing):
+    ours, theirs = distributed.run(2, miss_gradients, fragments, missing)
     assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
     if len(missing) > 2:
         assert ours[1].equal(weights()[1])
@@ -86,7 +85,7 @@ def step_once_in(rank, period):
 
 
 @pytest.mark.parametrize("period", [1, 3, 6])
-def test_steps_that_no_replica_takes_lengthen_nothing(period):
+def test_steps_that_no_replica_takes_do_not_count(period):
     for singular_values in distributed.run(2, step_once_in, period):
         assert float((singular_values - 1).abs().max()) < 0.05
 
@@ -116,9 +115,9 @@ def test_a_rate_of_next_to_nothing_keeps_weights_where_they_are(lr, period):
 # ------------------------------------------------------------------- parameters come and go
 
 
-def freeze(rank, at, reconcile):
+def freeze(rank, at, sync):
     X = weights()
-    optimizer = optimizer_of(X, reconcile=reconcile)
+    optimizer = optimizer_of(X, sync=sync)
     for number in range(at):
         step(X, optimizer, number, rank)
     X[0].requires_grad_(False)
@@ -133,11 +132,11 @@ def freeze(rank, at, reconcile):
     return ""
 
 
-@pytest.mark.parametrize("reconcile", ["quantized", "average"])
-def test_freezing_a_parameter_of_which_each_replica_has_its_own_is_an_error(reconcile):
-    for message in distributed.run(2, freeze, 4, reconcile):
+@pytest.mark.parametrize("sync", [QuantizedAverage(), LowRank()], ids=repr)
+def test_freezing_a_parameter_of_which_each_replica_has_its_own_is_an_error(sync):
+    for message in distributed.run(2, freeze, 4, sync):
         assert "param_groups[0]['params'][0]" in message and "synchronize()" in message
-    assert distributed.run(2, freeze, 3, reconcile) == ["", ""]
+    assert distributed.run(2, freeze, 3, sync) == ["", ""]
 
 
 def thaw(rank):
@@ -156,7 +155,7 @@ def thaw(rank):
             return torch.linalg.svdvals((X[1].detach() - before) / 0.02)
 
 
-def test_steps_before_a_parameter_thaws_lengthen_nothing():
+def test_steps_before_a_parameter_thaws_do_not_count():
     for singular_values in distributed.run(2, thaw):
         assert float((singular_values - 1).abs().max()) < 0.05
 
@@ -177,8 +176,8 @@ def add_and_agree(rank, change):
     return values(X)
 
 
-@pytest.mark.parametrize("change", ["add", "load with fewer parts"])
-def test_replicas_agree_though_parts_were_dealt_anew(change):
+@pytest.mark.parametrize("change", ["add", "load with fewer fragments"])
+def test_replicas_agree_though_fragments_were_dealt_anew(change):
     ours, theirs = distributed.run(2, add_and_agree, change)
     assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
 
@@ -257,11 +256,11 @@ def test_a_longest_run_that_is_accepted_keeps_the_budget(share, longest):
     assert gate.open_cost / (longest + 1) <= share * (1 + 1e-6)
 
 
-def evaluate_often(rank, parts):
+def evaluate_often(rank, fragments):
     """Openings that were sent, and those that the budget allows."""
     X = weights()
     optimizer = optimizer_of(
-        X, gate=ByteBudget(0.1), sync=QuantizedAverage(bits=2, fragments=parts)
+        X, gate=ByteBudget(0.1), sync=QuantizedAverage(bits=2, fragments=fragments)
     )
     openings, steps = 0, 60
     for number in range(steps):
@@ -273,10 +272,10 @@ def evaluate_often(rank, parts):
     return openings, optimizer.gate.rate * steps
 
 
-@pytest.mark.parametrize("parts", [1, 3, 100])
-def test_agreements_for_an_evaluation_count_as_openings(parts):
-    most = min(parts, len(SHAPES))  # there are no more parts than matrices
-    for openings, allowed in distributed.run(2, evaluate_often, parts):
+@pytest.mark.parametrize("fragments", [1, 3, 100])
+def test_agreements_for_an_evaluation_count_as_openings(fragments):
+    most = min(fragments, len(SHAPES))  # there are no more fragments than matrices
+    for openings, allowed in distributed.run(2, evaluate_often, fragments):
         assert openings == pytest.approx(allowed, abs=most + 1)
 
 
@@ -301,7 +300,7 @@ def train_in_tensor_parallel(rank):
             x.grad = distribute_tensor(noise, mesh, x.placements, src_data_rank=None)
         optimizer.step()
     state = optimizer.state[vector]
-    return vector.to_local().detach(), *(state[key].to_local() for key in STATE_KEYS)
+    return vector.to_local().detach(), *(state[key].to_local() for key in ("anchor", "residual"))
 
 
 def test_ranks_of_a_replica_agree_on_what_they_hold_alike():

@@ -10,25 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 import distributed
-from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, WireMeter
+from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, LowRank, WireMeter
 from reference import DionReference, relative_error
+from scheduled import Scheduled
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (24, 16)]
 VECTORS = [(16,), (7, 3), ()]
 NUMBERS = sum(torch.Size(shape).numel() for shape in SHAPES + VECTORS)
 VECTOR_NUMBERS = sum(torch.Size(shape).numel() for shape in VECTORS)
 GATE_BYTES = 16
-
-
-class Scheduled(Gate):
-    """Opens at the listed steps, counted from 1."""
-
-    def __init__(self, steps):
-        self.open_steps, self.asked = steps, 0
-
-    def opens(self, signal, local_steps):
-        self.asked += 1
-        return self.asked in self.open_steps
 
 
 def parameters():
@@ -98,12 +88,12 @@ def test_open_gate_equals_one_process_on_the_mean_gradient(replicas, seed, eleme
 OPEN_STEPS = (1, 4, 5, 9)
 
 
-def scheduled(local_step, reconcile, momentum_rule="error_feedback", nesterov=0.0):
+def scheduled(local_step, average_weights, momentum_rule="error_feedback", nesterov=0.0):
     def make(param_groups):
         return CurvaDion(
             param_groups, replicas=dist.group.WORLD, gate=Scheduled(OPEN_STEPS),
-            local_step=local_step, reconcile=reconcile, momentum_rule=momentum_rule, local_lr=0.005,
-            nesterov=nesterov,
+            local_step=local_step, sync=LowRank(average_weights), momentum_rule=momentum_rule,
+            local_lr=0.005, nesterov=nesterov,
         )  # fmt: skip
 
     return make
@@ -118,17 +108,18 @@ def run_scheduled(rank, *options):
 
 @pytest.mark.parametrize("nesterov", [0.0, 1.5])
 @pytest.mark.parametrize("momentum_rule", ["error_feedback", "plain"])
-@pytest.mark.parametrize("reconcile", ["average", "none"])
+@pytest.mark.parametrize("average_weights", [True, False])
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
 def test_a_gate_on_schedule_equals_a_simulation_of_the_replicas(
-    local_step, reconcile, momentum_rule, nesterov
+    local_step, average_weights, momentum_rule, nesterov
 ):
-    ranks = distributed.run(2, run_scheduled, local_step, reconcile, momentum_rule, nesterov)
+    ranks = distributed.run(2, run_scheduled, local_step, average_weights, momentum_rule, nesterov)
     for k, (shape, X0) in enumerate(zip(SHAPES, parameters(), strict=False)):
         rank = -(-round(0.3 * min(shape), 9) // 1)
         reference = DionReference(
             X0.detach(), 2, int(rank), local_lr=0.005, local_step=local_step,
-            reconcile=reconcile, momentum_rule=momentum_rule, nesterov=nesterov,
+            reconcile="average" if average_weights else "none", momentum_rule=momentum_rule,
+            nesterov=nesterov,
         )  # fmt: skip
         for step in range(11):
             gradients = [gradient(0, step, replica, shape) for replica in range(2)]
@@ -148,18 +139,17 @@ def run_until_open(rank, elementwise):
 
 @pytest.mark.parametrize("elementwise", ["adamw", "lion"])
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_weights_are_bitwise_equal_after_a_reconciled_step(replicas, elementwise):
+def test_weights_are_bitwise_equal_after_an_open_step(replicas, elementwise):
     ranks = distributed.run(replicas, run_until_open, elementwise)
     for after_open, after_local in ranks[1:]:
         assert all(torch.equal(a, b) for a, b in zip(after_open, ranks[0][0], strict=True))
         assert not any(torch.equal(a, b) for a, b in zip(after_local, ranks[0][1], strict=True))
 
 
-def run_bytes(rank, reconcile):
+def run_bytes(rank, average_weights):
     def make(param_groups):
-        return CurvaDion(
-            param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(3), reconcile=reconcile
-        )
+        sync = LowRank(average_weights)
+        return CurvaDion(param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(3), sync=sync)
 
     _, reports, sent, _ = train(rank, make, 6)
     return sent, [(report.gate_open, report.wire_bytes) for report in reports]
@@ -170,14 +160,14 @@ def low_rank_bytes():
     return sum(4 * (m + n) * -(-round(0.3 * min(m, n), 9) // 1) for m, n in SHAPES)
 
 
-@pytest.mark.parametrize("reconcile", ["average", "none"])
+@pytest.mark.parametrize("average_weights", [True, False])
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_bytes_of_every_step_equal_the_formula(replicas, reconcile):
+def test_bytes_of_every_step_equal_the_formula(replicas, average_weights):
     synchronized = GATE_BYTES + low_rank_bytes() + 4 * VECTOR_NUMBERS
     weights_and_moments = 4 * (NUMBERS + 2 * VECTOR_NUMBERS + len(VECTORS))
     verification = 72
-    for sent, reported in distributed.run(replicas, run_bytes, reconcile):
-        extra = weights_and_moments if reconcile == "average" else 0
+    for sent, reported in distributed.run(replicas, run_bytes, average_weights):
+        extra = weights_and_moments if average_weights else 0
         assert [count for count, _ in sent] == [
             GATE_BYTES + verification,
             GATE_BYTES,
@@ -189,7 +179,7 @@ def test_bytes_of_every_step_equal_the_formula(replicas, reconcile):
         calls = [calls for _, calls in sent]
         assert calls[1] == calls[3] == calls[4] == 1
         # Gate, P, R, the other parameters' gradients; weights and moments, their counters.
-        assert calls[5] == (6 if reconcile == "average" else 4)
+        assert calls[5] == (6 if average_weights else 4)
         assert [count for _, count in reported] == [count for count, _ in sent]
 
 
@@ -337,21 +327,21 @@ def run_drift(rank):
 
     X, _, _, optimizer = train(rank, make, 5)
     stacked = torch.cat([x.flatten().double() for x in X])
-    everyone = [torch.empty_like(stacked) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, stacked)
+    gathered = [torch.empty_like(stacked) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, stacked)
     before = optimizer.drift()
     optimizer.synchronize()
     state = state_of(optimizer)
     norms = {i: state[i, "momentum"].norm() - state[i, "momentum_norm"] for i in range(len(SHAPES))}
-    return everyone, before, optimizer.drift(), X, state, optimizer.progress.local_steps, norms
+    return gathered, before, optimizer.drift(), X, state, optimizer.progress.local_steps, norms
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_drift_is_the_distance_to_the_mean_and_synchronize_removes_it(replicas):
     ranks = distributed.run(replicas, run_drift)
-    everyone = torch.stack(ranks[0][0])
-    mean = everyone.mean(dim=0)
-    drift = ((everyone - mean).norm(dim=1).square().mean().sqrt() / mean.norm()).item()
+    weights = torch.stack(ranks[0][0])
+    mean = weights.mean(dim=0)
+    drift = ((weights - mean).norm(dim=1).square().mean().sqrt() / mean.norm()).item()
     assert drift > 1e-3
     for _, before, after, X, state, local_steps, norms in ranks:
         assert before == pytest.approx(drift, rel=1e-5)

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from curvadion.sync.consensus import in_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -20,6 +19,7 @@ import formulas
 import toy
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.quantized_average import divide
 from gate_steps import ask
 
 BITS = (1, 2, 4, 8)
@@ -45,21 +45,21 @@ def test_a_period_is_as_even_as_the_budget_allows():
     assert openings == list(range(9, 200, 5))  # the first pays for the last agreement too
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("by", ["period", "rmmc"])
 @pytest.mark.parametrize("share", [0.003, 0.01, 0.03, 1.0])
-def test_a_run_of_any_length_that_ends_with_an_agreement_keeps_to_the_budget(share, by, parts):
+def test_a_run_of_any_length_that_ends_with_an_agreement_keeps_to_the_budget(share, by, fragments):
     signals = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
     gate = gate_that_costs(share, by)
-    gate.openings_per_agreement = parts
+    gate.openings_per_agreement = fragments
     openings = ask(gate, 400, signals=signals)
     # The last agreement is kept back at half of what is earned: that takes twice its time.
-    for steps in range(math.ceil(2 * parts / gate.rate) if parts > 1 else 1, 400):
+    for steps in range(math.ceil(2 * fragments / gate.rate) if fragments > 1 else 1, 400):
         made = sum(step < steps for step in openings)
-        sent = 0.05 * (made + parts) + 0.001 * steps
+        sent = 0.05 * (made + fragments) + 0.001 * steps
         assert sent <= share * steps * (1 + 1e-9) or not made
     waiting = 1 if by == "period" else 1 + gate.SLACK
-    assert min(400 * gate.rate, 400) - len(openings) - parts <= waiting + 1e-6
+    assert min(400 * gate.rate, 400) - len(openings) - fragments <= waiting + 1e-6
 
 
 @pytest.mark.parametrize("by", ["period", "rmmc"])
@@ -190,25 +190,23 @@ def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("momenta", [True, False])
-def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, momenta):
-    arguments = dict(gate=FixedPeriod(2), sync=QuantizedAverage(bits=bits))
-    ranks = distributed.run(
-        2, train, 6, arguments | {"sync": QuantizedAverage(align_momentum=momenta)}
-    )
+@pytest.mark.parametrize("align_momentum", [True, False])
+def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, align_momentum):
+    sync = QuantizedAverage(bits, align_momentum=align_momentum)
+    ranks = distributed.run(2, train, 6, dict(gate=FixedPeriod(2), sync=sync))
     codes = bytes_of_codes(bits)
     for step in range(1, 6):  # the first also compares the replicas
         mean = sum(sent[step] for _, _, sent in ranks) / 2
         assert mean == 16 + (codes if step % 2 else 0)
 
 
-def take_turns(rank, parts, local_step):
+def rotate(rank, fragments, local_step):
     """Per step which parameters replicas agree on, and the codes' bytes against the formula's."""
     model = toy.model()
-    how = dict(sync=QuantizedAverage(fragments=parts), local_step=local_step)
+    how = dict(sync=QuantizedAverage(fragments=fragments), local_step=local_step)
     optimizer = optimizer_of(model, gate=FixedPeriod(2), **how)
     steps = []
-    for step in range(4 * min(parts, 6)):
+    for step in range(4 * min(fragments, 6)):
         with WireMeter() as meter:
             toy.train(model, optimizer, [step], rank)
         agreed = agreed_on(model)
@@ -234,14 +232,14 @@ def agreed_on(model):
 
 
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
-@pytest.mark.parametrize("parts", [2, 3, 100])
-def test_parts_of_the_weights_take_turns(parts, local_step):
-    ranks = distributed.run(2, take_turns, parts, local_step)
+@pytest.mark.parametrize("fragments", [2, 3, 100])
+def test_fragments_come_together_in_rotation(fragments, local_step):
+    ranks = distributed.run(2, rotate, fragments, local_step)
     assert [step[0] for step in ranks[0]] == [step[0] for step in ranks[1]]
-    *turns, last = (step[0] for step in ranks[0])
+    *agreed, last = (step[0] for step in ranks[0])
     names = dict(toy.model().named_parameters())
-    assert not any(turns[::2])  # the gate is closed
-    rounds = turns[1::2]
+    assert not any(agreed[::2])  # the gate is closed
+    rounds = agreed[1::2]
     count = len(rounds) // 2
     assert rounds[:count] == rounds[count:]
     assert all(rounds) and sum(map(len, rounds[:count])) == len(names)
@@ -252,28 +250,32 @@ def test_parts_of_the_weights_take_turns(parts, local_step):
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 8))
-def test_parts_are_of_about_equal_size(sizes, count):
-    parts = in_parts(sizes, count)
-    assert len(parts) == len(sizes) and set(parts) == set(range(min(count, len(sizes))))
-    filled = [sum(s for s, p in zip(sizes, parts, strict=True) if p == part) for part in set(parts)]
+def test_fragments_are_of_about_equal_size(sizes, count):
+    fragments = divide(sizes, count)
+    assert len(fragments) == len(sizes)
+    assert set(fragments) == set(range(min(count, len(sizes))))
+    filled = [0] * len(set(fragments))
+    for size, fragment in zip(sizes, fragments, strict=True):
+        filled[fragment] += size
     assert max(filled) - min(filled) <= max(sizes) + len(sizes)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("by", ["period", "rmmc"])
-def test_a_run_sends_what_its_budget_allows(by, parts):
+def test_a_run_sends_what_its_budget_allows(by, fragments):
     steps, share = 120, 0.3
-    arguments = dict(gate=ByteBudget(share / parts, by), sync=QuantizedAverage(bits=2))
-    arguments["reconcile_parts"] = parts
+    sync = QuantizedAverage(bits=2, fragments=fragments)
+    arguments = dict(gate=ByteBudget(share / fragments, by), sync=sync)
     ranks = distributed.run(2, train, steps, arguments)
     dense = 4 * sum(p.numel() for p in toy.model().parameters())
     openings = sum(report.gate_open for report in ranks[0][1])
     gates = sum(formulas.gate(step, toy.model().parameters()) for step in range(steps))
-    # All parts are kept back once for the last agreement.
-    allowed = (steps * share / parts * dense - gates) / (bytes_of_codes(2) / parts) - parts
+    # All fragments are kept back once for the last agreement.
+    of_an_opening = bytes_of_codes(2) / fragments
+    allowed = (steps * share / fragments * dense - gates) / of_an_opening - fragments
     assert openings == pytest.approx(min(allowed, steps), rel=0.1)
     sent = sum(sum(rank[2]) for rank in ranks) / 2
-    whole = openings // parts * bytes_of_codes(2)
+    whole = openings // fragments * bytes_of_codes(2)
     assert 0 <= sent - gates - whole < bytes_of_codes(2) + 150
 
 
@@ -290,7 +292,7 @@ def parameters_with_padded_blocks():
     return [{"params": X[:2]}, {"params": X[2:], "algorithm": "adamw"}]
 
 
-def spend_a_budget(rank, share, by, parts, steps, exact_at):
+def spend_a_budget(rank, share, by, fragments, steps, exact_at):
     """Bytes sent in a run that ends with an agreement, and the steps at which replicas agreed."""
     groups = parameters_with_padded_blocks()
     X = [x for group in groups for x in group["params"]]
@@ -299,7 +301,7 @@ def spend_a_budget(rank, share, by, parts, steps, exact_at):
         replicas=dist.group.WORLD,
         gate=ByteBudget(share, by),
         local_step="gradient",
-        sync=QuantizedAverage(bits=2, fragments=parts),
+        sync=QuantizedAverage(bits=2, fragments=fragments),
     )
     generator = torch.Generator().manual_seed(rank)
     agreed, exact = [], 0.0
@@ -322,14 +324,14 @@ def sent_of_the_budget(ranks, share, steps):
     return sum(rank[0] for rank in ranks) / len(ranks) / (share * steps * 4 * NUMBERS)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("by", ["period", "rmmc"])
-def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(by, parts):
+def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(by, fragments):
     share = 0.02
     waiting = 1 if by == "period" else 1 + ByteBudget.SLACK
     for steps in (8, 30, 61):
-        ranks = distributed.run(2, spend_a_budget, share, by, parts, steps, None)
-        left = (waiting / parts + 1) * CODES / (share * steps * 4 * NUMBERS)
+        ranks = distributed.run(2, spend_a_budget, share, by, fragments, steps, None)
+        left = (waiting / fragments + 1) * CODES / (share * steps * 4 * NUMBERS)
         assert 1 - left <= sent_of_the_budget(ranks, share, steps) <= 1.0
         assert all(x.equal(y) for x, y in zip(ranks[0][3], ranks[1][3], strict=True))
 
@@ -348,8 +350,8 @@ def test_an_exact_synchronisation_is_paid_back_by_later_steps(by):
     assert len(soon) == pytest.approx(40 / (2 * period), abs=waiting)
 
 
-TURNS = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, sync=QuantizedAverage(bits=8))
-TURNS |= dict(sync=QuantizedAverage(polar_correction=False), nesterov=2.0)
+# Codes that lose little, so that what the corrections change stands out.
+FINE = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, nesterov=2.0)
 PERIOD = 3
 STEADY, FALLING = (1.0, 1.0, 1.0), (1.0, 0.5, 0.25)
 
@@ -360,19 +362,20 @@ def train_at(model, optimizer, steps, rank, rates):
     toy.train(model, optimizer, range(steps), rank, scheduler.step)
 
 
-def around_an_opening(rank, options, rates):
-    """Weights and momenta after it with and without turned momenta, and before and after its step.
+def around_an_opening(rank, options, fragments, rates):
+    """Weights and momenta after it with and without alignment, and before and after its step.
 
-    The first opening, or with parts the last of the first round.
+    The first opening, or with fragments the last of the first round.
     """
     ends = {}
-    last = PERIOD * options.get("reconcile_parts", 1) - 1
-    for case in ("before", "alone", "kept", "turned"):
+    last = PERIOD * fragments - 1
+    for case in ("before", "alone", "kept", "aligned"):
         model = toy.model()
-        options_here = {**TURNS, **copy.deepcopy(options)}
-        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **options_here)
+        sync = QuantizedAverage(8, fragments, polar_correction=False)
+        options_here = {**FINE, **copy.deepcopy(options)}
+        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), sync=sync, **options_here)
         train_at(model, optimizer, last, rank, rates)
-        optimizer.sync.align_momentum = case == "turned"
+        optimizer.sync.align_momentum = case == "aligned"
         if case == "alone":
             optimizer.gate = FixedPeriod(99)
         if case != "before":
@@ -383,48 +386,44 @@ def around_an_opening(rank, options, rates):
 
 
 @pytest.mark.parametrize(
-    ("options", "rates"),
+    ("options", "fragments", "rates"),
     [
-        ({"momentum_rule": "error_feedback"}, STEADY),
-        ({"momentum_rule": "plain"}, STEADY),
-        ({"lr": torch.tensor(0.02)}, FALLING),
-        ({}, FALLING),
-        ({"sync": QuantizedAverage(fragments=2)}, FALLING),
+        ({"momentum_rule": "error_feedback"}, 1, STEADY),
+        ({"momentum_rule": "plain"}, 1, STEADY),
+        ({"lr": torch.tensor(0.02)}, 1, FALLING),
+        ({}, 1, FALLING),
+        ({}, 2, FALLING),
     ],
-    ids=["error feedback", "plain", "tensor lr", "falling lr", "parts in turn"],
+    ids=["error feedback", "plain", "tensor lr", "falling lr", "two fragments"],
 )
-def test_momenta_turn_to_the_mean_direction(options, rates):
-    parts = options.get("reconcile_parts", 1)
-    for ends in distributed.run(2, around_an_opening, options, rates):
+def test_momenta_align_with_the_mean_direction(options, fragments, rates):
+    for ends in distributed.run(2, around_an_opening, options, fragments, rates):
         agreements = 0
-        for i, agreed in enumerate(ends["turned"][0]):
+        for i, agreed in enumerate(ends["aligned"][0]):
             assert agreed.equal(ends["kept"][0][i])
-            M, turned = ends["kept"][1][i], ends["turned"][1][i]
+            M, aligned = ends["kept"][1][i], ends["aligned"][1][i]
             own, before = ends["alone"][0][i], ends["before"][0][i]
             if agreed.equal(own):
-                assert turned.equal(M)
+                assert aligned.equal(M)
                 continue
             agreements += 1
             tall = M.shape[0] >= M.shape[1]
             length = 0.02 * (M.shape[0] / M.shape[1]) ** 0.5
-            gone = parts * sum(rates) * length
+            gone = fragments * sum(rates) * length
             U, D = (before - own) / (rates[-1] * length), (agreed - own) / gone
             expected = M - (D @ U.T @ M if tall else M @ U.T @ D)
             assert float((expected - M).norm()) > 0.1 * float(M.norm())
-            assert float((turned - expected).norm()) < 1e-3 * float(M.norm())
-        assert agreements == len(ends["turned"][0]) / parts
+            assert float((aligned - expected).norm()) < 1e-3 * float(M.norm())
+        assert agreements == len(ends["aligned"][0]) / fragments
 
 
-def around_a_polar_step(rank, options, rates):
-    """Matrices at the start, and after an opening without and with the polar step, in float64."""
+def around_a_correction(rank, options, align_momentum, rates):
+    """Matrices at the start, and after an opening without and with the correction, in float64."""
     ends = []
-    for steps, polar in ((0, False), (PERIOD, False), (PERIOD, True)):
+    for steps, corrected in ((0, False), (PERIOD, False), (PERIOD, True)):
         model = toy.model()
-        arguments = {
-            **TURNS,
-            **copy.deepcopy(options),
-            "sync": QuantizedAverage(polar_correction=polar),
-        }
+        sync = QuantizedAverage(8, align_momentum=align_momentum, polar_correction=corrected)
+        arguments = {**FINE, **copy.deepcopy(options), "sync": sync}
         optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **arguments)
         train_at(model, optimizer, steps, rank, rates)
         matrices = [model.linear.weight, model.lm_head.weight]
@@ -433,19 +432,19 @@ def around_a_polar_step(rank, options, rates):
 
 
 @pytest.mark.parametrize(
-    ("options", "rates"),
+    ("options", "align_momentum", "rates"),
     [
-        ({}, STEADY),
-        ({}, FALLING),
-        ({"lr": torch.tensor(0.02)}, FALLING),
-        ({"rank_fraction": 0.5, "sync": QuantizedAverage(align_momentum=False)}, STEADY),
+        ({}, True, STEADY),
+        ({}, True, FALLING),
+        ({"lr": torch.tensor(0.02)}, True, FALLING),
+        ({"rank_fraction": 0.5}, False, STEADY),
     ],
     ids=["full rank", "falling lr", "tensor lr", "half the rank"],
 )
-def test_a_polar_step_lengthens_the_mean_direction(options, rates):
-    ranks = distributed.run(2, around_a_polar_step, options, rates)
-    for start, kept, lengthened in ranks:
-        for X, mean, actual, other in zip(start, kept, lengthened, ranks[0][2], strict=True):
+def test_the_polar_correction_is_a_newton_schulz_step(options, align_momentum, rates):
+    ranks = distributed.run(2, around_a_correction, options, align_momentum, rates)
+    for start, kept, corrected in ranks:
+        for X, mean, actual, other in zip(start, kept, corrected, ranks[0][2], strict=True):
             length = sum(rates) * 0.02 * (X.shape[0] / X.shape[1]) ** 0.5
             V = (mean - X) / length
             expected = length * (V - V @ V.T @ V) / 2
@@ -454,17 +453,16 @@ def test_a_polar_step_lengthens_the_mean_direction(options, rates):
             assert actual.equal(other)
 
 
-def after_a_drop_of_the_rate(rank, polar=False):
-    """How far the next opening turns momenta, relatively, once the rate is next to nothing.
+def after_a_drop_of_the_rate(rank, corrected=False):
+    """How far the next opening moves momenta, relatively, once the rate is next to nothing.
 
-    And the matrices after it; ``polar``: whether they take a polar step then.
+    And the matrices after it; ``corrected``: whether with the polar correction.
     """
     model = toy.model()
-    optimizer = optimizer_of(
-        model, gate=FixedPeriod(PERIOD), **{**TURNS, "sync": QuantizedAverage(bits=1)}
-    )
+    sync = QuantizedAverage(bits=1, polar_correction=False)
+    optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), sync=sync, **FINE)
     toy.train(model, optimizer, range(PERIOD), rank)
-    optimizer.sync.polar_correction = polar
+    optimizer.sync.polar_correction = corrected
     before = momenta(optimizer)
     for group in optimizer.param_groups:
         group |= {"lr": 1e-9, "mu": 1 - 1e-9}  # steps and decay that do not matter
@@ -474,18 +472,18 @@ def after_a_drop_of_the_rate(rank, polar=False):
         model.linear.bias.grad += rank + 1  # replicas with equal gradients would be an error
         optimizer.step()
     ends = momenta(optimizer)
-    turned = [float((a - b).norm() / b.norm()) for a, b in zip(ends, before, strict=True)]
-    return turned, [model.linear.weight.detach(), model.lm_head.weight.detach()]
+    moved = [float((a - b).norm() / b.norm()) for a, b in zip(ends, before, strict=True)]
+    return moved, [model.linear.weight.detach(), model.lm_head.weight.detach()]
 
 
-def test_what_codes_lost_at_a_higher_rate_does_not_turn_momenta():
-    for turned, _ in distributed.run(2, after_a_drop_of_the_rate):
-        assert max(turned) < 1e-4
+def test_what_codes_lost_at_a_higher_rate_aligns_no_momenta():
+    for moved, _ in distributed.run(2, after_a_drop_of_the_rate):
+        assert max(moved) < 1e-4
 
 
-def test_what_codes_lost_at_a_higher_rate_does_not_lengthen_directions():
-    kept, lengthened = (distributed.run(2, after_a_drop_of_the_rate, p)[0][1] for p in (0, 1))
-    for X, Y in zip(kept, lengthened, strict=True):
+def test_what_codes_lost_at_a_higher_rate_is_not_corrected():
+    kept, corrected = (distributed.run(2, after_a_drop_of_the_rate, c)[0][1] for c in (0, 1))
+    for X, Y in zip(kept, corrected, strict=True):
         assert float((X - Y).norm()) < 1e-6
 
 
@@ -525,10 +523,10 @@ def test_more_bits_come_closer():
 def test_bits_are_those_that_the_budget_pays_for_at_every_second_step(share, bits):
     assert optimizer_of(toy.model(), wire_budget=share).sync.bits == bits
     gate = ByteBudget(share, by="rmmc")
+    assert optimizer_of(toy.model(), gate=gate).sync.bits == bits
     assert optimizer_of(toy.model(), gate=gate, sync=QuantizedAverage()).sync.bits == bits
-    assert (
-        optimizer_of(toy.model(), wire_budget=share, sync=QuantizedAverage(bits=1)).sync.bits == 1
-    )
+    one = QuantizedAverage(bits=1)
+    assert optimizer_of(toy.model(), wire_budget=share, sync=one).sync.bits == 1
 
 
 def test_the_rank_is_full_where_it_costs_no_bytes():
@@ -564,12 +562,12 @@ def test_the_look_ahead_grows_with_the_period(options, nesterov):
     assert optimizer.param_groups[0]["nesterov"] == nesterov
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_the_look_ahead_is_that_of_the_period_in_use(parts):
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_the_look_ahead_is_that_of_the_period_in_use(fragments):
     optimizer = CurvaDion(
         parameters_with_padded_blocks(),
         wire_budget=0.01,
-        sync=QuantizedAverage(fragments=parts),
+        sync=QuantizedAverage(fragments=fragments),
         max_local_steps=None,
         replicas=None,
     )
@@ -587,7 +585,8 @@ def test_the_look_ahead_is_that_of_the_period_in_use(parts):
             opened.append(step)
     period = CODES / (0.01 * 4 * NUMBERS - 16)
     assert 7.5 < period < 8  # 6.5 without the padding and the gate's bytes, and 4.1
-    assert (opened[-1] - opened[0]) / (len(opened) - 1) * parts == pytest.approx(period, rel=0.03)
+    steps_per_opening = (opened[-1] - opened[0]) / (len(opened) - 1)
+    assert steps_per_opening * fragments == pytest.approx(period, rel=0.03)
     assert set(known) == {round(1.6 * math.sqrt(period), 1)} == {4.5}
 
 
@@ -596,26 +595,26 @@ def test_the_look_ahead_of_parameters_that_are_all_frozen():
     assert CurvaDion([x], wire_budget=0.01).param_groups[0]["nesterov"] == 4.1
 
 
-def train_in_two_parts(rank, part, parts):
+def train_and_resume(rank, how, fragments):
     model = toy.model()
-    optimizer = optimizer_of(model, wire_budget=0.05, sync=QuantizedAverage(fragments=parts))
-    if part == "whole":
+    optimizer = optimizer_of(model, wire_budget=0.05, sync=QuantizedAverage(fragments=fragments))
+    if how == "whole":
         toy.train(model, optimizer, range(14), rank)
         return toy.weights(model)
     toy.train(model, optimizer, range(5), rank)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     model = toy.model()
-    optimizer = optimizer_of(model, wire_budget=0.05, sync=QuantizedAverage(fragments=parts))
+    optimizer = optimizer_of(model, wire_budget=0.05, sync=QuantizedAverage(fragments=fragments))
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     toy.train(model, optimizer, range(5, 14), rank)
     return toy.weights(model)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_run_goes_on_bitwise_from_each_replicas_state(parts):
-    whole = distributed.run(2, train_in_two_parts, "whole", parts)
-    resumed = distributed.run(2, train_in_two_parts, "resumed", parts)
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_run_goes_on_bitwise_from_each_replicas_state(fragments):
+    whole = distributed.run(2, train_and_resume, "whole", fragments)
+    resumed = distributed.run(2, train_and_resume, "resumed", fragments)
     for ours, theirs in zip(whole, resumed, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -650,7 +649,7 @@ def agree_before_the_end(rank):
         optimizer.synchronize()
         optimizer.synchronize(exact=False)  # nothing has moved
     optimizer_of(model).synchronize()
-    with pytest.raises(ValueError, match="exact=False needs reconcile='quantized'"):
+    with pytest.raises(ValueError, match="exact=False needs a sync that sends codes"):
         optimizer_of(model).synchronize(exact=False)
     return toy.weights(model), meter.total_sent
 
@@ -732,13 +731,13 @@ def narrow(rank):
     optimizer = optimizer_of(model, gate=FixedPeriod(2), sync=QuantizedAverage())
     toy.train(model, optimizer, range(6), rank)
     for x in model.parameters():
-        agreed = optimizer.state[x]["anchor"]
-        assert agreed.dtype == torch.float32
-        assert torch.equal(x, agreed.to(torch.bfloat16))
+        anchor = optimizer.state[x]["anchor"]
+        assert anchor.dtype == torch.float32
+        assert torch.equal(x, anchor.to(torch.bfloat16))
     return toy.weights(model)
 
 
-def test_bfloat16_weights_follow_a_float32_agreement():
+def test_bfloat16_weights_follow_a_float32_anchor():
     first, second = distributed.run(2, narrow)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -751,14 +750,30 @@ def test_bfloat16_weights_follow_a_float32_agreement():
         ({"wire_budget": "1%"}, TypeError, "wire_budget='1%'"),
         ({"wire_budget": 0.01, "threshold": 0.3}, ValueError, "threshold=0.3 and wire_budget"),
         ({"wire_budget": 0.01, "gate": RMMC(0.1)}, ValueError, "gate=RMMC"),
-        ({"wire_budget": 0.01, "sync": LowRank()}, ValueError, "reconcile='average'"),
-        ({"sync": QuantizedAverage(bits=5)}, ValueError, "reconcile_bits=5"),
-        ({"sync": QuantizedAverage(fragments=0)}, ValueError, "reconcile_parts=0"),
+        ({"wire_budget": 0.01, "sync": LowRank()}, ValueError, "sync=LowRank.*ByteBudget"),
     ],
 )
 def test_impossible_arguments_are_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         CurvaDion(toy.groups(toy.model()), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"bits": 5}, ValueError),
+        ({"bits": 2.0}, TypeError),
+        ({"bits": True}, TypeError),
+        ({"fragments": 0}, ValueError),
+        ({"fragments": None}, TypeError),
+        ({"align_momentum": 1}, TypeError),
+        ({"polar_correction": "yes"}, TypeError),
+    ],
+)
+def test_impossible_arguments_of_quantized_averages_are_errors(arguments, error):
+    ((name, value),) = arguments.items()
+    with pytest.raises(error, match=f"{name}={value!r}"):
+        QuantizedAverage(**arguments)
 
 
 def too_small_a_budget(rank):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from curvadion.sync.consensus import exact_bytes, sizes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,6 +20,7 @@ from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMet
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.exact_average import bytes_of_everything, sizes
 
 STEPS = 5
 BITS = 2
@@ -72,25 +74,26 @@ def test_shards_of_replicas_come_together(setup, layout):
         assert (expected > 0) == (step % 2 == 1)
 
 
-EIGHT_BITS = (("sync", QuantizedAverage()), ("reconcile_bits", 8), ("rank_fraction", 1.0))
 COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp": (2, 1, 2)}
+CORRECTIONS = ["align_momentum", "polar_correction"]
 
 
-NEITHER = (("reconcile_momentum", False), ("reconcile_polar", False))
+@functools.cache
+def eight_bits(fragments, correction=None):
+    """How to train with one of the corrections, or with none."""
+    chosen = {name: name == correction for name in CORRECTIONS}
+    sync = QuantizedAverage(bits=8, fragments=fragments, **chosen)
+    return training.Setting(training.OPEN_STEPS, (("sync", sync), ("rank_fraction", 1.0)))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_shards_turn_and_lengthen_as_whole_replicas_do(setup, layout, option, parts):
+def test_corrections_of_shards_are_those_of_whole_replicas(setup, layout, correction, fragments):
     replicas, shards, copies = COUNTS[layout]
-    fixed = dict((*EIGHT_BITS, *NEITHER, ("reconcile_parts", parts)))
-    turned, kept = (
-        training.Setting(training.OPEN_STEPS, tuple((fixed | chosen).items()))
-        for chosen in ({option: True}, {})
-    )
-    whole, other = (training.whole(replicas, shards, setting) for setting in (turned, kept))
-    actual = distributed.run(4, training.train, setup, layout, turned)
+    corrected, kept = eight_bits(fragments, correction), eight_bits(fragments)
+    whole, other = (training.whole(replicas, shards, setting) for setting in (corrected, kept))
+    actual = distributed.run(4, training.train, setup, layout, corrected)
     for rank, (weights, _, _) in enumerate(actual):
         expected, _, _ = whole[rank // (shards * copies)]
         without, _, _ = other[rank // (shards * copies)]
@@ -107,12 +110,12 @@ def apart(weights, others):
     )
 
 
-def sent_inside(rank, setup, layout, option):
-    """Bytes that the option adds inside a replica at an open step, and the formula's."""
+def sent_inside(rank, setup, layout, correction):
+    """Bytes that the correction adds inside a replica at an open step, and the formula's."""
     sent = []
     for wanted in (True, False):
         model, replicas, _, reader = setup(layout)
-        options = dict(gate=FixedPeriod(2), sync=QuantizedAverage(), **{option: wanted})
+        options = dict(gate=FixedPeriod(2), sync=QuantizedAverage(**{correction: wanted}))
         optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
         for step in range(2):
             optimizer.zero_grad()
@@ -123,11 +126,11 @@ def sent_inside(rank, setup, layout, option):
         counts = meter.records.items()
         sent.append(sum(n.bytes for (name, _), n in counts if name != between))
     expected = 0
-    for m in optimizer._plan().matrices:
+    for m in optimizer.present_plan().matrices:
         rows, columns = m.layout.rows, m.layout.columns
         # Each product with the momentum's Q or P, or with all columns.
         left, width = (
-            (1, m.Q.shape[1]) if option == "reconcile_momentum" else (2, min(m.layout.shape))
+            (1, m.Q.shape[1]) if correction == "align_momentum" else (2, min(m.layout.shape))
         )
         expected += left * 4 * len(rows) * width * (group_size(columns.group) > 1)
         expected += 4 * len(columns) * width * (group_size(rows.group) > 1)
@@ -135,14 +138,14 @@ def sent_inside(rank, setup, layout, option):
     return sent[0] - sent[1], expected
 
 
-@pytest.mark.parametrize("option", ["reconcile_momentum", "reconcile_polar"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize(
     ("setup", "layout"),
     [(fsdp_training.setup, "hsdp 2x2"), (tensor_parallel_training.setup, "dp x tp")],
     ids=["hsdp 2x2", "dp x tp"],
 )
-def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, option):
-    for added, expected in distributed.run(4, sent_inside, setup, layout, option):
+def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, correction):
+    for added, expected in distributed.run(4, sent_inside, setup, layout, correction):
         assert added == expected > 0
 
 
@@ -155,7 +158,7 @@ def synchronize_exactly(rank, setup, layout):
     balance = optimizer.gate._balance
     with WireMeter() as meter:
         optimizer.synchronize(exact=True)
-    plan = optimizer._plan()
+    plan = optimizer.present_plan()
     dense = 4 * sum(sizes([p.X for p in plan.parameters]))
     spent = (balance - optimizer.gate._balance) * optimizer.gate.open_cost * dense
     records = meter.records.items()
@@ -164,7 +167,7 @@ def synchronize_exactly(rank, setup, layout):
         for (name, kind), n in records
         if name == replicas.get_group().group_name and kind == "all_reduce"
     )
-    return own, exact_bytes(plan), spent
+    return own, bytes_of_everything(plan), spent
 
 
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
@@ -184,7 +187,7 @@ def gradient(shape, replica, step):
     return torch.randn(shape, generator=common) + torch.randn(shape, generator=own)
 
 
-def train_one_matrix(rank, shape, cut, options):
+def train_one_matrix(rank, shape, cut, sync):
     """Weights after 16 steps of two replicas, whole or in two shards, and at the start."""
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 10
     X, replica, replicas, mesh = start.clone(), rank, dist.group.WORLD, None
@@ -193,7 +196,7 @@ def train_one_matrix(rank, shape, cut, options):
         replica, replicas = mesh.get_local_rank("replicate"), mesh["replicate"]
         X = distribute_tensor(X, mesh["shard"], [Shard(cut)], src_data_rank=None)
     X = nn.Parameter(X)
-    optimizer = CurvaDion([X], replicas=replicas, gate=FixedPeriod(4), **dict(options))
+    optimizer = CurvaDion([X], replicas=replicas, gate=FixedPeriod(4), sync=sync)
     for step in range(16):
         X.grad = gradient(shape, replica, step)
         if cut is not None:
@@ -208,20 +211,14 @@ def moved_apart(these, those, start):
 
 @pytest.mark.parametrize("shape", [(96, 64), (50, 77)])
 def test_codes_alone_make_trajectories_depend_on_the_layout(shape):
-    options = {
-        "2 bits": (("sync", QuantizedAverage()), ("reconcile_bits", 2)),
-        "8 bits": (("sync", QuantizedAverage()), ("reconcile_bits", 8)),
-        "exact": (("sync", LowRank()),),
-    }
-    whole = {
-        how: distributed.run(2, train_one_matrix, shape, None, options[how]) for how in options
-    }
+    syncs = {"2 bits": QuantizedAverage(2), "8 bits": QuantizedAverage(8), "exact": LowRank()}
+    whole = {how: distributed.run(2, train_one_matrix, shape, None, syncs[how]) for how in syncs}
     ends, start = {how: weights for how, ((weights, _), _) in whole.items()}, whole["exact"][0][1]
     by_codes = moved_apart(ends["2 bits"], ends["8 bits"], start)
     for cut in (0, 1):
         apart = {}
-        for how in options:
-            (weights, _), *_ = distributed.run(4, train_one_matrix, shape, cut, options[how])
+        for how in syncs:
+            (weights, _), *_ = distributed.run(4, train_one_matrix, shape, cut, syncs[how])
             apart[how] = moved_apart(weights, ends[how], start)
         assert apart["exact"] < 1e-5
         assert apart["8 bits"] < 0.03

@@ -26,9 +26,9 @@ __all__ = ["attach", "declare_shapes", "initialize", "register"]
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """``deepspeed.initialize``, sure to know CurvaDion and Dion."""
+    register()
     import deepspeed
 
-    register()
     result: tuple[Any, ...] = deepspeed.initialize(*args, **kwargs)
     return result
 

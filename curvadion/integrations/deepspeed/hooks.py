@@ -28,6 +28,8 @@ def install() -> None:
         ImportError: if DeepSpeed is not installed.
     """
     try:
+        # First the package: after an import that failed, some of its modules may be there alone.
+        importlib.import_module("deepspeed")
         engine = importlib.import_module(ENGINE)
     except ModuleNotFoundError as error:
         raise ImportError(
