@@ -163,6 +163,8 @@ class ReplicaOptimizer(Optimizer):
             if wrong := wrong_algorithm(self.param_groups, self.state):
                 return wrong
             self._algorithms = algorithms
+        if self._plans.known is None:  # later, all ranks agree on a change before they see it
+            return self._plans.wrong_cut(self.param_groups, self.state)
         return None
 
     def _refuse(self, wrong: str) -> None:
@@ -254,7 +256,7 @@ class ReplicaOptimizer(Optimizer):
         states = plan.look_up_states()
         without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
         for p in without:
-            p.create_state(self._plans.group_of_plan(p.group))
+            p.create_state(self._plans.group_of_plan(p))
         # Whatever brings new states without those of the sync, such as loading, is verified anew.
         if without or not self._agreement.verified:
             self.sync.begin(plan.parameters)
@@ -380,7 +382,9 @@ class ReplicaOptimizer(Optimizer):
     def _forget(self) -> None:
         """Drop what is derived from the groups; it is made again at the next use."""
         self._algorithms = []
-        self._plans = Plans(self._replicas, self._check_plan)
+        # A new optimizer has neither groups nor states.
+        groups = getattr(self, "param_groups", ())
+        self._plans = Plans(self._replicas, self._check_plan, groups)
         self._agreement = Agreement(self._replicas)
         self._wire_bytes, _ = wire.counted_bytes()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from curvadion.layout.parameters import global_shape
 from curvadion.optim.conversion import fit_right_factors
 from curvadion.sync.verify import Listing
 from curvadion.update.gradients import same
-from curvadion.update.parameter import names
+from curvadion.update.parameter import Parameter, names
 from curvadion.update.plan import Plan
 from curvadion.update.state import MOMENTUM
 
@@ -63,10 +63,26 @@ def _keys_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def _keys_by_parameter(param_groups: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By the parameters' ids."""
+    each = ((group["params"], _keys_of(group)) for group in param_groups)
+    return {id(X): keys for X_of_group, keys in each for X in X_of_group}
+
+
 class _Known(NamedTuple):
     plan: Plan
     ingredients: _Ingredients
-    keys: dict[int, dict[str, Any]]  # of each group, by the id of one of the ingredients
+
+
+class _Changed(NamedTuple):
+    """A matrix parameter whose state fits other keys, ``before``, than its group's, ``after``."""
+
+    group: str
+    name: str
+    X: Tensor
+    state: dict[str, Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
 
 
 class Plans:
@@ -75,20 +91,27 @@ class Plans:
     Args:
         replicas: of the optimizer.
         check: called with each new plan and the one before, or None, before it is kept.
+        param_groups: those that the states fit, if there are states.
     """
 
-    def __init__(self, replicas: ReplicaGroup, check: Callable[[Plan, Plan | None], None]) -> None:
+    def __init__(
+        self,
+        replicas: ReplicaGroup,
+        check: Callable[[Plan, Plan | None], None],
+        param_groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._replicas, self._check = replicas, check
         self._known: _Known | None = None
+        self._keys = _keys_by_parameter(param_groups)  # of the groups that the states fit
 
     @property
     def known(self) -> Plan | None:
         """The plan of the last step, which all ranks share."""
         return None if self._known is None else self._known.plan
 
-    def group_of_plan(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with the keys that the known plan was made by, whatever has changed since."""
-        return group | ({} if self._known is None else self._known.keys.get(id(group), {}))
+    def group_of_plan(self, parameter: Parameter) -> dict[str, Any]:
+        """Its group with the keys that the known plan was made by, whatever has changed since."""
+        return parameter.group | self._keys.get(id(parameter.X), {})
 
     def changed(self, param_groups: Sequence[dict[str, Any]], states: object, gate: Gate) -> bool:
         """Whether the groups are no longer those of the known plan."""
@@ -113,41 +136,39 @@ class Plans:
         """
         now = _Ingredients.of(param_groups, states, gate)
         if self._known is None or not self._known.ingredients.same_as(now):
-            keys = {id(group): _keys_of(group) for group in param_groups}
-            self._follow_rank(param_groups, keys, states)
+            if wrong := self.wrong_cut(param_groups, states):
+                raise ValueError(wrong)
+            changed = list(self._of_other_keys(param_groups, states))
+            resized = [fit_right_factors(c.name, c.X, c.state, c.before, c.after) for c in changed]
             plan = self.make(param_groups, states)
             self._check(plan, self.known)
-            self._known = _Known(plan, now, keys)
+            for c, right_factors in zip(changed, resized, strict=True):
+                c.state.update(right_factors)
+            self._known, self._keys = _Known(plan, now), _keys_by_parameter(param_groups)
         return self._known.plan
 
-    def _follow_rank(
-        self,
-        param_groups: Sequence[dict[str, Any]],
-        keys: Mapping[int, dict[str, Any]],
-        states: Mapping[Tensor, dict[str, Any]],
-    ) -> None:
-        known = {} if self._known is None else self._known.keys
+    def wrong_cut(self, param_groups: Sequence[dict[str, Any]], states: States) -> str | None:
+        """Which matrices that have a state are to be cut otherwise; else None."""
+        for c in self._of_other_keys(param_groups, states):
+            for key in _MATRICES:
+                if c.before[key] != c.after[key]:
+                    return (
+                        f"{c.group}[{key!r}] was changed from {c.before[key]!r} to "
+                        f"{c.after[key]!r}, but {c.name} has a state of the matrices before: set "
+                        f"it back, or take the parameter out of optimizer.state to let it start "
+                        f"afresh."
+                    )
+        return None
+
+    def _of_other_keys(
+        self, param_groups: Sequence[dict[str, Any]], states: States
+    ) -> Iterator[_Changed]:
         for g, group in enumerate(param_groups):
-            before, after = known.get(id(group)), keys[id(group)]
-            if before is None or before == after or after["algorithm"] != "dion":
-                continue
+            after = _keys_of(group)
             for X, name in zip(group["params"], names(group, g), strict=True):
-                state = states.get(X)
-                if state and MOMENTUM in state:
-                    _check_uncut(f"param_groups[{g}]", name, before, after)
-                    state |= fit_right_factors(name, X, state, before, after)
-
-
-def _check_uncut(
-    group: str, name: str, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> None:
-    for key in _MATRICES:
-        if before[key] != after[key]:
-            raise ValueError(
-                f"{group}[{key!r}] was changed from {before[key]!r} to {after[key]!r}, but {name} "
-                f"has a state of the matrices before: set it back, or take the parameter out of "
-                f"optimizer.state to let it start afresh."
-            )
+                before, state = self._keys.get(id(X), after), states.get(X, {})
+                if before != after and after["algorithm"] == "dion" and MOMENTUM in state:
+                    yield _Changed(f"param_groups[{g}]", name, X, state, before, after)
 
 
 def members(param_groups: Sequence[dict[str, Any]]) -> Listing:
