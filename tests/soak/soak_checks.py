@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvadion import LowRank
 from quantized_reference import (
     Follower,
     Gradients,
@@ -29,7 +28,7 @@ GATE_BYTES, CHECK_BYTES, FIRST_CHECK_BYTES = 16, 48 + 16 + 16, 512
 MOST = 12  # problems told of one trial
 
 # Per rank of a replica, the flat indices of what it holds of a parameter, and tensors by key.
-Pieces = Sequence[tuple[Tensor, Mapping[str, Tensor]]]
+Shards = Sequence[tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class LowRankReference(QuantizedReference):
@@ -70,9 +69,7 @@ class LowRankReference(QuantizedReference):
     ) -> None:
         names = ("mu", "wd", "nesterov", "local_lr", "local_step", "momentum_rule", "right_factor")
         rule = {name: getattr(self, name) for name in names}
-        whole = DionReference(
-            leaf.X[0], self.replicas, leaf.r, leaf.lr, sync=LowRank(average_weights=False), **rule
-        )
+        whole = DionReference(leaf.X[0], self.replicas, leaf.r, leaf.lr, reconcile="none", **rule)
         whole.X, whole.M, whole.Q = list(leaf.X), list(leaf.M), list(leaf.Q)
         if gate_open or self.local_step == "dion":
             M = [whole.accumulated(M, g) for M, g in zip(leaf.M, G, strict=True)]
@@ -98,8 +95,8 @@ class LowRankReference(QuantizedReference):
 
 
 def reference_of(trial: Trial, records: Sequence[Record]) -> QuantizedReference:
-    places = {record.place: record.pieces for record in records}
-    o = trial.options
+    places = {record.place: record.indices for record in records}
+    o, (_, of_sync) = trial.options, trial.sync
     known = {
         "lr": o["lr"],
         "mu": o["mu"],
@@ -108,18 +105,13 @@ def reference_of(trial: Trial, records: Sequence[Record]) -> QuantizedReference:
         **{key: o[key] for key in ("right_factor", "rank_fraction")},
     }
     if trial.quantized:
-        known |= {
-            "bits": o["reconcile_bits"],
-            "parts": o["reconcile_parts"],
-            "turn": o["reconcile_momentum"],
-            "polar": o["reconcile_polar"],
-        }
+        known |= of_sync
     X0 = {p.name: weights(trial, p) for p in trial.parameters}
     algorithms = {p.name: p.algorithm for p in trial.parameters}
     make = QuantizedReference if trial.quantized else LowRankReference
-    pieces = [places[place] for place in sorted(places)]
-    reference = make(X0, trial.layout.replica_count, algorithms=algorithms, pieces=pieces, **known)
-    reference.average = o["reconcile"] == "average"
+    shards = [places[place] for place in sorted(places)]
+    reference = make(X0, trial.layout.replica_count, algorithms=algorithms, shards=shards, **known)
+    reference.average = of_sync.get("average_weights", False)
     return reference
 
 
@@ -173,8 +165,8 @@ class Check:
                 leaf.codes = []
             if event.synchronized in ("exact", BEFORE_A_FREEZE):
                 reference.synchronize()
-            elif reference.parts_apart:
-                reference.come_together(reference.parts_apart)
+            elif reference.fragments_apart:
+                reference.come_together(reference.fragments_apart)
         self.compare(event.number)
         self.local_steps = 0
 
@@ -223,13 +215,13 @@ class Check:
     def set_trainable(self, number: int) -> None:
         frozen = frozen_after(self.trial, number + 1)
         for reference in filter(None, (self.reference, self.follower.twin)):
-            before = reference.part_of()
+            before = reference.fragment_of()
             for name, leaf in reference.leaves.items():
                 if leaf.trainable == (name in frozen):
                     reference.set_trainable(name, name not in frozen)
-            after = reference.part_of()
-            if reference.parts_apart and list(before.values()) != list(after.values()):
-                reference.parts_apart = len(set(after.values()))
+            after = reference.fragment_of()
+            if reference.fragments_apart and list(before.values()) != list(after.values()):
+                reference.fragments_apart = len(set(after.values()))
 
     def rate(self, name: str, number: int) -> float:
         order = list(dict.fromkeys(p.algorithm for p in self.trial.parameters))
@@ -241,7 +233,7 @@ class Check:
         return lr
 
     def gradients(self, number: int, replica: int) -> dict[str, Tensor | None]:
-        """What a replica's ranks have of them, with zeros for pieces that some of them miss."""
+        """What a replica's ranks have of them, with zeros for shards that some of them miss."""
         moment = self.trial.script[number]
         frozen = frozen_after(self.trial, number + 1)
         found: dict[str, Tensor | None] = {}
@@ -253,10 +245,10 @@ class Check:
             missing = [
                 rank
                 for rank, record in enumerate(self.records)
-                if record.replica == replica and (rank, p.name) in moment.pieces_missing
+                if record.replica == replica and (rank, p.name) in moment.shards_missing
             ]
             for rank in missing:
-                G[self.records[rank].pieces[p.name]] = 0
+                G[self.records[rank].indices[p.name]] = 0
             if len(missing) < self.trial.layout.shards:
                 found[p.name] = G.view(p.shape)
         return found
@@ -264,18 +256,18 @@ class Check:
     # ---------------------------------------------------------------------- checks
 
     def assembled(self, events: Sequence[Event]) -> list[dict[str, dict[str, object]]]:
-        """What each replica holds, put together; copies of a piece must be the same bits."""
+        """What each replica holds, put together; copies of a shard must be the same bits."""
         count = self.trial.layout.replica_count
         replicas: list[dict[str, dict[str, object]]] = [{} for _ in range(count)]
         for p in self.trial.parameters:
             for replica in range(count):
                 whole: dict[str, object] = {}
                 mine = [
-                    (record.pieces[p.name], event.held[p.name])
+                    (record.indices[p.name], event.held[p.name])
                     for record, event in zip(self.records, events, strict=True)
                     if record.replica == replica
                 ]
-                for key in dict.fromkeys(key for _, pieces in mine for key in pieces):
+                for key in dict.fromkeys(key for _, held in mine for key in held):
                     if key == "residual":
                         whole[key] = [held[key] for _, held in mine]
                     elif key == "t":
@@ -287,7 +279,7 @@ class Check:
                 replicas[replica][p.name] = whole
         return replicas
 
-    def right_factor(self, p: Parameter, mine: Pieces, number: int, replica: int) -> Tensor:
+    def right_factor(self, p: Parameter, mine: Shards, number: int, replica: int) -> Tensor:
         """Whole: where rounding has decided on its columns, the reference has them from here alone.
 
         Of a flat shard with fewer rows than columns, each rank holds the rows that its elements
@@ -297,7 +289,7 @@ class Check:
         if self.trial.layout.kind != "flat":
             return mine[0][1]["Q"]
         r = mine[0][1]["Q"].shape[1]
-        rows = [(pieces // n).unique() if m < n else torch.arange(n) for pieces, _ in mine]
+        rows = [(held // n).unique() if m < n else torch.arange(n) for held, _ in mine]
         indices = [(row[:, None] * r + torch.arange(r)).flatten() for row in rows]
         Q = [{"Q": held["Q"].flatten()} for _, held in mine]
         shape = min(m, n), r
@@ -308,19 +300,19 @@ class Check:
         p: Parameter,
         shape: tuple[int, ...],
         key: str,
-        mine: Pieces,
+        mine: Shards,
         number: int,
         replica: int,
     ) -> Tensor:
         whole, filled = None, torch.zeros(math.prod(shape), dtype=torch.bool)
         for indices, held in mine:
-            piece = held[key]
+            shard = held[key]
             if whole is None:
-                whole = torch.zeros(math.prod(shape), dtype=piece.dtype)
+                whole = torch.zeros(math.prod(shape), dtype=shard.dtype)
             both = filled[indices]
-            if not torch.equal(whole[indices][both], piece[both]) and not piece.isnan().any():
+            if not torch.equal(whole[indices][both], shard[both]) and not shard.isnan().any():
                 self.say(number, f"ranks of replica {replica} hold different {key} of {p.name}")
-            whole[indices] = piece
+            whole[indices] = shard
             filled[indices] = True
         assert whole is not None and filled.all()
         return whole.view(shape)
@@ -363,7 +355,7 @@ class Check:
 
     def plain_signals(self, number: int) -> bool:
         moment = self.trial.script[number]
-        return not (moment.missing or moment.pieces_missing) and all(
+        return not (moment.missing or moment.shards_missing) and all(
             not leaf.degenerate for leaf in self.reference.leaves.values()
         )
 
@@ -396,9 +388,10 @@ class Check:
         if event.report.gate_open:
             if not self.trial.quantized:
                 return
-            part_of = self.reference.part_of()
-            now = self.reference.next_part % len(set(part_of.values()))
-            codes = each * sum(self.codes(name) for name, part in part_of.items() if part == now)
+            fragment_of = self.reference.fragment_of()
+            now = self.reference.next_fragment % len(set(fragment_of.values()))
+            coming = [name for name, fragment in fragment_of.items() if fragment == now]
+            codes = each * sum(map(self.codes, coming))
             self.openings += codes
         if not codes <= sent <= codes + each * beside:
             what = f"codes are {codes}, and beside them {each * beside} are allowed"

@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import curvadion
 import shards
-from curvadion import RMMC, AlwaysOpen, ByteBudget, CurvaDion, FixedPeriod, Gate, WireMeter
+from curvadion import CurvaDion, WireMeter
 from curvadion.integrations import fsdp
 from curvadion.layout.flat_shard import declare_flat_shard
 from soak_trials import Moment, Parameter, Trial
@@ -34,7 +35,7 @@ from soak_trials import Moment, Parameter, Trial
 STATE = {
     "momentum": "M",
     "Q": "Q",
-    "anchor": "agreed",
+    "anchor": "anchor",
     "residual": "residual",
     "exp_avg": "m",
     "exp_avg_sq": "v",
@@ -46,8 +47,8 @@ STATE = {
 class Event:
     """After a step, or after ``synchronize()``.
 
-    held: by parameter, the local pieces by the references' names, flat; "Q" is whole. bad: whether
-    this rank gave a gradient that is not finite. sent: bytes of the step. part: whose turn is next.
+    held: by parameter, the shards by the references' names, flat; "Q" is whole. bad: whether this
+    rank gave a gradient that is not finite. sent: bytes of the step.
     """
 
     number: int
@@ -56,16 +57,15 @@ class Event:
     report: Any = None
     bad: bool = False
     sent: float = 0.0
-    part: int = 0
 
 
 @dataclass
 class Record:
-    """replica, place: of this rank. pieces: the flat indices of what it holds, by parameter."""
+    """replica, place: of this rank. indices: the flat ones of what it holds, by parameter."""
 
     replica: int
     place: int
-    pieces: dict[str, Tensor]
+    indices: dict[str, Tensor]
     events: list[Event]
 
 
@@ -96,10 +96,9 @@ def play(rank: int, trial: Trial, mode: str, folder: str) -> Record:
             os.kill(os.getpid(), signal.SIGKILL)
         with WireMeter() as meter:
             optimizer.step()
-        event = Event(number, None, held(placed, optimizer), optimizer.report, bad)
-        event.sent, event.part = meter.total_sent, optimizer.sync.next_fragment
-        events.append(event)
-    return Record(placed.replica, placed.place, placed.pieces, events)
+        now = held(placed, optimizer)
+        events.append(Event(number, None, now, optimizer.report, bad, meter.total_sent))
+    return Record(placed.replica, placed.place, placed.indices, events)
 
 
 def _before(
@@ -126,7 +125,7 @@ def _before(
 
 
 def _synchronized(number: int, how: str, placed: Placed, optimizer: CurvaDion) -> Event:
-    return Event(number, how, held(placed, optimizer), part=optimizer.sync.next_fragment)
+    return Event(number, how, held(placed, optimizer))
 
 
 # ------------------------------------------------------------------------------- the model
@@ -153,7 +152,7 @@ class Placed:
     group: Any
     replica: int
     place: int
-    pieces: dict[str, Tensor]
+    indices: dict[str, Tensor]
     cut: Cut
 
     @property
@@ -167,9 +166,9 @@ def place(rank: int, trial: Trial) -> Placed:
     start = {p.name: weights(trial, p) for p in trial.parameters}
     if layout.kind == "plain":
         X = {name: nn.Parameter(x) for name, x in start.items()}
-        pieces = {name: torch.arange(x.numel()) for name, x in start.items()}
+        indices = {name: torch.arange(x.numel()) for name, x in start.items()}
         group = dist.group.WORLD if layout.replicas is not None else None
-        return Placed(Bag(X), group, rank, 0, pieces, lambda whole, p: whole)
+        return Placed(Bag(X), group, rank, 0, indices, lambda whole, p: whole)
     names = ("replicate", "shard") if layout.replicas is not None else ("a", "b")
     mesh = init_device_mesh("cpu", layout.sizes, mesh_dim_names=names[: len(layout.sizes)])
     group, replica, number = None, 0, rank
@@ -177,14 +176,15 @@ def place(rank: int, trial: Trial) -> Placed:
         group, replica = mesh.get_group("replicate"), mesh.get_local_rank("replicate")
         number = mesh.get_local_rank("shard")
     make = {"flat": _flat, "fully_shard": _fully_sharded, "dtensor": _distributed}[layout.kind]
-    model, pieces, cut = make(trial, start, mesh)
-    return Placed(model, group, replica, number, pieces, cut)
+    model, indices, cut = make(trial, start, mesh)
+    return Placed(model, group, replica, number, indices, cut)
 
 
-Parts = tuple[nn.Module, dict[str, Tensor], Cut]
+# A model, the flat indices of what this rank holds of its parameters, and how it is cut.
+Made = tuple[nn.Module, dict[str, Tensor], Cut]
 
 
-def _flat(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Parts:
+def _flat(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Made:
     number = mesh.get_local_rank("shard")
     ranges = {p.name: ((0, *p.cut)[number], p.cut[number]) for p in trial.parameters}
 
@@ -197,31 +197,32 @@ def _flat(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Parts:
     return Bag(X), {name: torch.arange(*held) for name, held in ranges.items()}, cut
 
 
-def _distributed(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Parts:
+def _distributed(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Made:
     def cut(whole: Tensor, p: Parameter) -> Tensor:
         return shards.shard(whole, p.cut, mesh)
 
-    indices = {p: torch.arange(start[p.name].numel()).view(p.shape) for p in trial.parameters}
-    pieces = {p.name: shards.piece(i, p.cut, mesh).flatten() for p, i in indices.items()}
-    return Bag({p.name: nn.Parameter(cut(start[p.name], p)) for p in indices}), pieces, cut
+    whole = {p: torch.arange(start[p.name].numel()).view(p.shape) for p in trial.parameters}
+    indices = {p.name: shards.piece(i, p.cut, mesh).flatten() for p, i in whole.items()}
+    return Bag({p.name: nn.Parameter(cut(start[p.name], p)) for p in whole}), indices, cut
 
 
-def _fully_sharded(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Parts:
-    _, pieces, cut = _distributed(trial, start, mesh)
+def _fully_sharded(trial: Trial, start: dict[str, Tensor], mesh: DeviceMesh) -> Made:
+    _, indices, cut = _distributed(trial, start, mesh)
     model = fully_shard(Bag({name: nn.Parameter(x) for name, x in start.items()}), mesh=mesh)
-    return fsdp.keep_gradients_local(model), pieces, cut
+    return fsdp.keep_gradients_local(model), indices, cut
 
 
 def build(trial: Trial, placed: Placed) -> CurvaDion:
     kind, *numbers = trial.gate
-    gates: dict[Any, Any] = {g.__name__: g for g in (RMMC, FixedPeriod, AlwaysOpen, ByteBudget)}
-    gate: Gate = gates[kind](*numbers)
+    gate = getattr(curvadion, str(kind))(*numbers)
+    kind, arguments = trial.sync
+    sync = getattr(curvadion, kind)(**arguments)
     by_algorithm: dict[str, list[Any]] = {}
     for p in trial.parameters:
         by_algorithm.setdefault(p.algorithm, []).append((p.name, placed.X[p.name]))
     groups = [{"params": X, "algorithm": algorithm} for algorithm, X in by_algorithm.items()]
     options: dict[str, Any] = dict(trial.options)
-    return CurvaDion(groups, replicas=placed.group, gate=gate, **options)
+    return CurvaDion(groups, replicas=placed.group, gate=gate, sync=sync, **options)
 
 
 def freeze(trial: Trial, placed: Placed, steps: int) -> None:
@@ -265,17 +266,14 @@ def give_gradients(rank: int, trial: Trial, placed: Placed, number: int) -> bool
     for p in trial.parameters:
         x = placed.X[p.name]
         x.grad = None
-        rests = (placed.replica, p.name) in moment.missing or (
-            rank,
-            p.name,
-        ) in moment.pieces_missing
-        if p.name in frozen or rests:
+        missing = (placed.replica, p.name) in moment.missing
+        if p.name in frozen or missing or (rank, p.name) in moment.shards_missing:
             continue
         x.grad = placed.cut(gradient(trial, p, number, placed.replica), p)
         if moment.bad is not None and moment.bad[:2] == (rank, p.name):
-            piece = local(x.grad)
-            if piece.numel():
-                piece.view(-1)[-1] = moment.bad[2]
+            shard = local(x.grad)
+            if shard.numel():
+                shard.view(-1)[-1] = moment.bad[2]
                 bad = True
     return bad
 
@@ -328,7 +326,7 @@ def disturb(
             names = [n for group in twin.param_groups for n in group["param_names"]]
             X = [x for group in twin.param_groups for x in group["params"]]
             bag = Bag(dict(zip(names, X, strict=True)))
-            return Placed(bag, placed.group, rank, 0, placed.pieces, placed.cut), twin
+            return Placed(bag, placed.group, rank, 0, placed.indices, placed.cut), twin
         if how == "state_dict":
             saved = copy.deepcopy(optimizer.state_dict())
             X = {name: x.detach().clone() for name, x in placed.X.items()}
@@ -349,7 +347,7 @@ def disturb(
 
 
 def save(where: str, how: str, rank: int, placed: Placed, optimizer: CurvaDion) -> None:
-    """how: "torch", each rank its own, or "dcp", one copy of each piece."""
+    """how: "torch", each rank its own, or "dcp", one copy of each shard."""
     path = Path(where)
     path.mkdir(exist_ok=True)
     with unwarned():

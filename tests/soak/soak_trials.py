@@ -69,7 +69,7 @@ class Moment:
     lr: the group and the factor of its rate. freeze, thaw: a parameter's name; ``synchronize()``
     goes before a freeze. synchronize: "exact", "cheap" or "default". disturb: how the optimizer
     is saved and loaded in the disturbed run. missing: (replica, name) without a gradient.
-    pieces_missing: (rank, name) without its piece of one. bad: (rank, name, what is not finite).
+    shards_missing: (rank, name) without its shard of one. bad: (rank, name, what is not finite).
     """
 
     lr: tuple[int, float] | None = None
@@ -78,7 +78,7 @@ class Moment:
     synchronize: str | None = None
     disturb: str | None = None
     missing: set[tuple[int, str]] = field(default_factory=set)
-    pieces_missing: set[tuple[int, str]] = field(default_factory=set)
+    shards_missing: set[tuple[int, str]] = field(default_factory=set)
     bad: tuple[int, str, float] | None = None
 
     def __repr__(self) -> str:
@@ -88,9 +88,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trial:
-    """gate: a kind and its numbers. options: of the optimizer. kill: the rank and the step.
+    """gate: a kind and its numbers. sync: a kind and its arguments. options: of the optimizer.
 
-    checkpoint_every: of a trial with a kill.
+    kill: the rank and the step. checkpoint_every: of a trial with a kill.
     """
 
     seed: int
@@ -98,6 +98,7 @@ class Trial:
     parameters: tuple[Parameter, ...]
     dtype: str
     gate: tuple[object, ...]
+    sync: tuple[str, dict[str, object]]
     options: dict[str, object]
     script: list[Moment]
     kill: tuple[int, int] | None
@@ -109,11 +110,13 @@ class Trial:
 
     @property
     def quantized(self) -> bool:
-        return self.options["reconcile"] == "quantized"
+        return self.sync[0] == "QuantizedAverage"
 
     def kinds(self) -> list[str]:
         """What the soak counts."""
-        kinds = [self.layout.name, str(self.gate[0]), str(self.options["reconcile"]), self.dtype]
+        apart = self.sync[1].get("average_weights") is False
+        sync = self.sync[0] + (" without averages" if apart else "")
+        kinds = [self.layout.name, str(self.gate[0]), sync, self.dtype]
         disturbed = {m.disturb for m in self.script if m.disturb}
         return [*kinds, *disturbed, *(["kill"] if self.kill else [])]
 
@@ -121,8 +124,9 @@ class Trial:
         shapes = ", ".join(f"{p.name} {p.shape} {p.algorithm} {p.cut}" for p in self.parameters)
         script = "; ".join(f"{i}: {moment}" for i, moment in enumerate(self.script))
         return (
-            f"{self.layout.name}, {self.dtype}, gate {self.gate}, {self.options}; {shapes}; "
-            f"{script}; kill {self.kill}, checkpoint_every {self.checkpoint_every}"
+            f"{self.layout.name}, {self.dtype}, gate {self.gate}, sync {self.sync}, "
+            f"{self.options}; {shapes}; {script}; kill {self.kill}, "
+            f"checkpoint_every {self.checkpoint_every}"
         )
 
 
@@ -131,11 +135,12 @@ def draw(seed: int) -> Trial:
     rng = random.Random(seed)
     layout = rng.choices(list(LAYOUTS), list(LAYOUTS.values()))[0]
     parameters = tuple(_parameters(rng, layout))
-    reconcile = rng.choice(["average", "quantized", "quantized", "quantized", "none"])
-    gate = _gate(rng, reconcile, parameters)
+    how = rng.choice(["averaged", "quantized", "quantized", "quantized", "apart"])
+    gate = _gate(rng, how, parameters)
     if gate[0] == "ByteBudget" and layout.replica_count == 1 < layout.world:
         gate = ("FixedPeriod", 3)  # one sharded replica has nothing to save
-    options = _options(rng, reconcile)
+    options = _options(rng)
+    sync = _sync(rng, how)
     if gate[0] == "ByteBudget":
         options["max_local_steps"], options["warmup_steps"] = None, 0
     elif gate[0] == "FixedPeriod" and options["max_local_steps"] is not None:
@@ -144,7 +149,7 @@ def draw(seed: int) -> Trial:
     killed = rng.random() < 0.12
     by_torch = layout.kind in ("plain", "flat")
     every = rng.randint(2, 4)
-    script = list(_script(rng, layout, parameters, reconcile, steps))
+    script = list(_script(rng, layout, parameters, how, steps))
     if killed:
         for moment in script:
             moment.disturb = None
@@ -155,7 +160,7 @@ def draw(seed: int) -> Trial:
             moment.synchronize = "exact"
     dtype = rng.choices(["float32", "float64", "bfloat16"], [8, 1, 2])[0]
     kill = (rng.randrange(layout.world), rng.randint(every, steps - 1)) if killed else None
-    return Trial(seed, layout, parameters, dtype, gate, options, script, kill, every)
+    return Trial(seed, layout, parameters, dtype, gate, sync, options, script, kill, every)
 
 
 def _parameters(rng: random.Random, layout: Layout) -> Iterator[Parameter]:
@@ -188,13 +193,11 @@ def _cut(
     return {"plain": (), "dtensor": ("r", "0")[-len(layout.sizes) :]}.get(layout.kind, ("r", "0"))
 
 
-def _gate(
-    rng: random.Random, reconcile: str, parameters: tuple[Parameter, ...]
-) -> tuple[object, ...]:
+def _gate(rng: random.Random, how: str, parameters: tuple[Parameter, ...]) -> tuple[object, ...]:
     kinds = ["RMMC", "FixedPeriod", "FixedPeriod", "AlwaysOpen"]
     numbers = sum(_numbers(p) for p in parameters)
     share = rng.choice([0.05, 0.1, 0.3])
-    if reconcile == "quantized" and 16 / (4 * numbers) < share / 2:
+    if how == "quantized" and 16 / (4 * numbers) < share / 2:
         kinds += ["ByteBudget"] * 3
     kind = rng.choice(kinds)
     if kind == "RMMC":
@@ -213,9 +216,8 @@ def _numbers(parameter: Parameter) -> int:
     return count
 
 
-def _options(rng: random.Random, reconcile: str) -> dict[str, object]:
-    options: dict[str, object] = {
-        "reconcile": reconcile,
+def _options(rng: random.Random) -> dict[str, object]:
+    return {
         "lr": rng.choice([0.01, 0.03]),
         "mu": rng.choice([0.9, 0.95]),
         "weight_decay": rng.choice([0.0, 0.01, 0.3]),
@@ -228,19 +230,24 @@ def _options(rng: random.Random, reconcile: str) -> dict[str, object]:
         "max_local_steps": rng.choice([None, 2, 5, 50]),
         "warmup_steps": rng.choice([0, 0, 2]),
     }
-    if reconcile == "quantized":
-        options["reconcile_bits"] = rng.choice([1, 2, 2, 3, 4, 8])
-        options["reconcile_parts"] = rng.choice([1, 1, 2, 3, 100])
-        options["reconcile_momentum"] = rng.random() < 0.7
-        options["reconcile_polar"] = rng.random() < 0.7
-    return options
+
+
+def _sync(rng: random.Random, how: str) -> tuple[str, dict[str, object]]:
+    if how != "quantized":
+        return "LowRank", {"average_weights": how == "averaged"}
+    return "QuantizedAverage", {
+        "bits": rng.choice([1, 2, 2, 3, 4, 8]),
+        "fragments": rng.choice([1, 1, 2, 3, 100]),
+        "align_momentum": rng.random() < 0.7,
+        "polar_correction": rng.random() < 0.7,
+    }
 
 
 def _script(
     rng: random.Random,
     layout: Layout,
     parameters: tuple[Parameter, ...],
-    reconcile: str,
+    how: str,
     steps: int,
 ) -> Iterator[Moment]:
     frozen = None
@@ -258,7 +265,7 @@ def _script(
             else:
                 frozen, moment.thaw = None, frozen
         if step and rng.random() < 0.1:
-            choices = ["exact", "default"] + ["cheap"] * (reconcile == "quantized")
+            choices = ["exact", "default"] + ["cheap"] * (how == "quantized")
             moment.synchronize = rng.choice(choices)
         if step and rng.random() < 0.15:
             moment.disturb = rng.choice(ways)
@@ -271,7 +278,7 @@ def _script(
                 moment.missing |= {(i, name) for i in range(layout.replica_count)}
         disjoint = [p for p in parameters if layout.shards > 1 and "r" not in p.cut[1:]]
         if disjoint and rng.random() < 0.1:
-            moment.pieces_missing.add((rng.randrange(layout.world), rng.choice(disjoint).name))
+            moment.shards_missing.add((rng.randrange(layout.world), rng.choice(disjoint).name))
         if rng.random() < 0.1:
             name = rng.choice(parameters).name
             moment.bad = (rng.randrange(layout.world), name, rng.choice(BAD))
