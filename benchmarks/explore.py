@@ -75,7 +75,7 @@ class Variant:
     polar: float = option(0.0, "share of a Newton-Schulz step that the mean drift takes")
     orthonormalized: bool = option(False, "polar factor of the mean drift, as long as the steps")
     elementwise_every: int = option(1, "averages from one of all but the matrices to the next")
-    parts: int = option(1, "averages from one of a tensor to the next: tensors take turns")
+    parts: int = option(1, "averages from one of a tensor to the next: one fragment at each")
     drift_rank: int | None = option(None, "of matrices' drifts, sent as float32 factors; no codes")
     qr: bool = option(False, "the right factor is orthonormal, not only normalised")
     rank_fraction: float = option(1.0, "of Dion's low-rank factors")

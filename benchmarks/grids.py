@@ -86,7 +86,7 @@ class Variant:
 SIZES = {"small": Task(layers=2, dim=64), "medium": Task(layers=4, dim=96)}
 ELEMENTWISE = "elementwise"  # the setting that is tuned together with the learning rate
 BUDGETS = (0.1, 0.03, 0.01, 0.003)
-IN_PARTS = (0.01,)  # budgets at which parts of the weights may gain by taking turns
+IN_PARTS = (0.01,)  # budgets at which it may gain to agree on one fragment at a time
 DION_RANKS = (1.0, 1 / 4, 1 / 8, 1 / 16)
 STEPS = {"quick": 240, "full": 1000}
 # At least three a method and a factor of two apart. Where the best turns out to be the first or

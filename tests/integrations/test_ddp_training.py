@@ -66,10 +66,10 @@ def test_only_the_gate_crosses_while_it_is_closed():
     for sent, _ in distributed.run(2, train, True, FixedPeriod(3)):
         biases = 4 * (32 + 16 + 4)
         weights = 4 * (8 * 32 + 32 * 16 + 16 * 4) + biases
-        reconciled = weights + 2 * biases + 4 * 3
+        averaged = weights + 2 * biases + 4 * 3
         # Before its second step DDP broadcasts, once, the order in which it met the gradients.
         assert sent[3] == sent[4] == 16
-        assert sent[2] == sent[5] == 16 + low_rank_bytes() + biases + reconciled
+        assert sent[2] == sent[5] == 16 + low_rank_bytes() + biases + averaged
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -69,7 +69,9 @@ class LowRankReference(QuantizedReference):
     ) -> None:
         names = ("mu", "wd", "nesterov", "local_lr", "local_step", "momentum_rule", "right_factor")
         rule = {name: getattr(self, name) for name in names}
-        whole = DionReference(leaf.X[0], self.replicas, leaf.r, leaf.lr, reconcile="none", **rule)
+        whole = DionReference(
+            leaf.X[0], self.replicas, leaf.r, leaf.lr, average_weights=False, **rule
+        )
         whole.X, whole.M, whole.Q = list(leaf.X), list(leaf.M), list(leaf.Q)
         if gate_open or self.local_step == "dion":
             M = [whole.accumulated(M, g) for M, g in zip(leaf.M, G, strict=True)]

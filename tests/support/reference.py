@@ -40,7 +40,7 @@ class DionReference:
     local_step: str = "dion"
     momentum_rule: str = "error_feedback"
     right_factor: str = "column_normalized"
-    reconcile: str = "average"
+    average_weights: bool = True
     local_steps: int = 0
     X: list[Tensor] = field(init=False)
     M: list[Tensor] = field(init=False)
@@ -63,7 +63,7 @@ class DionReference:
         return (M if self.momentum_rule == "error_feedback" else self.mu * M) + G.double()
 
     def step(self, gradients: Sequence[Tensor], gate_open: bool) -> None:
-        if gate_open and self.local_steps and self.reconcile == "average":
+        if gate_open and self.local_steps and self.average_weights:
             mean = sum(self.X) / self.replicas
             self.X = [mean.clone() for _ in self.X]
         self.M = [self.accumulated(M, G) for M, G in zip(self.M, gradients, strict=True)]

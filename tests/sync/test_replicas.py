@@ -118,7 +118,7 @@ def test_a_gate_on_schedule_equals_a_simulation_of_the_replicas(
         rank = -(-round(0.3 * min(shape), 9) // 1)
         reference = DionReference(
             X0.detach(), 2, int(rank), local_lr=0.005, local_step=local_step,
-            reconcile="average" if average_weights else "none", momentum_rule=momentum_rule,
+            average_weights=average_weights, momentum_rule=momentum_rule,
             nesterov=nesterov,
         )  # fmt: skip
         for step in range(11):
