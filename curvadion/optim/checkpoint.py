@@ -155,13 +155,43 @@ def _take_old_names(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         old_name = renamed.get(name)
         if key in saved or old_name is None or head + old_name not in saved:
             continue
-        if dot:
-            raise ValueError(
-                f"The checkpoint was saved by an earlier version, which called {name!r} of "
-                f"{prefix} {old_name!r}. A flattened optimizer state cannot follow: leave "
-                f"flatten_optimizer_state_dict out. The same checkpoint then loads."
-            )
-        parent[old_name] = parent.pop(name)
+        if not dot:
+            parent[old_name] = parent.pop(name)
+        elif len(path) > 1:
+            if not isinstance(parent, _WithAliases):
+                parent = _at(state, path[:-2])[path[-2]] = _WithAliases(parent)
+            parent.rename(str(path[-1]), f"{prefix}.{old_name}")
+            if name == LR_SINCE_ANCHOR:
+                parameter = prefix.removeprefix("state.")
+                parent.subtract_from(f"param_groups.{parameter}.{OLD_LR_SUM}", str(path[-1]))
+
+
+class _WithAliases(dict[str, Any]):
+    """A flattened optimizer state in which some keys are found under other names.
+
+    torch asks a flattened state for the optimizer's own keys, and gives it no others to convert.
+    """
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        super().__init__(held)
+        self._aliases: dict[str, str] = {}
+        self._minuends: dict[str, str] = {}
+
+    def rename(self, key: str, to: str) -> None:
+        self[to] = self.pop(key)
+        self._aliases[key] = to
+
+    def subtract_from(self, minuend: str, key: str) -> None:
+        """Let a renamed key mean a number that is another key's less its own."""
+        self[minuend] = 0.0
+        self._minuends[key] = minuend
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._aliases
+
+    def __missing__(self, key: str) -> Any:
+        value = self[self._aliases[key]]
+        return self[self._minuends[key]] - value if key in self._minuends else value
 
 
 def _at(state: dict[str, Any], path: Sequence[Any]) -> Any:

@@ -129,8 +129,8 @@ class QuantizedAverage(Sync):
                 wide = torch.promote_types(X.dtype, torch.float32)
                 p.state[ANCHOR] = X.to(wide, copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=torch.float32)
-                if p.matrices:
-                    p.state[LR_SINCE_ANCHOR] = 0.0
+            if p.matrices:
+                p.state.setdefault(LR_SINCE_ANCHOR, 0.0)  # flattened old checkpoints lack it
 
     def before_local_update(self, step: Step) -> None:
         """Count the learning rate of the matrices that move on some replica."""
