@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion import Dion, WireMeter
+from curvadion import CurvaDion, WireMeter
 from reference import DionReference, relative_error
 
 FRACTION = 0.3
@@ -345,7 +345,7 @@ class Metered:
         self.meters = []
 
     def __enter__(self):
-        self.step = Dion.step
+        self.step = CurvaDion.step
         outer = self
 
         def step(optimizer, closure=None):
@@ -353,8 +353,8 @@ class Metered:
                 outer.step(optimizer, closure)
             outer.meters.append(meter)
 
-        Dion.step = step
+        CurvaDion.step = step
         return self
 
     def __exit__(self, *_):
-        Dion.step = self.step
+        CurvaDion.step = self.step
