@@ -1,17 +1,25 @@
 """benchmarks/no_sync.py prints what DDP does."""
 
-import subprocess
-import sys
-from pathlib import Path
+import contextlib
+import io
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "no_sync.py"
+import torch.distributed as dist
+
+import distributed
+import no_sync
 
 
-def test_a_backward_alone_in_no_sync_is_still_reduced():
-    printed = subprocess.run(
-        [sys.executable, SCRIPT], check=True, stdout=subprocess.PIPE, text=True
-    )
-    assert printed.stdout.splitlines() == [
+def printed(rank, store):
+    dist.destroy_process_group()  # the script makes its own
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        no_sync.show(rank, store)
+    return said.getvalue()
+
+
+def test_a_backward_alone_in_no_sync_is_still_reduced(tmp_path):
+    first, other = distributed.run(2, printed, str(tmp_path / "store"))
+    assert first.splitlines() == [
         "forward outside no_sync: [3.0, 3.0]",
         "forward inside no_sync: [2.0, 4.0]",
     ]
+    assert other == ""

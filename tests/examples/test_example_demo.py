@@ -6,6 +6,7 @@ import pytest
 
 import demo
 import demo_layouts
+from example_runs import follow_in_workers
 
 TINY = (
     "--steps 4 --validate-every 2 --dim 16 --heads 2 --layers 1 --context 16 --batch-size 2 "
@@ -13,8 +14,15 @@ TINY = (
 ).split()
 
 
-@pytest.mark.timeout(300)
-def test_demo_compares_runs(tmp_path, capsys):
+def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
+    real = demo.follow
+
+    def follow(command, environment, output):
+        """One run is torchrun's, which takes seconds to start."""
+        how = real if output.parent.name == "CurvaDion" else follow_in_workers
+        return how(command, environment, output)
+
+    monkeypatch.setattr(demo, "follow", follow)
     summaries = demo.main(["--out", str(tmp_path), *TINY])
     assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == summaries
     assert [summary["name"] for summary in summaries] == [
@@ -63,8 +71,8 @@ def test_a_failed_run_fails_the_demo_with_its_log(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.timeout(300)
-def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys):
+def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "follow", follow_in_workers)
     flags = ["--heads", "2", "--layers", "1", "--dim", "16", "--context", "16", "--steps", "2"]
     flags += ["--data-bytes", "50000", "--validation-tokens", "64", "--processes", "2"]
     summaries = demo_layouts.main(["--out", str(tmp_path), *flags])

@@ -11,7 +11,7 @@ from example_runs import assert_same_checkpoint, train
 from parallel import mesh_sizes
 from run_log import read
 
-DIM, LAYERS, VOCABULARY, SEQUENCES, RANK = 16, 2, 256, 8, 4
+DIM, LAYERS, VOCABULARY, SEQUENCES, RANK = 16, 1, 256, 8, 4
 TINY = (
     f"--no-progress --data-bytes 60000 --validation-tokens 256 --layers {LAYERS} --heads 4 "
     f"--dim {DIM} --context 16 --steps 3 --warmup-steps 2"

@@ -91,8 +91,7 @@ def like_one_process(rank, stage):
     return errors, records
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (0, 3), (1, 2), (2, 3), (3, 2), (3, 3)])
 def test_json_alone_trains_like_one_process(stage, world):
     for errors, records in distributed.run(world, like_one_process, stage):
         assert max(errors.values()) < 1e-5, errors
@@ -231,10 +230,14 @@ def spoiled(rank, name, settings):
     return reports, {n: torch.equal(W, after[n]) for n, W in before.items()}, ds.masters(engine)
 
 
-@pytest.mark.parametrize("clip", [0.0, 10.0])
+NAMES = [
+    "0", "0 bf16", "1", "1 bf16", "1 BF16_Optimizer", "2", "2 bf16", "3", "3 bf16", "3 offload",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["0", "0 bf16", "1", "1 bf16", "1 BF16_Optimizer", "2", "2 bf16", "3", "3 bf16", "3 offload"],
+    ("name", "clip"),
+    [*((name, 0.0) for name in NAMES), *((name, 10.0) for name in ("0", "1 bf16", "2", "3"))],
 )
 def test_a_nan_on_one_rank_skips_the_step_on_all(name, clip):
     results = distributed.run(2, spoiled, name, {"gradient_clipping": clip})
@@ -274,8 +277,16 @@ def lacking(rank, name, bucket):
     return str(error.value)
 
 
-@pytest.mark.parametrize("bucket", [500, 40], ids=["one bucket", "several buckets"])
-@pytest.mark.parametrize("name", ["1", "1 bf16", "2", "2 round robin", "2 offload", "3", "3 bf16"])
+ONE_BUCKET, SEVERAL = 500, 40
+
+
+@pytest.mark.parametrize(
+    ("name", "bucket"),
+    [
+        *((name, SEVERAL) for name in ("1", "1 bf16", "2", "2 round robin", "3", "3 bf16")),
+        *((name, ONE_BUCKET) for name in ("1", "2 offload", "3")),
+    ],
+)
 def test_zero_cannot_take_a_gradient_that_is_missing_on_one_rank(name, bucket):
     messages = distributed.run(2, lacking, name, bucket)
     assert messages[0] == messages[1]

@@ -25,6 +25,7 @@ from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
 from curvadion.layout.parameters import global_shape
 from fsdp_training import LAYOUTS, mesh_of, setup, shard
+from pairwise import all_pairs
 from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
 
 
@@ -36,28 +37,17 @@ def test_open_gate_trains_to_the_weights_of_one_process(layout):
 SOME = ["hsdp 2x2", "replicas outside FSDP's mesh", "FSDP1, replicas outside"]
 
 
-@pytest.mark.parametrize("local_step", ["gradient", "dion"])
-@pytest.mark.parametrize("layout", SOME)
-def test_a_schedule_of_gates_drifts_and_meets_as_whole_replicas_do(layout, local_step):
+@pytest.mark.parametrize(
+    ("layout", "local_step", "schedule", "clip", "sparing"),
+    all_pairs(
+        ["fsdp 2", *SOME], ["gradient", "dion"], [OPEN_STEPS, None], [None, 0.5], [False, True]
+    ),
+)
+def test_replicas_drift_and_meet_as_whole_ones_do(layout, local_step, schedule, clip, sparing):
+    """Clipped or not, and with experts that some replicas or nobody uses."""
     options = (("local_step", local_step), ("local_lr", 0.1), ("nesterov", 1.5))
-    assert_trains_like_whole_replicas(
-        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, options=options
-    )
-
-
-@pytest.mark.parametrize("layout", ["fsdp 4", *SOME])
-def test_clipping_takes_the_norm_of_the_replicas_gradient(layout):
-    assert_trains_like_whole_replicas(
-        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, clip=0.5
-    )
-
-
-@pytest.mark.parametrize("schedule", [None, OPEN_STEPS])
-@pytest.mark.parametrize("layout", ["fsdp 2", *SOME])
-def test_experts_that_some_replicas_or_nobody_uses(layout, schedule):
-    assert_trains_like_whole_replicas(
-        setup, layout, *LAYOUTS[layout], schedule=schedule, sparing=True
-    )
+    how = {"schedule": schedule, "options": options, "clip": clip, "sparing": sparing}
+    assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], **how)
 
 
 # -------------------------------------------------------------------- gradients of replicas
@@ -67,12 +57,13 @@ def two_backwards(rank, layout, keep):
     """Errors of the gradients against those of whole replicas, and what the backwards sent."""
     mesh = mesh_of(layout)
     replica, shards = mesh.get_local_rank("replicate"), mesh.size(1)
-    model, _ = shard(transformer.build(), layout if keep else "hsdp, reduced by FSDP", mesh)
+    whole = transformer.build(blocks=2)  # of which FSDP gathers one while the other computes
+    model = transformer.build(blocks=2)
+    model, _ = shard(model, layout if keep else "hsdp, reduced by FSDP", mesh)
     with WireMeter() as meter:
         for step in range(2):
             transformer.loss_of(model, step, rank).backward()
     readers = range(replica * shards, (replica + 1) * shards) if keep else range(mesh.size())
-    whole = transformer.build()
     for step in range(2):
         for place in readers:
             (transformer.loss_of(whole, step, place) / len(readers)).backward()
@@ -91,7 +82,7 @@ def two_backwards(rank, layout, keep):
 
 def padded_bytes(shards):
     """What is reduce-scattered of one backward: FSDP pads the first dimension."""
-    shapes = [p.shape for p in transformer.build().parameters()]
+    shapes = [p.shape for p in transformer.build(blocks=2).parameters()]
     return sum(4 * -(-s[0] // shards) * shards * s[1:].numel() for s in shapes)
 
 

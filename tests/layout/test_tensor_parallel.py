@@ -30,25 +30,20 @@ def test_open_gate_trains_to_the_weights_of_one_process(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "local_step"),
-    [("dp x tp", "gradient"), ("dp x tp", "dion"), ("hsdp x tp", "dion")],
+    ("layout", "local_step", "clip", "sparing"),
+    [
+        ("tp", "gradient", 0.5, False),
+        ("dp x tp", "gradient", None, False),
+        ("dp x tp", "dion", None, True),
+        ("fsdp x tp", "dion", 0.5, False),
+        ("hsdp x tp", "dion", None, False),
+    ],
 )
-def test_a_schedule_of_gates_drifts_and_meets_as_whole_replicas_do(layout, local_step):
+def test_replicas_drift_and_meet_as_whole_ones_do(layout, local_step, clip, sparing):
+    """Clipped or not, and with experts that some replicas or nobody uses."""
     options = (("local_step", local_step), ("local_lr", 0.1), ("nesterov", 1.5))
-    assert_trains_like_whole_replicas(
-        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, options=options
-    )
-
-
-@pytest.mark.parametrize("layout", ["tp", "fsdp x tp"])
-def test_clipping(layout):
-    assert_trains_like_whole_replicas(
-        setup, layout, *LAYOUTS[layout], schedule=OPEN_STEPS, clip=0.5
-    )
-
-
-def test_experts_that_some_replicas_or_nobody_uses():
-    assert_trains_like_whole_replicas(setup, "dp x tp", *LAYOUTS["dp x tp"], sparing=True)
+    how = {"schedule": OPEN_STEPS, "options": options, "clip": clip, "sparing": sparing}
+    assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], **how)
 
 
 # -------------------------------------------------------------------- gradients of other placements

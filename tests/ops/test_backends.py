@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import _ctypes
+import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
 import textwrap
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,21 +33,69 @@ def lists(k=4):
     return [*draw, [1.0] * k]
 
 
-def python(code, **environment):
+def environment_of(**changes):
+    given = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CURVADION_BACKEND": None}
+    return {key: value for key, value in (given | changes).items() if value is not None}
+
+
+def python(code):
     """Run code in a fresh process; its output."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "CURVADION_BACKEND": None}
-    env |= environment
-    env = {key: value for key, value in env.items() if value is not None}
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        env=env,
+        env=environment_of(),
         cwd=ROOT,
         timeout=100,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout + result.stderr
+
+
+# Importing torch takes seconds, and nothing is built before the first operation.
+FORKS = """
+import json, os, sys
+from curvadion import ops
+for line in sys.stdin:
+    code, environment, *outputs = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        sys.stdin.close()
+        for number, output in enumerate(outputs, start=1):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
+        os.environ.clear()
+        os.environ.update(environment)
+        exec(code, {})
+        sys.exit()
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """A process that has imported the package and used nothing of it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment_of(), cwd=ROOT,
+    )  # fmt: skip
+    yield process
+    process.communicate()
+
+
+@pytest.fixture
+def fork(imported, tmp_path):
+    """Runs code in a fork of that process, with other variables; its output."""
+
+    def run(code, **environment):
+        outputs = [tmp_path / "stdout", tmp_path / "stderr"]
+        request = [textwrap.dedent(code), environment_of(**environment), *map(str, outputs)]
+        print(json.dumps(request), file=imported.stdin, flush=True)
+        status = imported.stdout.readline()
+        said = "".join(output.read_text("utf-8") for output in outputs)
+        assert status == "0\n", said
+        return said
+
+    return run
 
 
 # ---------------------------------------------------------------- selection
@@ -122,13 +171,13 @@ USE = """
 """
 
 
-def test_without_a_compiler_one_line_says_so(tmp_path):
-    said = python(USE, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
+def test_without_a_compiler_one_line_says_so(fork, tmp_path):
+    said = fork(USE, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
     assert said.startswith("3.0\n2.0\n")
     assert said.count("\n") == 3 and "no C++ compiler was found: install g++" in said
 
 
-def test_without_a_compiler_forcing_is_an_error(tmp_path):
+def test_without_a_compiler_forcing_is_an_error(fork, tmp_path):
     code = """
         from curvadion import ops
         try:
@@ -136,22 +185,22 @@ def test_without_a_compiler_forcing_is_an_error(tmp_path):
         except RuntimeError as error:
             print(error)
     """
-    said = python(code, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
+    said = fork(code, PATH=str(tmp_path), CXX=None, CURVADION_CACHE=str(tmp_path / "cache"))
     assert "'cpu' is forced but not available: no C++ compiler was found" in said
 
 
-def test_a_failing_compiler_is_quoted(tmp_path):
+def test_a_failing_compiler_is_quoted(fork, tmp_path):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: out of ink' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    said = python(USE, CXX=str(compiler), CURVADION_CACHE=str(tmp_path / "cache"))
+    said = fork(USE, CXX=str(compiler), CURVADION_CACHE=str(tmp_path / "cache"))
     assert "out of ink" in said and "3.0\n2.0\n" in said and said.count("\n") == 3
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+def test_a_cache_that_cannot_be_written_is_named(fork, tmp_path):
     (tmp_path / "file").write_text("")
-    said = python(USE, CURVADION_CACHE=str(tmp_path / "file"))
+    said = fork(USE, CURVADION_CACHE=str(tmp_path / "file"))
     assert "set CURVADION_CACHE" in said and said.count("\n") == 3
 
 
@@ -185,26 +234,8 @@ def test_builds_with_and_without_ninja(ninja, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_processes_that_build_at_once_share_one_build(tmp_path):
-    code = "from curvadion.ops import native; native.library('cpu')"
-    said = []
-    threads = [
-        threading.Thread(target=lambda: said.append(python(code, CURVADION_CACHE=str(tmp_path))))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(said) == 2
-    (folder,) = tmp_path.iterdir()
-    library = folder / native.file_name("cpu")
-    assert {*folder.iterdir()} == {library, native.checksum_file(library), folder / "lock"}
-
-
-@needs_compiler
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
-    native.build("cpu", tmp_path / native.file_name("cpu"))
+    copy_library(tmp_path)
     monkeypatch.setattr(native, "HERE", tmp_path)
     (tmp_path / "csrc").symlink_to(ROOT / "csrc")
     native.library.cache_clear()
@@ -219,7 +250,7 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_a_library_that_does_not_load_is_built_anew(tmp_path, monkeypatch):
+def test_a_library_that_does_not_load_is_built_anew(package, tmp_path, monkeypatch):
     (tmp_path / native.file_name("cpu")).write_text("of another machine")
     monkeypatch.setattr(native, "HERE", tmp_path)
     monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
@@ -234,6 +265,7 @@ def test_a_library_that_does_not_load_is_built_anew(tmp_path, monkeypatch):
             native.library("cpu")
         native.library.cache_clear()
         (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+        monkeypatch.setenv("CXX", str(package / "c++"))
         native.source_digest.cache_clear()
         assert native.library("cpu")._name.startswith(str(tmp_path / "cache"))
     finally:
@@ -241,20 +273,7 @@ def test_a_library_that_does_not_load_is_built_anew(tmp_path, monkeypatch):
         native.source_digest.cache_clear()
 
 
-@needs_compiler
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path):
-    code = """
-        import errno, fcntl
-        def flock(*_):
-            raise OSError(errno.ENOSYS, "Function not implemented")
-        fcntl.flock = flock
-        from curvadion.ops import native
-        print(native.library("cpu")._name)
-    """
-    assert python(code, CURVADION_CACHE=str(tmp_path)).startswith(str(tmp_path))
-
-
-def test_a_user_without_a_home_is_told_what_to_set():
+def test_a_user_without_a_home_is_told_what_to_set(fork):
     code = """
         import pathlib
         def home():
@@ -264,7 +283,7 @@ def test_a_user_without_a_home_is_told_what_to_set():
         native.HERE = pathlib.Path("nowhere")
     """
     code = textwrap.dedent(code) + textwrap.dedent(USE)
-    said = python(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None)
+    said = fork(code, CURVADION_CACHE=None, XDG_CACHE_HOME=None)
     assert said.startswith("3.0\n2.0\n") and "set CURVADION_CACHE" in said
 
 
@@ -274,6 +293,7 @@ def test_a_user_without_a_home_is_told_what_to_set():
 LOAD = """
 import os, sys
 os.umask(int(sys.argv[1], 8))
+exec(sys.argv[3])
 import native
 if sys.argv[2] != "ninja":
     native._ninja = lambda: None
@@ -292,10 +312,18 @@ def package(tmp_path_factory):
     (folder / "ops").mkdir()
     shutil.copy(native.__file__, folder / "ops")
     (folder / "csrc").symlink_to(native.source_folder("cpu").parent)
-    native.build("cpu", folder / "built" / "library.so")
-    built = folder / "built" / native.file_name("cpu")
+    built = copy_library(folder / "built")
     script(folder / "c++", f"#!/bin/sh\nfor last; do :; done\ncp {built} $last\n")
     return folder
+
+
+def copy_library(folder):
+    """The library that this process runs, and its checksum, in another folder."""
+    folder.mkdir(exist_ok=True)
+    library = Path(native.library("cpu")._name)
+    for file in (library, native.checksum_file(library)):
+        shutil.copy(file, folder)
+    return folder / library.name
 
 
 def script(path, text, mode=0o755):
@@ -304,12 +332,12 @@ def script(path, text, mode=0o755):
     return str(path)
 
 
-def load(package, cache, umask="022", ninja=True, **environment):
-    """What native.library says in a fresh process with this cache."""
+def load(package, cache, umask="022", ninja=True, first="", **environment):
+    """What native.library says in a fresh process with this cache; first: code that runs before."""
     given = {"CXX": str(package / "c++"), "CURVADION_CACHE": str(cache), **environment}
     env = {key: value for key, value in {**os.environ, **given}.items() if value is not None}
     result = subprocess.run(
-        [sys.executable, "-c", LOAD, umask, "ninja" if ninja else "none"],
+        [sys.executable, "-c", LOAD, umask, "ninja" if ninja else "none", first],
         capture_output=True, text=True, env=env, cwd=package / "ops", timeout=60,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -361,6 +389,34 @@ def test_another_library_with_its_checksum_is_refused(package, cache):
     spoil(cache / native.file_name("cpu"), "foreign, with its checksum")
     said = load(package, cache.parent)
     assert said.startswith("unavailable: ") and "was built from other sources: delete it" in said
+
+
+@needs_compiler
+def test_processes_that_build_at_once_share_one_build(package, tmp_path):
+    calls = tmp_path / "calls"
+    slow = script(tmp_path / "c++", f"#!/bin/sh\necho >> {calls}\nsleep 0.2\n{package}/c++ $@\n")
+    load(package, tmp_path / "alone", CXX=slow)
+    alone = len(calls.read_text().splitlines())
+    with ThreadPoolExecutor(2) as pool:
+        cache = tmp_path / "shared"
+        said = list(pool.map(lambda _: load(package, cache, CXX=slow), range(2)))
+    assert said == ["loaded"] * 2
+    assert len(calls.read_text().splitlines()) == 2 * alone > 0
+    (folder,) = cache.iterdir()
+    library = folder / native.file_name("cpu")
+    assert {*folder.iterdir()} == {library, native.checksum_file(library), folder / "lock"}
+
+
+@needs_compiler
+def test_a_file_system_without_locks_is_no_obstacle(package, tmp_path):
+    no_locks = """
+import errno, fcntl
+def flock(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+fcntl.flock = flock
+"""
+    assert load(package, tmp_path / "cache", first=no_locks) == "loaded"
+    assert (tmp_path / "cache" / native.source_digest("cpu") / native.file_name("cpu")).exists()
 
 
 @needs_compiler
@@ -450,8 +506,8 @@ def test_what_does_not_compile_is_named(compiler, ninja, package, tmp_path):
         assert said.startswith("unavailable: ") and complaint in said
 
 
-def test_a_compiler_that_does_nothing_is_one_warning(tmp_path):
-    said = python(USE, CXX="/bin/true", CURVADION_CACHE=str(tmp_path / "cache"))
+def test_a_compiler_that_does_nothing_is_one_warning(fork, tmp_path):
+    said = fork(USE, CXX="/bin/true", CURVADION_CACHE=str(tmp_path / "cache"))
     assert said == (
         "3.0\n2.0\ncurvadion runs in plain PyTorch on the cpu (cpu: /bin/true reported success and "
         "wrote no library)\n"
@@ -514,22 +570,6 @@ def test_writing_counts_as_a_change_for_autograd():
         ops.local_step_([X], [torch.ones(3)], [0.1], [1.0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_the_optimizer_follows_the_equations_on_each_backend(backend):
-    if ops.lacking(backend):
-        pytest.skip(ops.lacking(backend))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/optim/test_dion_reference.py"]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "CURVADION_BACKEND": backend},
-        cwd=ROOT,
-        timeout=110,
-    )
-    assert result.returncode == 0, result.stdout[-4000:]
 
 
 # ---------------------------------------------------------------- operators

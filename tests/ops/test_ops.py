@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 that includes the Triton kernels; test_triton.py runs it
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import operations
 from curvadion import ops
+from pairwise import all_pairs
 
 F32, BF16, F16 = operations.DTYPES
 CPU = torch.device("cpu")
@@ -19,7 +21,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter takes milliseconds a program: it sees only its own backend, on short lists.
 BACKENDS = ["triton"] if INTERPRETED else ["torch", "cpu"]
 SIZES = {k: v for k, v in operations.SIZES.items() if not (INTERPRETED and k == "across blocks")}
-PAIRS = [[F32], [BF16], [F16], [F32, BF16], [BF16, F16, F32]]
+
+
+def combinations(*axes):
+    """All of C++, where other types are other code; pairs where the interpreter is slow."""
+    return all_pairs(*axes) if INTERPRETED else list(itertools.product(*axes))
+
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -31,17 +38,20 @@ def available(backend):
         pytest.skip(lacks)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtypes", PAIRS)
+@pytest.mark.parametrize(
+    ("dtypes", "sizes", "aligned"),
+    combinations([[F32], [BF16], [F16], [F32, BF16], [BF16, F16, F32]], list(SIZES), [True, False]),
+)
 def test_norms(backend, dtypes, sizes, aligned):
     operations.check_norms(backend, CPU, SIZES[sizes], dtypes, aligned=aligned)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("G_dtypes", [[F32], [BF16], [F16, F32]])
-@pytest.mark.parametrize("M_dtypes", [[F32], [BF16], [F32, F16]])
+@pytest.mark.parametrize(
+    ("M_dtypes", "G_dtypes", "sizes", "aligned"),
+    combinations(
+        [[F32], [BF16], [F32, F16]], [[F32], [BF16], [F16, F32]], list(SIZES), [True, False]
+    ),
+)
 def test_momentum(backend, M_dtypes, G_dtypes, sizes, aligned):
     operations.check_momentum(backend, CPU, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
 
@@ -71,11 +81,16 @@ def test_tensors_that_move(backend):
     operations.check_moved_tensors(backend, CPU)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("M_dtypes", [None, [F32], [BF16]])
-@pytest.mark.parametrize("G_dtypes", [[F32], [BF16]])
-@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
+@pytest.mark.parametrize(
+    ("X_dtypes", "G_dtypes", "M_dtypes", "sizes", "aligned"),
+    combinations(
+        [[F32], [BF16], [F16, F32]],
+        [[F32], [BF16]],
+        [None, [F32], [BF16]],
+        list(SIZES),
+        [True, False],
+    ),
+)
 def test_local_step(backend, X_dtypes, G_dtypes, M_dtypes, sizes, aligned):
     operations.check_local_step(
         backend, CPU, SIZES[sizes], X_dtypes, G_dtypes, M_dtypes, aligned=aligned
@@ -107,10 +122,10 @@ def test_columns_of_any_scale(backend, scale):
     operations.check_columns(backend, CPU, (2, 40, 7), F32, scale)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("with_momentum", [True, False])
-@pytest.mark.parametrize("M_dtypes", [[F32], [BF16]])
-@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
+@pytest.mark.parametrize(
+    ("X_dtypes", "M_dtypes", "with_momentum", "aligned"),
+    combinations([[F32], [BF16], [F16, F32]], [[F32], [BF16]], [True, False], [True, False]),
+)
 def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned):
     shapes = [(40, 24, 7), (24, 40, -8), (1, 1, 1), (130, 70, -33), (5, 0, 2), (64, 64, 64)]
     operations.check_low_rank_update(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from curvadion import CurvaDion, Dion, FixedPeriod
+from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from pairwise import all_pairs
 from reference import DionReference, relative_error
 
 SHAPES = {
@@ -20,6 +23,18 @@ SHAPES = {
     "prime": (37, 23),
     "two": (2, 3),
 }
+
+# test_triton.py has the Triton kernels interpreted here.
+FORCED = os.environ.get("CURVADION_BACKEND")
+
+
+@pytest.fixture(scope="module", autouse=True, params=[FORCED] if FORCED else ["torch", "cpu"])
+def backend(request):
+    lacks = ops.lacking(request.param)
+    if lacks is not None:
+        pytest.skip(lacks)
+    with ops.use_backend(request.param):
+        yield
 
 
 def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.float32, **options):
@@ -59,17 +74,21 @@ def test_float64_parameters_are_updated_in_float64(name):
     assert max(run(Dion, SHAPES[name], 0.5, dtype=torch.float64)) < 1e-10
 
 
-@pytest.mark.parametrize("momentum_rule", ["error_feedback", "plain"])
-@pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
-@pytest.mark.parametrize("shape", [(40, 16), (16, 40)])
-def test_rules_and_right_factors(shape, momentum_rule, right_factor):
+RULES = ["error_feedback", "plain"]
+FACTORS = ["column_normalized", "qr"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "momentum_rule", "right_factor", "nesterov"),
+    all_pairs([(40, 16), (16, 40)], RULES, FACTORS, [0.0, 1.5]),
+)
+def test_rules_and_right_factors(shape, momentum_rule, right_factor, nesterov):
     rules = dict(momentum_rule=momentum_rule, right_factor=right_factor)
-    for nesterov in (0.0, 1.5):
-        assert max(run(Dion, shape, 0.5, nesterov=nesterov, **rules)) < 2e-5
+    assert max(run(Dion, shape, 0.5, nesterov=nesterov, **rules)) < 2e-5
 
 
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
-@pytest.mark.parametrize("momentum_rule", ["error_feedback", "plain"])
+@pytest.mark.parametrize("momentum_rule", RULES)
 def test_local_steps_between(local_step, momentum_rule):
     errors = run(
         CurvaDion, (24, 40), 0.5, gate=FixedPeriod(4), local_step=local_step, local_lr=0.01,

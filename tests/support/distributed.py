@@ -94,7 +94,11 @@ def shutdown() -> None:
 
 class _Pool:
     def __init__(self) -> None:
+        import torch.distributed as dist
+
         self._folder = tempfile.TemporaryDirectory(prefix="curvadion-ranks-")
+        # Ranks meet sooner than in a file, which each would read again and again.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         self._calls = 0
 
@@ -102,14 +106,13 @@ class _Pool:
         folder = Path(self._folder.name)
         started = len(self._workers)
         for index in range(started, world_size):
-            self._workers.append(_Worker(folder / f"stack{index}"))
+            self._workers.append(_Worker(folder / f"stack{index}", self._store.port))
         for worker in self._workers[started:]:
             worker.wait_until_ready(START)
         workers = self._workers[:world_size]
         self._calls += 1
-        store = str(folder / f"store{self._calls}")
         for rank, worker in enumerate(workers):
-            worker.connection.send((sys.path, store, rank, world_size, timeout, call))
+            worker.connection.send((sys.path, self._calls, rank, world_size, timeout, call))
         values = _collect(workers, timeout)
         for worker in workers:
             worker.wait_until_ready(CLEAN_UP)
@@ -125,9 +128,9 @@ class _Pool:
 
 
 class _Worker:
-    def __init__(self, stack_file: Path) -> None:
+    def __init__(self, stack_file: Path, port: int) -> None:
         self.connection, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, stack_file), daemon=True)
+        self.process = _context.Process(target=_serve, args=(theirs, stack_file, port), daemon=True)
         self.process.start()
         theirs.close()
         self._stack_file = stack_file
@@ -138,7 +141,8 @@ class _Worker:
             return self.connection.recv()
         except (EOFError, ConnectionError):
             self.process.join(GRACE)
-            return True, f"died with exit code {self.process.exitcode}"
+            last = self._stack_file.read_text("utf-8") if self._stack_file.exists() else ""
+            return True, f"died with exit code {self.process.exitcode}\n{last}"
 
     def wait_until_ready(self, seconds: float) -> None:
         problem = self.answer() if self.connection.poll(seconds) else f"not ready after {seconds} s"
@@ -190,27 +194,36 @@ def _describe(failures: dict[int, str], world_size: int) -> str:
     return "\n\n".join(lines)
 
 
-def _serve(connection: Connection, stack_file: Path) -> None:
+def _serve(connection: Connection, stack_file: Path, port: int) -> None:
     """A worker's life: say that it is ready, take a call, answer, clean up."""
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     stack = stack_file.open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.enable(stack)  # where it was when it died of a signal
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     gc.collect()
     gc.freeze()  # keeps the collections between calls short
     problem = None
     try:
         while True:
             connection.send(problem)
-            connection.send(_answer(*connection.recv()))
+            connection.send(_answer(store, *connection.recv()))
             problem = _clean_up()
     except (EOFError, ConnectionError):
         return  # the parent is gone
 
 
 def _answer(
-    path: list[str], store: str, rank: int, world_size: int, timeout: float, call: bytes
+    store: Any,
+    path: list[str],
+    number: int,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    call: bytes,
 ) -> tuple[bool, bytes | str]:
     import torch
     import torch.distributed as dist
@@ -220,7 +233,7 @@ def _answer(
         function, args = pickle.loads(call)
         dist.init_process_group(
             "gloo",
-            store=cast(Any, dist).FileStore(store, world_size),
+            store=dist.PrefixStore(f"call {number}", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=2 * timeout),  # the parent loses patience first

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import deepspeed_engines
+import distributed
 import train_gpt
 
 
 def train(rank, *arguments):
     """Module-level, for the workers."""
     return train_gpt.main(arguments)
+
+
+def follow_in_workers(command, environment, output):
+    """What demo.follow does, with processes that are there already in place of torchrun's."""
+    *launcher, processes, program = command[: command.index("--out")]
+    assert launcher[1:] == "-m torch.distributed.run --standalone --nproc-per-node".split()
+    arguments = [*command[command.index("--out") :], "--no-progress"]
+    distributed.run(int(processes), run_program, Path(program).stem, arguments)
+    output.write_text("")
+    return 0
+
+
+def run_program(rank, name, arguments):
+    if name == "train_gpt_deepspeed":
+        deepspeed_engines.prepare()
+    importlib.import_module(name).main(arguments)
 
 
 def assert_same_checkpoint(one: Path, other: Path):

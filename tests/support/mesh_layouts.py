@@ -50,7 +50,7 @@ def sent(rank, sizes, layout, replica_axis, shapes, gate, local_step="gradient")
     )  # fmt: skip
     result = None
     with WireMeter() as meter:
-        for step in range(3):
+        for step in range(2):  # the first also verifies the setup
             for x, shape in zip(X, shapes, strict=True):
                 full = gradient(shape, step, place(mesh, replica_axis))
                 x.grad = shard(full, layout, mesh)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from curvadion import RMMC, Gate
 
+# At the tenth step replicas look at single gradients for the first time.
+STEPS = 10
+OPEN_STEPS = (1, 2, 5, 9)
+
 
 class Scheduled(Gate):
     """Opens at the listed steps, counted from 1."""

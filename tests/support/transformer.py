@@ -68,10 +68,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self):
+    def __init__(self, blocks):
         super().__init__()
         self.embedding = nn.Embedding(len(CHARACTERS), WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, len(CHARACTERS), bias=False)
 
@@ -82,9 +82,9 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(dtype=torch.float32):
+def build(dtype=torch.float32, blocks=1):
     torch.manual_seed(0)
-    return Transformer().to(dtype)
+    return Transformer(blocks).to(dtype)
 
 
 def groups(model, **matrix):

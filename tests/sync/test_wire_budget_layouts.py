@@ -21,6 +21,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.exact_average import bytes_of_everything, sizes
+from pairwise import all_pairs
 
 STEPS = 5
 BITS = 2
@@ -86,10 +87,9 @@ def eight_bits(fragments, correction=None):
     return training.Setting(training.OPEN_STEPS, (("sync", sync), ("rank_fraction", 1.0)))
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_corrections_of_shards_are_those_of_whole_replicas(setup, layout, correction, fragments):
+@pytest.mark.parametrize(("case", "correction", "fragments"), all_pairs(CASES, CORRECTIONS, [1, 2]))
+def test_corrections_of_shards_are_those_of_whole_replicas(case, correction, fragments):
+    setup, layout = case
     replicas, shards, copies = COUNTS[layout]
     corrected, kept = eight_bits(fragments, correction), eight_bits(fragments)
     whole, other = (training.whole(replicas, shards, setting) for setting in (corrected, kept))
