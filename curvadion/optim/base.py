@@ -48,21 +48,25 @@ class ReplicaOptimizer(Optimizer):
 
     # The attributes that a copy or a pickle of the optimizer takes along, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
-        *("gate", "sync", "progress", "report"),
+        *("gate", "_sync", "_first_memory", "progress", "report"),
         *("_replicas", "_group_defaults", "_strangers"),
     )
-    # The constructor's arguments that concern all groups.
-    _for_all_groups: ClassVar[frozenset[str]] = frozenset({"replicas"})
+    # Arguments that concern all groups.
+    _for_all_groups: ClassVar[frozenset[str]] = frozenset(
+        {"replicas", "gate", "sync", "wire_budget", "threshold"}
+        | {"local_step", "max_local_steps", "warmup_steps"}
+    )
 
     gate: Gate
-    sync: Sync
+    _sync: Sync
     _algorithms: list[str]  # of the groups, whose states hold what these need
 
     def _construct(
         self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
     ) -> None:
         """The common end of constructors; keys: defaults of the group keys but ``algorithm``."""
-        self.gate, self.sync = gate, sync
+        self.gate, self._sync = gate, sync
+        self._first_memory = sync.state_dict()
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
@@ -97,6 +101,11 @@ class ReplicaOptimizer(Optimizer):
         for keys in (self.defaults, *self.param_groups):
             if keys["nesterov"] is None:
                 keys["nesterov"] = self._group_defaults["nesterov"]
+
+    @property
+    def sync(self) -> Sync:
+        """How replicas come together. It is chosen once: state of the parameters belongs to it."""
+        return self._sync
 
     @property
     def apart(self) -> bool:
@@ -268,9 +277,6 @@ class ReplicaOptimizer(Optimizer):
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
 
-    def _lr_is_zero(self) -> bool:
-        return all(float(group["lr"]) == 0 for group in self.param_groups)
-
     def _unscale(self, device: torch.device) -> bool:
         """Divide the gradients by a GradScaler's scale, if one drives this step."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -323,6 +329,7 @@ class ReplicaOptimizer(Optimizer):
                 f"load its own.",
                 stacklevel=2,
             )
+        self._plans.follow_rank(self.param_groups, self.state)
         for group in self.param_groups:
             group[check.RECORD] = self._record()
         return super().state_dict()
@@ -353,20 +360,20 @@ class ReplicaOptimizer(Optimizer):
         saved = in_present_names(state_dict)
         check_fits(self, self.sync, saved)
         check_complete(self, saved, held.progress.steps)
-        here = self._replicas.replica
-        fitting = convert(
-            saved, held, Loading(self.param_groups, self.sync, self._group_defaults, here)
-        )
+        own = self._group_defaults, self._replicas.replica, self._first_memory
+        fitting = convert(saved, held, Loading(self.param_groups, self.sync, *own))
         remember(held, self.gate, self.sync, fitting.sync)
         super().load_state_dict(fitting.state_dict)
         restore_dtypes(self, fitting.state_dict)
         self.progress = fitting.progress
+        self.sync.fragments_apart = fitting.fragments_apart
         self._forget()
         for text in fitting.warnings:
             warnings.warn(text, stacklevel=2)
         self._warn_of_strangers(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._plans.follow_rank(self.param_groups, self.state)
         return {**super().__getstate__(), **{key: getattr(self, key) for key in self._kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -382,9 +389,7 @@ class ReplicaOptimizer(Optimizer):
     def _forget(self) -> None:
         """Drop what is derived from the groups; it is made again at the next use."""
         self._algorithms = []
-        # A new optimizer has neither groups nor states.
-        groups = getattr(self, "param_groups", ())
-        self._plans = Plans(self._replicas, self._check_plan, groups)
+        self._plans = Plans(self._replicas, self._check_plan, getattr(self, "param_groups", ()))
         self._agreement = Agreement(self._replicas)
         self._wire_bytes, _ = wire.counted_bytes()
 

@@ -28,29 +28,34 @@ OLD_LR_SUM, OLD_LR_AT_AGREEMENT = "lr_sum", "lr_at_agreement"
 
 @dataclass(frozen=True)
 class Loading:
-    """The optimizer that loads: its groups, how its replicas come together, which one it is."""
+    """The optimizer that loads: its groups, how its replicas come together, which one it is.
+
+    first_memory: the ``state_dict()`` that its sync had before the first step.
+    """
 
     param_groups: Sequence[dict[str, Any]]
     sync: Sync
     group_defaults: Mapping[str, Any]
     replica: Replica
+    first_memory: dict[str, Any]
 
     @property
     def anchored(self) -> bool:
-        """Whether its sync needs weights on which replicas agree to start from."""
-        return any(key.name == ANCHOR for key in self.sync.state_keys)
+        """Whether its sync begins from weights on which replicas agree."""
+        return bool(self.sync.state_keys)
 
 
 @dataclass(frozen=True)
 class Converted:
     """A state_dict that fits, the progress to go on from, and what the user should know.
 
-    sync: what the loading optimizer's sync is to remember.
+    sync: what the loading optimizer's sync is to remember. fragments_apart: likewise.
     """
 
     state_dict: dict[str, Any]
     progress: Progress
     sync: dict[str, Any]
+    fragments_apart: int
     warnings: list[str]
 
 
@@ -100,12 +105,12 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
     states, lost = _states(saved, groups, into, _dropped_keys(record, into, same_kind))
     told += [text for text in (_lost_steps(record, into.replica), lost) if text]
     state_dict = {**saved, "param_groups": groups, "state": states}
-    progress, sync = replace(record.progress), record.sync
-    if not same_kind:
-        # Other kinds know no fragments: all of the weights are then to be averaged.
-        progress.local_steps = max(progress.local_steps, 1 if record.fragments_apart else 0)
-        sync = {}
-    return Converted(state_dict, progress, sync, told)
+    progress = replace(record.progress)
+    if same_kind:
+        return Converted(state_dict, progress, record.sync, record.fragments_apart, told)
+    # Other kinds know no fragments: all of the weights are then to be averaged.
+    progress.local_steps = max(progress.local_steps, 1 if record.fragments_apart else 0)
+    return Converted(state_dict, progress, into.first_memory, 0, told)
 
 
 def _same_kind(saved: Mapping[str, Any], record: Record, into: Loading) -> bool:

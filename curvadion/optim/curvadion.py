@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -176,7 +175,7 @@ class CurvaDion(Dion):
         Raises:
             ValueError: if ``exact`` is False with a sync that sends no codes.
         """
-        if exact or (exact is None and not self.sync.sends_codes) or not self.sync.sends_codes:
+        if exact or not self.sync.sends_codes:
             super().synchronize(exact=exact)
             return
         plan = self._known_plan()
@@ -192,11 +191,6 @@ class CurvaDion(Dion):
     def _listing(self, plan: Plan) -> Listing:
         names = ("local_step", "warmup_steps", "max_local_steps")
         return [*((n, repr(getattr(self, n))) for n in names), *super()._listing(plan)]
-
-
-CurvaDion._for_all_groups = frozenset(
-    set(inspect.signature(CurvaDion).parameters) - {"params", *check.SETTINGS}
-)
 
 
 def _gate(gate: Any, threshold: float | None, wire_budget: float | None) -> Gate:

@@ -77,9 +77,6 @@ class Dion(ReplicaOptimizer):
         TypeError, ValueError: naming the argument or group key and the value.
     """
 
-    # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         params: Params,
@@ -148,7 +145,8 @@ class Dion(ReplicaOptimizer):
             gradients,
             momenta,
             changed=self._plans.changed(self.param_groups, self.state, self.gate),
-            still=len(new) == len(plan.parameters) and self._lr_is_zero(),
+            still=len(new) == len(plan.parameters)
+            and not any(float(g["lr"]) for g in self.param_groups),
             steps=self.progress.steps,
             param_groups=self.param_groups,
             listing=lambda: self._listing(plan),
@@ -249,7 +247,7 @@ class Dion(ReplicaOptimizer):
         for tensor, before in kept:
             tensor.copy_(before)
         if self.gate.open_cost:
-            self._spend(exact_average.bytes_of_everything(plan), plan)
+            self._spend(exact_average.bytes_of_everything(plan, self.sync), plan)
         self.progress.local_steps = self.sync.fragments_apart = 0
         self.progress.steps_since_exact = 0
 

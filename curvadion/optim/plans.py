@@ -63,10 +63,11 @@ def _keys_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _keys_by_parameter(param_groups: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By the parameters' ids."""
+def _keys_by_parameter(
+    param_groups: Sequence[Mapping[str, Any]],
+) -> dict[Tensor, dict[str, Any]]:
     each = ((group["params"], _keys_of(group)) for group in param_groups)
-    return {id(X): keys for X_of_group, keys in each for X in X_of_group}
+    return {X: keys for X_of_group, keys in each for X in X_of_group}
 
 
 class _Known(NamedTuple):
@@ -111,7 +112,7 @@ class Plans:
 
     def group_of_plan(self, parameter: Parameter) -> dict[str, Any]:
         """Its group with the keys that the known plan was made by, whatever has changed since."""
-        return parameter.group | self._keys.get(id(parameter.X), {})
+        return parameter.group | self._keys.get(parameter.X, {})
 
     def changed(self, param_groups: Sequence[dict[str, Any]], states: object, gate: Gate) -> bool:
         """Whether the groups are no longer those of the known plan."""
@@ -136,16 +137,34 @@ class Plans:
         """
         now = _Ingredients.of(param_groups, states, gate)
         if self._known is None or not self._known.ingredients.same_as(now):
-            if wrong := self.wrong_cut(param_groups, states):
-                raise ValueError(wrong)
-            changed = list(self._of_other_keys(param_groups, states))
-            resized = [fit_right_factors(c.name, c.X, c.state, c.before, c.after) for c in changed]
+            resized = self._resized(param_groups, states)
             plan = self.make(param_groups, states)
             self._check(plan, self.known)
-            for c, right_factors in zip(changed, resized, strict=True):
-                c.state.update(right_factors)
+            for state, right_factors in resized:
+                state.update(right_factors)
             self._known, self._keys = _Known(plan, now), _keys_by_parameter(param_groups)
         return self._known.plan
+
+    def follow_rank(self, param_groups: Sequence[dict[str, Any]], states: States) -> None:
+        """Give right factors the rank of the groups as they are now, before a copy or a save.
+
+        The next step still finds the change and agrees on it with the other ranks.
+        """
+        for state, right_factors in self._resized(param_groups, states):
+            state.update(right_factors)
+        if self._keys or states:
+            self._keys = _keys_by_parameter(param_groups)
+
+    def _resized(
+        self, param_groups: Sequence[dict[str, Any]], states: States
+    ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+        """States whose right factors have another rank than their groups, and the new factors."""
+        if wrong := self.wrong_cut(param_groups, states):
+            raise ValueError(wrong)
+        return [
+            (c.state, fit_right_factors(c.name, c.X, c.state, c.before, c.after))
+            for c in self._of_other_keys(param_groups, states)
+        ]
 
     def wrong_cut(self, param_groups: Sequence[dict[str, Any]], states: States) -> str | None:
         """Which matrices that have a state are to be cut otherwise; else None."""
@@ -166,7 +185,7 @@ class Plans:
         for g, group in enumerate(param_groups):
             after = _keys_of(group)
             for X, name in zip(group["params"], names(group, g), strict=True):
-                before, state = self._keys.get(id(X), after), states.get(X, {})
+                before, state = self._keys.get(X, after), states.get(X, {})
                 if before != after and after["algorithm"] == "dion" and MOMENTUM in state:
                     yield _Changed(f"param_groups[{g}]", name, X, state, before, after)
 

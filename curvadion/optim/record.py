@@ -45,6 +45,8 @@ class Record:
         sync_keys: the state keys that only this sync kind knows.
         group_defaults: what None stood for in the group keys whose default depends on the sync.
         replica: the one that saved it, if it cannot stand for all.
+        fragments_apart: how many fragments of the weights had moved since replicas agreed on them.
+        sends_codes: whether codes may owe something to the weights even if these agree.
 
     Values are None in checkpoints of versions that did not write them.
     """
@@ -57,21 +59,13 @@ class Record:
     sync_keys: list[str] | None = None
     group_defaults: dict[str, Any] | None = None
     replica: Replica | None = None
+    fragments_apart: int = 0
+    sends_codes: bool = False
 
     @property
     def apart(self) -> bool:
         """Whether replicas, if there were several, held different weights."""
         return self.progress.local_steps > 0 or self.fragments_apart > 0
-
-    @property
-    def fragments_apart(self) -> int:
-        """How many fragments of the weights had moved since replicas agreed on them."""
-        return int(self.sync.get("fragments_apart", 0))
-
-    @property
-    def sends_codes(self) -> bool:
-        """Whether codes may owe something to the weights even if these agree."""
-        return bool(self.sync.get("sends_codes", False))
 
     @property
     def differs(self) -> bool:
@@ -103,7 +97,9 @@ def record(
         **asdict(progress),
         "gate": memories["gate"],
         "gate_class": type(gate).__name__,
-        "sync": {**memories["sync"], "sends_codes": sync.sends_codes},
+        "sync": memories["sync"],
+        "fragments_apart": sync.fragments_apart,
+        "sends_codes": sync.sends_codes,
         "sync_class": type(sync).__name__,
         "sync_keys": [key.name for key in sync.state_keys],
         "group_defaults": dict(group_defaults),
@@ -202,10 +198,11 @@ def _in_present_names(held: dict[str, Any]) -> dict[str, Any]:
     reconcile = held.pop("reconcile", None)
     if reconcile is not None and reconcile not in _SYNC_OF_RECONCILE:
         raise ValueError(f"reconcile={reconcile!r} is unknown")
+    held["fragments_apart"] = held.pop("parts_apart", 0)
+    held["sends_codes"] = reconcile == "quantized"
     held["sync"] = {
-        "fragments_apart": held.pop("parts_apart", 0),
+        "fragments_apart": held["fragments_apart"],
         "next_fragment": held.pop("part", 0),
-        "sends_codes": reconcile == "quantized",
     }
     held["sync_class"] = None if reconcile is None else _SYNC_OF_RECONCILE[reconcile]
     held["group_defaults"] = held.pop("defaults_by_sync", None)
@@ -216,6 +213,7 @@ def _in_present_names(held: dict[str, Any]) -> dict[str, Any]:
 
 def _parse(held: dict[str, Any]) -> Record:
     gate, sync, replica = held.pop("gate"), held.pop("sync"), held.pop("replica", None)
+    fragments_apart, sends_codes = held.pop("fragments_apart", 0), held.pop("sends_codes", False)
     kinds = {"gate_class": str, "sync_class": str, "sync_keys": list, "group_defaults": dict}
     rest = {key: held.pop(key, None) for key in kinds}
     wrong = [k for k, kind in kinds.items() if not isinstance(rest[k], (kind, type(None)))]
@@ -225,11 +223,19 @@ def _parse(held: dict[str, Any]) -> Record:
         raise ValueError(f"this version does not know {unknown}")
     if missing := sorted({"steps", "local_steps"} - held.keys()):
         raise ValueError(f"{missing} are missing")
-    _check_counts({**held, "fragments_apart": sync.get("fragments_apart", 0)})
+    _check_counts({**held, "fragments_apart": fragments_apart})
     for value in replica or ():
         _check_counts({"replica": value})
     whose = None if replica is None else Replica(*replica)
-    return Record(Progress(**held), gate, sync, replica=whose, **rest)
+    return Record(
+        Progress(**held),
+        gate,
+        sync,
+        replica=whose,
+        fragments_apart=fragments_apart,
+        sends_codes=bool(sends_codes),
+        **rest,
+    )
 
 
 def _check_counts(held: Mapping[str, Any]) -> None:

@@ -1,1 +1,11 @@
-"""How replicas come together, and what they agree on before a step."""
+"""How replicas come together, and what they agree on before a step.
+
+What a sync kind of one's own needs is here by name: Sync, Step, Costs, StateKey and Owner.
+"""
+
+from curvadion.sync.base import Costs, Step, Sync
+from curvadion.sync.low_rank import LowRank
+from curvadion.sync.quantized_average import QuantizedAverage
+from curvadion.update.state import Owner, StateKey
+
+__all__ = ["Costs", "LowRank", "Owner", "QuantizedAverage", "StateKey", "Step", "Sync"]

@@ -141,5 +141,5 @@ class Sync(ABC):
         return {"fragments_apart": self.fragments_apart}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``."""
+        """Continue from ``state_dict()`` of this class, or begin anew from that of a new one."""
         self.fragments_apart = int(state.get("fragments_apart", 0))

@@ -27,7 +27,7 @@ def coded_mean(
         X: tensors of the residuals' shapes, the same on every rank; each is taken once, when the
             one before it is in codes.
         residuals: float32 tensors, zero before the first call; updated.
-        bits: of a code, one of ``quantization.BITS``.
+        bits: of a code, one of ``codec.BITS``.
         group: the ranks; None stands for this process alone, whose means are X.
 
     Yields:

@@ -230,9 +230,7 @@ class Moving(NamedTuple):
 
         The others rest: neither their weights nor their state change.
         """
-        keep = held_anywhere(
-            [p.G is not None for p in self.plan.parameters], self.plan.device, group
-        )
+        keep = self._held(group)
         norms = self.norms
         if norms is not None:
             by_parameter = norms.split([len(p.matrices) for p in self.plan.dion])
@@ -240,3 +238,12 @@ class Moving(NamedTuple):
             norms = torch.cat(kept) if kept else norms[:0]
         plan = self.plan.select(keep)
         return self if plan is self.plan else Moving(plan, plan.gradients(), norms)
+
+    def plan_among(self, group: dist.ProcessGroup | None) -> Plan:
+        """The plan of :meth:`among` alone."""
+        return self.plan.select(self._held(group))
+
+    def _held(self, group: dist.ProcessGroup | None) -> list[bool]:
+        return held_anywhere(
+            [p.G is not None for p in self.plan.parameters], self.plan.device, group
+        )

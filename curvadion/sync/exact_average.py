@@ -51,7 +51,8 @@ def average_everything_(plan: Plan, replicas: dist.ProcessGroup | None, sync: Sy
     """
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
-    states = [local(x) for p in ready.parameters for x in averaged(p.state).values()]
+    keys = sync.state_keys
+    states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
     average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
     sync.after_average(ready.parameters)
     measure_momenta(ready)
@@ -69,12 +70,12 @@ def sizes(X: Sequence[Tensor]) -> list[int]:
     return [math.prod(global_shape(x)) for x in X]
 
 
-def bytes_of_everything(plan: Plan) -> int:
+def bytes_of_everything(plan: Plan, sync: Sync) -> int:
     """What :func:`average_everything_` sends, all ranks of a replica together: alike on all."""
     total = 0
     for p in plan.parameters:
         total += math.prod(global_shape(p.X)) * _wire_bytes(p.X) * plan.copies_inside(p)
-        for name, x in averaged(p.state).items():
+        for name, x in averaged(p.state, sync.state_keys).items():
             numbers, shards = _whole(p, name, x)
             total += numbers * _wire_bytes(x) * group_size(plan.inside) // shards
         for counter in averaged(p.state, counters=True).values():

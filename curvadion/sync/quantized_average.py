@@ -134,10 +134,13 @@ class QuantizedAverage(Sync):
 
     def before_local_update(self, step: Step) -> None:
         """Count the learning rate of the matrices that move on some replica."""
-        moving = step.moving if step.complete else step.moving.among(step.plan.all_ranks)
-        for p in moving.plan.dion:
+        plan = step.plan if step.complete else step.moving.plan_among(step.plan.all_ranks)
+        rates: dict[int, float] = {}  # each read once: it may be a tensor on an accelerator
+        for p in plan.dion:
             if LR_SINCE_ANCHOR in p.state:
-                p.state[LR_SINCE_ANCHOR] += float(p.group["lr"])
+                if id(p.group) not in rates:
+                    rates[id(p.group)] = float(p.group["lr"])
+                p.state[LR_SINCE_ANCHOR] += rates[id(p.group)]
         self.fragments_apart = self.count
 
     def open_step(self, step: Step) -> None:
@@ -214,8 +217,12 @@ class QuantizedAverage(Sync):
         return {**super().state_dict(), "next_fragment": self.next_fragment}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        number = state.get("next_fragment", 0)
+        checks.integer("next_fragment", number, 0)
         super().load_state_dict(state)
-        self.next_fragment = int(state.get("next_fragment", 0))
+        self.next_fragment = number
+        # Parameters may have been divided otherwise: prepare() then counts all fragments as apart.
+        self._fragment_of = []
 
     def __repr__(self) -> str:
         return (

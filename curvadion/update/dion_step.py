@@ -99,6 +99,7 @@ def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step
     for matrices, (P, R, Q, *_) in zip(stacks, factors, strict=True):
         updates += [_Update(*one) for one in zip(matrices, P, Q, R, strict=True)]
         torch._foreach_copy_([m.Q for m in matrices], list(Q))
+    updates.sort(key=lambda update: not update.matrix.is_view)  # views in as few calls as can be
     for (feeds_back, random), chosen in groupby(updates, key=_kind):
         alike = list(chosen)
         for batch in batches([update.matrix for update in alike]):

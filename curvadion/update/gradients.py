@@ -101,7 +101,8 @@ def _filled(G: Sequence[Tensor | None], X: Sequence[Tensor]) -> list[Tensor]:
     buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for x in missing:
         key = x.device, x.dtype
-        size = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+        last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        size = last + 1 if x.numel() else 0
         if key not in buffers or buffers[key].numel() < size:
             buffers[key] = torch.zeros(size, dtype=x.dtype, device=x.device)
     return [

@@ -26,7 +26,6 @@ from curvadion.update.parameter import (
     names,
     product_dtype,
 )
-from curvadion.update.scalar import STATE_KEYS
 
 
 class Plan:
@@ -148,18 +147,6 @@ class Plan:
         for parameter in self.elementwise:
             by_group.setdefault(id(parameter.group), []).append(parameter)
         return list(by_group.values())
-
-    def moments(self) -> list[Tensor]:
-        """The elementwise algorithms' state tensors, without their step counters."""
-        return [
-            local(p.state[key])
-            for p in self.elementwise
-            for key in STATE_KEYS[p.group["algorithm"]]
-        ]
-
-    def counters(self) -> list[Tensor]:
-        """The elementwise algorithms' step counters, one scalar each."""
-        return [p.state["step"] for p in self.elementwise]
 
     @cached_property
     def owners(self) -> Tensor:

@@ -83,15 +83,20 @@ def key_of(name: str, of_sync: Sequence[StateKey] = ()) -> StateKey | None:
     return _BY_NAME.get(name) or next((key for key in of_sync if key.name == name), None)
 
 
-def averaged(state: Mapping[str, Any], *, counters: bool = False) -> dict[str, Tensor]:
+def averaged(
+    state: Mapping[str, Any], of_sync: Sequence[StateKey] = (), *, counters: bool = False
+) -> dict[str, Tensor]:
     """The tensors of a state whose mean an exact synchronisation takes, in an order ranks share.
 
-    counters: those that are one number on the host (``step``), instead of all others.
+    Args:
+        state: of a parameter.
+        of_sync: the sync kind's keys.
+        counters: those that are one number on the host (``step``), instead of all others.
     """
     return {
         name: tensor
         for name, tensor in sorted(state.items())
-        if (key := key_of(name)) is not None
+        if (key := key_of(name, of_sync)) is not None
         and key.owner is Owner.REPLICA
         and (name == "step") == counters
     }

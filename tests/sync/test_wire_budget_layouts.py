@@ -167,7 +167,7 @@ def synchronize_exactly(rank, setup, layout):
         for (name, kind), n in records
         if name == replicas.get_group().group_name and kind == "all_reduce"
     )
-    return own, bytes_of_everything(plan), spent
+    return own, bytes_of_everything(plan, optimizer.sync), spent
 
 
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
