@@ -170,13 +170,14 @@ def add_and_agree(rank, change):
         optimizer.add_param_group({"params": more})
     else:
         saved = copy.deepcopy(optimizer.state_dict())
-        optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=2))
+        fragments = {"load with fewer fragments": 2, "load with more fragments": 4}[change]
+        optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=fragments))
         optimizer.load_state_dict(saved)
     optimizer.synchronize(exact=False)
     return values(X)
 
 
-@pytest.mark.parametrize("change", ["add", "load with fewer fragments"])
+@pytest.mark.parametrize("change", ["add", "load with fewer fragments", "load with more fragments"])
 def test_replicas_agree_though_fragments_were_dealt_anew(change):
     ours, theirs = distributed.run(2, add_and_agree, change)
     assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
