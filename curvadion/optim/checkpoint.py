@@ -100,7 +100,7 @@ def fit_to_checkpoint(
         fit_to_checkpoint(state, checkpoint_id=path)
         torch.distributed.checkpoint.load(state, checkpoint_id=path)
         set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"]
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
     Args:
