@@ -109,7 +109,8 @@ class CurvaDion(Dion):
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
         gate = _gate(gate, threshold, wire_budget)
-        gate.check_feasible(max_local_steps)
+        if gate.share is None:  # a budget knows later what openings cost
+            gate.check_feasible(max_local_steps)
         self._construct(params, replicas, gate, _sync(sync, gate), **keys)
 
     def _take(self, step: Step, decision: Decision) -> str | None:

@@ -150,6 +150,9 @@ class Plans:
 
         The next step still finds the change and agrees on it with the other ranks.
         """
+        keys = {*_MATRICES, *_FACTORS}
+        if any(keys - group.keys() for group in param_groups):
+            return  # the next step says which key is missing
         for state, right_factors in self._resized(param_groups, states):
             state.update(right_factors)
         if self._keys or states:

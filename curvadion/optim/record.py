@@ -224,6 +224,7 @@ def _parse(held: dict[str, Any]) -> Record:
     if missing := sorted({"steps", "local_steps"} - held.keys()):
         raise ValueError(f"{missing} are missing")
     _check_counts({**held, "fragments_apart": fragments_apart})
+    _check_counts({"fragments_apart": sync.get("fragments_apart", 0)})
     for value in replica or ():
         _check_counts({"replica": value})
     whose = None if replica is None else Replica(*replica)

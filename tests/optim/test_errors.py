@@ -700,7 +700,7 @@ def test_memory_that_a_sync_cannot_load_changes_nothing():
         group["progress"] = group["progress"].replace('"next_fragment": 0', '"next_fragment": "x"')
     into = CurvaDion([matrix()], wire_budget=0.5)
     before, memory = copy.deepcopy(into.state_dict()), into.gate.state_dict()
-    with pytest.raises(ValueError, match=r"memory.*'next_fragment': 'x'.*sync=Quantized.*ValueErr"):
+    with pytest.raises(ValueError, match=r"memory.*'next_fragment': 'x'.*sync=Quantized.*TypeErr"):
         into.load_state_dict(saved)
     assert into.state_dict() == before
     assert into.gate.state_dict() == memory
