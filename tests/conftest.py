@@ -1,5 +1,6 @@
 """One thread per process: the ranks of a test share few cores."""
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, and before torch is imported
@@ -9,6 +10,11 @@ import torch
 import distributed
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # thousands of tests, which every later collection would walk again
 
 
 def pytest_sessionfinish() -> None:
