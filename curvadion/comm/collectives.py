@@ -128,3 +128,49 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
+
+
+def all_to_all(
+    to: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    group: dist.ProcessGroup,
+) -> list[list[Tensor]]:
+    """Send tensors of one dtype and device to each rank of a group, in one collective.
+
+    Args:
+        to: for each rank the tensors it gets.
+        shapes: for each rank the shapes of the tensors that it sends here.
+        group: the ranks.
+
+    Returns:
+        For each rank the tensors it has sent, views of one buffer.
+    """
+    sent = [sum(t.numel() for t in tensors) for tensors in to]
+    expected = [[_numel(shape) for shape in each] for each in shapes]
+    received = list(map(sum, expected))
+    like = next(t for tensors in to for t in tensors)
+    buffer = torch.cat([t.reshape(-1) for tensors in to for t in tensors])
+    result = like.new_empty(sum(received))
+    dist.all_to_all_single(result, buffer, received, sent, group=group)
+    return [
+        [view.view(shape) for view, shape in zip(part.split(sizes), each, strict=True)]
+        for part, sizes, each in zip(result.split(received), expected, shapes, strict=True)
+    ]
+
+
+def shares(count: int, ranks: int) -> list[int]:
+    """How many of ``count`` things each rank has: equal shares, the first ranks one more."""
+    return [count // ranks + (i < count % ranks) for i in range(ranks)]
+
+
+def divide(sizes: Sequence[int], count: int) -> list[int]:
+    """Divide things of these sizes into ``count`` parts of about equal size; each one's part.
+
+    The largest goes first, each to the part that is smallest so far. No part is empty; there are
+    fewer if there are fewer things.
+    """
+    parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        parts[i] = min(range(len(filled)), key=filled.__getitem__)
+        filled[parts[i]] += max(1, sizes[i])
+    return parts

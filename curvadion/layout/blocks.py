@@ -70,14 +70,20 @@ class RowBlock(NamedTuple):
     """A block of rows, as this rank holds it.
 
     Attributes:
-        size: the number of rows of the block, over all ranks.
+        start, size: the first row of the block and the number of its rows, over all ranks.
         held: the rows held here, counted from the block's first row.
         local: where these lie among the rows of the local tensor.
     """
 
+    start: int
     size: int
     held: range
     local: slice
+
+    def among(self, rows: range) -> range:
+        """Which of these rows of the matrix are the block's, counted from its first row."""
+        inside = intersection(rows, range(self.start, self.start + self.size))
+        return range(inside.start - self.start, inside.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class BlockedTensor:
         stack: what this rank holds of the stack dimensions.
         rows, columns: what it holds of the next two dimensions.
         n: number of columns of each matrix, over all ranks.
-        held_columns: those held here.
+        width: how many of them an index of the dimension after the rows makes.
         blocks: the row blocks of each matrix in the stack.
     """
 
@@ -98,8 +104,17 @@ class BlockedTensor:
     rows: DimensionShard
     columns: DimensionShard
     n: int
-    held_columns: range
+    width: int
     blocks: list[RowBlock]
+
+    def flattened(self, indices: range) -> range:
+        """The columns that these indices of the dimension after the rows make."""
+        return range(indices.start * self.width, indices.stop * self.width)
+
+    @property
+    def held_columns(self) -> range:
+        """The columns held here."""
+        return self.flattened(self.columns.held)
 
 
 def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
@@ -120,14 +135,14 @@ def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
         inside = intersection(rows.held, range(start, start + size))
         held = range(inside.start - start, inside.stop - start)
         local = slice(inside.start - rows.held.start, inside.stop - rows.held.start)
-        blocks.append(RowBlock(size, held, local))
+        blocks.append(RowBlock(start, size, held, local))
     return BlockedTensor(
         X=X,
         stack=dimensions[:stack_dims],
         rows=rows,
         columns=columns,
         n=X.shape[stack_dims + 1] * width,
-        held_columns=range(columns.held.start * width, columns.held.stop * width),
+        width=width,
         blocks=blocks,
     )
 

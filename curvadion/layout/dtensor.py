@@ -76,7 +76,7 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     shards = []
     for d, size in enumerate(X.shape):
         axes = _axes_in_order(X.placements, d)
-        shards.append(DimensionShard(_held(size, X.device_mesh, axes), axes))
+        shards.append(DimensionShard(_held(size, X.device_mesh, axes, _coordinate(X)), axes))
     expected, actual = [len(d.held) for d in shards], list(local(X).shape)
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
@@ -87,11 +87,26 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     return shards
 
 
-def _held(size: int, mesh: DeviceMesh, axes: Sequence[int]) -> range:
-    """The indices of a dimension that this rank holds, sharded over the axes one after another."""
+def held_by_rank(X: Tensor, dimension: int, axes: Sequence[int], group: Group) -> list[range]:
+    """The indices of a DTensor's dimension that each rank of a group over ``axes`` holds."""
+    if not isinstance(X, DTensor):
+        raise TypeError(f"a {type(X).__name__} of shape {tuple(X.shape)} is sharded over no mesh")
+    mesh, held = X.device_mesh, []
+    for rank in dist.get_process_group_ranks(group):
+        (coordinate,) = (mesh.mesh == rank).nonzero().tolist()
+        held.append(_held(X.shape[dimension], mesh, axes, coordinate))
+    return held
+
+
+def _coordinate(X: DTensor) -> Sequence[int]:
+    return X.device_mesh.get_coordinate() or ()
+
+
+def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
+    """The indices of a dimension, sharded over the axes one after another, at a mesh coordinate."""
     held = range(size)
     for axis in axes:
-        count, position = mesh.size(axis), mesh.get_local_rank(axis)
+        count, position = mesh.size(axis), coordinate[axis]
         chunk = -(-len(held) // count)
         held = held[min(position * chunk, len(held)) : min((position + 1) * chunk, len(held))]
     return held
@@ -176,7 +191,7 @@ def zeros(
     if not isinstance(X, DTensor):
         return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
     held = [
-        len(_held(size, X.device_mesh, _axes_in_order(placements, d)))
+        len(_held(size, X.device_mesh, _axes_in_order(placements, d), _coordinate(X)))
         for d, size in enumerate(shape)
     ]
     whole: Tensor = DTensor.from_local(

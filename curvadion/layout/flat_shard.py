@@ -145,7 +145,7 @@ def _check_one_block(shape: tuple[int, ...], row_blocks: int | Sequence[int]) ->
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
-    """[start, stop) of every rank that holds elements, ascending; collective over the group.
+    """[start, stop) of every rank, by its rank in the group; collective over the group.
 
     Raises:
         ValueError: if the ranges do not cover the tensor exactly once.
@@ -161,7 +161,7 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
             f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
             f"{math.prod(shard.shape)} elements once: declare each rank's own range."
         )
-    return held
+    return ranges
 
 
 def shared_rows(
@@ -170,10 +170,11 @@ def shared_rows(
     """The rows of a matrix that several ranks hold in part, ascending.
 
     Args:
-        ranges: [start, stop) of every rank, ascending.
+        ranges: [start, stop) of every rank, in any order.
         first: index of the matrix's first element in the tensor.
         rows: of the matrix as it is stored.
         columns: of the matrix as it is stored.
     """
-    boundaries = (start - first for start, _ in ranges if first < start < first + rows * columns)
+    begins = (start - first for start, stop in ranges if start < stop)
+    boundaries = (element for element in begins if 0 < element < rows * columns)
     return tuple(sorted({element // columns for element in boundaries if element % columns}))

@@ -14,8 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
-from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of
-from curvadion.layout.dtensor import group_over, placements_of, state_placements, zeros
+from curvadion.layout.blocks import block_sizes, blocked, intersection, output_first, rank_of
+from curvadion.layout.dtensor import (
+    DimensionShard,
+    group_over,
+    held_by_rank,
+    placements_of,
+    state_placements,
+    zeros,
+)
 from curvadion.layout.flat_shard import (
     FlatShard,
     flat_matrices,
@@ -77,14 +84,22 @@ def _of_tensor(
     mesh = X.device_mesh if isinstance(X, DTensor) else None
     rows_group = group_over(mesh, matrices.rows.axes) if mesh is not None else None
     columns_group = group_over(mesh, matrices.columns.axes) if mesh is not None else None
+    rows_by_rank = _by_rank(matrices.X, options["stack_dims"], matrices.rows, rows_group)
+    columns_by_rank = _by_rank(
+        matrices.X, options["stack_dims"] + 1, matrices.columns, columns_group
+    )
     slots = QSlots(X, options)
     shape, placements = tuple(matrices.X.shape), placements_of(matrices.X)
     for stack in itertools.product(*(range(len(d.held)) for d in matrices.stack)):
         for b, block in enumerate(matrices.blocks):
             layout = _layout(
                 (block.size, matrices.n),
-                Extent(block.held, rows_group),
-                Extent(matrices.held_columns, columns_group),
+                Extent(block.held, rows_group, by_rank=tuple(map(block.among, rows_by_rank))),
+                Extent(
+                    matrices.held_columns,
+                    columns_group,
+                    by_rank=tuple(map(matrices.flattened, columns_by_rank)),
+                ),
                 replicas,
                 unions,
             )
@@ -95,6 +110,10 @@ def _of_tensor(
                 slots.of(b, stack, block.local),
                 (shape, placements, mesh, b, layout.replicas),
             )
+
+
+def _by_rank(X: Tensor, dimension: int, shard: DimensionShard, group: Group | None) -> list[range]:
+    return [] if group is None else held_by_rank(X, dimension, shard.axes, group)
 
 
 def _of_flat_shard(
@@ -122,7 +141,12 @@ def _flat_extent(
     """The stored rows of a matrix that a flat shard holds; ``first`` is its first element."""
     shared = shared_rows(ranges, first, rows, view.columns)
     borrowed = bool(view.rows) and view.start % view.columns != 0
-    return Extent(view.rows, group, shared, borrowed=borrowed)
+    matrix = range(first, first + rows * view.columns)
+    by_rank = []
+    for start, stop in ranges if group is not None else ():
+        inside = intersection(range(start, stop), matrix)
+        by_rank.append(FlatRange(inside.start - first, inside.stop - first, view.columns).rows)
+    return Extent(view.rows, group, shared, borrowed=borrowed, by_rank=tuple(by_rank))
 
 
 def _layout(

@@ -9,6 +9,7 @@ depend on how the matrix is sharded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
+
+UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda m, n: math.sqrt(m / n),
+    "original": lambda m, n: math.sqrt(max(1.0, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+}
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,15 @@ class Extent:
             Shards that begin in the middle of a row (ZeRO, FSDP1) have such rows.
         borrowed: whether the first row held here is shared and begins on another rank. Sums over
             the group count the row on that rank.
+        by_rank: the indices that each rank of the group holds, by its rank in the group; () without
+            a group.
     """
 
     indices: range
     group: dist.ProcessGroup | None = None
     shared: tuple[int, ...] = ()
     borrowed: bool = False
+    by_rank: tuple[range, ...] = ()
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -108,11 +118,14 @@ class MatrixLayout:
         """Whether B is the transpose of the matrix; B never has fewer rows than columns."""
         return self.shape[0] < self.shape[1]
 
-    @property
-    def update_scale(self) -> float:
-        """sqrt(fan_out / fan_in), the factor of the orthonormal update (Dion, section 2)."""
+    def update_scale(self, kind: str) -> float:
+        """The factor of the orthonormal update; one of UPDATE_SCALES, for matrices (m, n).
+
+        "spectral" is sqrt(m / n) (Dion, section 2), "original" is sqrt(max(1, m / n)) (Muon), and
+        "match_rms_adamw" is 0.2 sqrt(max(m, n)) (Moonlight, arXiv 2502.16982).
+        """
         m, n = self.shape
-        return math.sqrt(m / n)
+        return UPDATE_SCALES[kind](m, n)
 
     def rank(self, rank_fraction: float, rank_multiple_of: int) -> int:
         """r = min(multiple * ceil(fraction * min(m, n) / multiple), m, n)."""

@@ -104,7 +104,12 @@ def _flat_right_factors(
 
 
 def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the state tensors that hold right factors, by key; global ones for DTensors."""
+    """Shapes of the state tensors that hold right factors, by key; global ones for DTensors.
+
+    Only the direction "low_rank" has such factors.
+    """
+    if options["direction"] != "low_rank":
+        return {}
     if (shard := flat_shard(X)) is not None:
         return {
             key: (len(held), rank_of(whole, options))
@@ -123,6 +128,8 @@ def create_right_factors(
         options: its group, with stack_dims, row_blocks, input_first and the rank options.
         dtype: of the tensors.
     """
+    if options["direction"] != "low_rank":
+        return {}
     if (shard := flat_shard(X)) is not None:
         return {
             key: whole.initial_q(rank_of(whole, options))[held.start : held.stop].to(

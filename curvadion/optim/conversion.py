@@ -10,17 +10,30 @@ from torch import Tensor
 
 from curvadion.comm.replicas import Replica
 from curvadion.layout.dtensor import local
-from curvadion.layout.right_factors import resize_right_factors, right_factor_shapes
+from curvadion.layout.right_factors import (
+    create_right_factors,
+    resize_right_factors,
+    right_factor_shapes,
+)
 from curvadion.optim.record import Progress, Record
 from curvadion.sync.base import Sync
 from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update import hyperparameters as check
-from curvadion.update.parameter import names
+from curvadion.update.parameter import dtype_of, names
 from curvadion.update.scalar import STATE_KEYS
-from curvadion.update.state import ANCHOR, MOMENTUM, MOMENTUM_NORM, RESIDUAL
+from curvadion.update.state import (
+    ANCHOR,
+    MOMENTUM,
+    MOMENTUM_NORM,
+    R_SCALE,
+    RESIDUAL,
+    is_right_factor,
+)
 
 # Keys of groups that older versions did not save, because there was one way only.
-NEW_KEYS = {"input_first"}
+NEW_KEYS = {"input_first", "newton_schulz", "newton_schulz_steps", "update_scale"}
+# What groups were like before they had the key.
+BEFORE = {"direction": "low_rank"}
 # Keys of states that earlier versions gave other names.
 OLD_NAMES = {"weight_agreed": ANCHOR, "weight_residual": RESIDUAL}
 OLD_LR_SUM, OLD_LR_AT_AGREEMENT = "lr_sum", "lr_at_agreement"
@@ -65,7 +78,7 @@ def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     groups = []
     for group in saved["param_groups"]:
         lr_sum = group.get(OLD_LR_SUM)
-        groups.append({key: value for key, value in group.items() if key != OLD_LR_SUM})
+        groups.append(BEFORE | {key: value for key, value in group.items() if key != OLD_LR_SUM})
         numbers = group.get("params")
         for i in numbers if isinstance(numbers, list) else ():
             held = states.get(i)
@@ -109,7 +122,8 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
     if same_kind:
         return Converted(state_dict, progress, record.sync, record.fragments_apart, told)
     # Other kinds know no fragments: all of the weights are then to be averaged.
-    progress.local_steps = max(progress.local_steps, 1 if record.fragments_apart else 0)
+    apart = record.fragments_apart or record.differs
+    progress.local_steps = max(progress.local_steps, 1 if apart else 0)
     return Converted(state_dict, progress, into.first_memory, 0, told)
 
 
@@ -165,6 +179,8 @@ def _follow_the_arguments(record: Record, into: Loading, same_kind: bool) -> set
         before: Mapping[str, Any] = record.group_defaults
     else:
         before = now if same_kind else {}
+    if same_kind:
+        before = {**now, **before}  # a key that it lacks did not follow from the kind then
     changed = {key for key in now if key not in before or before[key] != now[key]}
     return changed | ({"rank_multiple_of"} if "rank_fraction" in changed else set())
 
@@ -192,9 +208,9 @@ def _states(
                 if isinstance(residual, Tensor) and local(residual).any():
                     with_losses.append(name)
             state = {k: v for k, v in state.items() if k not in dropped}
-            _check_complete(name, X, state, groups[g], into.sync)
+            _check_complete(name, X, state, before, groups[g], into.sync)
             if groups[g]["algorithm"] == "dion":
-                state |= fit_right_factors(name, X, state, before, groups[g])
+                state = fit_right_factors(name, X, state, before, groups[g])
             states[i] = state
     if not with_losses:
         return states, None
@@ -206,9 +222,16 @@ def _states(
 
 
 def _check_complete(
-    name: str, X: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], sync: Sync
+    name: str,
+    X: Tensor,
+    state: Mapping[str, Any],
+    before: Mapping[str, Any],
+    group: Mapping[str, Any],
+    sync: Sync,
 ) -> None:
     algorithm, needed = group["algorithm"], _needed(X, group)
+    if before.get("direction") != "low_rank":
+        needed = {key for key in needed if not is_right_factor(key)}
     # Of the tensors that the sync keeps of a parameter, a state has all or none.
     of_sync = {key.name for key in sync.state_keys if key.like_parameter}
     if not state.keys().isdisjoint(of_sync):
@@ -254,13 +277,19 @@ def fit_right_factors(
     state: Mapping[str, Any],
     before: Mapping[str, Any],
     after: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """The right factors with the rank that the group has now."""
+) -> dict[str, Any]:
+    """The state with right factors of the rank that the group has now, if its direction has any."""
     wanted = right_factor_shapes(X, after)
+    rest = {key: value for key, value in state.items() if not is_right_factor(key)}
+    if after["direction"] != "low_rank":
+        rest.pop(R_SCALE, None)
+        return rest
+    if before["direction"] != "low_rank":
+        return rest | create_right_factors(X, after, dtype_of(after["q_dtype"], X))
     held = {key: state[key] for key in wanted}
     shapes = {key: tuple(Q.shape) for key, Q in held.items()}
     if shapes == wanted:
-        return held
+        return rest | held
     forms = {**after, **{key: before[key] for key in ("rank_fraction", "rank_multiple_of")}}
     if shapes != right_factor_shapes(X, forms):
         raise ValueError(
@@ -269,7 +298,7 @@ def fit_right_factors(
             f"{before['rank_multiple_of']} make {right_factor_shapes(X, forms)}: build the "
             f"optimizer with the stack_dims and row_blocks that it was saved with."
         )
-    return resize_right_factors(X, held, forms, after)
+    return rest | resize_right_factors(X, held, forms, after)
 
 
 # -------------------------------------------------------------------- replicas that were apart

@@ -16,14 +16,16 @@ from curvadion.gates import RMMC, ByteBudget, Gate
 from curvadion.optim.base import Params
 from curvadion.optim.dion import Dion, full_precision
 from curvadion.sync.base import Step, Sync
-from curvadion.sync.decision import Decision
+from curvadion.sync.decision import Decision, Moving
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.sync.verify import Listing
 from curvadion.update import hyperparameters as check
-from curvadion.update.dion_step import LowRankStep, dion_step
+from curvadion.update.direction import Taken
 from curvadion.update.elementwise import elementwise_steps
 from curvadion.update.gradient_step import gradient_step
+from curvadion.update.matrix_step import matrix_step, wave_step
+from curvadion.update.momentum import accumulate_momenta
 from curvadion.update.plan import Plan
 
 
@@ -55,11 +57,13 @@ class CurvaDion(Dion):
             pays something back may take twice as many.
         warmup_steps: that many first steps are always synchronised.
         mu, betas, eps, weight_decay, rank_multiple_of, stack_dims, row_blocks, input_first,
-            momentum_rule, momentum_dtype, q_dtype, stochastic_rounding: as of Dion.
-        nesterov, rank_fraction, right_factor: as of Dion; None takes the sync's default. LowRank:
-            0, 1/4 and "column_normalized". QuantizedAverage: 1.6 times the root of the number of
-            steps from one agreement on a weight to the next, as the gate can afford it for the
-            parameters given here (4 for six steps), 1 and "qr". ``repr(optimizer)`` shows them.
+            momentum_rule, newton_schulz, newton_schulz_steps, update_scale, momentum_dtype,
+            q_dtype, stochastic_rounding: as of Dion.
+        nesterov, direction, rank_fraction, right_factor: as of Dion; None takes the sync's default.
+            LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6 times the
+            root of the number of steps from one agreement on a weight to the next, as the gate can
+            afford it for the parameters given here (4 for six steps), "polar", 1 and "qr"; with a
+            rank_fraction below 1 the direction is "low_rank". ``repr(optimizer)`` shows them.
 
     Of the arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the
     others are defaults of group keys.
@@ -89,6 +93,7 @@ class CurvaDion(Dion):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        direction: Literal["low_rank", "polar"] | None = None,
         rank_fraction: float | None = None,
         rank_multiple_of: int = 1,
         stack_dims: int = 0,
@@ -96,6 +101,9 @@ class CurvaDion(Dion):
         input_first: bool = False,
         momentum_rule: Literal["error_feedback", "plain"] = "error_feedback",
         right_factor: Literal["column_normalized", "qr"] | None = None,
+        newton_schulz: Literal["polar_express", "muon"] = "polar_express",
+        newton_schulz_steps: int = 4,
+        update_scale: Literal["spectral", "original", "match_rms_adamw"] = "spectral",
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
@@ -115,9 +123,10 @@ class CurvaDion(Dion):
 
     def _take(self, step: Step, decision: Decision) -> str | None:
         reason = self._reason_to_open(decision)
-        step = replace(step, local_update=lambda: self._local_update(step))
+        directed = self.local_step == "dion"
+        step = replace(step, local_update=LocalUpdate(self.sync, step, directed), directed=directed)
         if reason is None:
-            step.local_update()
+            step.local_update(None)
         else:
             self.gate.spend(1)
             self.sync.open_step(step)
@@ -136,20 +145,6 @@ class CurvaDion(Dion):
         if longest is not None and local_steps >= longest:
             return "longest local run"
         return None
-
-    def _local_update(self, step: Step) -> LowRankStep | None:
-        """A step inside the replica, of which no other replica hears."""
-        self.sync.before_local_update(step)
-        # A replica's shards are one matrix: a gradient that some of them miss is zero there.
-        moving = step.moving if step.complete else step.moving.among(step.plan.inside)
-        taken = None
-        if self.local_step == "dion":
-            remember = not self.sync.shares_factors
-            taken = dion_step(*moving, step=step.number, inside_replica=True, remember=remember)
-        else:
-            gradient_step(*moving, step=step.number)
-        elementwise_steps(moving.plan, None)
-        return taken
 
     @torch.no_grad()
     def synchronize(self, *, exact: bool | None = None) -> None:
@@ -192,6 +187,41 @@ class CurvaDion(Dion):
     def _listing(self, plan: Plan) -> Listing:
         names = ("local_step", "warmup_steps", "max_local_steps")
         return [*((n, repr(getattr(self, n))) for n in names), *super()._listing(plan)]
+
+
+class LocalUpdate:
+    """A step inside the replica, of which no other replica hears; taken in parts or as a whole.
+
+    directed: whether matrices take their directions; else plain gradient steps.
+    """
+
+    def __init__(self, sync: Sync, step: Step, directed: bool) -> None:
+        self._sync, self._step, self._directed = sync, step, directed
+        self._moving: Moving | None = None
+
+    def __call__(self, part: Plan | None) -> Taken | None:
+        """See :class:`Step`."""
+        if self._moving is None:
+            self._sync.before_local_update(self._step)
+            moving, plan = self._step.moving, self._step.plan
+            # A replica's shards are one matrix: a gradient that some of them miss is zero there.
+            self._moving = moving if self._step.complete else moving.among(plan.inside)
+        plan, gradients, norms = self._moving
+        remember, number = not self._sync.shares_factors, self._step.number
+        taken = None
+        if part is not None:
+            these = set(map(id, part.parameters))
+            plan = plan.select([id(p) in these for p in plan.parameters])
+            gradients, norms = plan.gradients(), None
+        if not self._directed:
+            gradient_step(plan, gradients, norms, step=number)
+        elif part is None or len(plan.matrix_waves()) != 1:
+            matrix_step(plan, gradients, norms, step=number, inside_replica=True, remember=remember)
+        else:
+            accumulate_momenta(gradients)
+            taken = wave_step(plan, step=number, inside_replica=True, remember=remember)
+        elementwise_steps(plan, None)
+        return taken
 
 
 def _gate(gate: Any, threshold: float | None, wire_budget: float | None) -> Gate:

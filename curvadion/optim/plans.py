@@ -24,7 +24,10 @@ from curvadion.update.state import MOMENTUM
 
 # Group keys that say which matrices there are, and those that say how they are batched.
 _MATRICES = ("stack_dims", "row_blocks", "input_first")
-_FACTORS = ("algorithm", "right_factor", "rank_fraction", "rank_multiple_of")
+_FACTORS = (
+    *("algorithm", "direction", "right_factor", "rank_fraction", "rank_multiple_of"),
+    *("newton_schulz", "newton_schulz_steps"),
+)
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -130,7 +133,8 @@ class Plans:
     def renew(self, param_groups: Sequence[dict[str, Any]], states: Any, gate: Gate) -> Plan:
         """The plan of the groups as they are now, which all ranks must ask for together.
 
-        Right factors follow a changed rank: their first columns stay, new ones are initial.
+        Right factors follow a changed rank: their first columns stay, new ones are initial. They
+        come and go with the direction "low_rank".
 
         Raises:
             ValueError: if matrices that have a state are to be cut otherwise.
@@ -140,8 +144,8 @@ class Plans:
             resized = self._resized(param_groups, states)
             plan = self.make(param_groups, states)
             self._check(plan, self.known)
-            for state, right_factors in resized:
-                state.update(right_factors)
+            for state, fitting in resized:
+                _replace(state, fitting)
             self._known, self._keys = _Known(plan, now), _keys_by_parameter(param_groups)
         return self._known.plan
 
@@ -153,15 +157,15 @@ class Plans:
         keys = {*_MATRICES, *_FACTORS}
         if any(keys - group.keys() for group in param_groups):
             return  # the next step says which key is missing
-        for state, right_factors in self._resized(param_groups, states):
-            state.update(right_factors)
+        for state, fitting in self._resized(param_groups, states):
+            _replace(state, fitting)
         if self._keys or states:
             self._keys = _keys_by_parameter(param_groups)
 
     def _resized(
         self, param_groups: Sequence[dict[str, Any]], states: States
-    ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-        """States whose right factors have another rank than their groups, and the new factors."""
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """States that fit another direction or rank than their groups', and what fits these."""
         if wrong := self.wrong_cut(param_groups, states):
             raise ValueError(wrong)
         return [
@@ -191,6 +195,13 @@ class Plans:
                 before, state = self._keys.get(X, after), states.get(X, {})
                 if before != after and after["algorithm"] == "dion" and MOMENTUM in state:
                     yield _Changed(f"param_groups[{g}]", name, X, state, before, after)
+
+
+def _replace(state: dict[str, Any], by: Mapping[str, Any]) -> None:
+    """Give a state other contents."""
+    for key in state.keys() - by.keys():
+        del state[key]
+    state.update(by)
 
 
 def members(param_groups: Sequence[dict[str, Any]]) -> Listing:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch.distributed as dist
 
 from curvadion.sync.decision import Moving
-from curvadion.update.dion_step import LowRankStep
+from curvadion.update.direction import Taken
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import StateKey
@@ -26,8 +26,10 @@ class Step:
         replicas: the process group of the replicas; None for one replica.
         number: how many steps were taken before.
         local_steps: how many of them replicas took by themselves since they last came together.
-        local_update: takes the step inside the replica, as if the gate were closed; returns what
-            the matrices' step was made of, None for a plain gradient step.
+        local_update: takes the step of a part of the plan inside the replica, as if the gate were
+            closed; returns what the step of its matrices was made of, None if there was none. A
+            part has matrices of one direction (:meth:`Plan.waves`); None stands for all.
+        directed: whether local steps take the matrices' directions, not plain gradients.
     """
 
     moving: Moving
@@ -35,7 +37,8 @@ class Step:
     replicas: dist.ProcessGroup | None
     number: int
     local_steps: int = 0
-    local_update: Callable[[], LowRankStep | None] = lambda: None
+    local_update: Callable[[Plan | None], Taken | None] = lambda part: None
+    directed: bool = True
 
     @property
     def plan(self) -> Plan:
@@ -56,7 +59,8 @@ class Sync(ABC):
 
     Class attributes:
         group_defaults: what None stands for in group keys under this kind. Without the key
-            "nesterov" :meth:`look_ahead` tells that one.
+            "nesterov" :meth:`look_ahead` tells that one. "direction" is for full rank: groups of
+            another rank_fraction take "low_rank".
         state_keys: what it keeps of each parameter, beside the table of curvadion.update.state.
         shares_factors: whether open steps take P and R from products that are means over replicas.
             Local steps then leave no notes behind that differ between replicas.
@@ -71,6 +75,7 @@ class Sync(ABC):
     """
 
     group_defaults: ClassVar[Mapping[str, Any]] = {
+        "direction": "low_rank",
         "rank_fraction": 0.25,
         "right_factor": "column_normalized",
         "nesterov": 0.0,

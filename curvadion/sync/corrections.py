@@ -3,15 +3,15 @@
 Since replicas last agreed, over steps of learning rates lr (with the shape's scale) that add up to
 L, replica i has moved by
 
-    D_i = X_i - anchor = -sum over steps of lr U_i,      U_i = P Q^T the direction of its momentum,
+    D_i = X_i - anchor = -sum over steps of lr U_i,
 
-and all have now agreed on the mean D of the D_i.
+where U_i is the direction of its momentum, P Q^T or the polar factor, and all have now agreed on the mean D of the D_i.
 
 **Momentum alignment.** The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i. Its
 average direction was -D_i / L, and the mean direction is -D / L. The momentum takes the mean
 direction and keeps its own S_i:
 
-    M_i <- M_i - (D - D_i) S_i / L,              S_i = Q (M_i^T P)^T.
+    M_i <- M_i - (D - D_i) S_i / L.
 
 M_i is the momentum after the last step: after its gradient and the error feedback (under the plain
 rule, after its gradient), without the look-ahead. P and Q are that step's factors, of the momentum
@@ -34,20 +34,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from curvadion import ops
-from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import largest, saturated
-from curvadion.update.dion_step import LowRankStep
-from curvadion.update.parameter import Matrix, batches, open_shards, product_dtype
+from curvadion.update.direction import Taken
+from curvadion.update.parameter import Matrix, open_shards, product_dtype, stacked
 from curvadion.update.plan import Plan
-from curvadion.update.power_iteration import left_products, right_products
-from curvadion.update.stack import as_stack
+from curvadion.update.row_shards import cut_columns, products_of_columns, whole_rows
 from curvadion.update.state import ANCHOR
 
 # State of matrices: the sum of the learning rates of the steps since replicas agreed on the anchor.
@@ -67,7 +63,7 @@ def lengths_since_anchor(plan: Plan) -> list[Tensor]:
     """
     return [
         torch.tensor(
-            [m.parameter.state[LR_SINCE_ANCHOR] * m.layout.update_scale for m in stack],
+            [m.parameter.state[LR_SINCE_ANCHOR] * m.update_scale for m in stack],
             dtype=product_dtype(stack[0].parameter.X),
             device=stack[0].parameter.X.device,
         )
@@ -88,37 +84,26 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 # -------------------------------------------------------------------- momentum alignment
 
 
-def weights_of(step: LowRankStep) -> list[list[Tensor]]:
+def weights_of(taken: Taken) -> list[list[Tensor]]:
     """Copies of the weights that the step has moved, by stack."""
-    return [[m.X.clone() for m in stack] for stack in step.stacks]
+    return [[m.X.clone() for m in stack] for stack in taken.stacks]
 
 
-def align_momenta_(step: LowRankStep, own: Sequence[Sequence[Tensor]]) -> None:
+def align_momenta_(taken: Taken, own: Sequence[Sequence[Tensor]]) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
     Args:
-        step: the last step, a local one.
+        taken: the last step, a local one.
         own: the :func:`weights_of` it before replicas agreed; overwritten.
     """
-    if not step.stacks:
+    if not taken.stacks:
         return
     # D - D_i, (m_i, n_j) each.
     missing = [
         [_difference_(m.X, x) for m, x in zip(stack, before, strict=True)]
-        for stack, before in zip(step.stacks, own, strict=True)
+        for stack, before in zip(taken.stacks, own, strict=True)
     ]
-    momenta = [as_stack(stack, inside_replica=True) for stack in step.stacks]
-    right, _ = right_products(momenta, [factors.P for factors in step.factors])
-    left = left_products(
-        [
-            replace(stack, B=D, Q=list(factors.Q))
-            for stack, factors, D in zip(momenta, step.factors, missing, strict=True)
-        ]
-    )
-    shares = _alignment_shares(step, missing)
-    for stack, T, share, R in zip(step.stacks, left, shares, right, strict=True):
-        # (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, n_j) = (m_i, r) (r, n_j)
-        _subtract(stack, T * share[:, None, None], R)
+    taken.turn_momenta_(missing, [-share for share in _alignment_shares(taken, missing)])
 
 
 def _difference_(X: Tensor, own: Tensor) -> Tensor:
@@ -126,27 +111,17 @@ def _difference_(X: Tensor, own: Tensor) -> Tensor:
     return own.neg_().add_(X).clamp_(-largest(X.dtype), largest(X.dtype))
 
 
-def _alignment_shares(step: LowRankStep, missing: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _alignment_shares(taken: Taken, missing: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """1 / L by stack; less where D - D_i is too long.
 
     Directions differ by no more than sqrt(r) in Frobenius norm. The share is 1 / L up to a length
     of L sqrt(r), and falls with the square of the length beyond.
     """
-    shares = []
-    lengths, squares = lengths_since_anchor(step.plan), step.plan.squared_norms(missing)
-    for L, factors, square in zip(lengths, step.factors, squares, strict=True):
-        r = factors.Q.shape[2]
-        shares.append(_clip(L * r, L.square() * r, square))
-    return shares
-
-
-def _subtract(matrices: Sequence[Matrix], T: Tensor, R: Tensor) -> None:
-    """M <- M - T R^T."""
-    for batch in batches(matrices):
-        chosen = matrices[batch]
-        ones = [1.0] * len(chosen)
-        with open_shards(chosen, [m.parameter.M for m in chosen]) as (M,):
-            ops.low_rank_update_(M, list(T[batch]), list(R[batch]), ones, ones)
+    lengths, squares = lengths_since_anchor(taken.plan), taken.plan.squared_norms(missing)
+    return [
+        _clip(L * r, L.square() * r, square)
+        for L, r, square in zip(lengths, taken.ranks(), squares, strict=True)
+    ]
 
 
 # -------------------------------------------------------------------- polar correction
@@ -189,56 +164,16 @@ def correct_polar_(plan: Plan, before: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _newton_schulz(
-    matrices: Sequence[Sequence[Matrix]], V: Sequence[Sequence[Tensor]]
-) -> list[list[Tensor]]:
-    """(V - V V^T V) / 2, shards (m_i, n_j) as V's.
-
-    Cut columns are taken in rounds, as many at a time as a rank holds, so that no shard is ever
-    put together with the others.
-    """
-    changes = [[v.clone() for v in each] for each in V]
-    rounds = [group_size(stack[0].layout.columns.group) for stack in matrices]
-    for number in range(max(rounds)):
-        now = [i for i, last in enumerate(rounds) if number < last]
-        columns = [_columns_of_round(matrices[i][0], number, rounds[i]) for i in now]
-        stacks = [
-            replace(
-                as_stack(matrices[i], inside_replica=True),
-                B=V[i],
-                Q=[_unit_columns(matrices[i][0], these, V[i][0])] * len(V[i]),
-            )
-            for i, these in zip(now, columns, strict=True)
-        ]
-        chosen = left_products(stacks)  # (m_i, w) = V (n_j, w) of the identity
-        grams, _ = right_products(stacks, chosen)  # (n_j, w) = V^T V
-        cubes = left_products([replace(s, Q=list(G)) for s, G in zip(stacks, grams, strict=True)])
-        for i, these, cube in zip(now, columns, cubes, strict=True):
-            _subtract_columns(matrices[i][0], changes[i], cube, these)
-    return [[change.mul_(0.5) for change in each] for each in changes]
-
-
-def _columns_of_round(m: Matrix, number: int, rounds: int) -> range:
-    n = min(m.layout.shape)
-    width = -(-n // rounds)
-    return range(min(n, number * width), min(n, (number + 1) * width))
-
-
-def _unit_columns(m: Matrix, these: range, like: Tensor) -> Tensor:
-    """The rows of these columns of the identity that are the columns held here, (n_j, w)."""
-    held = m.layout.columns.positions(like.device)
-    wanted = torch.arange(these.start, these.stop, device=like.device)
-    return (held[:, None] == wanted).to(like.dtype)
-
-
-def _subtract_columns(m: Matrix, change: Sequence[Tensor], cube: Tensor, these: range) -> None:
-    """Subtract the columns of (k, m_i, w) that are held here."""
-    held = m.layout.columns.indices
-    first, last = max(held.start, these.start), min(held.stop, these.stop)
-    if first >= last:
-        return
-    for x, c in zip(change, cube, strict=True):
-        own = x[:, first - held.start : last - held.start]
-        own.sub_(c[:, first - these.start : last - these.start])
+    stacks: Sequence[Sequence[Matrix]], V: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """(V - V V^T V) / 2, (k, m_i, n_j) by stack."""
+    layouts = [stack[0].layout for stack in stacks]
+    rows = whole_rows([stacked(v, stack[0]) for v, stack in zip(V, stacks, strict=True)], layouts)
+    changes = [
+        torch.baddbmm(v, v, gram, beta=0.5, alpha=-0.5)
+        for v, gram in zip(rows, products_of_columns(rows, rows, layouts), strict=True)
+    ]
+    return cut_columns(changes, layouts)
 
 
 def _anchor(m: Matrix) -> Tensor:

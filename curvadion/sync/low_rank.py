@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
 from curvadion import checks
+from curvadion.comm.collectives import group_size, mean_
 from curvadion.sync.base import Step, Sync
+from curvadion.sync.decision import Moving
 from curvadion.sync.exact_average import average_weights_
-from curvadion.update.dion_step import dion_step
 from curvadion.update.elementwise import elementwise_steps
+from curvadion.update.matrix_step import matrix_step
+from curvadion.update.momentum import momentum_norms
 
 
 def low_rank_open_step(step: Step) -> None:
@@ -16,12 +24,32 @@ def low_rank_open_step(step: Step) -> None:
         P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
         M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
 
-    Parameters that are not matrices take AdamW or Lion with the replicas' mean gradients. A
-    parameter without a gradient on any rank rests.
+    Matrices with direction="polar" have no factors to share. They take the polar factor of the
+    momentum with the replicas' mean gradients, as parameters that are not matrices take AdamW or
+    Lion with these: dense, as many numbers as the gradient has. A parameter without a gradient on
+    any rank rests.
     """
     moving = step.moving if step.complete else step.moving.among(step.plan.all_ranks)
-    dion_step(*moving, step=step.number, inside_replica=False)
+    moving = _with_mean_gradients(moving, step.replicas)
+    matrix_step(*moving, step=step.number, inside_replica=False)
     elementwise_steps(moving.plan, step.replicas)
+
+
+def _with_mean_gradients(moving: Moving, replicas: dist.ProcessGroup | None) -> Moving:
+    """Gradients of matrices that share no factors as their means over the replicas."""
+    parameters, given = moving.gradients.parameters, moving.gradients.G
+    dense = [i for i, p in enumerate(parameters) if p.direction == "polar"]
+    if group_size(replicas) == 1 or not dense:
+        return moving
+    G = list(given)
+    for i in dense:
+        if parameters[i].G is None:  # zeros that other parameters share
+            G[i] = torch.zeros_like(parameters[i].local)
+    mean_([G[i] for i in dense], replicas)
+    norms = moving.norms
+    if norms is not None:
+        norms = momentum_norms(moving.plan, replace(moving.gradients, G=G)).after
+    return moving._replace(gradients=replace(moving.gradients, G=G), norms=norms)
 
 
 class LowRank(Sync):
@@ -43,6 +71,10 @@ class LowRank(Sync):
         self.average_weights = self.brings_weights_together = average_weights
 
     def open_step(self, step: Step) -> None:
+        if step.local_steps:
+            # Low-rank products are means of what momenta hold; polar factors need the mean itself.
+            polar = [p.M for p in step.plan.dion if p.direction == "polar"]
+            mean_(polar, step.replicas)
         if step.local_steps or self.fragments_apart:
             if self.average_weights:
                 average_weights_(step.plan, step.replicas)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, group_size
+from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, divide, group_size
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import groups_of
 from curvadion.ops.tensors import saturated
@@ -34,7 +34,7 @@ from curvadion.sync.corrections import (
     correct_polar_,
     weights_of,
 )
-from curvadion.update.dion_step import LowRankStep
+from curvadion.update.direction import Taken
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
@@ -65,7 +65,7 @@ class QuantizedAverage(Sync):
         TypeError, ValueError: naming the argument and its value.
     """
 
-    group_defaults = {"rank_fraction": 1.0, "right_factor": "qr"}  # noqa: RUF012
+    group_defaults = {"direction": "polar", "rank_fraction": 1.0, "right_factor": "qr"}  # noqa: RUF012
     state_keys = (
         StateKey(ANCHOR, Owner.SYNC, like_parameter=True),
         StateKey(RESIDUAL, Owner.SYNC, like_parameter=True),
@@ -144,60 +144,59 @@ class QuantizedAverage(Sync):
         self.fragments_apart = self.count
 
     def open_step(self, step: Step) -> None:
-        taken = step.local_update()
-        self._agree(step.plan, step.replicas, 1, taken, measure=step.moving.norms is not None)
+        now = self._next(step.plan, 1)
+        kept = set(map(id, now.parameters))
+        step.local_update(step.plan.select([id(p) not in kept for p in step.plan.parameters]))
+        for wave in now.waves():
+            taken = step.local_update(wave)
+            self._agree(wave, step.replicas, taken, corrected=step.directed)
+        self._turn(1)
+        if step.moving.norms is not None:
+            measure_momenta(step.plan)
 
     def come_together(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
         openings = self.fragments_apart
-        self._agree(plan, replicas, openings, None, measure=False)
+        for wave in self._next(plan, openings).waves():
+            self._agree(wave, replicas, None, corrected=False)
+        self._turn(openings)
         return openings
+
+    def _next(self, plan: Plan, fragments: int) -> Plan:
+        """The parameters of the next fragments."""
+        now = {(self.next_fragment + i) % max(1, self.count) for i in range(fragments)}
+        return plan.select([fragment in now for fragment in self._fragment_of])
+
+    def _turn(self, fragments: int) -> None:
+        """Note that the next fragments have come together."""
+        self.next_fragment = (self.next_fragment + fragments) % max(1, self.count)
+        self.fragments_apart = max(0, self.fragments_apart - fragments)
 
     def _agree(
         self,
-        plan: Plan,
+        wave: Plan,
         replicas: dist.ProcessGroup | None,
-        fragments: int,
-        taken: LowRankStep | None,
+        taken: Taken | None,
         *,
-        measure: bool,
+        corrected: bool,
     ) -> None:
-        """Bring the next fragments together; momenta follow the step just taken, if any."""
-        if not plan.parameters or not fragments:
-            return
-        count = self.count
-        now = {(self.next_fragment + i) % count for i in range(fragments)}
-        chosen = plan.select([fragment in now for fragment in self._fragment_of])
-        if group_size(replicas) == 1:
-            self.after_average(chosen.parameters)
-        else:
-            self._exchange(chosen, replicas, taken, measure=measure)
-        self.next_fragment = (self.next_fragment + fragments) % count
-        self.fragments_apart = max(0, self.fragments_apart - fragments)
+        """Agree on the weights of a wave, then correct momenta and weights.
 
-    def _exchange(
-        self,
-        plan: Plan,
-        replicas: dist.ProcessGroup | None,
-        taken: LowRankStep | None,
-        *,
-        measure: bool,
-    ) -> None:
-        """Agree on the weights of a plan, then correct momenta and weights."""
-        aligned = (
-            taken.among(plan.parameters) if taken is not None and self.align_momentum else None
-        )
+        taken: what its matrices have just moved by. corrected: whether to correct the weights.
+        """
+        if group_size(replicas) == 1:
+            self.after_average(wave.parameters)
+            return
+        aligned = taken if self.align_momentum else None
         own = [] if aligned is None else weights_of(aligned)
-        corrected = taken is not None and self.polar_correction
-        before = anchors_of(plan) if corrected else []
-        for alike in _cut_alike(plan.parameters):
+        corrected = corrected and self.polar_correction
+        before = anchors_of(wave) if corrected else []
+        for alike in _cut_alike(wave.parameters):
             average_in_codes_(list(anchored(alike)), self.bits, replicas)
         if aligned is not None:
             align_momenta_(aligned, own)
         if corrected:
-            correct_polar_(plan, before)
-        if aligned is not None and measure:
-            measure_momenta(plan)
-        _begin_anew(plan.parameters)
+            correct_polar_(wave, before)
+        _begin_anew(wave.parameters)
 
     # ---------------------------------------------------------------- exact averages
 
@@ -278,19 +277,6 @@ def average_in_codes_(
 def coded_together(X: Sequence[Tensor], bits: int) -> Iterator[list[Tensor]]:
     """Runs of tensors whose codes are one bucket, or of one tensor."""
     return chunks(X, DENSE_BUCKET_BYTES * 32 // bits)
-
-
-def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide parameters of these sizes into fragments of about equal size; each one's fragment.
-
-    The largest goes first, each to the fragment that is smallest so far. No fragment is empty;
-    there are fewer if there are fewer parameters.
-    """
-    fragments, filled = [0] * len(sizes), [0] * min(count, len(sizes))
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        fragments[i] = min(range(len(filled)), key=filled.__getitem__)
-        filled[fragments[i]] += max(1, sizes[i])
-    return fragments
 
 
 def _cut_alike(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from curvadion.checks import boolean, integer, number, one_of
+from curvadion.layout.matrix import UPDATE_SCALES
 
 ALGORITHMS = ("dion", "adamw", "lion")
+DIRECTIONS = ("low_rank", "polar")
+MOST_NEWTON_SCHULZ_STEPS = 20
 # Keys whose value may be a tensor.
 RATES = ("lr", "local_lr")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -183,6 +186,14 @@ def _rank_fraction(key: str, value: object) -> None:
         raise ValueError(f"{key}={value!r} must be > 0, at least {_LEAST_FRACTION}, and <= 1")
 
 
+def _newton_schulz_steps(key: str, value: object) -> None:
+    integer(key, value, 1)
+    if isinstance(value, int) and value > MOST_NEWTON_SCHULZ_STEPS:
+        raise ValueError(
+            f"{key}={value!r} must be at most {MOST_NEWTON_SCHULZ_STEPS}: 4 or 5 are usual"
+        )
+
+
 def _row_blocks(key: str, value: object) -> None:
     if isinstance(value, (list, tuple)):
         if not value:
@@ -207,6 +218,10 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "stack_dims": lambda k, v: integer(k, v, 0),
     "row_blocks": _row_blocks,
     "input_first": boolean,
+    "direction": lambda k, v: one_of(k, v, DIRECTIONS),
+    "newton_schulz": lambda k, v: one_of(k, v, ("polar_express", "muon")),
+    "newton_schulz_steps": _newton_schulz_steps,
+    "update_scale": lambda k, v: one_of(k, v, tuple(UPDATE_SCALES)),
     "momentum_rule": lambda k, v: one_of(k, v, ("error_feedback", "plain")),
     "right_factor": lambda k, v: one_of(k, v, ("column_normalized", "qr")),
     "momentum_dtype": dtype_name,

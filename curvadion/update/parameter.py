@@ -69,8 +69,15 @@ class Parameter:
         return local(self.state[MOMENTUM])
 
     @property
+    def direction(self) -> str:
+        """What a matrix's step is made of: "low_rank" or "polar"."""
+        return str(self.group["direction"])
+
+    @property
     def error_feedback(self) -> bool:
-        return bool(self.group["momentum_rule"] == "error_feedback")
+        """Whether low-rank factors are taken out of M; the polar factor takes all of M."""
+        rule = self.group["momentum_rule"]
+        return bool(rule == "error_feedback") and self.direction == "low_rank"
 
     @property
     def momentum_decay(self) -> float:
@@ -128,12 +135,13 @@ class Parameter:
         if group["algorithm"] != "dion":
             self.states[self.X] = create_state(group["algorithm"], self.X) | place
             return
-        dtype, q_dtype = (_dtype(group[key], self.X) for key in ("momentum_dtype", "q_dtype"))
+        dtype, q_dtype = (dtype_of(group[key], self.X) for key in ("momentum_dtype", "q_dtype"))
+        if group["direction"] == "low_rank":
+            place = {R_SCALE: zeros_per_matrix(self.X, group), **place}
         self.states[self.X] = {
             MOMENTUM: torch.zeros_like(self.X, dtype=dtype),
             **create_right_factors(self.X, group, q_dtype),
             MOMENTUM_NORM: zeros_per_matrix(self.X, group),
-            R_SCALE: zeros_per_matrix(self.X, group),
             **place,
         }
 
@@ -186,6 +194,11 @@ class Matrix:
     def feedback(self) -> float:
         """The parameter's."""
         return self.parameter.feedback
+
+    @property
+    def update_scale(self) -> float:
+        """The factor of lr by which X moves along its direction."""
+        return self.layout.update_scale(self.group["update_scale"])
 
     def rounding_seed(self, step: int) -> int:
         return self.parameter.rounding_seed(step, self.index)
@@ -246,7 +259,20 @@ def batches(matrices: Sequence[Matrix]) -> Iterator[slice]:
         first = last
 
 
-def _dtype(name: str | None, X: Tensor) -> torch.dtype:
+def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
+    """A copy of shards like m's, (k, m_i, n_j), in the dtype of products and their own strides."""
+    rows, columns = shards[0].shape
+    dtype = product_dtype(m.parameter.X)
+    if shards[0].stride(0) < shards[0].stride(1):
+        stack = shards[0].new_empty(len(shards), columns, rows, dtype=dtype).mT
+    else:
+        stack = shards[0].new_empty(len(shards), rows, columns, dtype=dtype)
+    torch._foreach_copy_(list(stack), list(shards))
+    return stack
+
+
+def dtype_of(name: str | None, X: Tensor) -> torch.dtype:
+    """The dtype that a group's key names; None stands for the parameter's own."""
     dtype = X.dtype if name is None else getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a dtype of torch")

@@ -15,7 +15,7 @@ from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
-from curvadion.layout.parameters import check_replicas, groups_of
+from curvadion.layout.parameters import check_replicas, global_shape, groups_of
 from curvadion.update.gradients import GradientLists, Gradients
 from curvadion.update.norms import StoredNorms
 from curvadion.update.parameter import (
@@ -26,6 +26,11 @@ from curvadion.update.parameter import (
     names,
     product_dtype,
 )
+
+# Group keys that matrices of one stack have in common.
+_STEP_OF_A_STACK = ("direction", "right_factor", "newton_schulz", "newton_schulz_steps")
+# A wave has as many numbers, or this share of the plan's if that is more.
+WAVE, WAVE_SHARE = 2**22, 1 / 32
 
 
 class Plan:
@@ -116,6 +121,7 @@ class Plan:
             self.device,
             self.unions,
         )
+        selected.numbers_in_a_wave = self.numbers_in_a_wave
         selected.look_up_states()
         return selected
 
@@ -125,13 +131,57 @@ class Plan:
         stacks: dict[Any, list[int]] = {}
         for i, m in enumerate(self.matrices):
             dtype = product_dtype(m.parameter.X)
-            key = (m.shard.kind, m.shard.rank, dtype, m.parameter.X.device, m.group["right_factor"])
+            how = tuple(m.group[key] for key in _STEP_OF_A_STACK)
+            key = (m.shard.kind, m.shard.rank, dtype, m.parameter.X.device, how)
             stacks.setdefault(key, []).append(i)
         return list(stacks.values())
 
     def stacks(self) -> list[list[Matrix]]:
         """The matrices of ``stack_positions``."""
         return [[self.matrices[i] for i in stack] for stack in self.stack_positions]
+
+    @cached_property
+    def numbers_in_a_wave(self) -> float:
+        """The most numbers that :meth:`waves` of this plan, and of its parts, hold on a rank."""
+        return max(WAVE, WAVE_SHARE * sum(map(_numbers_a_shard, self.parameters)))
+
+    @cached_property
+    def _waves(self) -> list[Plan]:
+        sizes = {id(p): _numbers_a_shard(p) for p in self.parameters}
+        runs: list[list[Parameter]] = []
+        # By what all ranks know alike; matrices of one shape are batched, so they stay together.
+        for direction in (*sorted({p.direction for p in self.dion}), None):
+            of_direction = [p for p in self.dion if p.direction == direction]
+            of_direction.sort(key=lambda p: global_shape(p.X))
+            left = 0.0
+            for p in of_direction if direction is not None else self.elementwise:
+                if sizes[id(p)] > left:
+                    runs.append([])
+                    left = self.numbers_in_a_wave
+                runs[-1].append(p)
+                left -= sizes[id(p)]
+        if len(runs) == 1:
+            return [self]
+        chosen = [set(map(id, run)) for run in runs]
+        return [self.select([id(p) in wave for p in self.parameters]) for wave in chosen]
+
+    def waves(self) -> list[Plan]:
+        """The plan in parts that bound the memory of a step; alike on all ranks of a replica.
+
+        Each has matrices of one direction, or none.
+        """
+        for wave in self._waves:
+            wave.look_up_states()
+        return self._waves
+
+    def matrix_waves(self) -> list[Plan]:
+        """Those of :meth:`waves` that have matrices, on some rank."""
+        return [wave for wave in self.waves() if wave.dion]
+
+    @property
+    def direction(self) -> str:
+        """That of the matrices, if it is one."""
+        return self.dion[0].direction
 
     def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
         """One number a matrix, given by stack, in the order of ``matrices``, (k,)."""
@@ -223,7 +273,7 @@ class Plan:
         buckets.all_reduce_()
         return torch.stack(buckets.views)
 
-    def squared_norms(self, shards: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
         """Squared Frobenius norms of matrices that are cut as the stacks' are, (k,) by stack.
 
         Collective inside the replica.
@@ -238,3 +288,8 @@ class Plan:
             for stack, each in zip(self.stacks(), shards, strict=True)
         ]
         return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))
+
+
+def _numbers_a_shard(p: Parameter) -> int:
+    """Numbers in a shard of the parameter, the same for all ranks."""
+    return math.prod(global_shape(p.X)) // math.prod(group_size(g) for g in groups_of(p.X))

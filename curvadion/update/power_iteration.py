@@ -24,13 +24,14 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot, group_size
-from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.layout.matrix import MatrixLayout
 from curvadion.update.orthonormalize import (
     Floor,
     Orthonormal,
     orthonormal_columns,
     roundoff_of_products,
 )
+from curvadion.update.row_shards import sum_shared_
 
 RightFactor = Literal["column_normalized", "qr"]
 
@@ -151,7 +152,7 @@ def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
             # (m_i, r) = (m_i, n_j) (n_j, r)
             torch.mm(B.to(stack.dtype), Q.to(stack.dtype), out=out)
     buckets.all_reduce_(divide_by=_replicas(stacks))
-    _sum_shared_(buckets.views, [s.layout.rows for s in stacks])
+    sum_shared_(buckets.views, [s.layout.rows for s in stacks])
     return buckets.views
 
 
@@ -175,32 +176,8 @@ def right_products(
         for s, R in zip(stacks, buckets.views, strict=True)
     ]
     buckets.all_reduce_(divide_by=_replicas(stacks))
-    _sum_shared_(buckets.views, [s.layout.columns for s in stacks])
+    sum_shared_(buckets.views, [s.layout.columns for s in stacks])
     return buckets.views, own
-
-
-def _sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
-    """Add up, in products (k, length, r), the rows of which several ranks hold summands."""
-    partial = [i for i, extent in enumerate(extents) if extent.shared]
-    tables = Buckets(
-        [
-            Slot(
-                (products[i].shape[0], len(extents[i].shared), products[i].shape[2]),
-                extents[i].group,
-                products[i].dtype,
-                products[i].device,
-            )
-            for i in partial
-        ]
-    )
-    for i, table in zip(partial, tables.views, strict=True):
-        table.zero_()
-        for slot, place in extents[i].shared_here():
-            table[:, slot] = products[i][:, place]
-    tables.all_reduce_()
-    for i, table in zip(partial, tables.views, strict=True):
-        for slot, place in extents[i].shared_here():
-            products[i][:, place] = table[:, slot]
 
 
 def _next_right_factors(

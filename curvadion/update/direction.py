@@ -1,0 +1,71 @@
+"""The interface of a direction: what the step of a matrix is made of.
+
+Another direction is one more file, and a line in :mod:`curvadion.update.matrix_step`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from curvadion.update.gradients import Gradients
+from curvadion.update.parameter import Matrix
+from curvadion.update.plan import Plan
+
+
+class Taken(ABC):
+    """What the last step of a wave was made of: U_i, the direction that each of its matrices took.
+
+    Attributes:
+        plan: the wave.
+        stacks: its matrices.
+    """
+
+    def __init__(self, plan: Plan, stacks: list[list[Matrix]]) -> None:
+        self.plan, self.stacks = plan, stacks
+
+    @abstractmethod
+    def ranks(self) -> list[int]:
+        """The rank of U_i by stack: its squared Frobenius norm, about."""
+
+    @abstractmethod
+    def turn_momenta_(self, changes: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]) -> None:
+        """M_i <- M_i + share C U_i^T M_i; collective inside the replica.
+
+        If U_i + share C is another direction, the part of M_i in the space of U_i takes it.
+
+        Args:
+            changes: C, shards (m_i, n_j) by stack.
+            shares: a number a matrix, (k,) by stack.
+        """
+
+    def drops(self) -> list[Tensor] | None:
+        """This rank's summands of what the step took from ||M||^2, (k,) by stack; None for none."""
+        return None
+
+
+class Direction(ABC):
+    """What the step of a matrix is made of."""
+
+    @abstractmethod
+    def step(
+        self,
+        wave: Plan,
+        gradients: Gradients,
+        *,
+        step: int,
+        inside_replica: bool,
+        remember: bool,
+    ) -> Taken:
+        """Update X, and M beyond the gradient that it holds already; collective over the shards.
+
+        Args:
+            wave: parameters that take this direction.
+            gradients: of its matrices. The momenta hold them.
+            step: how many steps were taken before, which seeds a stochastic rounding.
+            inside_replica: leave the other replicas out of all means.
+            remember: keep notes for later steps. Steps that share products with other replicas
+                may depend on such notes only if all replicas have made the same ones.
+        """

@@ -1,0 +1,122 @@
+"""Shards of whole rows, of which a Gram matrix is a sum over ranks.
+
+An oriented matrix B (m x n) is held as B_ij: rows i over one group, columns j over another. The
+products B^T B and B Z with an n x n matrix need whole rows. The ranks of a column group hold the
+same rows. They exchange blocks, so that each of them holds an equal part of these rows with all
+columns, and send results back in the same way. Either way a rank sends as many numbers as its shard
+has, less its own part, and no rank ever holds more of a matrix than before.
+
+A row that several ranks hold in part (a flat cut) is added up first, n numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from curvadion.comm.collectives import Buckets, Slot, all_to_all, shares
+from curvadion.comm.groups import Group
+from curvadion.layout.matrix import Extent, MatrixLayout
+
+
+def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
+    """Stacks of shards (k, m_i, n_j) as stacks of whole rows (k, m_r, n); collective.
+
+    The results of uncut stacks are the arguments themselves, those of row cuts are changed in
+    place.
+    """
+    rows = list(shards)
+    for group, cut in _by_column_group(layouts).items():
+        to, shapes = [], []
+        for rank in range(group.size()):
+            parts = [_part(layouts[i], rank) for i in cut]
+            to.append([shards[i][:, p.start : p.stop] for i, p in zip(cut, parts, strict=True)])
+            here = [len(_part(layouts[i], group.rank())) for i in cut]
+            held = [len(layouts[i].columns.by_rank[rank]) for i in cut]
+            shapes.append([(len(shards[i]), *s) for i, *s in zip(cut, here, held, strict=True)])
+        for i, *blocks in zip(cut, *all_to_all(to, shapes, group), strict=True):
+            rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
+            for held_there, block in zip(layouts[i].columns.by_rank, blocks, strict=True):
+                # Of a shared column several ranks have sent summands.
+                rows[i][:, :, held_there.start : held_there.stop] += block
+    sum_shared_(rows, [layout.rows for layout in layouts])
+    return rows
+
+
+def cut_columns(rows: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
+    """The inverse of :func:`whole_rows`: (k, m_r, n) as (k, m_i, n_j); collective."""
+    shards = list(rows)
+    for group, cut in _by_column_group(layouts).items():
+        to, shapes = [], []
+        for rank in range(group.size()):
+            held = [layouts[i].columns.by_rank[rank] for i in cut]
+            to.append([rows[i][:, :, h.start : h.stop] for i, h in zip(cut, held, strict=True)])
+            parts = [len(_part(layouts[i], rank)) for i in cut]
+            here = [len(layouts[i].columns) for i in cut]
+            shapes.append([(len(rows[i]), *s) for i, *s in zip(cut, parts, here, strict=True)])
+        for i, *blocks in zip(cut, *all_to_all(to, shapes, group), strict=True):
+            shards[i] = torch.cat(blocks, dim=1)
+    return shards
+
+
+def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
+    """The whole rows that this rank contributes to sums over a matrix's shards."""
+    return rows if layout.columns.group is not None else layout.rows.counted(rows)
+
+
+def products_of_columns(
+    A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
+) -> list[Tensor]:
+    """A^T B of whole matrices, (k, n, n) by stack, from whole rows (k, m_r, n); collective."""
+    buckets = Buckets(
+        [
+            Slot((len(b), b.shape[2], b.shape[2]), layout.shards, b.dtype, b.device)
+            for b, layout in zip(B, layouts, strict=True)
+        ]
+    )
+    for a, b, layout, out in zip(A, B, layouts, buckets.views, strict=True):
+        torch.bmm(counted(a, layout).mT, counted(b, layout), out=out)
+    buckets.all_reduce_()
+    return buckets.views
+
+
+def sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
+    """Add up, in products (k, length, r), the rows of which several ranks hold summands."""
+    partial = [i for i, extent in enumerate(extents) if extent.shared]
+    tables = Buckets(
+        [
+            Slot(
+                (products[i].shape[0], len(extents[i].shared), products[i].shape[2]),
+                extents[i].group,
+                products[i].dtype,
+                products[i].device,
+            )
+            for i in partial
+        ]
+    )
+    for i, table in zip(partial, tables.views, strict=True):
+        table.zero_()
+        for slot, place in extents[i].shared_here():
+            table[:, slot] = products[i][:, place]
+    tables.all_reduce_()
+    for i, table in zip(partial, tables.views, strict=True):
+        for slot, place in extents[i].shared_here():
+            products[i][:, place] = table[:, slot]
+
+
+def _by_column_group(layouts: Sequence[MatrixLayout]) -> dict[Group, list[int]]:
+    """The stacks whose columns are cut, by the ranks that hold them."""
+    cut: dict[Group, list[int]] = {}
+    for i, layout in enumerate(layouts):
+        if layout.columns.group is not None:
+            cut.setdefault(layout.columns.group, []).append(i)
+    return cut
+
+
+def _part(layout: MatrixLayout, rank: int) -> range:
+    """Which of the rows held here a rank of the column group takes."""
+    ends = accumulate(shares(len(layout.rows), len(layout.columns.by_rank)), initial=0)
+    return [range(*span) for span in pairwise(ends)][rank]
