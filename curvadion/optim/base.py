@@ -72,8 +72,7 @@ class ReplicaOptimizer(Optimizer):
         self._replicas = ReplicaGroup(replicas)
         self._strangers: set[str] = set()
         self._group_defaults = dict(sync.group_defaults)
-        if keys["direction"] is None and not _full_rank(keys["rank_fraction"]):
-            keys["direction"] = "low_rank"
+        keys = check.with_direction(keys)
         self._forget()
         for key in ("momentum_dtype", "q_dtype"):
             keys[key] = check.dtype_name(key, keys[key])
@@ -135,9 +134,7 @@ class ReplicaOptimizer(Optimizer):
             for key in ("momentum_dtype", "q_dtype")
             if key in param_group
         }
-        if "direction" not in param_group and not _full_rank(param_group.get("rank_fraction")):
-            param_group = {**param_group, "direction": "low_rank"}
-        super().add_param_group({**param_group, **dtypes})
+        super().add_param_group({**check.with_direction(param_group), **dtypes})
         try:
             self._check_last_group()
         except ValueError:
@@ -401,7 +398,3 @@ class ReplicaOptimizer(Optimizer):
         lines = super().__repr__()[:-1].splitlines()
         groups = "\n".join(line for line in lines if not line.startswith("    progress: "))
         return f"{groups}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"
-
-
-def _full_rank(rank_fraction: object) -> bool:
-    return rank_fraction is None or rank_fraction == 1

@@ -25,7 +25,6 @@ from curvadion.update.state import (
     ANCHOR,
     MOMENTUM,
     MOMENTUM_NORM,
-    R_SCALE,
     RESIDUAL,
     is_right_factor,
 )
@@ -282,14 +281,13 @@ def fit_right_factors(
     wanted = right_factor_shapes(X, after)
     rest = {key: value for key, value in state.items() if not is_right_factor(key)}
     if after["direction"] != "low_rank":
-        rest.pop(R_SCALE, None)
         return rest
     if before["direction"] != "low_rank":
         return rest | create_right_factors(X, after, dtype_of(after["q_dtype"], X))
     held = {key: state[key] for key in wanted}
     shapes = {key: tuple(Q.shape) for key, Q in held.items()}
     if shapes == wanted:
-        return rest | held
+        return dict(state)
     forms = {**after, **{key: before[key] for key in ("rank_fraction", "rank_multiple_of")}}
     if shapes != right_factor_shapes(X, forms):
         raise ValueError(

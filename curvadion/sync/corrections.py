@@ -5,7 +5,8 @@ L, replica i has moved by
 
     D_i = X_i - anchor = -sum over steps of lr U_i,
 
-where U_i is the direction of its momentum, P Q^T or the polar factor, and all have now agreed on the mean D of the D_i.
+where U_i is the direction of its momentum, P Q^T or the polar factor, and all have now agreed on
+the mean D of the D_i.
 
 **Momentum alignment.** The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i. Its
 average direction was -D_i / L, and the mean direction is -D / L. The momentum takes the mean

@@ -65,6 +65,13 @@ def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None
             check(key, group[key])
 
 
+def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with direction="low_rank" if it asks for a lower rank and names no direction."""
+    if group.get("direction") is None and group.get("rank_fraction") not in (None, 1):
+        return {**group, "direction": "low_rank"}
+    return dict(group)
+
+
 def strangers(group: Mapping[str, Any]) -> set[str]:
     """The keys of a group that mean nothing here, nor to torch and its schedulers."""
     return {key for key in group if key not in _CHECKS} - OWN_RECORDS - FOREIGN_KEYS

@@ -58,52 +58,57 @@ def smallest(steps: int) -> float:
     return max(high, SMALLEST)
 
 
-def inverse_root(G: Tensor, coefficients: Sequence[Coefficients], *, tight: bool = True) -> Tensor:
-    """Z with which B Z is close to the polar factor of B, from G = B^T B: (k, n, n) -> (k, n, n).
+def inverse_root(
+    G: Tensor, coefficients: Sequence[Coefficients], *, tight: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Z with which B Z is close to the polar factor of B, from G = B^T B, (k, n, n).
 
     G is divided by a bound of its largest eigenvalue first. With f the Frobenius norm of G, this is
-    f, or the square root of the norm of (G / f)^2, times f, if ``tight``. The second one is never
-    larger than f and at most n^(1/4) times the eigenvalue: small singular values then begin larger,
-    for no product that is not needed anyway. Muon takes the trace of G, the square of B's norm.
+    f times the square root of the norm of (G / f)^2 if ``tight``: at most n^(1/4) times the
+    eigenvalue. Small singular values then begin larger, for no product that is not needed anyway.
+    Muon takes the trace of G, the square of B's norm.
 
     Args:
         G: symmetric, in the dtype of the products. The squares of its numbers must lie in the
             dtype's range. A matrix of zeros gives a finite Z.
-        coefficients: (a, b, c) of each iteration.
+        coefficients: (a, b, c) of each iteration, of one at least.
         tight: see above; False takes the trace.
+
+    Returns:
+        Z, (k, n, n), and the bounds, (k,).
     """
-    Z = torch.empty_like(G)
+    Z, bounds = torch.empty_like(G), G.new_empty(len(G))
     n = G.shape[-1]
     count = max(1, TOGETHER.get(G.device.type, TOGETHER_ELSEWHERE) // max(1, n * n))
-    for part, out in zip(G.split(count), Z.split(count), strict=True):
-        out.copy_(_inverse_root(part, coefficients, tight=tight))
-    return Z
+    for first in range(0, len(G), count):
+        these = slice(first, first + count)
+        Z[these], bounds[these] = _inverse_root(G[these], coefficients, tight=tight)
+    return Z, bounds
 
 
-def _inverse_root(G: Tensor, coefficients: Sequence[Coefficients], *, tight: bool) -> Tensor:
+def _inverse_root(
+    G: Tensor, coefficients: Sequence[Coefficients], *, tight: bool
+) -> tuple[Tensor, Tensor]:
     tiny = torch.finfo(G.dtype).tiny
-    norm = torch.linalg.matrix_norm if tight else _trace
-    bound = norm(G).clamp_min(tiny)[:, None, None]
-    G = G / bound
+    bound = (torch.linalg.matrix_norm(G) if tight else _trace(G)).clamp_min(tiny)
+    G = G / bound[:, None, None]
     square = G @ G
     if tight:
-        tighter = torch.linalg.matrix_norm(square).sqrt().clamp_min(tiny)[:, None, None]
         # Rounding must not leave an eigenvalue above 1.
-        tighter *= 1 + 4 * torch.finfo(G.dtype).eps
-        G /= tighter
-        square /= tighter.square()
+        tighter = torch.linalg.matrix_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)
+        tighter = tighter.clamp_min(tiny)
+        G /= tighter[:, None, None]
+        square /= tighter.square().clamp_min(tiny)[:, None, None]
         bound = (bound * tighter).clamp_min(tiny)
-    Z = None
+    Z = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device).expand_as(G)
     for number, (a, b, c) in enumerate(coefficients, 1):
         W = torch.add(square.mul_(c), G, alpha=b, out=square)
         W.diagonal(dim1=-2, dim2=-1).add_(a)
-        Z = W.clone() if Z is None else Z @ W
+        Z = W.clone() if number == 1 else Z @ W
         if number < len(coefficients):
             G = (G @ W) @ W
             square = torch.bmm(G, G, out=W)
-    if Z is None:
-        raise ValueError(f"coefficients={coefficients!r} must not be empty")
-    return Z.div_(bound.sqrt())
+    return Z / bound.sqrt()[:, None, None], bound
 
 
 def _trace(G: Tensor) -> Tensor:

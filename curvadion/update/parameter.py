@@ -113,7 +113,10 @@ class Parameter:
 
     @property
     def R_scale(self) -> Tensor:
-        """How long R's longest column has been lately, (matrices held here,), a view."""
+        """How long the momenta have been lately, (matrices held here,), a view.
+
+        In a power iteration this is the longest column of R, else the largest singular value.
+        """
         if R_SCALE not in self.state:  # saved by a version that did not remember it
             self.state[R_SCALE] = zeros_per_matrix(self.X, self.group)
         return local(self.state[R_SCALE]).view(-1)
@@ -136,12 +139,11 @@ class Parameter:
             self.states[self.X] = create_state(group["algorithm"], self.X) | place
             return
         dtype, q_dtype = (dtype_of(group[key], self.X) for key in ("momentum_dtype", "q_dtype"))
-        if group["direction"] == "low_rank":
-            place = {R_SCALE: zeros_per_matrix(self.X, group), **place}
         self.states[self.X] = {
             MOMENTUM: torch.zeros_like(self.X, dtype=dtype),
             **create_right_factors(self.X, group, q_dtype),
             MOMENTUM_NORM: zeros_per_matrix(self.X, group),
+            R_SCALE: zeros_per_matrix(self.X, group),
             **place,
         }
 
@@ -187,7 +189,7 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """How long R's longest column has been lately, a view without dimensions."""
+        """How long the momentum has been lately, a view without dimensions."""
         return self.parameter.R_scale[self.index]
 
     @property

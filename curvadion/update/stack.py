@@ -36,12 +36,12 @@ def as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
         right_factor=factor,
         dtype=product_dtype(matrices[0].parameter.X),
         stored=matrices[0].parameter.M.dtype,
-        scale=_scale_before(matrices),
+        scale=scale_before(matrices),
     )
 
 
-def _scale_before(matrices: Sequence[Matrix]) -> Tensor:
-    """What is left of R's scale since the last step, (k,) float64."""
+def scale_before(matrices: Sequence[Matrix]) -> Tensor:
+    """What is left of the momenta's scale since the last step, (k,) float64."""
     before = torch.stack([m.R_scale for m in matrices]).double()
     decays = [m.parameter.scale_decay for m in matrices]
     one = len(set(decays)) == 1
