@@ -134,13 +134,15 @@ def all_to_all(
     to: Sequence[Sequence[Tensor]],
     shapes: Sequence[Sequence[tuple[int, ...]]],
     group: dist.ProcessGroup,
+    like: Tensor,
 ) -> list[list[Tensor]]:
-    """Send tensors of one dtype and device to each rank of a group, in one collective.
+    """Send tensors to each rank of a group, in one collective.
 
     Args:
         to: for each rank the tensors it gets.
         shapes: for each rank the shapes of the tensors that it sends here.
         group: the ranks.
+        like: a tensor of the dtype and on the device of all of them.
 
     Returns:
         For each rank the tensors it has sent, views of one buffer.
@@ -148,8 +150,8 @@ def all_to_all(
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     expected = [[_numel(shape) for shape in each] for each in shapes]
     received = list(map(sum, expected))
-    like = next(t for tensors in to for t in tensors)
-    buffer = torch.cat([t.reshape(-1) for tensors in to for t in tensors])
+    flat = [t.reshape(-1) for tensors in to for t in tensors]
+    buffer = torch.cat(flat) if flat else like.new_empty(0)
     result = like.new_empty(sum(received))
     dist.all_to_all_single(result, buffer, received, sent, group=group)
     return [

@@ -30,6 +30,8 @@ TOLERANCE = 0.2
 # The smallest singular value, with 1 the largest, that float32 still tells from the rounding errors
 # of a Gram matrix. More iterations than reach it bring all larger ones closer to 1.
 SMALLEST = 1e-3
+# Intervals shorter than this share of their end are too narrow for Remez' equations in float64.
+NARROW = 0.01
 # Numbers of n x n matrices that are iterated together: bounds the memory, and keeps caches warm.
 TOGETHER = {"cpu": 2**20}
 TOGETHER_ELSEWHERE = 2**24
@@ -134,8 +136,10 @@ def _best(low: float, high: float) -> tuple[Coefficients, float]:
     Remez' exchange: the error has equal size and alternating signs at both ends and at the two
     extremes q < r between them.
     """
-    if low > (1 - 1e-5) * high:  # the limit, which is the iteration of order 3
-        return (1.875 / high, -1.25 / high**3, 0.375 / high**5), 0.0
+    if low > (1 - NARROW) * high:  # the limit, which is the iteration of order 3
+        middle = (low + high) / 2
+        a, b, c = 1.875 / middle, -1.25 / middle**3, 0.375 / middle**5
+        return (a, b, c), max(abs(1 - (a * s + b * s**3 + c * s**5)) for s in (low, high))
     q, r, error = (3 * low + high) / 4, (low + 3 * high) / 4, math.inf
     for _ in range(100):
         rows = [[s, s**3, s**5, sign] for s, sign in ((low, 1), (q, -1), (r, 1), (high, -1))]

@@ -153,7 +153,7 @@ class Plan:
         for direction in (*sorted({p.direction for p in self.dion}), None):
             of_direction = [p for p in self.dion if p.direction == direction]
             of_direction.sort(key=lambda p: global_shape(p.X))
-            left = 0.0
+            left = -1.0
             for p in of_direction if direction is not None else self.elementwise:
                 if sizes[id(p)] > left:
                     runs.append([])

@@ -140,6 +140,7 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         [[out[s][i] for s, i in each] for each in owned],
         [[tuple(out[s][i].shape) for s, i in mine]] * group.size(),
         group,
+        out[0],
     )
     found: list[Tensor] = []
     for s, run in groupby(range(len(mine)), lambda number: mine[number][0]):
@@ -149,7 +150,7 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         found += _root_of_sum(summands, works[s].stack, matrices)
     sizes = [row.shape[1] + 1 for row in out]
     answers = all_to_all(
-        [found] * group.size(), [[(sizes[s],) for s, _ in each] for each in owned], group
+        [found] * group.size(), [[(sizes[s],) for s, _ in each] for each in owned], group, out[0]
     )
     back = [work.G.new_empty(len(work.G), size) for work, size in zip(works, sizes, strict=True)]
     for of_rank, answer in zip(owned, answers, strict=True):

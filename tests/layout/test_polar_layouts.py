@@ -1,0 +1,229 @@
+"""The polar direction takes the trajectory of whole matrices in every layout, and unshards none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_flat_shards import CUT_2, CUT_4, declared, groups_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import distributed
+from curvadion import CurvaDion, Dion, WireMeter
+from flat_shards import elements_of, flat, matrices_of, my_range
+from mesh_layouts import LAYOUTS, SHAPES, place
+from polar_reference import PolarReference
+from scheduled import Watching
+from seeded import gradient, weights
+from shards import piece, shard
+
+# As many iterations as bring every singular value to 1.
+POLAR = {"direction": "polar", "newton_schulz_steps": 14}
+STEPS, OPEN_STEPS = 5, (1, 2, 5)
+
+
+def optimizer_of(X, replicas, schedule, **options):
+    gate = Watching(schedule or range(1, 100))
+    return CurvaDion(X, replicas=replicas or "single", gate=gate, **POLAR, **options)
+
+
+def train(rank, sizes, layout, replica_axis, shapes, schedule, dtype, options, seed=0):
+    """Distances of the local pieces of X and M from the reference's, relative to its norms."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
+    replicas = 1 if replica_axis is None else sizes[replica_axis]
+    group = None if replica_axis is None else mesh.get_group(replica_axis)
+    X = [nn.Parameter(shard(weights(shape, seed).to(dtype), layout, mesh)) for shape in shapes]
+    optimizer = optimizer_of(X, group, schedule, **options)
+    references = [PolarReference(weights(shape, seed), replicas, **options) for shape in shapes]
+    mine = place(mesh, replica_axis)
+    for step in range(STEPS):
+        for x, shape, reference in zip(X, shapes, references, strict=True):
+            each = [gradient(shape, step, replica, seed).to(dtype) for replica in range(replicas)]
+            x.grad = shard(each[mine], layout, mesh)
+            reference.step(each, schedule is None or step + 1 in schedule)
+        optimizer.step()
+    errors = []
+    for x, reference in zip(X, references, strict=True):
+        pairs = (x, reference.X[mine]), (optimizer.state[x]["momentum"], reference.M[mine])
+        for actual, wanted in pairs:
+            local = actual.to_local().double()
+            errors.append(((local - piece(wanted, layout, mesh)).norm() / wanted.norm()).item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    arguments = (sizes, layout, replica_axis, SHAPES, OPEN_STEPS, torch.float64, {"nesterov": 1.5})
+    assert max(distributed.run(torch.Size(sizes).numel(), train, *arguments)) < 1e-10
+
+
+def train_beside_one_process(rank, sizes, layout, replica_axis):
+    """Distance of the local pieces of X from those of a run on whole matrices, in float32."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
+    replicas = 1 if replica_axis is None else sizes[replica_axis]
+    group = None if replica_axis is None else mesh.get_group(replica_axis)
+    X = [nn.Parameter(shard(weights(shape), layout, mesh)) for shape in SHAPES]
+    whole = [nn.Parameter(weights(shape)) for shape in SHAPES]
+    how = {"direction": "polar", "nesterov": 1.0}
+    optimizers = Dion(X, replicas=group or "single", **how), Dion(whole, replicas="single", **how)
+    for step in range(10):
+        for x, w in zip(X, whole, strict=True):
+            each = [gradient(w.shape, step, replica) for replica in range(replicas)]
+            x.grad = shard(each[place(mesh, replica_axis)], layout, mesh)
+            w.grad = sum(each) / replicas
+        for optimizer in optimizers:
+            optimizer.step()
+    return max(
+        ((x.to_local() - piece(w, layout, mesh)).norm() / w.norm()).item()
+        for x, w in zip(X, whole, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["fsdp 4", "tp rowwise", "dp x fsdp x tp, different dimensions"])
+def test_float32_follows_one_process(name):
+    world = torch.Size(LAYOUTS[name][0]).numel()
+    assert max(distributed.run(world, train_beside_one_process, *LAYOUTS[name])) < 1e-5
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    cut=st.sampled_from(
+        [((3,), ("0",)), ((3,), ("1",)), ((4,), ("1",)), ((2, 2), ("0", "1")), ((2, 2), ("1", "1"))]
+    ),
+    matrices=st.lists(st.tuples(*2 * [st.integers(1, 19)]), min_size=2, max_size=3),
+    seed=st.integers(0, 100),
+)
+def test_any_shape_and_cut(cut, matrices, seed):
+    sizes, layout = cut
+    shapes = [shape for m, n in matrices for shape in ((m, n), (n, m), (m, n))]
+    arguments = (sizes, layout, None, shapes, None, torch.float64, {}, seed)
+    assert max(distributed.run(torch.Size(sizes).numel(), train, *arguments)) < 1e-8
+
+
+# -------------------------------------------------------------------- flat shards
+
+
+def train_flat(rank, replicas, cases, schedule):
+    """Distances of the flat pieces of X and M from the reference's, by case."""
+    shards = len(next(iter(cases.values()))[1])
+    at, replica, group, replica_group = groups_of(rank, replicas, shards, False)
+    X, references, param_groups = {}, {}, []
+    for name, (shape, ends, own) in cases.items():
+        X[name] = declared(weights(shape).double(), ends, at, group)
+        param_groups.append({"params": [(name, X[name])], **own})
+        parts = matrices_of(weights(shape), own)
+        references[name] = [PolarReference(part, replicas) for part in parts]
+    optimizer = optimizer_of(param_groups, replica_group, schedule)
+    seen = []
+    for step in range(STEPS):
+        seen.append(0.0)
+        for name, (shape, ends, own) in cases.items():
+            each = [gradient(shape, step, i).double() for i in range(replicas)]
+            start, stop = my_range(ends, at)
+            X[name].grad = each[replica].reshape(-1)[start:stop].clone()
+            for i, reference in enumerate(references[name]):
+                G = [matrices_of(one, own)[i] for one in each]
+                seen[-1] = max(seen[-1], reference.rmmc(G))
+                reference.step(G, schedule is None or step + 1 in schedule)
+        optimizer.step()
+    errors = {}
+    for name, (_, ends, own) in cases.items():
+        start, stop = my_range(ends, at)
+        M = optimizer.state[X[name]]["momentum"]
+        for letter, actual in (("X", X[name]), ("M", M)):
+            wanted = elements_of([getattr(r, letter)[replica] for r in references[name]], own)
+            distance = (actual.detach() - wanted[start:stop]).norm() / wanted.norm()
+            errors[f"{letter}, {name}"] = distance.item()
+    errors["rmmc"] = max(
+        abs(a - b) / b for a, b in zip(optimizer.gate.seen[1:], seen[1:], strict=True)
+    )
+    return errors
+
+
+@pytest.mark.parametrize(("replicas", "cases"), [(1, CUT_4), (2, CUT_2)], ids=["4", "2x2"])
+@pytest.mark.parametrize("schedule", [None, OPEN_STEPS], ids=["open", "schedule"])
+def test_flat_shards_take_the_whole_trajectory(replicas, cases, schedule):
+    world = replicas * len(next(iter(cases.values()))[1])
+    for errors in distributed.run(world, train_flat, replicas, cases, schedule):
+        assert errors.pop("rmmc") < 1e-6  # the gate's signal is float32
+        worst = max(errors, key=errors.get)
+        assert errors[worst] < 1e-9, worst
+
+
+# -------------------------------------------------------------------- what is sent
+
+
+def sent(rank, sizes, layout, count):
+    """Bytes and calls of a step of one replica."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
+    X = [nn.Parameter(shard(weights((24, 16)), layout, mesh)) for _ in range(count)]
+    optimizer = optimizer_of(X, None, None)
+    with WireMeter() as meter:
+        for step in range(2):  # the first also verifies the set-up
+            for x in X:
+                x.grad = shard(gradient((24, 16), step, 0), layout, mesh)
+            before = meter.snapshot()
+            optimizer.step()
+            now = meter.since(before)
+    return now.bytes, now.calls
+
+
+def test_rows_send_two_triangles_a_matrix():
+    ranks, count, n = 4, 8, 16
+    triangle = n * (n + 1) // 2 + 1
+    agreement = 16 + 8 * count  # the gate, and the norms that it reads
+    # To the owners goes a triangle of every matrix; an owner answers all ranks, itself among them.
+    wanted = agreement + 4 * (count * triangle + count * (triangle + 1))
+    for total, calls in distributed.run(ranks, sent, (ranks,), ("0",), count):
+        assert (total, calls) == (wanted, 4)
+
+
+def test_columns_also_send_their_shards_to_and_fro():
+    ranks, count = 4, 8
+    (rows, _), *_ = distributed.run(ranks, sent, (ranks,), ("0",), count)
+    for total, calls in distributed.run(ranks, sent, (ranks,), ("1",), count):
+        assert (total, calls) == (rows + 2 * 4 * count * 24 * 16 // ranks, 6)
+
+
+def test_the_number_of_collectives_does_not_depend_on_the_number_of_parameters():
+    for layout in ("0",), ("1",):
+        few, many = (distributed.run(2, sent, (2,), layout, count) for count in (2, 20))
+        assert [calls for _, calls in few] == [calls for _, calls in many]
+
+
+# -------------------------------------------------------------------- stacked and blocked
+
+
+def stacked_experts(rank, options):
+    """Distance of stacked experts, cut along the stack or the rows, from separate matrices."""
+    mesh = init_device_mesh("cpu", (2,))
+    errors = []
+    for kind in "0", "1", "2":
+        whole = weights((4, 6, 10)).double()
+        x = nn.Parameter(shard(whole, (kind,), mesh))
+        optimizer = optimizer_of([{"params": [x], "stack_dims": 1, **options}], None, None)
+        blocks = options.get("row_blocks", 1)
+        references = [PolarReference(b, 1) for one in whole for b in one.chunk(blocks)]
+        for step in range(3):
+            full = gradient((4, 6, 10), step, 0).double()
+            x.grad = shard(full, (kind,), mesh)
+            for reference, G in zip(
+                references, [b for one in full for b in one.chunk(blocks)], strict=True
+            ):
+                reference.step([G], True)
+            optimizer.step()
+        wanted = flat([reference.X[0] for reference in references]).view(whole.shape)
+        local = x.to_local().detach()
+        errors.append((local - piece(wanted, (kind,), mesh)).norm().item() / math.sqrt(240))
+    return errors
+
+
+@pytest.mark.parametrize("options", [{}, {"row_blocks": 2}], ids=str)
+def test_stacked_matrices(options):
+    for errors in distributed.run(2, stacked_experts, options):
+        assert max(errors) < 1e-10
