@@ -21,6 +21,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from curvadion.update.symmetric import symmetric_product
+
 Coefficients = tuple[float, float, float]
 
 # The iterations of Muon (Jordan et al., 2024), all alike: singular values end between 0.7 and 1.2.
@@ -94,7 +96,7 @@ def _inverse_root(
     tiny = torch.finfo(G.dtype).tiny
     bound = (torch.linalg.matrix_norm(G) if tight else _trace(G)).clamp_min(tiny)
     G = G / bound[:, None, None]
-    square = G @ G
+    square, spare = symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if tight:
         # Rounding must not leave an eigenvalue above 1.
         tighter = torch.linalg.matrix_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)
@@ -102,15 +104,19 @@ def _inverse_root(
         G /= tighter[:, None, None]
         square /= tighter.square().clamp_min(tiny)[:, None, None]
         bound = (bound * tighter).clamp_min(tiny)
-    Z = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device).expand_as(G)
+    Z = G  # until the first iteration, whose W it is
     for number, (a, b, c) in enumerate(coefficients, 1):
         W = torch.add(square.mul_(c), G, alpha=b, out=square)
         W.diagonal(dim1=-2, dim2=-1).add_(a)
-        Z = W.clone() if number == 1 else Z @ W
+        if number == 1:
+            Z = W.clone()
+        else:
+            Z, spare = symmetric_product(Z, W, spare), Z
         if number < len(coefficients):
-            G = (G @ W) @ W
-            square = torch.bmm(G, G, out=W)
-    return Z / bound.sqrt()[:, None, None], bound
+            half = symmetric_product(G, W, spare)
+            G, spare = symmetric_product(half, W, G), half
+            square = symmetric_product(G, G, W)
+    return Z.div_(bound.sqrt()[:, None, None]), bound
 
 
 def _trace(G: Tensor) -> Tensor:

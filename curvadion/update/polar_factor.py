@@ -20,7 +20,7 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.update.newton_schulz import Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted
-from curvadion.update.symmetric import pack, unpack
+from curvadion.update.symmetric import pack, symmetric_product, unpack
 
 # Exponents of powers of two that are numbers, as are their inverses.
 SMALLEST = -126.0
@@ -66,7 +66,8 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     works = []
     for stack, e in zip(stacks, exponents, strict=True):
         rows = counted(stack.B, stack.layout)
-        works.append(_Work(torch.bmm(rows.mT, rows), e, stack))
+        G = rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
+        works.append(_Work(symmetric_product(rows.mT, rows, G), e, stack))
     by_group: dict[Group | None, list[int]] = {}
     for i, stack in enumerate(stacks):
         by_group.setdefault(stack.layout.shards, []).append(i)
