@@ -98,12 +98,14 @@ LEARNING_RATES = {
     "diloco_adamw": _ADAMW,
     "dion": _DION,
     "dion_nesterov": _DION,
+    "muon": _DION,
     "diloco_dion": _FAR_APART,
     "averaged_weights": _DION,
     "averaging": _FAR_APART,
     "published": _FAR_APART,
     "authors": _FAR_APART,
     "ours": _DION,
+    "ours_low_rank": _DION,
     "ours_rmmc": _DION,
 }
 # Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
@@ -113,7 +115,14 @@ ELEMENTWISE_LR = {
     for method, rates in LEARNING_RATES.items()
     if rates is not _ADAMW
 }
-QUICK_BUDGETED = ("diloco_adamw", "diloco_dion", "averaged_weights", "ours", "ours_rmmc")
+QUICK_BUDGETED = (
+    "diloco_adamw",
+    "diloco_dion",
+    "averaged_weights",
+    "ours",
+    "ours_low_rank",
+    "ours_rmmc",
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,8 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
             yield Variant(method, {"period": period}, budget)
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
-    for method, parts, spared in (("ours", 1, 0), ("ours", 3, 0), ("ours_rmmc", 1, 1)):
+    ways = ("ours", 1, 0), ("ours", 3, 0), ("ours_low_rank", 1, 0), ("ours_rmmc", 1, 1)
+    for method, parts, spared in ways:
         if parts == 1 or budget in IN_PARTS:
             spent = traffic.spending(shapes, budget, steps, parts=parts, spared=spared)
             yield Variant(method, asdict(spent), budget)
@@ -157,6 +167,7 @@ def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
     for rank_fraction in DION_RANKS:
         yield Variant("dion", {"rank_fraction": rank_fraction})
     yield Variant("dion_nesterov", {"rank_fraction": DION_RANKS[0]})
+    yield Variant("muon", {})
     yield Variant("published", {})
     yield Variant("authors", {})
     for budget in BUDGETS:
@@ -181,6 +192,7 @@ def quick(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
         Variant("adamw", {}),
         *(Variant("dion", {"rank_fraction": rank}) for rank in DION_RANKS[:2]),
         Variant("dion_nesterov", {"rank_fraction": DION_RANKS[0]}),
+        Variant("muon", {}),
         Variant("published", {}),
         Variant("authors", {}),
         *(

@@ -128,6 +128,11 @@ def dion_nesterov(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings
     return dion(model, replicas, lr, nesterov=1.0, **settings)
 
 
+def muon(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
+    """Muon on gradients that replicas average at every step: Dion's polar direction, Nesterov's."""
+    return dion(model, replicas, lr, direction="polar", nesterov=1 / 0.95, **settings)
+
+
 def _dion_config(lr: float, *, elementwise: float = ELEMENTWISE_SHARE, **settings: Any) -> Config:
     rates: dict[str, Any] = {
         f"{kind}_lr": elementwise * lr for kind in ("embedding", "head", "vector")
@@ -184,17 +189,15 @@ def ours(
     parts: int = 1,
     momenta: bool = True,
     polar: bool = True,
-    qr: bool = True,
-    rank_fraction: float = 1.0,
+    direction: Literal["low_rank", "polar"] = "polar",
     by: Literal["period", "rmmc"] = "period",
     **settings: Any,
 ) -> Method:
     """CurvaDion under a budget of bytes.
 
     Records call the arguments of QuantizedAverage by shorter names: ``bits``, ``parts`` (its
-    fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction). ``qr``: whether the
-    right factor is orthonormal; ``by`` says when the gate opens. Nothing of a rank crosses the
-    wire, so it is full.
+    fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction). ``by`` says when the
+    gate opens. Nothing of a rank crosses the wire, so it is full.
     """
     config = _dion_config(
         lr,
@@ -205,12 +208,16 @@ def ours(
         fragments=parts,
         align_momentum=momenta,
         polar_correction=polar,
-        right_factor="qr" if qr else "column_normalized",
-        rank_fraction=rank_fraction,
+        direction=direction,
         max_local_steps=NEVER,
         **settings,
     )
     return Gated(model, replicas, config)
+
+
+def ours_low_rank(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
+    """The same with power iterations of full rank as directions; settings of :func:`ours`."""
+    return ours(model, replicas, lr, direction="low_rank", **settings)
 
 
 def ours_rmmc(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
@@ -251,6 +258,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,
     "dion_nesterov": dion_nesterov,
+    "muon": muon,
     "powersgd": powersgd,
     "diloco_adamw": diloco_adamw,
     "diloco_dion": diloco_dion,
@@ -259,5 +267,6 @@ METHODS: dict[str, Callable[..., Method]] = {
     "published": published,
     "authors": authors,
     "ours": ours,
+    "ours_low_rank": ours_low_rank,
     "ours_rmmc": ours_rmmc,
 }

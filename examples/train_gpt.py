@@ -105,6 +105,10 @@ class Config:
         None,
         "weight of the gradient beside it; 0, with quantized_average more the rarer the gate opens",
     )
+    direction: Literal["low_rank", "polar"] | None = option(
+        None, "of Dion's steps; low_rank, with quantized_average at full rank polar (Muon's)"
+    )
+    newton_schulz_steps: int = option(4, "iterations for polar directions")
     rank_fraction: float | None = option(
         None, "rank of an update, as a share of a smaller side; 1/4, with quantized_average 1"
     )
@@ -197,8 +201,9 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
         betas=betas,
         weight_decay=config.weight_decay,
         momentum_rule=config.momentum_rule,
+        newton_schulz_steps=config.newton_schulz_steps,
     )
-    for optional in ("nesterov", "rank_fraction", "right_factor"):
+    for optional in ("nesterov", "direction", "rank_fraction", "right_factor"):
         if (value := getattr(config, optional)) is not None:
             shared[optional] = value
     if config.optimizer == "dion":
