@@ -26,7 +26,7 @@ from curvadion.update.state import MOMENTUM
 _MATRICES = ("stack_dims", "row_blocks", "input_first")
 _FACTORS = (
     *("algorithm", "direction", "right_factor", "rank_fraction", "rank_multiple_of"),
-    *("newton_schulz", "newton_schulz_steps"),
+    *("newton_schulz", "newton_schulz_steps", "q_dtype"),
 )
 
 _requires_grad = attrgetter("requires_grad")

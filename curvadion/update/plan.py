@@ -148,14 +148,14 @@ class Plan:
     @cached_property
     def _waves(self) -> list[Plan]:
         sizes = {id(p): _numbers_a_shard(p) for p in self.parameters}
-        runs: list[list[Parameter]] = []
         # By what all ranks know alike; matrices of one shape are batched, so they stay together.
-        for direction in (*sorted({p.direction for p in self.dion}), None):
-            of_direction = [p for p in self.dion if p.direction == direction]
-            of_direction.sort(key=lambda p: global_shape(p.X))
-            left = -1.0
-            for p in of_direction if direction is not None else self.elementwise:
-                if sizes[id(p)] > left:
+        matrices = sorted(self.dion, key=lambda p: (p.direction, global_shape(p.X)))
+        runs: list[list[Parameter]] = []
+        left = -1.0
+        for of_kind in (matrices, self.elementwise):
+            for p in of_kind:
+                turns = of_kind is matrices and runs and runs[-1][0].direction != p.direction
+                if turns or sizes[id(p)] > left:
                     runs.append([])
                     left = self.numbers_in_a_wave
                 runs[-1].append(p)
@@ -168,7 +168,7 @@ class Plan:
     def waves(self) -> list[Plan]:
         """The plan in parts that bound the memory of a step; alike on all ranks of a replica.
 
-        Each has matrices of one direction, or none.
+        The matrices of each have one direction.
         """
         for wave in self._waves:
             wave.look_up_states()

@@ -182,6 +182,7 @@ class QuantizedReference:
     nesterov: float = 0.0
     local_step: str = "dion"
     local_lr: float | None = None
+    direction: str = "low_rank"
     momentum_rule: str = "error_feedback"
     right_factor: str = "qr"
     rank_fraction: float = 1.0
@@ -205,7 +206,9 @@ class QuantizedReference:
             if algorithm == "dion":
                 m, n = X0.shape
                 leaf.r = math.ceil(round(self.rank_fraction * min(m, n), 9))
-                leaf.M, leaf.Q = self._each(zero), self._each(initial_q(m, n, leaf.r))
+                leaf.M = self._each(zero)
+                if self.direction == "low_rank":
+                    leaf.Q = self._each(initial_q(m, n, leaf.r))
             else:
                 leaf.m, leaf.v = self._each(zero), self._each(zero)
             self.leaves[name] = leaf
@@ -259,7 +262,8 @@ class QuantizedReference:
         if leaf.algorithm != "dion":
             elementwise_(leaf, i, G, self.wd, self.betas, self.eps)
             return None
-        keeps = self.momentum_rule == "error_feedback"
+        polar = self.direction == "polar"
+        keeps = self.momentum_rule == "error_feedback" and not polar
         leaf.M[i] = (leaf.M[i] if keeps else self.mu * leaf.M[i]) + G
         leaf.X[i] = (1 - leaf.lr * self.wd) * leaf.X[i]
         if self.local_step == "gradient":
@@ -267,6 +271,12 @@ class QuantizedReference:
             return None
         m, n = leaf.X[i].shape
         B = oriented(leaf.M[i] + self.nesterov * G)
+        if polar:
+            U, S, Vh = torch.linalg.svd(B, full_matrices=False)
+            leaf.degenerate |= float(S.min()) < 1e-5 * float(S.max())
+            step = leaf.lr * math.sqrt(m / n) * oriented_like(U @ Vh, G)
+            leaf.X[i] = leaf.X[i] - step
+            return U @ Vh, torch.eye(len(Vh)).double()
         P = positive_qr(B @ leaf.Q[i])
         R = B.mT @ P
         leaf.degenerate |= deficient(B @ leaf.Q[i]) or deficient(R)

@@ -1,0 +1,286 @@
+"""Polar factors of whole matrices: singular values, scales, memory, Muon's trajectory."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from curvadion import CurvaDion, Dion
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.update.newton_schulz import MUON, inverse_root, polar_express, smallest
+from curvadion.update.polar_factor import RowStack, polar_factors
+from curvadion.update.symmetric import SMALLEST_IN_BLOCKS, pack, symmetric_product, unpack
+from polar_reference import PolarReference, polar
+from reference import relative_error
+from seeded import gradient, weights
+
+
+def with_condition(m, n, condition, seed=0):
+    """A float64 matrix whose singular values fall from 1 to 1 / condition."""
+    generator = torch.Generator().manual_seed(seed)
+    k = min(m, n)
+    U = torch.linalg.qr(torch.randn(m, k, generator=generator, dtype=torch.float64)).Q
+    V = torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64)).Q
+    S = torch.logspace(0, -math.log10(condition), k, dtype=torch.float64)
+    return U, S, V
+
+
+def factor(B, steps, muon=False):
+    """The polar factor of one matrix as the package takes it."""
+    m, n = B.shape
+    B = B.mT.contiguous() if m < n else B.clone()
+    stack = RowStack(
+        MatrixLayout.whole((m, n)),
+        B[None].clone(),
+        B.new_zeros(1),
+        (MUON,) * steps if muon else polar_express(steps),
+        tight=not muon,
+    )
+    (found,) = polar_factors([stack])
+    return found.U[0].mT if m < n else found.U[0]
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (160, 40), (40, 160), (37, 31)], ids=str)
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e8])
+@pytest.mark.parametrize(
+    ("steps", "low", "high"), [(4, 0.8, 1.2), (5, 0.887, 1.113), (6, 0.998, 1.002)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_values_come_out_near_one(shape, condition, steps, low, high, dtype):
+    U, S, V = with_condition(*shape, condition)
+    found = factor(((U * S) @ V.mT).to(dtype), steps).double()
+    # What float32 sees of a Gram matrix is wrong by rounding errors of its largest eigenvalue.
+    slack = {1.0: 1e-3, 1e2: 5e-3}.get(condition, 0.05) if dtype == torch.float32 else 1e-3
+    along = U.mT @ found @ V  # diagonal: no direction turns
+    gained = along.diagonal()
+    lifted = 1.5 * smallest(steps) < S  # which counts from the bound of the largest
+    assert gained[lifted].min() > low - slack
+    assert gained.abs().max() < high + slack
+    assert (along - gained.diag()).abs().max() < slack
+    # None falls, and the smallest grow by much.
+    assert (gained > 0.9 * S.clamp(max=0.5)).all() or dtype == torch.float32
+    assert gained.min() > -slack
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
+def test_the_coefficients_are_the_best_for_their_number(steps):
+    """Every iteration errs as much at both ends of its interval as at the extremes between."""
+    low, high = smallest(steps), 1.0
+    for a, b, c in polar_express(steps):
+        s = torch.linspace(low, high, 200_001, dtype=torch.float64)
+        p = a * s + b * s**3 + c * s**5
+        error = (1 - p).abs().max()
+        if high / low > 1.01:
+            turns = torch.diff(torch.diff(p).sign()).nonzero().flatten() + 1
+            extremes = torch.cat((p[:1], p[turns], p[-1:]))
+            assert len(extremes) == 4
+            assert torch.allclose(1 - extremes, error * torch.tensor([1.0, -1, 1, -1]).double())
+        low, high = float(1 - error), float(1 + error)
+    assert 1 - low <= 0.2 + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 40),
+    rank=st.integers(0, 40),
+    exponent=st.integers(-35, 28),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_rank_and_scale(m, n, rank, exponent, seed):
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(m, rank, generator=generator, dtype=torch.float64)
+    right = torch.randn(rank, n, generator=generator, dtype=torch.float64)
+    B = left @ right * 10.0**exponent
+    found = factor(B.float(), 5)
+    assert torch.isfinite(found).all()
+    if exponent > -30:  # float32 has no smaller numbers of full precision
+        spectrum = torch.linalg.svdvals(found.double())
+        assert spectrum.max() <= 1.2
+        assert bool(found.any()) == bool(B.float().any())
+        # No direction that B does not have, but for rounding errors, which grow by a thousand.
+        outside = found.double() - polar(B) @ (polar(B).mT @ found.double())
+        assert outside.norm() < 2e-3 * math.sqrt(m * n)
+
+
+def test_a_scale_changes_nothing():
+    B = weights((30, 20))
+    wanted = factor(B, 4)
+    for exponent in (-100, -30, 7, 90):
+        assert torch.equal(factor(B * 2.0**exponent, 4), wanted)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 13])
+def test_packed_matrices_have_every_number_once(n):
+    G = torch.randn(4, n, n)
+    G = G + G.mT
+    packed = pack(G)
+    assert packed.shape == (4, n * (n + 1) // 2)
+    assert torch.equal(unpack(packed, n), G)
+
+
+@pytest.mark.parametrize("n", [5, SMALLEST_IN_BLOCKS - 1, SMALLEST_IN_BLOCKS, 517])
+def test_symmetric_products(n):
+    X = torch.randn(2, n + 3, n, generator=torch.Generator().manual_seed(0))
+    found = symmetric_product(X.mT, X, torch.empty(2, n, n))
+    assert relative_error(found, X.double().mT @ X.double()) < 1e-6
+
+
+def test_iterations_of_several_parts_are_those_of_each(monkeypatch):
+    B = torch.randn(5, 30, 20, dtype=torch.float64)
+    together, _ = inverse_root(B.mT @ B, polar_express(4))
+    each = [inverse_root(b[None].mT @ b, polar_express(4))[0][0] for b in B]
+    assert torch.allclose(together, torch.stack(each), rtol=1e-10)
+
+
+# -------------------------------------------------------------------- steps
+
+SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (12, 1), (7, 5), (1, 1)]
+
+
+@pytest.mark.parametrize("rule", ["error_feedback", "plain"])
+@pytest.mark.parametrize("nesterov", [0.0, 2.0])
+@pytest.mark.parametrize("input_first", [False, True])
+def test_steps_equal_the_equations(rule, nesterov, input_first):
+    references = [PolarReference(weights(s), 1, nesterov=nesterov) for s in SHAPES]
+    X = [
+        nn.Parameter(r.X[0].mT.contiguous() if input_first else r.X[0].clone()) for r in references
+    ]
+    optimizer = Dion(
+        X, direction="polar", newton_schulz_steps=14, nesterov=nesterov, momentum_rule=rule,
+        input_first=input_first,
+    )  # fmt: skip
+    for step in range(6):
+        for x, shape, reference in zip(X, SHAPES, references, strict=True):
+            G = gradient(shape, step, 0).double()
+            x.grad = G.mT.contiguous() if input_first else G
+            reference.step([G], True)
+        optimizer.step()
+    for x, reference in zip(X, references, strict=True):
+        found = x.detach().mT if input_first else x.detach()
+        assert relative_error(found, reference.X[0]) < 1e-10
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_muon_takes_the_trajectory_of_torchs(scale):
+    ours, theirs = ([nn.Parameter(weights(s)) for s in SHAPES] for _ in range(2))
+    how = {"lr": 0.02, "weight_decay": 0.1}
+    muon = torch.optim.Muon(theirs, momentum=0.95, nesterov=True, adjust_lr_fn=scale, **how)
+    dion = Dion(
+        ours, direction="polar", newton_schulz="muon", newton_schulz_steps=5, nesterov=1 / 0.95,
+        update_scale=scale, **how,
+    )  # fmt: skip
+    for step in range(10):
+        for a, b, shape in zip(ours, theirs, SHAPES, strict=True):
+            a.grad = gradient(shape, step, 0)
+            b.grad = a.grad.clone()
+        muon.step()
+        dion.step()
+    for a, b, shape in zip(ours, theirs, SHAPES, strict=True):
+        # torch iterates in bfloat16.
+        moved = (b.detach() - weights(shape)).norm()
+        assert (a.detach() - b.detach()).norm() < 0.02 * moved
+
+
+def test_update_scales():
+    wanted = {
+        "spectral": (2.0, 0.5, 1.0),
+        "original": (2.0, 1.0, 1.0),
+        "match_rms_adamw": (0.2 * math.sqrt(48), 0.2 * math.sqrt(48), 0.2 * math.sqrt(12)),
+    }
+    for kind, scales in wanted.items():
+        X = [nn.Parameter(torch.zeros(s)) for s in ((48, 12), (12, 48), (12, 12))]
+        optimizer = Dion(X, lr=1.0, direction="polar", newton_schulz_steps=6, update_scale=kind)
+        for i, x in enumerate(X):
+            x.grad = weights(x.shape, seed=i)
+        optimizer.step()
+        for x, scale in zip(X, scales, strict=True):
+            spectrum = torch.linalg.svdvals(x.detach())
+            assert torch.allclose(spectrum, torch.full_like(spectrum, scale), rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_follow_wide_ones(dtype):
+    narrow, wide = (nn.Parameter(weights((24, 16)).to(d)) for d in (dtype, torch.float32))
+    optimizers = [Dion([x], direction="polar", momentum_dtype="float32") for x in (narrow, wide)]
+    for step in range(5):
+        for x, optimizer in zip((narrow, wide), optimizers, strict=True):
+            x.grad = gradient((24, 16), step, 0).to(x.dtype)
+            optimizer.step()
+    assert relative_error(narrow.detach(), wide.detach()) < 0.01
+
+
+def test_states_hold_no_right_factors():
+    x = nn.Parameter(weights((24, 16)))
+    x.grad = gradient((24, 16), 0, 0)
+    optimizer = Dion([x], direction="polar")
+    optimizer.step()
+    assert set(optimizer.state[x]) == {"momentum", "momentum_norm", "R_scale"}
+
+
+def test_a_matrix_whose_gradients_end_comes_to_rest():
+    x = nn.Parameter(weights((24, 16)))
+    optimizer = Dion([x], direction="polar", weight_decay=0.0)
+    x.grad = gradient((24, 16), 0, 0)
+    for _ in range(600):
+        optimizer.step()
+        x.grad = torch.zeros_like(x)
+    before = x.detach().clone()
+    optimizer.step()
+    assert torch.equal(x.detach(), before)
+
+
+# -------------------------------------------------------------------- group keys
+
+
+def test_the_direction_of_a_group_follows_from_its_rank():
+    def groups():
+        each = {}, {"rank_fraction": 0.25}, {"rank_fraction": 1.0}, {"direction": "low_rank"}
+        return [{"params": [nn.Parameter(torch.zeros(4, 3))], **more} for more in each]
+
+    def directions(optimizer):
+        return [group["direction"] for group in optimizer.param_groups]
+
+    budget = {"wire_budget": 0.01, "replicas": "single"}
+    assert directions(CurvaDion(groups(), **budget)) == ["polar", "low_rank", "polar", "low_rank"]
+    assert directions(CurvaDion(groups(), replicas="single")) == ["low_rank"] * 4
+    asked = directions(CurvaDion(groups(), rank_fraction=0.5, **budget))
+    assert asked == ["low_rank", "low_rank", "low_rank", "low_rank"]
+    assert directions(Dion(groups(), direction="polar"))[0] == "polar"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("direction", "muon"),
+        ("newton_schulz", "cubic"),
+        ("newton_schulz_steps", 0),
+        ("newton_schulz_steps", 21),
+        ("newton_schulz_steps", 2.5),
+        ("update_scale", 1.0),
+    ],
+)
+def test_errors_name_the_key_and_the_value(key, value):
+    with pytest.raises((TypeError, ValueError), match=f"{key}={value!r}"):
+        Dion([nn.Parameter(torch.zeros(4, 3))], **{key: value})
+
+
+@pytest.mark.parametrize(("before", "after"), [("low_rank", "polar"), ("polar", "low_rank")])
+def test_a_direction_can_be_changed_on_the_way(before, after):
+    x = nn.Parameter(weights((24, 16)))
+    optimizer = Dion([x], direction=before)
+    x.grad = gradient((24, 16), 0, 0)
+    optimizer.step()
+    M = optimizer.state[x]["momentum"].clone()
+    optimizer.param_groups[0]["direction"] = after
+    x.grad = torch.zeros_like(x)
+    optimizer.step()
+    assert ("Q" in optimizer.state[x]) == (after == "low_rank")
+    kept = optimizer.state[x]["momentum"].norm() / M.norm()
+    assert 0.9 < kept <= 1.0
+    fresh = Dion([nn.Parameter(x.detach().clone())], direction=before)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.param_groups[0]["direction"] == after
