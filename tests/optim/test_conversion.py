@@ -36,7 +36,7 @@ KINDS = {
 }
 QUANTIZED = ("budget", "quantized period")
 PAIRS = list(itertools.product(KINDS, KINDS))
-BY_SYNC = ("rank_fraction", "rank_multiple_of", "right_factor", "nesterov")
+BY_SYNC = ("direction", "rank_fraction", "rank_multiple_of", "right_factor", "nesterov")
 TRAINED = 5
 LR, LR_SUM = 2.0**-6, 5 * 2.0**-6  # sums and differences of which are exact
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -167,9 +167,8 @@ def test_every_pair_goes_on_or_says_why_not(folders, way, together):
         assert finite, pair
         assert drift == 0.0, pair
         toy.assert_bitwise_equal(weights, other[2])
-        # (8, 6) and (11, 8) at a quarter and at full rank.
-        full = {(6, 6), (8, 8)}
-        assert ranks == (full if kind in QUANTIZED else {(6, 2), (8, 2)}), pair
+        # (8, 6) and (11, 8) at a quarter of the rank; polar factors keep none.
+        assert ranks == (set() if kind in QUANTIZED else {(6, 2), (8, 2)}), pair
         assert rates == [0.015] * len(rates), pair
         lost = [text for text in (*told, *other[4]) if "is lost" in text]
         assert bool(lost) == (not together and apart[saved] and way != "own"), pair
@@ -410,7 +409,9 @@ def test_right_factor_of_a_matrix(shape, before, after):
     x.grad = torch.randn(shape)
     optimizer.step()
     Q = optimizer.state[x]["Q"].clone()
-    into = CurvaDion([x], gate=FixedPeriod(2), sync=QuantizedAverage(), rank_fraction=after)
+    into = CurvaDion(
+        [x], gate=FixedPeriod(2), sync=QuantizedAverage(), direction="low_rank", rank_fraction=after
+    )
     into.load_state_dict(optimizer.state_dict())
     rank = max(1, -(-int(after * 100 * min(shape)) // 100))
     assert torch.equal(into.state[x]["Q"], expected(Q, shape, rank))
@@ -430,7 +431,12 @@ def test_right_factors_of_row_blocks_and_stacks():
         p.grad = torch.randn_like(p)
     optimizer.step()
     was = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in (qkv, experts)}
-    into = CurvaDion([dict(g) for g in groups], gate=FixedPeriod(2), sync=QuantizedAverage())
+    into = CurvaDion(
+        [dict(g) for g in groups],
+        gate=FixedPeriod(2),
+        sync=QuantizedAverage(),
+        direction="low_rank",
+    )
     into.load_state_dict(optimizer.state_dict())
     now = into.state[qkv]
     assert torch.equal(now["Q"], expected(was[qkv]["Q"], (8, 6), 6))
@@ -473,6 +479,7 @@ def sharded_pieces(rank, cuts):
             [dict(g) for g in groups],
             gate=FixedPeriod(2),
             sync=QuantizedAverage(),
+            direction="low_rank",
             replicas="single",
         )
         into.load_state_dict(optimizer.state_dict())
@@ -499,7 +506,10 @@ def test_right_factors_of_flat_shards(shape):
     flat.grad = torch.randn(60)
     optimizer.step()
     into = CurvaDion(
-        [{"params": [flat], "stack_dims": 1}], gate=FixedPeriod(2), sync=QuantizedAverage()
+        [{"params": [flat], "stack_dims": 1}],
+        gate=FixedPeriod(2),
+        sync=QuantizedAverage(),
+        direction="low_rank",
     )
     into.load_state_dict(optimizer.state_dict())
     for i in range(4):
