@@ -90,8 +90,9 @@ def fit_to_checkpoint(
     """Prepare ``state`` to load a checkpoint that was saved under other arguments. In place.
 
     ``torch.distributed.checkpoint.load`` reads into tensors of the sizes that were saved, and
-    demands every key. Another gate, sync kind or rank asks for other ones: right factors get the
-    saved number of columns here, and anchors and keys of groups that were not saved are left out.
+    demands every key. Another gate, sync kind, direction or rank asks for other ones: right factors
+    get the saved number of columns here, and what was not saved of them, of anchors and of the keys
+    of groups is left out.
     ``load_state_dict`` then converts what was read. A checkpoint of the same arguments needs
     nothing of this, and is left as it is::
 
@@ -124,7 +125,7 @@ def fit_to_checkpoint(
         # A flattened optimizer state has keys like "state.linear.weight.Q".
         name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
         if key not in saved:
-            if name in dispensable or "param_groups" in path:
+            if name in dispensable or is_right_factor(name) or "param_groups" in path:
                 del parent[path[-1]]
             continue
         form = saved[key]

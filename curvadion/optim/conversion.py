@@ -114,6 +114,7 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
         raise ValueError(f"state_dict holds an impossible value: {wrong}")
     if into.anchored and not same_kind and saved["state"]:
         _check_together(record, into)
+    told += _without_right_factors(groups, saved, into)
     states, lost = _states(saved, groups, into, _dropped_keys(record, into, same_kind))
     told += [text for text in (_lost_steps(record, into.replica), lost) if text]
     state_dict = {**saved, "param_groups": groups, "state": states}
@@ -169,6 +170,34 @@ def _groups(
         f"state_dict lacks keys of its param groups, which another version of this optimizer "
         f"saved. They stay as they are here, by group: {missing}."
     ]
+
+
+def _without_right_factors(
+    groups: Sequence[dict[str, Any]], saved: Mapping[str, Any], into: Loading
+) -> list[str]:
+    """Let groups keep direction="polar" if the factors of the saved direction were not read.
+
+    A distributed checkpoint gives an optimizer only what it has a place for.
+    """
+    told = []
+    for g, (group, live) in enumerate(zip(groups, into.param_groups, strict=True)):
+        if (group["algorithm"], live["direction"], group["direction"]) != (
+            "dion",
+            "polar",
+            "low_rank",
+        ):
+            continue
+        held = [
+            saved["state"][i] for i in saved["param_groups"][g]["params"] if i in saved["state"]
+        ]
+        if held and not any(is_right_factor(key) for state in held for key in state):
+            group["direction"] = "polar"
+            told.append(
+                f"state_dict was saved with direction='low_rank' in param group {g}, but without "
+                f"right factors: it goes on with direction='polar', as it is here. To go on with "
+                f"'low_rank', build the optimizer with it."
+            )
+    return told
 
 
 def _follow_the_arguments(record: Record, into: Loading, same_kind: bool) -> set[str]:
