@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import distributed
 from curvadion import CurvaDion, WireMeter
 from seeded import gradient, weights
 from shards import shard
@@ -58,6 +62,17 @@ def sent(rank, sizes, layout, replica_axis, shapes, gate, local_step="gradient")
             optimizer.step()
             result = meter.since(before)
     return result.bytes, result.calls, result.largest, optimizer.report.gate_open
+
+
+@functools.cache
+def sent_of_layout(name):
+    """What each rank of a layout sends at an open gate and at a closed one."""
+    sizes, layout, replica_axis = LAYOUTS[name]
+    return distributed.run(math.prod(sizes), sent_at_both, sizes, layout, replica_axis)
+
+
+def sent_at_both(rank, *layout):
+    return [sent(rank, *layout, SHAPES, gate) for gate in (True, False)]
 
 
 def ranks_of(shapes):
