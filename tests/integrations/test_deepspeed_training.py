@@ -91,7 +91,7 @@ def like_one_process(rank, stage):
     return errors, records
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (0, 3), (1, 2), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 3), (1, 2), (2, 3), (3, 2)])
 def test_json_alone_trains_like_one_process(stage, world):
     for errors, records in distributed.run(world, like_one_process, stage):
         assert max(errors.values()) < 1e-5, errors
@@ -237,7 +237,7 @@ NAMES = [
 
 @pytest.mark.parametrize(
     ("name", "clip"),
-    [*((name, 0.0) for name in NAMES), *((name, 10.0) for name in ("0", "1 bf16", "2", "3"))],
+    [(name, 10.0 if name in ("0", "1 bf16", "2", "3") else 0.0) for name in NAMES],
 )
 def test_a_nan_on_one_rank_skips_the_step_on_all(name, clip):
     results = distributed.run(2, spoiled, name, {"gradient_clipping": clip})
