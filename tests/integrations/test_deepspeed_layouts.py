@@ -20,7 +20,7 @@ from pairwise import all_pairs
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
 )
-STEPS = 7
+STEPS = 6
 # The gate is open in the warm-up and then at every third step.
 SCHEDULE = {
     "gate": {"type": "period", "period": 3},

@@ -20,7 +20,12 @@ import formulas
 import mesh_layouts
 from curvadion import CurvaDion, Dion, WireMeter
 from tensor_parallel_training import LAYOUTS, setup
-from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
+from training import (
+    OPEN_STEPS,
+    STEPS,
+    assert_trains_like_one_process,
+    assert_trains_like_whole_replicas,
+)
 
 
 # The others open the gates of a schedule below.
@@ -31,20 +36,22 @@ def test_open_gate_trains_to_the_weights_of_one_process(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "local_step", "clip", "sparing"),
+    ("layout", "local_step", "clip", "sparing", "schedule", "steps"),
     [
-        ("tp", "gradient", 0.5, False),
-        ("dp x tp", "gradient", None, False),
-        ("dp x tp", "dion", None, True),
-        ("fsdp x tp", "dion", 0.5, False),
-        ("hsdp x tp", "dion", None, False),
+        ("tp", "gradient", 0.5, False, OPEN_STEPS, STEPS),
+        ("dp x tp", "gradient", None, False, OPEN_STEPS, STEPS),
+        ("dp x tp", "dion", None, True, OPEN_STEPS, STEPS),
+        ("fsdp x tp", "dion", 0.5, False, OPEN_STEPS, STEPS),
+        ("hsdp x tp", "dion", None, False, (1, 3), 4),
     ],
 )
-def test_replicas_drift_and_meet_as_whole_ones_do(layout, local_step, clip, sparing):
+def test_replicas_drift_and_meet_as_whole_ones_do(
+    layout, local_step, clip, sparing, schedule, steps
+):
     """Clipped or not, and with experts that some replicas or nobody uses."""
     options = (("local_step", local_step), ("local_lr", 0.1), ("nesterov", 1.5))
-    how = {"schedule": OPEN_STEPS, "options": options, "clip": clip, "sparing": sparing}
-    assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], **how)
+    how = {"schedule": schedule, "steps": steps, "clip": clip, "sparing": sparing}
+    assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], options=options, **how)
 
 
 # -------------------------------------------------------------------- gradients of other placements
