@@ -168,8 +168,9 @@ def test_replicas_take_the_references_trajectory(ranks, settings):
 
 @pytest.mark.parametrize("settings", IN_FLOAT64)
 def test_in_float64_too(settings):
-    problems, _ = follow(2, torch.float64, SETTINGS[settings])
+    problems, follower = follow(2, torch.float64, SETTINGS[settings])
     assert not problems, "\n".join(problems)
+    assert follower.compared > 500
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])

@@ -176,7 +176,9 @@ def train(rank, steps, arguments):
     return weights, reports, sent
 
 
-@pytest.mark.parametrize(("bits", "local_step"), zip(BITS, ("dion", "gradient") * 2, strict=True))
+@pytest.mark.parametrize(
+    ("bits", "local_step"), list(zip(BITS, ("dion", "gradient") * 2, strict=True))
+)
 def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
     arguments = dict(gate=FixedPeriod(3), sync=QuantizedAverage(bits=bits))
     ranks = distributed.run(3, train, 7, arguments | {"local_step": local_step})
@@ -189,7 +191,7 @@ def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
 
 
 @pytest.mark.parametrize(
-    ("bits", "align_momentum"), zip(BITS, (True, False, False, True), strict=True)
+    ("bits", "align_momentum"), list(zip(BITS, (True, False, False, True), strict=True))
 )
 def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, align_momentum):
     sync = QuantizedAverage(bits, align_momentum=align_momentum)
