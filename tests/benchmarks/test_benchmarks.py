@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import fresh
 from curvadion import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(script, *arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, *arguments], cwd=ROOT, timeout=110,
-        env={**os.environ, "CURVADION_BACKEND": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+    environment = {**os.environ, "CURVADION_BACKEND": ""}
+    return fresh.python(ROOT / "benchmarks" / script, *arguments, environment=environment, cwd=ROOT)
 
 
 def records(script, path, *arguments):
@@ -81,9 +78,7 @@ for arguments in gpu_report.BENCHMARKS.values():
 
 def test_the_report_of_a_gpu_passes_options_that_exist():
     # Not in this process: the benchmark's module is called as a package that others may have.
-    said = subprocess.run(
-        [sys.executable, "-c", PARSE], cwd=ROOT, timeout=110, capture_output=True, text=True
-    )
+    said = fresh.python("-c", PARSE, cwd=ROOT)
     assert said.returncode == 0, said.stderr[-2000:]
     assert said.stdout.count("Namespace(") >= 8
 

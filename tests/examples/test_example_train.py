@@ -14,6 +14,7 @@ import torch
 
 import checkpoint
 import distributed
+import fresh
 import train_gpt
 from command_line import parse
 from example_runs import assert_same_checkpoint, train
@@ -256,9 +257,9 @@ train_gpt.main({[*TINY, "--steps", "2", "--out", str(tmp_path)]})
 print([task.read_text("utf-8").strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")])
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(
-        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
-    ).stdout
+    said = fresh.python("-c", script, environment=environment)
+    assert said.returncode == 0, said.stderr
+    printed = said.stdout
     assert "'python" in printed
     assert "gloo" not in printed
 

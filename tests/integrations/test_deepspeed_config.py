@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import curvadion
 import deepspeed_engines as ds
 import distributed
+import fresh
 from curvadion import CurvaDion
 from curvadion.integrations.deepspeed.config import ROUTING
 
@@ -268,10 +268,8 @@ def python(program, **environment):
     """Run a program in a fresh process."""
     paths = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = {**os.environ, **paths, **environment}
-    program = textwrap.dedent(program)
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, env=environment, timeout=110, cwd=ROOT
-    )
+    said = fresh.python("-c", textwrap.dedent(program), environment=environment, cwd=ROOT)
+    assert said.returncode == 0, said.stderr
 
 
 def test_importing_curvadion_imports_no_deepspeed():

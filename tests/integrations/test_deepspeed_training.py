@@ -91,7 +91,7 @@ def like_one_process(rank, stage):
     return errors, records
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (0, 3), (1, 2), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 3), (1, 2), (2, 3), (3, 2)])
 def test_json_alone_trains_like_one_process(stage, world):
     for errors, records in distributed.run(world, like_one_process, stage):
         assert max(errors.values()) < 1e-5, errors
@@ -161,9 +161,10 @@ def resumed(rank, name, folder):
     return first, second
 
 
+# Of DeepSpeed's classes of optimizers, with either dtype; stages 1 and 2 share theirs.
 CHECKPOINTED = [
-    "0", "0 bf16", "1", "1 bf16", "1 BF16_Optimizer", "2 round robin", "2 bf16", "2 offload",
-    "3", "3 sub-groups", "3 bf16", "3 offload",
+    "0", "0 bf16", "1 bf16", "1 BF16_Optimizer", "2 round robin", "2 offload", "3 sub-groups",
+    "3 bf16", "3 offload",
 ]  # fmt: skip
 
 
@@ -237,7 +238,7 @@ NAMES = [
 
 @pytest.mark.parametrize(
     ("name", "clip"),
-    [*((name, 0.0) for name in NAMES), *((name, 10.0) for name in ("0", "1 bf16", "2", "3"))],
+    [(name, 10.0 if name in ("0", "1 bf16", "2", "3") else 0.0) for name in NAMES],
 )
 def test_a_nan_on_one_rank_skips_the_step_on_all(name, clip):
     results = distributed.run(2, spoiled, name, {"gradient_clipping": clip})
@@ -283,7 +284,7 @@ ONE_BUCKET, SEVERAL = 500, 40
 @pytest.mark.parametrize(
     ("name", "bucket"),
     [
-        *((name, SEVERAL) for name in ("1", "1 bf16", "2", "2 round robin", "3", "3 bf16")),
+        *((name, SEVERAL) for name in ("1", "1 bf16", "2 round robin", "3 bf16")),
         *((name, ONE_BUCKET) for name in ("1", "2 offload", "3")),
     ],
 )
@@ -294,9 +295,7 @@ def test_zero_cannot_take_a_gradient_that_is_missing_on_one_rank(name, bucket):
     assert "{0: 'wide." in messages[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["0", "1", "1 bf16", "1 BF16_Optimizer", "2", "3", "3 bf16", "3 offload"]
-)
+@pytest.mark.parametrize("name", ["0", "1 bf16", "1 BF16_Optimizer", "2", "3", "3 offload"])
 def test_a_gradient_missing_on_all_ranks_is_no_trouble(name):
     missing = {(step, rank): ("wide",) for step in (1, 2) for rank in (0, 1)}
     (reports, weights), (again, others) = distributed.run(2, incomplete, name, missing)

@@ -20,30 +20,38 @@ import formulas
 import mesh_layouts
 from curvadion import CurvaDion, Dion, WireMeter
 from tensor_parallel_training import LAYOUTS, setup
-from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
+from training import (
+    OPEN_STEPS,
+    STEPS,
+    assert_trains_like_one_process,
+    assert_trains_like_whole_replicas,
+)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The others open the gates of a schedule below.
+@pytest.mark.parametrize("layout", ["dp x tp", "fsdp x tp"])
 def test_open_gate_trains_to_the_weights_of_one_process(layout):
     replicas, shards, copies = LAYOUTS[layout]
     assert_trains_like_one_process(setup, layout, replicas * shards, copies)
 
 
 @pytest.mark.parametrize(
-    ("layout", "local_step", "clip", "sparing"),
+    ("layout", "local_step", "clip", "sparing", "schedule", "steps"),
     [
-        ("tp", "gradient", 0.5, False),
-        ("dp x tp", "gradient", None, False),
-        ("dp x tp", "dion", None, True),
-        ("fsdp x tp", "dion", 0.5, False),
-        ("hsdp x tp", "dion", None, False),
+        ("tp", "gradient", 0.5, False, OPEN_STEPS, STEPS),
+        ("dp x tp", "gradient", None, False, OPEN_STEPS, STEPS),
+        ("dp x tp", "dion", None, True, OPEN_STEPS, STEPS),
+        ("fsdp x tp", "dion", 0.5, False, OPEN_STEPS, STEPS),
+        ("hsdp x tp", "dion", None, False, (1, 3), 4),
     ],
 )
-def test_replicas_drift_and_meet_as_whole_ones_do(layout, local_step, clip, sparing):
+def test_replicas_drift_and_meet_as_whole_ones_do(
+    layout, local_step, clip, sparing, schedule, steps
+):
     """Clipped or not, and with experts that some replicas or nobody uses."""
     options = (("local_step", local_step), ("local_lr", 0.1), ("nesterov", 1.5))
-    how = {"schedule": OPEN_STEPS, "options": options, "clip": clip, "sparing": sparing}
-    assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], **how)
+    how = {"schedule": schedule, "steps": steps, "clip": clip, "sparing": sparing}
+    assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], options=options, **how)
 
 
 # -------------------------------------------------------------------- gradients of other placements
@@ -63,11 +71,28 @@ def summands(full, placements, mesh):
 
 
 P, R, S = Partial(), Replicate(), Shard(0)
+# Placements given and wanted, and the collectives of any number of gradients.
+SETTLED = [
+    ((R, P), (R, R), 1),
+    ((P, P), (R, R), 1),
+    ((S, P), (S, R), 1),
+    ((P, S), (R, S), 1),
+    ((R, R), (R, S), 0),
+    ((P, R), (S, R), None),
+    ((R, S), (R, R), None),
+]
 
 
-def settle(rank, given, wanted, count):
-    """Errors of ``count`` gradients after a step that leaves the weights alone, and its calls."""
+def settle_all(rank):
     mesh = init_device_mesh("cpu", (2, 2))
+    return [
+        [settle(mesh, given, wanted, count) for count in ((1, 7) if collectives else (1,))]
+        for given, wanted, collectives in SETTLED
+    ]
+
+
+def settle(mesh, given, wanted, count):
+    """Errors of ``count`` gradients after a step that leaves the weights alone, and its calls."""
     full = [torch.full((6, 3), i + 1.0) + torch.arange(18.0).view(6, 3) for i in range(count)]
     X = [nn.Parameter(distribute_tensor(torch.ones(6, 3), mesh, wanted)) for _ in full]
     optimizer = Dion([{"params": X, "algorithm": "adamw", "lr": 0.0}])
@@ -80,27 +105,13 @@ def settle(rank, given, wanted, count):
     return max(errors), meter.total_calls
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted", "collectives"),
-    [
-        ((R, P), (R, R), 1),
-        ((P, P), (R, R), 1),
-        ((S, P), (S, R), 1),
-        ((P, S), (R, S), 1),
-        ((R, R), (R, S), 0),
-        ((P, R), (S, R), None),
-        ((R, S), (R, R), None),
-    ],
-)
-def test_gradients_are_brought_to_their_parameters_placements(given, wanted, collectives):
-    gate = 1 if S in wanted else 0
-    for error, calls in distributed.run(4, settle, given, wanted, 1):
-        assert error < 1e-5
-        assert collectives is None or calls == collectives + gate
-    if collectives:
-        for error, calls in distributed.run(4, settle, given, wanted, 7):
-            assert error < 1e-5
-            assert calls == collectives + gate
+def test_gradients_are_brought_to_their_parameters_placements():
+    for of_rank in distributed.run(4, settle_all):
+        for (given, wanted, collectives), settled in zip(SETTLED, of_rank, strict=True):
+            gate = 1 if S in wanted else 0
+            for error, calls in settled:
+                assert error < 1e-5, (given, wanted)
+                assert collectives is None or calls == collectives + gate, (given, wanted)
 
 
 def native_data_parallel(rank):
@@ -158,9 +169,7 @@ def cuts(sizes, layout, rank):
 def test_bytes_of_every_cut_are_those_of_the_formulas(name):
     sizes, layout, replica_axis = mesh_layouts.LAYOUTS[name]
     shapes, replicas = mesh_layouts.SHAPES, 1 if replica_axis is None else sizes[replica_axis]
-    arguments = (sizes, layout, replica_axis, shapes, True)
-    actual = distributed.run(math.prod(sizes), mesh_layouts.sent, *arguments)
-    for rank, (sent, _, largest, gate_open) in enumerate(actual):
+    for rank, ((sent, _, largest, gate_open), _) in enumerate(mesh_layouts.sent_of_layout(name)):
         m_cuts, n_cuts = cuts(sizes, layout, rank)
         everything = [
             formulas.held(shape, r, m_cuts=m_cuts, n_cuts=n_cuts, replicas=replicas)

@@ -1,3 +1,4 @@
+import functools
 import gc
 import threading
 import time
@@ -228,17 +229,26 @@ def tuples(meter):
     return records
 
 
-def count_case(rank, name):
-    with WireMeter() as meter:
-        CASES[name][0](rank, dist.get_world_size())
-    return tuples(meter)
+def count_cases(rank):
+    counts = {}
+    for name, (run, _) in CASES.items():
+        with WireMeter() as meter:
+            run(rank, dist.get_world_size())
+        counts[name] = tuples(meter)
+    return counts
+
+
+@functools.cache
+def counted(world_size):
+    """What each rank counts of each case."""
+    return distributed.run(world_size, count_cases)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_counts_exactly(name, world_size):
     expected = CASES[name][1](world_size)
-    assert distributed.run(world_size, count_case, name) == [expected] * world_size
+    assert [counts[name] for counts in counted(world_size)] == [expected] * world_size
 
 
 def count_on_one_gpu(rank):

@@ -50,6 +50,7 @@ _context.set_forkserver_preload(
     ]
 )
 _pool: _Pool | None = None
+_frozen = 0  # of a worker, the modules imported when it last froze what there was
 
 
 class RankFailure(AssertionError):
@@ -81,6 +82,11 @@ def run(
     except BaseException:
         shutdown()  # ranks may be anywhere
         raise
+
+
+def of_forkserver(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
+    """A new process, not started yet, that has imported what workers have."""
+    return _context.Process(target=target, args=args)
 
 
 @atexit.register
@@ -205,7 +211,7 @@ def _serve(connection: Connection, stack_file: Path, port: int) -> None:
     faulthandler.enable(stack)  # where it was when it died of a signal
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     gc.collect()
-    gc.freeze()  # keeps the collections between calls short
+    _freeze_modules()
     problem = None
     try:
         while True:
@@ -258,4 +264,13 @@ def _clean_up() -> str | None:
         Any, debug
     )._clear_sharding_prop_cache()  # it holds meshes, and those hold destroyed groups
     gc.collect()
+    _freeze_modules()
     return None
+
+
+def _freeze_modules() -> None:
+    """Take what imports have made out of later collections, which they would make slow."""
+    global _frozen
+    if len(sys.modules) > _frozen:
+        gc.freeze()
+        _frozen = len(sys.modules)

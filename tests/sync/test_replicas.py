@@ -11,6 +11,7 @@ from torch import nn
 
 import distributed
 from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, LowRank, WireMeter
+from pairwise import all_pairs
 from reference import DionReference, relative_error
 from scheduled import Scheduled
 
@@ -74,8 +75,7 @@ def run_dion(rank, seed, elementwise):
     return train(rank, dion, 10, seed, elementwise=elementwise)[0]
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize(("seed", "elementwise"), [(0, "adamw"), (1, "lion")])
+@pytest.mark.parametrize(("replicas", "seed", "elementwise"), [(4, 0, "adamw"), (2, 1, "lion")])
 def test_open_gate_equals_one_process_on_the_mean_gradient(replicas, seed, elementwise):
     alone = train(0, dion, 10, seed, mean_of=replicas, elementwise=elementwise)[0]
     together = distributed.run(replicas, run_dion, seed, elementwise)
@@ -106,10 +106,10 @@ def run_scheduled(rank, *options):
     return weights, momenta, norms, [report.gate_open for report in reports]
 
 
-@pytest.mark.parametrize("nesterov", [0.0, 1.5])
-@pytest.mark.parametrize("momentum_rule", ["error_feedback", "plain"])
-@pytest.mark.parametrize("average_weights", [True, False])
-@pytest.mark.parametrize("local_step", ["dion", "gradient"])
+@pytest.mark.parametrize(
+    ("local_step", "average_weights", "momentum_rule", "nesterov"),
+    all_pairs(["dion", "gradient"], [True, False], ["error_feedback", "plain"], [0.0, 1.5]),
+)
 def test_a_gate_on_schedule_equals_a_simulation_of_the_replicas(
     local_step, average_weights, momentum_rule, nesterov
 ):
@@ -137,8 +137,7 @@ def run_until_open(rank, elementwise):
     return train(rank, make, 6, elementwise=elementwise)[0], train(rank, make, 5)[0]
 
 
-@pytest.mark.parametrize("elementwise", ["adamw", "lion"])
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize(("replicas", "elementwise"), [(2, "adamw"), (4, "lion")])
 def test_weights_are_bitwise_equal_after_an_open_step(replicas, elementwise):
     ranks = distributed.run(replicas, run_until_open, elementwise)
     for after_open, after_local in ranks[1:]:
@@ -160,8 +159,7 @@ def low_rank_bytes():
     return sum(4 * (m + n) * -(-round(0.3 * min(m, n), 9) // 1) for m, n in SHAPES)
 
 
-@pytest.mark.parametrize("average_weights", [True, False])
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize(("replicas", "average_weights"), [(2, False), (4, True)])
 def test_bytes_of_every_step_equal_the_formula(replicas, average_weights):
     synchronized = GATE_BYTES + low_rank_bytes() + 4 * VECTOR_NUMBERS
     weights_and_moments = 4 * (NUMBERS + 2 * VECTOR_NUMBERS + len(VECTORS))
@@ -237,9 +235,10 @@ def never(param_groups):
     )
 
 
-@pytest.mark.parametrize("make", [dion, rmmc, never], ids=["dion", "rmmc", "closed"])
-@pytest.mark.parametrize("bad_value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("bad_parameter", [1, len(SHAPES)])
+@pytest.mark.parametrize(
+    ("make", "bad_value", "bad_parameter"),
+    all_pairs([dion, rmmc, never], [float("nan"), float("inf"), float("-inf")], [1, len(SHAPES)]),
+)
 def test_a_nonfinite_gradient_on_one_rank_skips_the_step_on_all(make, bad_value, bad_parameter):
     for skipped, kept, after, moved, finite in distributed.run(
         2, run_nonfinite, 1, bad_value, bad_parameter, make

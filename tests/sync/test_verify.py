@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -236,16 +237,19 @@ def change_parameters(rank, layout, kind, where):
     return told(7, take)
 
 
-@pytest.mark.parametrize("kind", ["dion", "threshold", "period"])
-@pytest.mark.parametrize(("layout", "ranks"), [("plain", 2), ("sharded", 4)])
+FREEZES = [("plain", 2, "dion"), ("plain", 2, "threshold"), ("sharded", 4, "period")]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "kind"), FREEZES)
 def test_parameters_frozen_on_one_rank_only_are_an_error_not_a_hang(layout, ranks, kind):
     for step, text in distributed.run(ranks, change_parameters, layout, kind, (1,), timeout=30):
         assert step == 3
         assert "matrix1" in text and "frozen" in text and "rank 1" in text
 
 
-@pytest.mark.parametrize("kind", ["dion", "period"])
-@pytest.mark.parametrize(("layout", "ranks"), [("plain", 2), ("sharded", 4)])
+@pytest.mark.parametrize(
+    ("layout", "ranks", "kind"), [("plain", 2, "dion"), ("sharded", 4, "period")]
+)
 def test_parameters_can_be_frozen_and_thawed_on_all_ranks(layout, ranks, kind):
     everywhere = tuple(range(ranks))
     assert distributed.run(ranks, change_parameters, layout, kind, everywhere) == [None] * ranks
@@ -405,6 +409,19 @@ def average_(X, how):
         x.grad = sum(each[(i + shift) % ranks] for i in range(ranks)) / ranks
 
 
+SOON = 32  # the period of later looks, in tests of these
+
+
+@contextmanager
+def looking_soon():
+    usual = GradientWatch.EVERY
+    GradientWatch.EVERY = SOON
+    try:
+        yield
+    finally:
+        GradientWatch.EVERY = usual
+
+
 def averaged_by_others(rank, which, how, since, steps, dtype, kind):
     X = parameters(dtype)
     optimizer = optimizer_of(X, kind)
@@ -425,8 +442,9 @@ def test_gradients_of_matrices_averaged_by_others_are_an_error_at_the_first_step
         assert step == 0 and "the matrices" in text and "identical" in text
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "rank order"])
-@pytest.mark.parametrize(("which", "since"), [((3, 4), 0), ((0, 1, 2), 1)])
+@pytest.mark.parametrize(
+    ("which", "since", "how"), [((3, 4), 0, "rank order"), ((0, 1, 2), 1, "all_reduce")]
+)
 def test_some_gradients_averaged_by_others_are_an_error_soon(which, since, how):
     arguments = which, how, since, 40, torch.float32, "budget"
     for step, text in distributed.run(3, averaged_by_others, *arguments):
@@ -440,8 +458,7 @@ def one_averaged_by_others(rank, *arguments):
     return warned(averaged_by_others, rank, *arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("which", [2, 3])
+@pytest.mark.parametrize(("which", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
 def test_one_parameter_averaged_by_others_is_a_warning_soon(which, dtype):
     name = "matrix2" if which == 2 else "vector3"
     arguments = (which,), "all_reduce", 1, 20, dtype, "budget"
@@ -449,12 +466,16 @@ def test_one_parameter_averaged_by_others_is_a_warning_soon(which, dtype):
         assert f"The gradients of {name} had the same direction" in text
 
 
-def test_averaging_that_starts_late_is_found():
+def averaged_late(rank):
     every = tuple(range(len(SHAPES)))
-    for step, text in distributed.run(
-        2, averaged_by_others, every, "rank order", 30, 300, torch.float32, "period"
-    ):
-        assert step == 256 + 5 and "identical" in text
+    with looking_soon():
+        return averaged_by_others(rank, every, "rank order", 25, SOON + 9, torch.float32, "period")
+
+
+def test_averaging_that_starts_late_is_found():
+    assert GradientWatch.EVERY == 256
+    for step, text in distributed.run(2, averaged_late):
+        assert step == SOON + 5 and "identical" in text
 
 
 def watch_own_gradients(rank, dtype):
@@ -462,14 +483,15 @@ def watch_own_gradients(rank, dtype):
     X = parameters(dtype, [(8, 5)] * 6)
     optimizer = Dion(X, replicas=dist.group.WORLD, rank_fraction=0.2)
     sent = []
-    for step in range(264):
-        give_gradients(X, step, rank)
-        if step % 7 == 0:
-            X[1].grad = None if rank else X[1].grad
-            X[2].grad.zero_()
-        with WireMeter() as meter:
-            optimizer.step()
-        sent.append(meter.bytes_by_collective)
+    with looking_soon():
+        for step in range(2 * SOON + 8):
+            give_gradients(X, step, rank)
+            if step % 7 == 0:
+                X[1].grad = None if rank else X[1].grad
+                X[2].grad.zero_()
+            with WireMeter() as meter:
+                optimizer.step()
+            sent.append(meter.bytes_by_collective)
     return sent
 
 
@@ -478,7 +500,8 @@ def test_replicas_own_gradients_are_never_taken_for_averages(dtype):
     for sent in distributed.run(2, watch_own_gradients, dtype):
         usual = sent[1]["all_reduce"]
         looks = [i for i, step in enumerate(sent) if step["all_reduce"] == usual + 48]
-        assert set(range(9, 19)) - {14} <= set(looks) <= {*range(9, 19), *range(256, 261)}
+        first, later = set(range(9, 19)), {turn + i for turn in (SOON, 2 * SOON) for i in range(5)}
+        assert first - {14} <= set(looks) <= first | later
         assert GradientWatch.BYTES == 48
 
 
@@ -499,7 +522,7 @@ def sharded_and_averaged(rank, since):
                 dist.all_reduce(x.grad.to_local(), group=mesh.get_group("replicate"))
         optimizer.step()
 
-    return warned(told, 20, take)
+    return warned(told, 19, take)
 
 
 def test_averaging_of_shards_is_found():
@@ -615,9 +638,14 @@ def start_wrongly(rank, kind, key, value):
     return train(X, optimizer, rank, 2)
 
 
-@pytest.mark.parametrize("kind", ["threshold", "budget"])
 @pytest.mark.parametrize(
-    ("key", "value"), [("lr", float("inf")), ("mu", 2.0), ("algorithm", "x"), ("rank_fraction", 0)]
+    ("key", "value", "kind"),
+    [
+        ("lr", float("inf"), "budget"),
+        ("mu", 2.0, "threshold"),
+        ("algorithm", "x", "budget"),
+        ("rank_fraction", 0, "threshold"),
+    ],
 )
 def test_a_wrong_setting_of_one_rank_before_the_first_step(kind, key, value):
     first, second = distributed.run(2, start_wrongly, kind, key, value, timeout=20)
