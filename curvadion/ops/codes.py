@@ -16,8 +16,8 @@ All is float32, and each operation is rounded to nearest: there are no fused mul
 backend gives the same bits.
 
 A row is a plane of 32 bytes for each bit of a code, then the scale, its low byte first. Bit k of
-byte j of plane p is bit p of the code of number 32 k + j, so that all bytes of a plane are packed by
-the same shifts.
+byte j of plane p is bit p of the code of number 32 k + j, so that all bytes of a plane are packed
+by the same shifts.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def levels(bits: int) -> Tensor:
 
 
 def check(codes: Tensor, bits: int, blocks: int, *lists: Sequence[Tensor]) -> None:
-    """Raise ValueError unless codes are (blocks, block_bytes(bits)) and lists are of equal shapes."""
+    """Raise ValueError unless codes are (blocks, block_bytes(bits)), and lists of equal shapes."""
     expected = blocks, block_bytes(bits)
     if codes.shape != expected or codes.dtype != torch.uint8:
         raise ValueError(

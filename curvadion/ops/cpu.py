@@ -41,7 +41,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "curvadion_decode_add": [INT, *[POINTER] * 5, ctypes.c_int, *[POINTER] * 2, _THREADS],
     # codes, own, received, blocks, ranks, rank, bits, constants, threads
     "curvadion_average_codes": [
-        *([POINTER] * 3), INT, *[ctypes.c_int] * 3, *[POINTER] * 3, _THREADS
+        *([POINTER] * 3),
+        INT,
+        *[ctypes.c_int] * 3,
+        *[POINTER] * 3,
+        _THREADS,
     ],
 }
 
