@@ -76,6 +76,12 @@ def test_kernels_store_and_multiply(compiled):
     assert update and all(r["mma"] > 0 for r in update)
 
 
+def test_codes_are_made_without_fused_multiply_adds(compiled):
+    """Which would round otherwise than the other backends."""
+    chosen = [r for r in compiled if r["kernel"].startswith(("encode", "decode", "average"))]
+    assert len(chosen) == 15 and [r for r in chosen if r["fma"]] == []
+
+
 def test_bulk_data_moves_in_128_bits(compiled):
     wide = ("momentum", "accumulate", "local_step", "low_rank_update_", "norms")
     chosen = [
