@@ -120,15 +120,18 @@ def check(codes: Tensor, bits: int, blocks: int, *lists: Sequence[Tensor]) -> No
         check_shapes(lists[0], more)
 
 
-def coded_facts(codes: Tensor, bits: int, *lists: Sequence[Tensor]) -> list[Facts]:
-    """Facts of lists of tensors whose numbers are in the rows of ``codes``.
+def coded_facts(
+    codes: Tensor, bits: int, X: Sequence[Tensor], *more: Sequence[Tensor]
+) -> list[Facts]:
+    """Facts of X, whose numbers are in the rows of ``codes``, and of more lists that are not empty.
 
     Raises:
         ValueError: if lengths or shapes differ, or the rows are not as many.
         Unsupported: if compiled kernels do not take the dtypes or devices, or a tensor is not
             row-major without gaps.
     """
-    check(codes, bits, sum(blocks_of(x.numel()) for x in lists[0]), *lists)
+    lists = [X, *filter(None, more)]
+    check(codes, bits, sum(blocks_of(x.numel()) for x in X), *lists)
     facts = [facts_of(list_) for list_ in lists]
     for one, list_ in zip(facts, lists, strict=True):
         if not one.supported or one.device != codes.device:

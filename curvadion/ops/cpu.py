@@ -148,7 +148,7 @@ def encode_difference_(
     first: int,
 ) -> None:
     """See :func:`curvadion.ops.encode_difference_`."""
-    x, *more = coded_facts(codes, bits, *(list_ for list_ in (X, anchors, residuals) if list_))
+    x, *more = coded_facts(codes, bits, X, anchors, residuals)
     check_floats(owned, codes)
     a, r = (more.pop(0) if list_ else None for list_ in (anchors, residuals))
     if a is not None and a.dtypes != {torch.float32}:
@@ -163,7 +163,7 @@ def encode_difference_(
 
 def decode_(X: Sequence[Tensor], codes: Tensor, bits: int) -> None:
     """See :func:`curvadion.ops.decode_`."""
-    _decode(X, None, codes, bits)
+    _decode(X, (), codes, bits)
 
 
 def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
@@ -171,10 +171,8 @@ def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, b
     _decode(X, anchors, codes, bits)
 
 
-def _decode(
-    X: Sequence[Tensor], anchors: Sequence[Tensor] | None, codes: Tensor, bits: int
-) -> None:
-    x, *more = coded_facts(codes, bits, X, *([] if anchors is None else [anchors]))
+def _decode(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
+    x, *more = coded_facts(codes, bits, X, anchors)
     if more and more[0].dtypes != {torch.float32}:
         raise Unsupported
     signs, _, levels = _addresses(constants(bits, codes.device))

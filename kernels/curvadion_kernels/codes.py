@@ -214,7 +214,7 @@ def encode_difference_(
     first: int,
 ) -> None:
     """See :func:`curvadion.ops.encode_difference_`."""
-    facts = coded_facts(codes, bits, *(list_ for list_ in (X, anchors, residuals) if list_))
+    facts = coded_facts(codes, bits, X, anchors, residuals)
     check_floats(owned, codes)
     if anchors:
         _check_anchors(facts[1])
@@ -232,25 +232,21 @@ def encode_difference_(
 
 def decode_(X: Sequence[Tensor], codes: Tensor, bits: int) -> None:
     """See :func:`curvadion.ops.decode_`."""
-    _decode_lists([X], codes, bits)
+    decode_add_(X, (), codes, bits)
 
 
 def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
     """See :func:`curvadion.ops.decode_add_`."""
-    _decode_lists([X, anchors], codes, bits)
-
-
-def _decode_lists(lists: list[Sequence[Tensor]], codes: Tensor, bits: int) -> None:
-    facts = coded_facts(codes, bits, *lists)
-    if len(lists) == 2:
+    facts = coded_facts(codes, bits, X, anchors)
+    if anchors:
         _check_anchors(facts[1])
     signs, _, levels = constants(bits, codes.device)
     for launch, dtypes in launches(facts):
-        table = launch.table(facts, [], [rows.start for rows in rows_of(lists[0])])
+        table = launch.table(facts, [], [rows.start for rows in rows_of(X)])
         with on(codes.device):
             decode_kernel[(launch.blocks,)](
                 table, launch.numel, launch.of, launch.chunk, launch.count, codes, signs, levels,
-                X_DTYPE=CODES[dtypes[0]], HAS_A=len(lists) == 2, BITS=bits,
+                X_DTYPE=CODES[dtypes[0]], HAS_A=bool(anchors), BITS=bits,
                 CHUNK=CHUNK, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip
 

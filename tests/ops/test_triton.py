@@ -41,6 +41,11 @@ def test_interpreted_kernels_compute_what_float64_does():
     assert " passed" in said and "skipped" not in said
 
 
+def test_interpreted_kernels_make_the_codes_of_numpy():
+    said = run(["-m", "pytest", "-q", "-x", TESTS / "ops" / "test_codes.py"], TRITON_INTERPRET="1")
+    assert " passed" in said and "1 skipped" in said
+
+
 def test_the_optimizer_runs_on_interpreted_kernels():
     chosen = [TESTS / "optim" / "test_dion_reference.py", "-k", OPTIMIZER_TESTS]
     said = run(
