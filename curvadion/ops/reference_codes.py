@@ -143,28 +143,33 @@ def _sum_in_halves(x: Tensor) -> Tensor:
 
 
 def _count_below(y: Tensor, midpoints: Tensor, size: Tensor) -> Tensor:
-    """How many of the ascending midpoints, times size, are below each number: int32."""
-    below = torch.zeros_like(y, dtype=torch.int32)
+    """How many of the ascending midpoints, times size, are below each number: uint8."""
+    if len(midpoints) < 16:
+        below = torch.zeros_like(y, dtype=torch.uint8)
+        for middle in midpoints:
+            below += y > middle * size
+        return below
+    places = torch.zeros_like(y, dtype=torch.int32)
     half = (len(midpoints) + 1) // 2
     while half:
-        below += torch.where(y > midpoints[below + (half - 1)] * size, half, 0).int()
+        places += half * (y > midpoints[places + (half - 1)] * size)
         half //= 2
-    return below
+    return places.to(torch.uint8)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     eights = codes.view(-1, 1, 8, PLANE_BYTES)
     ones = (eights >> _places(bits, codes.device).view(-1, 1, 1)) & 1
-    planes = (ones << _places(8, codes.device).view(-1, 1)).sum(2, dtype=torch.int32)
-    return planes.view(-1, bits * PLANE_BYTES).to(torch.uint8)
+    planes = (ones << _places(8, codes.device).view(-1, 1)).sum(2, dtype=torch.uint8)
+    return planes.view(-1, bits * PLANE_BYTES)
 
 
 def _unpack(planes: Tensor, bits: int) -> Tensor:
-    each = planes.int().view(-1, bits, 1, PLANE_BYTES)
+    each = planes.reshape(-1, bits, 1, PLANE_BYTES)
     ones = (each >> _places(8, planes.device).view(-1, 1)) & 1
-    codes = (ones << _places(bits, planes.device).view(-1, 1, 1)).sum(1, dtype=torch.int32)
-    return codes.view(-1, BLOCK)
+    codes = (ones << _places(bits, planes.device).view(-1, 1, 1)).sum(1, dtype=torch.uint8)
+    return codes.view(-1, BLOCK).int()
 
 
 def _places(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device, dtype=torch.int32)
+    return torch.arange(count, device=device, dtype=torch.uint8)
