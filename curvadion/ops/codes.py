@@ -143,9 +143,26 @@ def coded_facts(
     return facts
 
 
-def check_floats(numbers: Tensor, codes: Tensor) -> None:
-    """Raise Unsupported unless ``numbers`` are contiguous float32 beside the codes."""
-    if not (numbers.is_contiguous() and codes.is_contiguous()):
+def check_average(codes: Tensor, own: Tensor, received: Tensor, bits: int) -> None:
+    """Raise ValueError unless the arguments of ``average_codes_`` fit together."""
+    check(codes, bits, len(own))
+    expected = (len(received), *codes.shape)
+    if received.shape != expected or received.dtype != torch.uint8:
+        raise ValueError(f"received of shape {tuple(received.shape)}: it must be {expected} uint8")
+
+
+def check_floats(numbers: Tensor, codes: Tensor, *more: Tensor) -> None:
+    """Check float32 blocks that lie beside codes, and more codes.
+
+    Raises:
+        ValueError: if they are not blocks.
+        Unsupported: if compiled kernels do not take the dtype, or one of them has gaps or is on
+            another device.
+    """
+    if numbers.dim() != 2 or numbers.shape[1] != BLOCK:
+        raise ValueError(f"blocks of shape {tuple(numbers.shape)}: they must be (k, {BLOCK})")
+    every = numbers, codes, *more
+    if not all(t.is_contiguous() and t.device == codes.device for t in every):
         raise Unsupported
-    if numbers.dtype != torch.float32 or numbers.device != codes.device:
+    if numbers.dtype != torch.float32:
         raise Unsupported

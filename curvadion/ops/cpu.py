@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvadion.ops import native
 from curvadion.ops.arguments import INT, POINTER, addressed, counted, declare, floats, start
-from curvadion.ops.codes import check, check_floats, coded_facts, constants
+from curvadion.ops.codes import check_average, check_floats, coded_facts, constants
 from curvadion.ops.tensors import Unsupported, elementwise_facts, factors_facts, float32_stack
 
 _THREADS = ctypes.c_int
@@ -184,10 +184,8 @@ def _decode(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits:
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """See :func:`curvadion.ops.average_codes_`."""
-    check(codes, bits, len(own))
-    check_floats(own, codes)
-    if not received.is_contiguous():
-        raise Unsupported
+    check_average(codes, own, received, bits)
+    check_floats(own, codes, received)
     load().curvadion_average_codes(
         codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank, bits,
         *_addresses(constants(bits, codes.device)), torch.get_num_threads(),

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from curvadion.ops.codes import BLOCK, PLANE_BYTES, blocks_of, check, constants, part, rows_of
+from curvadion.ops.codes import (
+    BLOCK,
+    PLANE_BYTES,
+    blocks_of,
+    check,
+    check_average,
+    constants,
+    part,
+    rows_of,
+)
 from curvadion.ops.tensors import saturated
 
 CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
@@ -77,7 +86,7 @@ def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, b
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """See :func:`curvadion.ops.average_codes_`."""
-    check(codes, bits, len(own))
+    check_average(codes, own, received, bits)
     ranks = len(received)
     # By a tensor of this device: GPUs multiply by the inverse of a number of the host.
     count = torch.full((), float(ranks), device=own.device)

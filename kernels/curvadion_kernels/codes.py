@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.codes import (
-    check,
+    check_average,
     check_floats,
     coded_facts,
     constants,
@@ -253,10 +253,8 @@ def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, b
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """See :func:`curvadion.ops.average_codes_`."""
-    check(codes, bits, len(own))
-    check_floats(own, codes)
-    if not received.is_contiguous():
-        raise Unsupported
+    check_average(codes, own, received, bits)
+    check_floats(own, codes, received)
     if len(own):
         with on(codes.device):
             average_codes_kernel[(triton.cdiv(len(own), ROWS),)](

@@ -113,6 +113,8 @@ def test_what_does_not_fit_is_refused(backend):
                 ops.decode_add_(x, x, wrong, bits)
         with pytest.raises(ValueError, match="must be equal"):
             ops.encode_difference_(codes, x, [torch.ones(301)], bits=2)
+        with pytest.raises(ValueError, match="received of shape"):
+            ops.average_codes_(codes, torch.zeros(2, 256), codes[None, :1], 0, 2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="of the C++")
