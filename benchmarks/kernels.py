@@ -1,10 +1,13 @@
 """Every fused operation on model shapes, against eager foreach, torch.compile and memory.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels.py --models gpt2-160m --dtype float32
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py --models 100x500000 --blocks 32 --bits 2 \
+        --operations encode decode_ "encode and decode" encode_difference_ decode_add_
     python benchmarks/kernels.py --device cuda
 
 Each record has the seconds of an operation under one contender, the bytes it must move at least,
-and their share of the bound: the time that a copy of as many bytes took in the same run.
+and their share of the bound: the time that a copy of as many bytes took in the same run. Operations
+on codes have one contender more, "numbers": a copy of as many float32 numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import ops
 from curvadion.ops import reference as plain
+from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of
 from curvadion.ops.tensors import FixedTensors, Tensors
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
@@ -83,6 +87,55 @@ def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
     }
 
 
+RANKS = 4  # whose codes average_codes_ averages
+
+
+def _code_operations(p: Problem, bits: int) -> dict[str, tuple[Callable[[Any], object], int]]:
+    """As :func:`_operations`, of codes of the weights, their anchors and residuals."""
+    anchors = [x.float() for x in p.X]
+    residuals = [torch.randn_like(a) for a in anchors]
+    numbers = [torch.empty_like(a) for a in anchors]
+    rows = sum(blocks_of(x.numel()) for x in p.X)
+    codes = torch.zeros(rows, block_bytes(bits), dtype=torch.uint8, device=anchors[0].device)
+    own = torch.randn(rows // RANKS, BLOCK, device=codes.device)
+    received = codes[: RANKS * len(own)].view(RANKS, len(own), -1).clone()
+    mean = torch.zeros_like(received[0])
+
+    def encode(backend: Any, *more: Sequence[Tensor]) -> None:
+        backend.encode_difference_(codes, p.X, *more, bits=bits)
+
+    def decode_(backend: Any) -> None:
+        backend.decode_(numbers, codes, bits)
+
+    def both(backend: Any) -> None:
+        encode(backend)
+        decode_(backend)
+
+    encode(ops)
+    weights, wide, coded = _size(p.X), _size(anchors), _size([codes])
+    return {
+        "encode": (encode, weights + coded),
+        "decode_": (decode_, wide + coded),
+        "encode and decode": (both, weights + wide + 2 * coded),
+        "encode_difference_": (
+            lambda b: encode(b, anchors, residuals),
+            weights + 3 * wide + coded,
+        ),
+        "decode_add_": (
+            lambda b: b.decode_add_(p.X, anchors, codes, bits),
+            coded + 2 * wide + weights,
+        ),
+        "average_codes_": (
+            lambda b: b.average_codes_(mean, own, received, 0, bits),
+            _size([received[1:], mean]) + 2 * _size([own]),
+        ),
+    }
+
+
+# The operation of a backend that a measurement is of, where the names differ.
+NAMES = {"encode": "encode_difference_", "encode and decode": "encode_difference_"}
+
+
 def _foreach(p: Problem) -> Contenders:
     """What one would write with torch._foreach; nothing where there is no such form."""
     X, M, G = list(p.X), list(p.M), list(p.G)
@@ -131,17 +184,20 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     shapes = MODELS[name].matrices(options.blocks)
     problem = Problem(shapes, options.rank_fraction, dtype, device)
-    foreach = _foreach(problem)
-    for operation, (call, total_bytes) in _operations(problem).items():
+    foreach, on_codes = _foreach(problem), _code_operations(problem, options.bits)
+    elements = sum(m * n for m, n in shapes)
+    for operation, (call, total_bytes) in {**_operations(problem), **on_codes}.items():
         if options.operations and operation not in options.operations:
             continue
         contenders: Contenders = {"copy": copy_of(total_bytes, device)}
+        if operation in on_codes:
+            contenders["numbers"] = copy_of(2 * 4 * elements, device)
         if operation in foreach:
             contenders["foreach"] = foreach[operation]
         for backend in BACKENDS:
-            if _has(backend, operation, device):
+            if _has(backend, NAMES.get(operation, operation), device):
                 contenders[backend] = _forced(backend, call)
-        if options.compile:
+        if options.compile and operation not in on_codes:
             contenders["torch.compile"] = _compiled(call)
         times = interleaved(contenders, device, rounds=options.rounds, seconds=options.seconds)
         bound = min(times["copy"])
@@ -159,10 +215,15 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
                     "precision": options.precision,
                     "rank_fraction": options.rank_fraction,
                     "tensors": len(shapes),
-                    "elements": sum(m * n for m, n in shapes),
+                    "elements": elements,
+                    "bits": options.bits if operation in on_codes else None,
+                    "bytes": total_bytes,
                     **found,
                     "gigabytes_per_second": total_bytes / found["seconds"] / 1e9,
                     "share_of_copy": bound / found["seconds"],
+                    "copies_of_the_numbers": (
+                        found["seconds"] / min(times["numbers"]) if "numbers" in times else None
+                    ),
                     "times_faster_than_foreach": (
                         min(times["foreach"]) / found["seconds"] if "foreach" in times else None
                     ),
@@ -183,17 +244,18 @@ def _has(backend: str, operation: str, device: torch.device) -> bool:
 
 
 def _line(r: dict[str, Any]) -> str:
-    faster = r["times_faster_than_foreach"]
+    faster, copies = r["times_faster_than_foreach"], r["copies_of_the_numbers"]
     return (
         f"{r['model']:14}{r['operation']:19}{r['contender']:15}{1e3 * r['seconds']:10.3f} ms"
         f"{r['gigabytes_per_second']:9.1f} GB/s{100 * r['share_of_copy']:7.0f} % of a copy"
         + ("" if faster is None else f"{faster:7.2f} x foreach")
+        + ("" if copies is None else f"{copies:7.2f} copies of the numbers")
     )
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Bars: each contender's share of the memory bound, by model and operation."""
-    chosen = [r for r in records if r["contender"] != "copy"]
+    chosen = [r for r in records if r["contender"] not in ("copy", "numbers")]
     groups = list(dict.fromkeys((r["model"], r["operation"]) for r in chosen))
     names = list(dict.fromkeys(r["contender"] for r in chosen))
     width = 0.8 / len(names)
@@ -228,6 +290,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rank-fraction", type=float, default=0.25)
     parser.add_argument("--precision", default="highest", choices=["highest", "high"])
+    parser.add_argument("--bits", type=int, default=2, choices=BITS, help="of a code")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=20, help="limit for one operation")
     parser.add_argument("--compile", action="store_true", help="also torch.compile the reference")

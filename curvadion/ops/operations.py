@@ -17,7 +17,8 @@ Under torch.compile these are operators ``torch.ops.curvadion.<name>``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from curvadion.ops import reference
 from curvadion.ops.backends import backend_for, operation
+from curvadion.ops.codes import BLOCK, part, rows_of
 from curvadion.ops.tensors import Unsupported
 
 Lists = Sequence[Tensor]
@@ -33,12 +35,16 @@ NumbersOrTensors = Sequence[float | Tensor]
 
 # Which arguments hold step sizes and decays. They may be tensors, which only plain PyTorch takes.
 _STEPS = {"local_step_": slice(2, 4), "low_rank_update_": slice(3, 5)}
-# Which arguments are lists that the operation writes.
+# Which arguments are tensors, or lists of them, that the operation writes.
 _WRITES = {
-    "accumulate_": slice(0, 1),
-    "local_step_": slice(0, 5, 4),
-    "column_normalize_": slice(0, 1),
-    "low_rank_update_": slice(0, 6, 5),
+    "accumulate_": (0,),
+    "local_step_": (0, 4),
+    "column_normalize_": (0,),
+    "low_rank_update_": (0, 5),
+    "encode_difference_": (0, 3, 5),
+    "decode_": (0,),
+    "decode_add_": (0, 1),
+    "average_codes_": (0, 1),
 }
 _NONE = slice(0, 0)
 
@@ -70,10 +76,10 @@ def run(name: str, first: Tensor, args: tuple[Any, ...]) -> Any:
         except Unsupported:
             pass
         else:
-            for written in args[_WRITES.get(name, _NONE)]:
+            for written in _WRITES.get(name, ()):
                 if not first.is_inference():
                     # Autograd must notice if a weight changes between forward and backward.
-                    torch.autograd.graph.increment_version(written)
+                    torch.autograd.graph.increment_version(args[written])
             return result
     return getattr(reference, name)(*args)
 
@@ -198,3 +204,98 @@ def low_rank_update_(
         seeds: as in :func:`local_step_`.
     """
     _call("low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds)
+
+
+# ---------------------------------------------------------------- codes of a few bits
+
+
+def encode_difference_(
+    codes: Tensor,
+    X: Lists,
+    anchors: Lists = (),
+    residuals: Lists = (),
+    *,
+    bits: int,
+    owned: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """codes <- codes of z = X - anchor + residual, residual <- z - what they stand for.
+
+    In one pass. :mod:`curvadion.ops.codes` has the format; all backends give the same bits. The
+    anchor is taken as X's dtype holds it, and z in float32. Numbers are in row-major order, however
+    a tensor lies in memory.
+
+    Args:
+        codes: (rows, block_bytes(bits)) uint8, where the rows of each tensor of X follow those of
+            the one before it.
+        X: tensors; only read.
+        anchors: float32 or wider, of X's shapes, only read; () stands for zeros.
+        residuals: of X's shapes; () stands for zeros, and what codes lose is dropped.
+        bits: of a code, one of ``codes.BITS``.
+        owned: (k, 256) float32, gets z of k rows; None for none.
+        first: the first of these rows.
+    """
+    owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
+    if _row_major(X, anchors, residuals):
+        _call("encode_difference_", codes, X, anchors, residuals, bits, owned, first)
+        return
+    for i, rows in enumerate(rows_of(X)):
+        mine = owned[part(rows, first, len(owned))]
+        one = slice(i, i + 1)
+        with _copied(residuals[one]) as residual:
+            read = [[t.contiguous() for t in list_[one]] for list_ in (X, anchors)]
+            begin = max(0, first - rows.start)
+            _call("encode_difference_", codes[rows], *read, residual, bits, mine, begin)
+
+
+def decode_(X: Lists, codes: Tensor, bits: int) -> None:
+    """X <- what codes stand for; the arguments are those of :func:`encode_difference_`."""
+    if _row_major(X):
+        _call("decode_", X, codes, bits)
+        return
+    for x, rows in zip(X, rows_of(X), strict=True):
+        with _copied([x]) as one:
+            _call("decode_", one, codes[rows], bits)
+
+
+def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
+    """anchor <- anchor + what codes stand for, X <- anchor, saturated; in one pass.
+
+    The arguments are those of :func:`encode_difference_`; codes are only read.
+    """
+    if _row_major(X, anchors):
+        _call("decode_add_", X, anchors, codes, bits)
+        return
+    for x, anchor, rows in zip(X, anchors, rows_of(X), strict=True):
+        with _copied([x]) as one, _copied([anchor]) as its:
+            _call("decode_add_", one, its, codes[rows], bits)
+
+
+def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+    """codes <- codes of total / ranks, own <- total - ranks * what these codes stand for.
+
+    The total over ranks is summed in their order, in float32.
+
+    Args:
+        codes: (k, block_bytes(bits)) uint8; written.
+        own: (k, 256) float32, the numbers of this rank; they stand for themselves.
+        received: (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; this rank's are not
+            read.
+        rank: this rank.
+        bits: of a code.
+    """
+    _call("average_codes_", codes, own, received, rank, bits)
+
+
+def _row_major(*lists: Lists) -> bool:
+    return all(t.is_contiguous() for list_ in lists for t in list_)
+
+
+@contextmanager
+def _copied(tensors: Lists) -> Iterator[list[Tensor]]:
+    """Row-major tensors in their place; what is written to them is copied back."""
+    copies = [t.contiguous() for t in tensors]
+    yield copies
+    for t, copy in zip(tensors, copies, strict=True):
+        if copy is not t:
+            t.copy_(copy)

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvadion.ops.reference_codes import average_codes_ as average_codes_
+from curvadion.ops.reference_codes import decode_ as decode_
+from curvadion.ops.reference_codes import decode_add_ as decode_add_
+from curvadion.ops.reference_codes import encode_difference_ as encode_difference_
 from curvadion.ops.tensors import largest, norm_and_sum, saturated
 
 # Norms in this range have squares that float32 can hold accurately.

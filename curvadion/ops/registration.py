@@ -76,3 +76,17 @@ _register(
     "Tensor(b!)[] M, Tensor[] R, float[] feedback, int[]? seeds) -> ()",
     _fake_nothing,
 )
+_register(
+    "encode_difference_(Tensor(a!) codes, Tensor[] X, Tensor[] anchors, Tensor(b!)[] residuals, "
+    "int bits, Tensor(c!) owned, int first) -> ()",
+    _fake_nothing,
+)
+_register("decode_(Tensor(a!)[] X, Tensor codes, int bits) -> ()", _fake_nothing)
+_register(
+    "decode_add_(Tensor(a!)[] X, Tensor(b!)[] anchors, Tensor codes, int bits) -> ()",
+    _fake_nothing,
+)
+_register(
+    "average_codes_(Tensor(a!) codes, Tensor(b!) own, Tensor received, int rank, int bits) -> ()",
+    _fake_nothing,
+)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.sync.codec import BLOCK, block_bytes, decode, encode
+from curvadion import ops
+from curvadion.ops.codes import BLOCK, block_bytes, blocks_of, part, rows_of
+from curvadion.ops.tensors import saturated
 
 
 def coded_mean(
-    X: Iterable[Tensor], residuals: Sequence[Tensor], bits: int, group: dist.ProcessGroup | None
+    X: Sequence[Tensor], residuals: Sequence[Tensor], bits: int, group: dist.ProcessGroup | None
 ) -> Iterator[Tensor]:
     """The means of X over the group, the same bits on every rank, sent in codes of ``bits`` bits.
 
@@ -24,45 +24,70 @@ def coded_mean(
     calls, means returned differ from true means by no more than the last call's residuals.
 
     Args:
-        X: tensors of the residuals' shapes, the same on every rank; each is taken once, when the
-            one before it is in codes.
-        residuals: float32 tensors, zero before the first call; updated.
+        X: tensors of the residuals' shapes, the same on every rank.
+        residuals: float32 or bfloat16 tensors, zero before the first call; updated.
         bits: of a code, one of ``codec.BITS``.
         group: the ranks; None stands for this process alone, whose means are X.
 
     Yields:
         Float32 tensors of X's shapes. Nothing is sent before the first is asked for, and all is
-        sent then. Besides one tensor, the codes and twice a share of the numbers in float32 are
+        sent then. Besides one tensor, twice the codes and a share of the numbers in float32 are
         held meanwhile.
 
     Sends: 2 (n - 1) / n times the codes of all numbers, as :func:`message_bytes` gives them, on
     average over the n ranks.
     """
-    if group is None or group.size() == 1 or not sum(r.numel() for r in residuals):
+    if _nothing_to_send(residuals, group):
         for x, residual in zip(X, residuals, strict=True):
             yield x.float() + _take(residual)
         return
-    ends = accumulate((_count(r.numel()) for r in residuals), initial=0)
-    spans = [range(*span) for span in pairwise(ends)]
-    codes, own = _encode(X, residuals, spans, bits, _own_blocks(spans[-1].stop, group))
-    _exchange_(codes, own.z, bits, group)
-    for residual, span in zip(residuals, spans, strict=True):
-        own.store_(residual, span)
-        mean = decode(codes[span.start : span.stop], bits)
-        yield mean[: residual.numel()].view(residual.shape)
+    codes = _codes_of_means(X, (), residuals, bits, group)
+    for residual, rows in zip(residuals, rows_of(residuals), strict=True):
+        mean = torch.empty(residual.shape, dtype=torch.float32, device=residual.device)
+        ops.decode_([mean], codes[rows], bits)
+        yield mean
+
+
+def add_coded_mean_(
+    X: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    bits: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """anchor <- anchor + mean over the group of (X - anchor), X <- anchor, saturated.
+
+    As :func:`coded_mean` of the differences, but these and their means are never held.
+
+    Args:
+        X: weights, of any floating dtype; updated. The anchor is taken as this dtype holds it: the
+            rounding to a narrow dtype is no movement.
+        anchors: float32 or wider, of X's shapes, the same bits on every rank; updated.
+        residuals: as in :func:`coded_mean`.
+        bits: of a code.
+        group: as in :func:`coded_mean`.
+    """
+    if _nothing_to_send(residuals, group):
+        for x, anchor, residual in zip(X, anchors, residuals, strict=True):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            moved = x.to(wide) - saturated(anchor, x.dtype).to(x.dtype).to(wide)
+            x.copy_(saturated(anchor.add_(moved.float() + _take(residual)), x.dtype))
+        return
+    codes = _codes_of_means(X, anchors, residuals, bits, group)
+    ops.decode_add_(X, anchors, codes, bits)
 
 
 def message_bytes(sizes: Iterable[int], bits: int) -> int:
     """Bytes of the codes of tensors of so many numbers; each has blocks, and scales, of its own."""
-    return sum(map(_count, sizes)) * block_bytes(bits)
+    return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
-def _count(numbers: int) -> int:
-    return -(-numbers // BLOCK)
+def _nothing_to_send(residuals: Sequence[Tensor], group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.size() == 1 or not any(r.numel() for r in residuals)
 
 
 def _take(residual: Tensor) -> Tensor:
-    taken = residual.clone()
+    taken = residual.to(torch.float32, copy=True)
     residual.zero_()
     return taken
 
@@ -72,62 +97,27 @@ def _shares(blocks: int, ranks: int) -> list[int]:
     return [blocks // ranks + (i < blocks % ranks) for i in range(ranks)]
 
 
-def _own_blocks(blocks: int, group: dist.ProcessGroup) -> range:
+def _codes_of_means(
+    X: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    bits: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Codes of the means of X - anchor + residual; residuals become what codes have lost here."""
+    assert group is not None
+    blocks = sum(blocks_of(r.numel()) for r in residuals)
     shares, rank = _shares(blocks, group.size()), group.rank()
     first = sum(shares[:rank])
-    return range(first, first + shares[rank])
-
-
-class _Own(NamedTuple):
-    """The blocks that this rank owns: z, (len(blocks), BLOCK), are their numbers in float32."""
-
-    z: Tensor
-    blocks: range
-
-    def take(self, z: Tensor, span: range) -> None:
-        """Copy what is owned of a tensor's blocks."""
-        here, there = self._common(span)
-        self.z[here] = z.view(-1, BLOCK)[there]
-
-    def store_(self, residual: Tensor, span: range) -> None:
-        """Copy what is owned back to a tensor, whose last block may be longer than it."""
-        here, there = self._common(span)
-        if here.start == here.stop:
-            return
-        numbers = residual.reshape(-1)
-        target = numbers[there.start * BLOCK : there.stop * BLOCK]
-        target.copy_(self.z[here].view(-1)[: target.numel()])
-        if numbers.data_ptr() != residual.data_ptr():  # reshape had to copy
-            residual.copy_(numbers.view_as(residual))
-
-    def _common(self, span: range) -> tuple[slice, slice]:
-        first = max(span.start, self.blocks.start)
-        last = max(first, min(span.stop, self.blocks.stop))
-        offsets = self.blocks.start, span.start
-        here, there = (slice(first - offset, last - offset) for offset in offsets)
-        return here, there
-
-
-def _encode(
-    X: Iterable[Tensor],
-    residuals: Sequence[Tensor],
-    spans: Sequence[range],
-    bits: int,
-    own_blocks: range,
-) -> tuple[Tensor, _Own]:
-    """Codes of X and residuals, and of the blocks owned here the numbers; keep what codes lose."""
     device = residuals[0].device
-    codes = torch.empty(spans[-1].stop, block_bytes(bits), dtype=torch.uint8, device=device)
-    own = _Own(torch.empty(len(own_blocks), BLOCK, dtype=torch.float32, device=device), own_blocks)
-    for x, residual, span in zip(X, residuals, spans, strict=True):
-        z = (x.float() + residual).reshape(-1)
-        z = torch.nn.functional.pad(z, (0, -z.numel() % BLOCK))
-        code = codes[span.start : span.stop]
-        code.copy_(encode(z, bits))
-        own.take(z, span)
-        z -= decode(code, bits)
-        residual.copy_(z[: residual.numel()].view_as(residual))
-    return codes, own
+    codes = torch.empty(blocks, block_bytes(bits), dtype=torch.uint8, device=device)
+    own = torch.empty(shares[rank], BLOCK, dtype=torch.float32, device=device)
+    ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=first)
+    _exchange_(codes, own, bits, group)
+    for residual, rows in zip(residuals, rows_of(residuals), strict=True):
+        mine = part(rows, first, len(own))
+        _store_(residual, (first + mine.start - rows.start) * BLOCK, own[mine].view(-1))
+    return codes
 
 
 def _exchange_(codes: Tensor, own: Tensor, bits: int, group: dist.ProcessGroup) -> None:
@@ -139,13 +129,20 @@ def _exchange_(codes: Tensor, own: Tensor, bits: int, group: dist.ProcessGroup) 
     ranks, rank = group.size(), group.rank()
     shares = _shares(len(codes), ranks)
     received = codes.new_empty(ranks, *codes[: shares[rank]].shape)
-    dist.all_to_all_single(
-        received.view(-1, codes.shape[1]), codes, [shares[rank]] * ranks, shares, group=group
-    )
-    total = torch.zeros_like(own)
-    for r in range(ranks):
-        total += own if r == rank else decode(received[r], bits).view_as(own)
-    code = encode((total / ranks).view(-1), bits)
-    copies = code.repeat(ranks, 1)
-    dist.all_to_all_single(codes, copies, shares, [shares[rank]] * ranks, group=group)
-    own.copy_(total - ranks * decode(code, bits).view_as(own))
+    flat = received.view(-1, codes.shape[1])
+    dist.all_to_all_single(flat, codes, [shares[rank]] * ranks, shares, group=group)
+    code = torch.empty_like(received[rank])
+    ops.average_codes_(code, own, received, rank, bits)
+    received.copy_(code)
+    dist.all_to_all_single(codes, flat, shares, [shares[rank]] * ranks, group=group)
+
+
+def _store_(residual: Tensor, start: int, lost: Tensor) -> None:
+    """Copy whole blocks to a residual from a number on; the last block may be longer than it."""
+    if not len(lost):
+        return
+    numbers = residual.reshape(-1)
+    target = numbers[start : start + len(lost)]
+    target.copy_(lost[: len(target)])
+    if numbers.data_ptr() != residual.data_ptr():  # reshape had to copy
+        residual.copy_(numbers.view_as(residual))

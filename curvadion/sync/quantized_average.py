@@ -23,10 +23,9 @@ from curvadion import checks
 from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, divide, group_size
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import groups_of
-from curvadion.ops.tensors import saturated
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.codec import BITS, bits_within, coded_share
-from curvadion.sync.coded_mean import coded_mean, message_bytes
+from curvadion.sync.coded_mean import add_coded_mean_, message_bytes
 from curvadion.sync.corrections import (
     LR_SINCE_ANCHOR,
     align_momenta_,
@@ -267,11 +266,8 @@ def average_in_codes_(
     for chunk in coded_together([held.X for held in weights], bits):
         these = weights[first : first + len(chunk)]
         first += len(chunk)
-        # The anchor as X's dtype holds it: the rounding to a narrow dtype is no movement.
-        moved = ((x - saturated(a, x.dtype).to(x.dtype)).float() for x, a, _ in these)
-        means = coded_mean(moved, [held.residual for held in these], bits, replicas)
-        for (x, a, _), mean in zip(these, means, strict=True):
-            x.copy_(saturated(a.add_(mean), x.dtype))
+        residuals = [held.residual for held in these]
+        add_coded_mean_(chunk, [held.anchor for held in these], residuals, bits, replicas)
 
 
 def coded_together(X: Sequence[Tensor], bits: int) -> Iterator[list[Tensor]]:

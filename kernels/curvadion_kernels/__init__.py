@@ -4,6 +4,12 @@ Tensors of a list may differ in size and alignment; those of one dtype share a l
 operations raise Unsupported for what only plain PyTorch takes.
 """
 
+from curvadion_kernels.codes import (
+    average_codes_,
+    decode_,
+    decode_add_,
+    encode_difference_,
+)
 from curvadion_kernels.columns import column_normalize_, column_sum_of_squares
 from curvadion_kernels.local_step import local_step_
 from curvadion_kernels.low_rank import low_rank_update_
@@ -17,8 +23,12 @@ from curvadion_kernels.numbers import INTERPRETED
 __all__ = [
     "INTERPRETED",
     "accumulate_",
+    "average_codes_",
     "column_normalize_",
     "column_sum_of_squares",
+    "decode_",
+    "decode_add_",
+    "encode_difference_",
     "local_step_",
     "low_rank_update_",
     "momentum_norms",

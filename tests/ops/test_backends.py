@@ -19,6 +19,7 @@ import torch
 from curvadion import ops
 from curvadion.ops import cpu, native
 from curvadion.ops import reference as plain
+from curvadion.ops.codes import block_bytes, blocks_of
 from curvadion.ops.tensors import Tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +107,8 @@ def test_the_cpu_takes_compiled_operations(monkeypatch):
     M, G, X, ones = lists()
     R = torch.randn(2, 9, 4)
     for name in ("norms", "momentum_norms", "accumulate_", "local_step_",
-                 "column_sum_of_squares", "column_normalize_"):  # fmt: skip
+                 "column_sum_of_squares", "column_normalize_", "encode_difference_", "decode_",
+                 "decode_add_", "average_codes_"):  # fmt: skip
         monkeypatch.setattr(plain, name, None)
     monkeypatch.delenv("CURVADION_BACKEND", raising=False)
     assert ops.backend_for(CPU) == "cpu"
@@ -115,6 +117,11 @@ def test_the_cpu_takes_compiled_operations(monkeypatch):
     ops.accumulate_(M, G, ones)
     ops.local_step_(X, G, ones, ones, M, ones)
     ops.column_normalize(R, ops.column_sum_of_squares(R))
+    codes, own = torch.zeros(4, block_bytes(2), dtype=torch.uint8), torch.zeros(4, 256)
+    ops.encode_difference_(codes, X, M, G, bits=2)
+    ops.decode_(X, codes, 2)
+    ops.decode_add_(X, M, codes, 2)
+    ops.average_codes_(codes, own, codes.clone()[None], 0, 2)
 
 
 @needs_compiler
@@ -581,6 +588,9 @@ def operator_calls():
     Q = [torch.empty(9, 4) for _ in R]
     P = [torch.randn(20 + i, 2) for i in range(2)]
     V = [torch.randn(3, 2) for _ in range(2)]
+    rows = sum(blocks_of(x.numel()) for x in X)
+    codes = torch.zeros(rows, block_bytes(2), dtype=torch.uint8)
+    own = torch.randn(rows, 256)
     library = torch.ops.curvadion
     return {
         "norms": (library.norms, (X,)),
@@ -591,6 +601,11 @@ def operator_calls():
         "column_sum_of_squares": (library.column_sum_of_squares, (R,)),
         "column_normalize_": (library.column_normalize_, (Q, R, None, None)),
         "low_rank_update_": (library.low_rank_update_, (X, P, V, ones, ones, M, V, ones, None)),
+        "encode_difference_": (library.encode_difference_, (codes, X, M, G, 2, own, 0)),
+        "encode_difference_ alone": (library.encode_difference_, (codes, X, [], [], 2, own, 0)),
+        "decode_": (library.decode_, (X, codes, 2)),
+        "decode_add_": (library.decode_add_, (X, M, codes, 2)),
+        "average_codes_": (library.average_codes_, (codes, own, torch.stack([codes, codes]), 1, 2)),
     }
 
 
@@ -611,6 +626,9 @@ def whole_step(M, G, X, P, V, R, ones):
     ops.local_step_(X, G, ones, ones, M, ones)
     Q = ops.column_normalize(R, ops.column_sum_of_squares(R))
     ops.low_rank_update_(X, P, V, ones, ones, M, V, ones)
+    codes = torch.zeros(2, block_bytes(2), dtype=torch.uint8)
+    ops.encode_difference_(codes, X, M, G, bits=2)
+    ops.decode_add_(X, M, codes, 2)
     return norms + after + ops.norms(X), Q
 
 

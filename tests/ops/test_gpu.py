@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import code_operations
 import operations
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
+from curvadion.ops.codes import BITS
 from curvadion.ops.tensors import Tensors
 from reference import DionReference, relative_error
 
@@ -111,6 +113,33 @@ def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned, pr
         )  # fmt: skip
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@each_backend
+@pytest.mark.parametrize("R_dtype", [F32, BF16])
+@pytest.mark.parametrize("X_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("bits", BITS)
+def test_codes(backend, bits, X_dtype, R_dtype):
+    code_operations.check_encode_difference(backend, GPU, bits, X_dtype, R_dtype)
+    code_operations.check_decode(backend, GPU, bits, X_dtype)
+    code_operations.check_average(backend, GPU, bits, 3, 1)
+
+
+@each_backend
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 2.0**-126, 1e-30, 1e10, 2.0**97, 2.0**115])
+def test_codes_of_any_scale(backend, scale):
+    code_operations.check_encode_difference(backend, GPU, 2, scale=scale)
+    code_operations.check_decode(backend, GPU, 3, BF16, scale=scale)
+    code_operations.check_average(backend, GPU, 4, 3, 1, scale=scale)
+
+
+@each_backend
+def test_codes_of_long_strided_and_wide_tensors(backend):
+    long = code_operations.LONG
+    code_operations.check_encode_difference(backend, GPU, 2, shapes=long, first=64, owned=70)
+    code_operations.check_decode(backend, GPU, 2, shapes=long)
+    code_operations.check_memory_layouts(backend, GPU)
+    code_operations.check_wide_tensors(backend, GPU)
 
 
 @each_backend

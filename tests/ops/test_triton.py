@@ -41,6 +41,11 @@ def test_interpreted_kernels_compute_what_float64_does():
     assert " passed" in said and "skipped" not in said
 
 
+def test_interpreted_kernels_make_the_codes_of_numpy():
+    said = run(["-m", "pytest", "-q", "-x", TESTS / "ops" / "test_codes.py"], TRITON_INTERPRET="1")
+    assert " passed" in said and "1 skipped" in said
+
+
 def test_the_optimizer_runs_on_interpreted_kernels():
     chosen = [TESTS / "optim" / "test_dion_reference.py", "-k", OPTIMIZER_TESTS]
     said = run(
@@ -74,6 +79,12 @@ def test_kernels_store_and_multiply(compiled):
     assert [r for r in compiled if r["stores"] == 0] == []
     update = [r for r in compiled if r["kernel"].startswith("low_rank")]
     assert update and all(r["mma"] > 0 for r in update)
+
+
+def test_codes_are_made_without_fused_multiply_adds(compiled):
+    """Which would round otherwise than the other backends."""
+    chosen = [r for r in compiled if r["kernel"].startswith(("encode", "decode", "average"))]
+    assert len(chosen) == 15 and [r for r in chosen if r["fma"]] == []
 
 
 def test_bulk_data_moves_in_128_bits(compiled):

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from curvadion_kernels import columns, launch, local_step, low_rank, momentum
+from curvadion_kernels import codes, columns, launch, local_step, low_rank, momentum
 
 F32, BF16 = triton.language.float32, triton.language.bfloat16
 TARGETS = (80, 90, 100)
@@ -39,7 +39,11 @@ def low_rank_constants(**more):
     }
 
 
-# Kernel, its constants, launch options, and whether tensor cores are due.
+def coded(bits, **more):
+    return {"BITS": bits, "CHUNK": launch.CHUNK, "ROWS": codes.ROWS, **more}
+
+
+# Kernel and its constants.
 VARIANTS = {
     "norms": (
         momentum.momentum_kernel,
@@ -89,11 +93,25 @@ VARIANTS = {
         low_rank.low_rank_kernel,
         low_rank_constants(X_DTYPE=F32, M_DTYPE=F32, SEEDED=False, SWAPPED=False, PRECISION="tf32"),
     ),
+    "encode_difference_": (
+        codes.encode_difference_kernel,
+        coded(2, X_DTYPE=F32, R_DTYPE=F32, HAS_A=True, HAS_R=True),
+    ),
+    "encode_difference_ 8 bits": (
+        codes.encode_difference_kernel,
+        coded(8, X_DTYPE=BF16, R_DTYPE=BF16, HAS_A=True, HAS_R=True),
+    ),
+    "decode_": (codes.decode_kernel, coded(4, X_DTYPE=F32, HAS_A=False)),
+    "decode_add_": (codes.decode_kernel, coded(2, X_DTYPE=BF16, HAS_A=True)),
+    "average_codes_": (codes.average_codes_kernel, {"BITS": 3, "ROWS": codes.ROWS}),
 }
+# Launch options of the kernels of a module.
+OPTIONS = {codes.__name__: codes.OPTIONS, low_rank.__name__: low_rank.OPTIONS}
 POINTERS = {
     "table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "first": "*i32",
     "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp64", "norms": "*fp32",
-    "R": "*fp32", "sums": "*fp64", "floors": "*fp64",
+    "R": "*fp32", "sums": "*fp64", "floors": "*fp64", "codes": "*u8", "received": "*u8",
+    "owned": "*fp32", "own": "*fp32", "signs": "*fp32", "midpoints": "*fp32", "levels": "*fp32",
 }  # fmt: skip
 
 
@@ -108,11 +126,10 @@ def resources(name: str, capability: int) -> dict[str, object]:
         if signature[argument].startswith("*"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    options = low_rank.OPTIONS if kernel is low_rank.low_rank_kernel else {}
     compiled = triton.compile(
         ASTSource(kernel, signature, values, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options=options,
+        options=OPTIONS.get(kernel.fn.__module__, {}),
     )
     ptx = compiled.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx)[1]
@@ -141,6 +158,7 @@ def resources(name: str, capability: int) -> dict[str, object]:
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|cp\.async[\w.]* .*0x10,", ptx)),
         "stores": len(re.findall(r"\bst\.global", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx)),
+        "fma": len(re.findall(r"\bfma\.rn", ptx)),
         "mma": len(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)),
     }
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distributed
+from curvadion import ops
 from curvadion.metering.wire import WireMeter
-from curvadion.sync import codec
+from curvadion.ops import reference_codes
 from curvadion.sync.codec import BITS, BLOCK, block_bytes, decode, encode, levels
 from curvadion.sync.coded_mean import coded_mean, message_bytes
 
@@ -140,9 +141,10 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(m, n):
 def test_chunks_have_the_codes_of_the_whole(bits, monkeypatch):
     x = torch.randn(7 * BLOCK, generator=torch.Generator().manual_seed(0))
     whole = encode(x, bits)
-    monkeypatch.setattr(codec, "CHUNK", 2 * BLOCK)
-    assert encode(x, bits).equal(whole)
-    assert decode(whole, bits).equal(torch.cat([decode(block[None], bits) for block in whole]))
+    monkeypatch.setattr(reference_codes, "CHUNK", 2 * BLOCK)
+    with ops.use_backend("torch"):
+        assert encode(x, bits).equal(whole)
+        assert decode(whole, bits).equal(torch.cat([decode(block[None], bits) for block in whole]))
 
 
 def test_residuals_stay_bounded():

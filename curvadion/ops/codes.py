@@ -1,0 +1,168 @@
+"""The format of codes of a few bits per number, and the arithmetic that all backends share.
+
+A block is 256 numbers x; a tensor's last one is filled up with zeros. Its row of bytes is made of
+
+    y      H (signs x), H without its factor 1/16: eight stages, each of which writes the sums of
+           neighbours, y0 + y1, y2 + y3, ..., and behind them the differences
+    up     the power of two by which the largest |y| gets between 1 and 2; down = 1 / up
+    size   the root of the mean of (y up)^2, whose sum adds the second half of the squares to the
+           first until one number is left
+    scale  size / 16 down, in bfloat16
+    codes  how many midpoints, times size, lie below each number of y up
+
+and a row stands for signs (H y), where y = level[code] (scale / 16).
+
+All is float32, and each operation is rounded to nearest: there are no fused multiply-adds. So every
+backend gives the same bits.
+
+A row is a plane of 32 bytes for each bit of a code, then the scale, its low byte first. Bit k of
+byte j of plane p is bit p of the code of number 32 k + j, so that all bytes of a plane are packed
+by the same shifts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvadion.ops.tensors import Facts, Unsupported, check_shapes, facts_of
+
+BITS = (1, 2, 3, 4, 8)
+BLOCK = 256
+PLANE_BYTES, SCALE_BYTES = BLOCK // 8, 2
+
+
+def block_bytes(bits: int) -> int:
+    """Bytes that a block of ``BLOCK`` numbers takes: its codes and its scale in bfloat16."""
+    return PLANE_BYTES * bits + SCALE_BYTES
+
+
+def blocks_of(numbers: int) -> int:
+    """How many blocks so many numbers take."""
+    return -(-numbers // BLOCK)
+
+
+def rows_of(X: Sequence[Tensor]) -> Iterator[slice]:
+    """The rows of each tensor, where those of all lie one after the other."""
+    start = 0
+    for x in X:
+        stop = start + blocks_of(x.numel())
+        yield slice(start, stop)
+        start = stop
+
+
+def part(rows: slice, first: int, count: int) -> slice:
+    """Which of ``count`` rows from ``first`` on are in ``rows``; from 0 on."""
+    start = min(max(rows.start - first, 0), count)
+    return slice(start, max(start, min(rows.stop - first, count)))
+
+
+class Constants(NamedTuple):
+    """Float32 numbers of the format: signs (256,), midpoints (2^bits - 1,), levels (2^bits,)."""
+
+    signs: Tensor
+    midpoints: Tensor
+    levels: Tensor
+
+
+@lru_cache
+def constants(bits: int, device: torch.device) -> Constants:
+    """The constants of codes of ``bits`` bits on a device.
+
+    Raises:
+        ValueError: if ``bits`` is not one of ``BITS``.
+    """
+    ascending = levels(bits)
+    middle = (ascending[1:] + ascending[:-1]) / 2
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(0, 2, (BLOCK,), generator=generator, device="cpu").float() * 2 - 1
+    return Constants(*(t.to(device) for t in (signs, middle, ascending)))
+
+
+@lru_cache
+def levels(bits: int) -> Tensor:
+    """The 2^bits levels that represent a standard normal number with the least mean square error.
+
+    (2^bits,) float32, ascending (Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982).
+
+    Raises:
+        ValueError: if ``bits`` is not one of ``BITS``.
+    """
+    if bits not in BITS:
+        raise ValueError(f"bits={bits!r} must be one of {BITS}")
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)
+    count = 2**bits
+    # The best levels for many bits lie like normal numbers of variance 3 (Panter and Dite, 1951).
+    middle = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
+    result: Tensor = math.sqrt(3) * normal.icdf(middle)
+    infinity = torch.tensor([math.inf], dtype=torch.float64, device="cpu")
+    for _ in range(500):
+        edges = torch.cat((-infinity, (result[1:] + result[:-1]) / 2, infinity))
+        density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
+        # The mean of a normal number between two edges.
+        result = (density[:-1] - density[1:]) / torch.diff(normal.cdf(edges))
+    return result.to(torch.float32)
+
+
+def check(codes: Tensor, bits: int, blocks: int, *lists: Sequence[Tensor]) -> None:
+    """Raise ValueError unless codes are (blocks, block_bytes(bits)), and lists of equal shapes."""
+    expected = blocks, block_bytes(bits)
+    if codes.shape != expected or codes.dtype != torch.uint8:
+        raise ValueError(
+            f"codes of shape {tuple(codes.shape)} and {codes.dtype}: they must be {expected} uint8"
+        )
+    for more in lists[1:]:
+        check_shapes(lists[0], more)
+
+
+def coded_facts(
+    codes: Tensor, bits: int, X: Sequence[Tensor], *more: Sequence[Tensor]
+) -> list[Facts]:
+    """Facts of X, whose numbers are in the rows of ``codes``, and of more lists that are not empty.
+
+    Raises:
+        ValueError: if lengths or shapes differ, or the rows are not as many.
+        Unsupported: if compiled kernels do not take the dtypes or devices, or a tensor is not
+            row-major without gaps.
+    """
+    lists = [X, *filter(None, more)]
+    check(codes, bits, sum(blocks_of(x.numel()) for x in X), *lists)
+    facts = [facts_of(list_) for list_ in lists]
+    for one, list_ in zip(facts, lists, strict=True):
+        if not one.supported or one.device != codes.device:
+            raise Unsupported
+        if not all(map(Tensor.is_contiguous, list_)):
+            raise Unsupported
+    if not codes.is_contiguous():
+        raise Unsupported
+    return facts
+
+
+def check_average(codes: Tensor, own: Tensor, received: Tensor, bits: int) -> None:
+    """Raise ValueError unless the arguments of ``average_codes_`` fit together."""
+    check(codes, bits, len(own))
+    expected = (len(received), *codes.shape)
+    if received.shape != expected or received.dtype != torch.uint8:
+        raise ValueError(f"received of shape {tuple(received.shape)}: it must be {expected} uint8")
+
+
+def check_floats(numbers: Tensor, codes: Tensor, *more: Tensor) -> None:
+    """Check float32 blocks that lie beside codes, and more codes.
+
+    Raises:
+        ValueError: if they are not blocks.
+        Unsupported: if compiled kernels do not take the dtype, or one of them has gaps or is on
+            another device.
+    """
+    if numbers.dim() != 2 or numbers.shape[1] != BLOCK:
+        raise ValueError(f"blocks of shape {tuple(numbers.shape)}: they must be (k, {BLOCK})")
+    every = numbers, codes, *more
+    if not all(t.is_contiguous() and t.device == codes.device for t in every):
+        raise Unsupported
+    if numbers.dtype != torch.float32:
+        raise Unsupported
