@@ -154,8 +154,8 @@ class CurvaDion(Dion):
 
         Args:
             exact: True averages weights, momenta and moments exactly. It sends several times as
-                much as an all-reduce of all gradients (2.6 times with full rank, the default of
-                QuantizedAverage). All state is then the same on every replica. Averaged momenta
+                much as an all-reduce of all gradients (twice in the direction "polar", for weights
+                and momenta; up to 2.6 times with right factors of full rank). All state is then the same on every replica. Averaged momenta
                 change nothing in what later synchronised steps compute, which depend on their mean
                 only; local steps go on from it.
                 False needs a sync that sends codes, such as QuantizedAverage. It sends what an open
@@ -199,7 +199,7 @@ class LocalUpdate:
         self._sync, self._step, self._directed = sync, step, directed
         self._moving: Moving | None = None
 
-    def __call__(self, part: Plan | None) -> Taken | None:
+    def __call__(self, part: Plan | None = None) -> Taken | None:
         """See :class:`Step`."""
         if self._moving is None:
             self._sync.before_local_update(self._step)

@@ -37,7 +37,7 @@ class Step:
     replicas: dist.ProcessGroup | None
     number: int
     local_steps: int = 0
-    local_update: Callable[[Plan | None], Taken | None] = lambda part: None
+    local_update: Callable[..., Taken | None] = lambda part=None: None
     directed: bool = True
 
     @property

@@ -79,7 +79,11 @@ def step_once_in(rank, period):
     """How far a matrix goes, relative to its learning rate, that steps at the opening alone."""
     X = [nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))]
     optimizer = optimizer_of(
-        X, gate=FixedPeriod(period), sync=QuantizedAverage(bits=8), weight_decay=0.0
+        X,
+        gate=FixedPeriod(period),
+        sync=QuantizedAverage(bits=8),
+        weight_decay=0.0,
+        newton_schulz_steps=6,  # every step has the length of its rate
     )
     for number in range(period):
         X[0].grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * rank + number))
@@ -219,15 +223,16 @@ def test_synchronize_works_before_the_next_step(kind, how):
     assert measured == pytest.approx(norms, rel=1e-5)
 
 
-def test_one_replica_does_what_it_would_do_alone():
+@pytest.mark.parametrize("direction", ["low_rank", "polar"])
+def test_one_replica_does_what_it_would_do_alone(direction):
     ends = []
     for options in (
         {"gate": FixedPeriod(100), "sync": LowRank(), "max_local_steps": None},
         {"gate": FixedPeriod(2), "sync": QuantizedAverage()},
     ):
         X = [nn.Parameter(x.detach().double()) for x in weights()]
-        alike = {"rank_fraction": 1.0, "right_factor": "qr", "nesterov": 1.0}
-        optimizer = CurvaDion(X, **options, **alike)
+        alike = {"direction": direction, "rank_fraction": 1.0, "right_factor": "qr"}
+        optimizer = CurvaDion(X, **options, **alike, nesterov=1.0)
         for number in range(6):
             step(X, optimizer, number, 0)
         ends.append(values(X))

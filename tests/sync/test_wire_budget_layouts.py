@@ -110,14 +110,14 @@ def apart(weights, others):
     )
 
 
-def sent_inside(rank, setup, layout):
+def sent_inside(rank, setup, layout, direction):
     """Bytes that each correction adds inside a replica at an open step, and the formula's."""
     sent = {}
     for without in (None, *CORRECTIONS):
         model, replicas, _, reader = setup(layout)
         sync = QuantizedAverage(**({without: False} if without else {}))
         assert all(getattr(sync, name) == (name != without) for name in CORRECTIONS)
-        options = dict(gate=FixedPeriod(2), sync=sync)
+        options = dict(gate=FixedPeriod(2), sync=sync, direction=direction)
         optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
         for step in range(2):
             optimizer.zero_grad()
@@ -135,6 +135,12 @@ def added_inside(plan, correction):
     expected = 0
     for m in plan.matrices:
         rows, columns = m.layout.rows, m.layout.columns
+        if m.parameter.direction == "polar":
+            # An n x n product; where columns are cut, the momenta and changes to and fro.
+            shards = 3 if correction == "align_momentum" else 2
+            expected += 4 * shards * len(rows) * len(columns) * (group_size(columns.group) > 1)
+            expected += 4 * (min(m.layout.shape) ** 2 + 1) * (group_size(m.layout.shards) > 1)
+            continue
         # Each product with the momentum's Q or P, or with all columns.
         left, width = (
             (1, m.Q.shape[1]) if correction == "align_momentum" else (2, min(m.layout.shape))
@@ -150,8 +156,9 @@ def added_inside(plan, correction):
     [(fsdp_training.setup, "hsdp 2x2"), (tensor_parallel_training.setup, "dp x tp")],
     ids=["hsdp 2x2", "dp x tp"],
 )
-def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout):
-    for corrections in distributed.run(4, sent_inside, setup, layout):
+@pytest.mark.parametrize("direction", ["low_rank", "polar"])
+def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, direction):
+    for corrections in distributed.run(4, sent_inside, setup, layout, direction):
         for added, expected in corrections:
             assert added == expected > 0
 
