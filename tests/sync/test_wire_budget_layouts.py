@@ -134,20 +134,21 @@ def sent_inside(rank, setup, layout, direction):
 def added_inside(plan, correction):
     expected = 0
     for m in plan.matrices:
-        rows, columns = m.layout.rows, m.layout.columns
-        if m.parameter.direction == "polar":
-            # An n x n product; where columns are cut, the momenta and changes to and fro.
-            shards = 3 if correction == "align_momentum" else 2
-            expected += 4 * shards * len(rows) * len(columns) * (group_size(columns.group) > 1)
-            expected += 4 * (min(m.layout.shape) ** 2 + 1) * (group_size(m.layout.shards) > 1)
+        rows, columns, n = m.layout.rows, m.layout.columns, min(m.layout.shape)
+        cut = group_size(columns.group)
+        length = 4 * (group_size(m.layout.shards) > 1)  # of what is corrected
+        if correction == "align_momentum" and m.parameter.direction == "low_rank":
+            # A product with the momentum's Q, and one with its P.
+            r = m.Q.shape[1]
+            expected += 4 * len(rows) * r * (cut > 1) + length
+            expected += 4 * len(columns) * r * (group_size(rows.group) > 1)
             continue
-        # Each product with the momentum's Q or P, or with all columns.
-        left, width = (
-            (1, m.Q.shape[1]) if correction == "align_momentum" else (2, min(m.layout.shape))
-        )
-        expected += left * 4 * len(rows) * width * (group_size(columns.group) > 1)
-        expected += 4 * len(columns) * width * (group_size(rows.group) > 1)
-        expected += 4 * (group_size(m.layout.shards) > 1)
+        # An n x n product; where columns are cut, shards go there as rows and what is found back.
+        expected += length * (n * n + 1)
+        if cut > 1:
+            there = 2 if correction == "align_momentum" else 1
+            mine = len(rows) // cut + (columns.group.rank() < len(rows) % cut)
+            expected += 4 * (there * len(rows) * len(columns) + mine * n)
     return expected
 
 
