@@ -2,11 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py --models gpt2-160m
     python benchmarks/optimizer_step.py --device cuda
+    torchrun --nproc-per-node 2 benchmarks/optimizer_step.py --contenders opening "Muon and AdamW"
+
+The last one, on two processes or more, also measures an opening: a local step, codes and all that
+replicas do around them. Ranks then take turns together, and the times are the first one's.
 
 Besides seconds, a record counts what a step launches and reads back, and its peak memory above what
 lives between steps. Launches on a GPU are kernels, and reads are copies to the host; on a CPU they
 are PyTorch operators (compiled operations, one call each, are not among them), and those that hand
-a number to Python. "fused operations alone" calls what a closed step with the gradient local step
+a number to Python. FLOPs are those of matrix products, as torch counts them. "fused operations alone" calls what a closed step with the gradient local step
 consists of, on lists prepared beforehand.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -21,15 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
-from curvadion import RMMC, CurvaDion, ops
+from curvadion import RMMC, CurvaDion, FixedPeriod, QuantizedAverage, ops
 from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
 from curvadion.update.scalar import elementwise_step
 from measure import Contenders, axes_to_save, interleaved, summary, write
@@ -47,7 +54,14 @@ def _curvadion(matrices: Weights, others: Weights, **options: Any) -> CurvaDion:
     groups: list[dict[str, Any]] = [{"params": matrices, "algorithm": "dion", "lr": 1e-3}]
     if others:
         groups.append({"params": others, "algorithm": "adamw", "lr": 1e-4})
-    return CurvaDion(groups, max_local_steps=None, **options)
+    replicas = dist.group.WORLD if dist.is_initialized() else None
+    return CurvaDion(groups, max_local_steps=None, replicas=replicas, **options)
+
+
+def _local(matrices: Weights, others: Weights, **options: Any) -> CurvaDion:
+    """What a replica does between two openings, as a look-ahead and codes ask for it."""
+    gate = FixedPeriod(options.pop("period", 2**30))
+    return _curvadion(matrices, others, gate=gate, sync=QuantizedAverage(), nesterov=4.0, **options)
 
 
 def _microsoft(matrices: Weights, others: Weights) -> Optimizer | None:
@@ -100,8 +114,10 @@ def _alone(matrices: Weights, others: Weights) -> Callable[[], object]:
     return call
 
 
-def contenders(matrices: Weights, others: Weights, chosen: Sequence[str]) -> Contenders:
-    """What is compared, by name."""
+def contenders(
+    matrices: Weights, others: Weights, chosen: Sequence[str]
+) -> tuple[Contenders, dict[str, float]]:
+    """What is compared, by name, and the bytes of state of each, once its state is created."""
     both = [*matrices, *others]
     build: dict[str, Callable[[], Any]] = {
         "closed gate, gradient step": lambda: _curvadion(
@@ -111,6 +127,11 @@ def contenders(matrices: Weights, others: Weights, chosen: Sequence[str]) -> Con
             matrices, others, gate=RMMC(1e30), local_step="dion"
         ),
         "open gate": lambda: _curvadion(matrices, others, gate=RMMC(0.0)),
+        "local step, polar": lambda: _local(matrices, others),
+        "local step, power iteration of full rank": lambda: _local(
+            matrices, others, direction="low_rank"
+        ),
+        "opening": lambda: _local(matrices, others, period=1) if dist.is_initialized() else None,
         "AdamW, fused": lambda: AdamW(both, fused=True),
         "AdamW, foreach": lambda: AdamW(both, foreach=True),
         "Muon and AdamW": lambda: _Several(
@@ -119,12 +140,26 @@ def contenders(matrices: Weights, others: Weights, chosen: Sequence[str]) -> Con
         "Microsoft's Dion": lambda: _microsoft(matrices, others),
     }
     made: Contenders = {}
+    states = {}
     for name, make in build.items():
         optimizer = make() if not chosen or name in chosen else None
         if optimizer is not None:
             made[name] = optimizer.step
+            optimizer.step()  # creates the state, and compiles what is compiled
+            states[name] = _state_bytes(optimizer)
     made["fused operations alone"] = _alone(matrices, others)
-    return made
+    return made, states
+
+
+def _state_bytes(optimizer: Any) -> float:
+    each = optimizer.optimizers if isinstance(optimizer, _Several) else [optimizer]
+    return sum(
+        value.nbytes
+        for one in each
+        for state in one.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
 
 
 class _Counter(TorchDispatchMode):
@@ -144,11 +179,18 @@ class _Counter(TorchDispatchMode):
 
 def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
     """What one call launches and reads back, and its peak memory above that before it."""
+    with FlopCounterMode(display=False) as flops:
+        call()
     if device.type != "cuda":
         with _Counter() as counter:
             call()
         peak = _peak_on_the_cpu(call)
-        return {"launches": counter.calls, "host_reads": counter.reads, "peak_bytes": peak}
+        return {
+            "flops": flops.get_total_flops(),
+            "launches": counter.calls,
+            "host_reads": counter.reads,
+            "peak_bytes": peak,
+        }
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -160,6 +202,7 @@ def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
         torch.cuda.synchronize()
     names = [e.name for e in record.events() if e.device_type.name == "CUDA"]
     return {
+        "flops": flops.get_total_flops(),
         "launches": sum(not name.startswith(("Memcpy", "Memset")) for name in names),
         "host_reads": sum(name.startswith("Memcpy DtoH") for name in names),
         "peak_bytes": peak,
@@ -186,10 +229,10 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     others = _weights(shapes, dtype, device)
     for x in [*matrices, *others]:
         x.grad = torch.randn_like(x).mul_(0.01)
-    calls = contenders(matrices, others, options.contenders)
-    for call in calls.values():
-        call()  # creates the states, and compiles what is compiled
-    times = interleaved(calls, device, rounds=options.rounds, seconds=options.seconds)
+    calls, states = contenders(matrices, others, options.contenders)
+    # Ranks that step together must take the same number of rounds.
+    seconds = float("inf") if dist.is_initialized() else options.seconds
+    times = interleaved(calls, device, rounds=options.rounds, seconds=seconds)
     alone = min(times["fused operations alone"])
     records = []
     for contender, seconds in times.items():
@@ -205,6 +248,9 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             "backend": ops.backend_for(device),
             "tensors": len(matrices) + len(others),
             "elements": sum(x.numel() for x in [*matrices, *others]),
+            "replicas": dist.get_world_size() if dist.is_initialized() else 1,
+            "weight_bytes": sum(x.nbytes for x in [*matrices, *others]),
+            "state_bytes": states.get(contender, 0),
             **found,
             "times_the_fused_operations_alone": found["seconds"] / alone,
             **counted,
@@ -259,12 +305,15 @@ def command_line() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure what the command line asks for."""
     options = command_line().parse_args()
+    if "LOCAL_RANK" in os.environ:
+        dist.init_process_group("gloo")
+    first = not dist.is_initialized() or dist.get_rank() == 0
     records = []
     for name in options.models:
         records += measured(name, options)
-        if options.output is not None:
+        if options.output is not None and first:
             write(options.output, torch.device(options.device), records)
-    if options.plot is not None:
+    if options.plot is not None and first:
         plot(records, options.plot)
 
 

@@ -154,10 +154,11 @@ class CurvaDion(Dion):
 
         Args:
             exact: True averages weights, momenta and moments exactly. It sends several times as
-                much as an all-reduce of all gradients (twice in the direction "polar", for weights
-                and momenta; up to 2.6 times with right factors of full rank). All state is then the same on every replica. Averaged momenta
-                change nothing in what later synchronised steps compute, which depend on their mean
-                only; local steps go on from it.
+                much as an all-reduce of all gradients: twice with direction="polar", for weights
+                and momenta, and up to 2.6 times with right factors of full rank. All state is then
+                the same on every replica. Averaged momenta change nothing in what later
+                synchronised steps compute, which depend on their mean only; local steps go on from
+                it.
                 False needs a sync that sends codes, such as QuantizedAverage. It sends what an open
                 step does (0.065 times in 2 bits) for each fragment that has moved since replicas
                 agreed on it, and nothing if none has. Weights are then the same on every replica;
