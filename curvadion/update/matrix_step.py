@@ -39,7 +39,7 @@ def matrix_step(
     drops: dict[int, Tensor] = {}  # by matrix
     for wave in plan.matrix_waves():
         taken = wave_step(wave, step=step, inside_replica=inside_replica, remember=remember)
-        if norms is not None and (dropped := taken.drops()) is not None:
+        if norms is not None and (dropped := taken.drops()):
             drops |= zip(map(id, wave.matrices), wave.by_matrix(dropped), strict=True)
     if norms is None or not plan.matrices:
         return

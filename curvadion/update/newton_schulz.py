@@ -8,6 +8,9 @@ s to p(s) = a s + b s^3 + c s^5, by products alone. With G = B^T B it is
 so B itself is not needed in between: Z is the product of all W, and B Z is taken once at the end.
 All these matrices are polynomials in G. They are symmetric and commute.
 
+In half precision the rounding errors of G hide small singular values, so iterations come in passes:
+after a few of them B <- B Z is taken, whose small singular values have grown, and G anew from it.
+
 Each iteration has the p that is best for what the one before has left: among odd polynomials of
 degree 5 it keeps max |1 - p(s)| smallest over the interval in which s then lies.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum, auto
 from functools import lru_cache
 
 import torch
@@ -32,22 +36,29 @@ TOLERANCE = 0.2
 # The smallest singular value, with 1 the largest, that float32 still tells from the rounding errors
 # of a Gram matrix. More iterations than reach it bring all larger ones closer to 1.
 SMALLEST = 1e-3
+SMALLEST_IN_HALF = 3e-3
 # Intervals shorter than this share of their end are too narrow for Remez' equations in float64.
 NARROW = 0.01
+# By what singular values are divided before an iteration in half precision.
+SAFETY = 1.01
 # Numbers of n x n matrices that are iterated together: bounds the memory, and keeps caches warm.
 TOGETHER = {"cpu": 2**20}
 TOGETHER_ELSEWHERE = 2**24
 
 
 @lru_cache
-def polar_express(steps: int) -> tuple[Coefficients, ...]:
+def polar_express(steps: int, least: float = SMALLEST) -> tuple[Coefficients, ...]:
     """The best coefficients of so many iterations.
 
     Singular values from :func:`smallest` to 1 come out in [1 - TOLERANCE, 1 + TOLERANCE] or closer
     to 1: within 0.11 with 5 iterations, 0.001 with 6. Smaller ones grow by about the factor that
     brings the smallest of these to 1.
+
+    Args:
+        steps: how many.
+        least: no singular value below counts.
     """
-    coefficients, _ = _compose(smallest(steps), steps)
+    coefficients, _ = _compose(max(least, smallest(steps)), steps)
     return tuple(coefficients)
 
 
@@ -62,45 +73,66 @@ def smallest(steps: int) -> float:
     return max(high, SMALLEST)
 
 
+class Bound(Enum):
+    """What bounds the largest eigenvalue of G, by which G is divided before the iterations.
+
+    TIGHT: with f the Frobenius norm of G, f times the square root of the norm of (G / f)^2. This is
+    at most n^(1/4) times the eigenvalue. Small singular values then begin larger, for no product
+    that is not needed anyway. TRACE: the trace of G, the square of B's norm, as Muon has it. ONE:
+    earlier iterations have brought the eigenvalue to about 1.
+    """
+
+    TIGHT = auto()
+    TRACE = auto()
+    ONE = auto()
+
+
+def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
+    """Iterations in passes for float16, whose Gram matrices show singular values from 1/40 on.
+
+    The first pass makes the smallest ones grow about thirtyfold. Beyond the end of its interval a
+    polynomial rises steeply: each but the last takes singular values a little smaller than they
+    are, so that roundings stay within it (Polar Express, section 3.4).
+    """
+    *inner, last = coefficients
+    safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
+    return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
+
+
 def inverse_root(
-    G: Tensor, coefficients: Sequence[Coefficients], *, tight: bool = True
+    G: Tensor, coefficients: Sequence[Coefficients], bound: Bound = Bound.TIGHT
 ) -> tuple[Tensor, Tensor]:
     """Z with which B Z is close to the polar factor of B, from G = B^T B, (k, n, n).
-
-    G is divided by a bound of its largest eigenvalue first. With f the Frobenius norm of G, this is
-    f times the square root of the norm of (G / f)^2 if ``tight``: at most n^(1/4) times the
-    eigenvalue. Small singular values then begin larger, for no product that is not needed anyway.
-    Muon takes the trace of G, the square of B's norm.
 
     Args:
         G: symmetric, in the dtype of the products. The squares of its numbers must lie in the
             dtype's range. A matrix of zeros gives a finite Z.
         coefficients: (a, b, c) of each iteration, of one at least.
-        tight: see above; False takes the trace.
+        bound: what G is divided by.
 
     Returns:
-        Z, (k, n, n), and the bounds, (k,).
+        Z, (k, n, n), and the bounds, (k,), float32 or wider.
     """
-    Z, bounds = torch.empty_like(G), G.new_empty(len(G))
+    Z = torch.empty_like(G)
+    bounds = G.new_empty(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
     n = G.shape[-1]
     count = max(1, TOGETHER.get(G.device.type, TOGETHER_ELSEWHERE) // max(1, n * n))
     for first in range(0, len(G), count):
         these = slice(first, first + count)
-        Z[these], bounds[these] = _inverse_root(G[these], coefficients, tight=tight)
+        Z[these], bounds[these] = _inverse_root(G[these], coefficients, bound)
     return Z, bounds
 
 
 def _inverse_root(
-    G: Tensor, coefficients: Sequence[Coefficients], *, tight: bool
+    G: Tensor, coefficients: Sequence[Coefficients], kind: Bound
 ) -> tuple[Tensor, Tensor]:
-    tiny = torch.finfo(G.dtype).tiny
-    bound = (torch.linalg.matrix_norm(G) if tight else _trace(G)).clamp_min(tiny)
-    G = G / bound[:, None, None]
+    tiny = torch.finfo(torch.float32).tiny
+    bound = {Bound.TIGHT: _norm, Bound.TRACE: _trace, Bound.ONE: _ones}[kind](G).clamp_min(tiny)
+    G = (G / bound[:, None, None]).to(G.dtype)
     square, spare = symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
-    if tight:
+    if kind is Bound.TIGHT:
         # Rounding must not leave an eigenvalue above 1.
-        tighter = torch.linalg.matrix_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)
-        tighter = tighter.clamp_min(tiny)
+        tighter = (_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)).clamp_min(tiny)
         G /= tighter[:, None, None]
         square /= tighter.square().clamp_min(tiny)[:, None, None]
         bound = (bound * tighter).clamp_min(tiny)
@@ -119,8 +151,19 @@ def _inverse_root(
     return Z.div_(bound.sqrt()[:, None, None]), bound
 
 
+def _norm(G: Tensor) -> Tensor:
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=dtype)
+    return norm
+
+
 def _trace(G: Tensor) -> Tensor:
-    return G.diagonal(dim1=-2, dim2=-1).sum(-1)
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    return G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=dtype)
+
+
+def _ones(G: Tensor) -> Tensor:
+    return G.new_ones(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
 
 
 # -------------------------------------------------------------------- the best polynomials

@@ -22,7 +22,14 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
-from curvadion.update.newton_schulz import MUON, polar_express
+from curvadion.update.newton_schulz import (
+    MUON,
+    SMALLEST,
+    SMALLEST_IN_HALF,
+    Bound,
+    passes_in_half,
+    polar_express,
+)
 from curvadion.update.parameter import Matrix, batches, open_shards, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.polar_factor import RowStack, polar_factors
@@ -94,12 +101,16 @@ def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:
     """What the polar factors of a stack follow from; B: whole rows of it."""
     steps = matrices[0].group["newton_schulz_steps"]
     muon = matrices[0].group["newton_schulz"] == "muon"
+    half = B.device.type == "cuda" and B.dtype == torch.float32
+    least = SMALLEST_IN_HALF if half else SMALLEST
+    coefficients = (MUON,) * steps if muon else polar_express(steps, least)
     return RowStack(
         layout=matrices[0].layout,
         B=B,
         scale=scale_before(matrices).to(B.dtype),
-        coefficients=(MUON,) * steps if muon else polar_express(steps),
-        tight=not muon,
+        passes=passes_in_half(coefficients) if half else (coefficients,),
+        bound=Bound.TRACE if muon else Bound.TIGHT,
+        dtype=torch.float16 if half else B.dtype,
     )
 
 

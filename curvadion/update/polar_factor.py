@@ -1,13 +1,14 @@
 """Polar factors of stacks of matrices, of which ranks hold whole rows.
 
-Each rank scales its rows by a power of two of its own, so that no square leaves float32's range.
+Each rank scales its rows by a power of two of its own, so that no square leaves a dtype's range.
 The matrices are divided among the ranks that hold shards of them: each is iterated on by one rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from curvadion.comm.collectives import all_to_all, divide
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.update.newton_schulz import Coefficients, inverse_root
+from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted
 from curvadion.update.symmetric import pack, symmetric_product, unpack
@@ -33,16 +34,18 @@ class RowStack:
     Attributes:
         layout: the common layout.
         B: whole rows of the oriented matrices, (k, m_r, n); they are scaled in place.
-        scale: the recent length of each matrix, (k,).
-        coefficients: of the Newton-Schulz iterations.
-        tight: how matrices are scaled before (:func:`inverse_root`).
+        scale: the recent length of each matrix, (k,), float32 or wider.
+        passes: the coefficients of the Newton-Schulz iterations, in one pass or several.
+        bound: what matrices are divided by before the first pass.
+        dtype: of products.
     """
 
     layout: MatrixLayout
     B: Tensor
     scale: Tensor
-    coefficients: tuple[Coefficients, ...]
-    tight: bool
+    passes: tuple[tuple[Coefficients, ...], ...]
+    bound: Bound
+    dtype: torch.dtype
 
 
 class PolarFactors(NamedTuple):
@@ -60,35 +63,53 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
 
     U is zero if its matrix is ``FALLEN`` times its scale or shorter: no gradient has come for long.
 
-    Sends: n (n + 1) / 2 + 1 numbers a matrix to the rank that iterates on it, and one more back.
+    Sends, in each pass: n (n + 1) / 2 numbers a matrix to the rank that iterates on it, and as many
+    back; beside these one number there and two back.
     """
-    exponents = [_scale_(stack.B) for stack in stacks]
-    works = []
-    for stack, e in zip(stacks, exponents, strict=True):
-        rows = counted(stack.B, stack.layout)
-        G = rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
-        works.append(_Work(symmetric_product(rows.mT, rows, G), e, stack))
+    exponents = [_scale_(stack.B, stack.layout) for stack in stacks]
+    factors = [PolarFactors(stack.B.to(stack.dtype), stack.scale) for stack in stacks]
+    for number in range(max((len(stack.passes) for stack in stacks), default=0)):
+        now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
+        works = [_work(stacks[i], factors[i].U, exponents[i], number) for i in now]
+        for i, (Z, e, scale) in zip(now, _roots(works), strict=True):
+            Z *= torch.exp2(exponents[i] - e)[:, None, None].to(Z.dtype)
+            U = _times(factors[i].U, Z)
+            factors[i] = PolarFactors(U, scale if number == 0 else factors[i].scale)
+            exponents[i] = torch.zeros_like(exponents[i])
+    return factors
+
+
+def _work(stack: RowStack, B: Tensor, e: Tensor, number: int) -> _Work:
+    """The Gram matrices of rows B for a pass."""
+    rows = counted(B, stack.layout)
+    G = symmetric_product(rows.mT, rows, rows.new_empty(len(rows), rows.shape[2], rows.shape[2]))
+    if number == 0:
+        return _Work(G, e, stack.layout, stack.passes[0], stack.bound, stack.scale)
+    return _Work(G, e, stack.layout, stack.passes[number], Bound.ONE, torch.zeros_like(stack.scale))
+
+
+def _roots(works: Sequence[_Work]) -> list[_Root]:
+    """The root of every matrix; those of which ranks hold shards are shared among these."""
     by_group: dict[Group | None, list[int]] = {}
-    for i, stack in enumerate(stacks):
-        by_group.setdefault(stack.layout.shards, []).append(i)
+    for i, work in enumerate(works):
+        by_group.setdefault(work.layout.shards, []).append(i)
     roots: dict[int, _Root] = {}
     for group, chosen in by_group.items():
         alike = [works[i] for i in chosen]
         found = map(_root, alike) if group is None else _shared_roots(alike, group)
         roots |= zip(chosen, found, strict=True)
-    factors = []
-    for i, (stack, e) in enumerate(zip(stacks, exponents, strict=True)):
-        Z, exponent, scale = roots.pop(i)
-        Z *= torch.exp2(e - exponent)[:, None, None]
-        factors.append(PolarFactors(_times(stack.B, Z), scale))
-    return factors
+    return [roots[i] for i in range(len(works))]
 
 
-def _scale_(B: Tensor) -> Tensor:
-    """Divide each matrix (k, m_r, n) by 2^e, about its largest number; e, (k,) in B's dtype."""
+def _scale_(B: Tensor, layout: MatrixLayout) -> Tensor:
+    """Divide each matrix (k, m_r, n) by 2^e, so that no number of its Gram matrix exceeds 1.
+
+    Returns:
+        e, (k,), in B's dtype.
+    """
     if not B.numel():
         return B.new_full((len(B),), SMALLEST)
-    largest = torch.linalg.vector_norm(B, torch.inf, dim=(1, 2))
+    largest = torch.linalg.vector_norm(B, torch.inf, dim=(1, 2)) * math.sqrt(max(layout.shape))
     exponents = torch.frexp(largest).exponent.clamp(SMALLEST, -SMALLEST).to(B.dtype)
     exponents = exponents.where(largest > 0, SMALLEST)  # what has no numbers decides nothing
     B.mul_(torch.exp2(-exponents)[:, None, None])
@@ -107,7 +128,10 @@ class _Work(NamedTuple):
 
     G: Tensor
     e: Tensor
-    stack: RowStack
+    layout: MatrixLayout
+    coefficients: tuple[Coefficients, ...]
+    bound: Bound
+    scale: Tensor
 
 
 class _Root(NamedTuple):
@@ -119,12 +143,11 @@ class _Root(NamedTuple):
 
 
 def _root(work: _Work) -> _Root:
-    G, e, stack = work
-    Z, bound = inverse_root(G, stack.coefficients, tight=stack.tight)
-    length = bound.sqrt() * torch.exp2(e)
-    moves = (length > FALLEN * stack.scale) & torch.isfinite(length)
+    Z, bound = inverse_root(work.G, work.coefficients, work.bound)
+    length = bound.sqrt() * torch.exp2(work.e)
+    moves = (length > FALLEN * work.scale) & torch.isfinite(length)
     Z.masked_fill_(~moves[:, None, None], 0.0)
-    return _Root(Z, e, torch.maximum(stack.scale, length.nan_to_num(0.0, 0.0, 0.0)))
+    return _Root(Z, work.e, torch.maximum(work.scale, length.nan_to_num(0.0, 0.0, 0.0)))
 
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
@@ -136,7 +159,7 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         for rank in range(group.size())
     ]
     mine = owned[group.rank()]
-    out = [torch.cat((pack(work.G), work.e[:, None]), dim=1) for work in works]
+    out = [_with(pack(work.G), work.e) for work in works]
     received = all_to_all(
         [[out[s][i] for s, i in each] for each in owned],
         [[tuple(out[s][i].shape) for s, i in mine]] * group.size(),
@@ -148,8 +171,11 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         numbers = list(run)
         matrices = [mine[number][1] for number in numbers]
         summands = torch.stack([torch.stack([of[n] for n in numbers]) for of in received])
-        found += _root_of_sum(summands, works[s].stack, matrices)
-    sizes = [row.shape[1] + 1 for row in out]
+        found += _root_of_sum(summands, works[s], matrices)
+    sizes = [
+        2 * row.shape[1] - work.G.shape[-1] * (work.G.shape[-1] + 1) // 2
+        for row, work in zip(out, works, strict=True)
+    ]
     answers = all_to_all(
         [found] * group.size(), [[(sizes[s],) for s, _ in each] for each in owned], group, out[0]
     )
@@ -157,21 +183,36 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
     for of_rank, answer in zip(owned, answers, strict=True):
         for (s, i), row in zip(of_rank, answer, strict=True):
             back[s][i] = row
-    return [
-        _Root(unpack(rows[:, :-2], work.G.shape[-1]), rows[:, -2], rows[:, -1])
-        for rows, work in zip(back, works, strict=True)
-    ]
+    roots = []
+    for rows, work in zip(back, works, strict=True):
+        Z, (e, scale) = _without(rows, work)
+        roots.append(_Root(unpack(Z, work.G.shape[-1]), e, scale))
+    return roots
 
 
-def _root_of_sum(summands: Tensor, stack: RowStack, matrices: list[int]) -> list[Tensor]:
+def _root_of_sum(summands: Tensor, work: _Work, matrices: list[int]) -> list[Tensor]:
     """What the owner of matrices of a stack sends back: Z, packed, then e and the scale.
 
-    summands: what it was sent, (ranks, k, n (n + 1) / 2 + 1).
+    summands: what it was sent by each rank, (ranks, k, ...).
     """
-    e = summands[:, :, -1].amax(0)
-    total = torch.zeros_like(summands[0, :, :-1])
-    for rank in summands:
-        total += rank[:, :-1] * torch.exp2(2 * (rank[:, -1] - e))[:, None]
-    chosen = replace(stack, scale=stack.scale[matrices])
-    root = _root(_Work(unpack(total, stack.B.shape[2]), e, chosen))
-    return list(torch.cat((pack(root.Z), root.e[:, None], root.scale[:, None]), dim=1))
+    each = [_without(rank, work) for rank in summands]
+    exponents = torch.stack([e for _, (e,) in each])
+    largest = exponents.amax(0)
+    total = torch.zeros_like(each[0][0], dtype=exponents.dtype)
+    for (rank, _), e in zip(each, exponents, strict=True):
+        total += rank * torch.exp2(2 * (e - largest))[:, None]
+    G = unpack(total.to(work.G.dtype), work.G.shape[-1])
+    root = _root(work._replace(G=G, e=largest, scale=work.scale[matrices]))
+    return list(_with(pack(root.Z), root.e, root.scale))
+
+
+def _with(packed: Tensor, *numbers: Tensor) -> Tensor:
+    """Packed matrices with some wider numbers of each behind them, whose bits are kept."""
+    return torch.cat((packed, torch.stack(numbers, dim=1).view(packed.dtype)), dim=1)
+
+
+def _without(rows: Tensor, work: _Work) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The inverse of :func:`_with`."""
+    n = work.G.shape[-1]
+    packed, behind = rows[:, : n * (n + 1) // 2], rows[:, n * (n + 1) // 2 :]
+    return packed, behind.contiguous().view(work.e.dtype).unbind(1)

@@ -21,8 +21,8 @@ import convergence_report
 import distributed
 import traffic
 from curvadion import ByteBudget
+from curvadion.comm.collectives import divide
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.quantized_average import divide
 from diloco import DiLoCo
 from gate_steps import ask
 from grids import BUDGETS, GRIDS, SIZES, Run, Task
@@ -39,6 +39,7 @@ NUMBERS = {
     "adamw": STEPS * DENSE,
     "dion": STEPS * SHAPES.dion_step(1 / 8),
     "dion_nesterov": STEPS * SHAPES.dion_step(1 / 8),
+    "muon": STEPS * DENSE,
     "powersgd": 2 * DENSE + 4 * SHAPES.powersgd_step(1),
     "diloco_adamw": 2 * DENSE,
     "diloco_dion": 2 * DENSE,  # one of them after the last step
@@ -55,9 +56,11 @@ SETTINGS = {
     "averaging": {"period": 4},
     "published": {"threshold": 2.0},
     "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
+    "ours_low_rank": {"wire_budget": 0.04, "bits": 2, "parts": 1},
     "ours_rmmc": {"wire_budget": 0.06, "bits": 4, "parts": 3},
 }
-GATED = {"dion", "dion_nesterov", "averaging", "published", "authors", "ours", "ours_rmmc"}
+GATED = {"dion", "dion_nesterov", "muon", "averaging", "published", "authors"}
+GATED |= {"ours", "ours_low_rank", "ours_rmmc"}
 CPU = torch.device("cpu")
 
 
@@ -297,7 +300,7 @@ def test_flags_choose_runs():
     assert len(chosen) == (1 + 2) * 2 * 3
     flags = "--grid full --seed 0 --budget 0"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
-    never_within = {"adamw", "dion", "dion_nesterov", "published", "authors"}
+    never_within = {"adamw", "dion", "dion_nesterov", "muon", "published", "authors"}
     assert {each.method for each in chosen} == never_within
 
 

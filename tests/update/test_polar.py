@@ -10,7 +10,14 @@ from torch import nn
 
 from curvadion import CurvaDion, Dion
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.update.newton_schulz import MUON, inverse_root, polar_express, smallest
+from curvadion.update.newton_schulz import (
+    SMALLEST_IN_HALF,
+    Bound,
+    inverse_root,
+    passes_in_half,
+    polar_express,
+    smallest,
+)
 from curvadion.update.polar_factor import RowStack, polar_factors
 from curvadion.update.symmetric import SMALLEST_IN_BLOCKS, pack, symmetric_product, unpack
 from polar_reference import PolarReference, polar
@@ -28,16 +35,20 @@ def with_condition(m, n, condition, seed=0):
     return U, S, V
 
 
-def factor(B, steps, muon=False):
-    """The polar factor of one matrix as the package takes it."""
+def factor(B, steps, dtype=None):
+    """The polar factor of one matrix as the package takes it, with products in ``dtype``."""
+    dtype = B.dtype if dtype is None else dtype
     m, n = B.shape
     B = B.mT.contiguous() if m < n else B.clone()
+    half = dtype in (torch.float16, torch.bfloat16)
+    wide = torch.float32 if half else dtype
     stack = RowStack(
         MatrixLayout.whole((m, n)),
-        B[None].clone(),
-        B.new_zeros(1),
-        (MUON,) * steps if muon else polar_express(steps),
-        tight=not muon,
+        B[None].to(wide, copy=True),
+        B.new_zeros(1, dtype=wide),
+        passes_in_half(polar_express(steps, SMALLEST_IN_HALF)) if half else (polar_express(steps),),
+        Bound.TIGHT,
+        dtype,
     )
     (found,) = polar_factors([stack])
     return found.U[0].mT if m < n else found.U[0]
@@ -63,6 +74,20 @@ def test_singular_values_come_out_near_one(shape, condition, steps, low, high, d
     # None falls, and the smallest grow by much.
     assert (gained > 0.9 * S.clamp(max=0.5)).all() or dtype == torch.float32
     assert gained.min() > -slack
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (160, 40), (37, 31)], ids=str)
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("steps", [4, 5])
+def test_two_passes_in_half_precision_see_what_one_in_float32_does(shape, condition, steps):
+    U, S, V = with_condition(*shape, condition)
+    B = (U * S) @ V.mT
+    for scale in (1.0, 2.0**-60, 2.0**40):
+        found = factor((B * scale).float(), steps, torch.float16).double()
+        gained = (U.mT @ found @ V).diagonal()
+        lifted = S.gt(3 * SMALLEST_IN_HALF)
+        assert gained[lifted].min() > 0.7 and gained.abs().max() < 1.3
+        assert torch.linalg.matrix_norm(found, 2) < 1.35
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
