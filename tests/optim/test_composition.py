@@ -112,12 +112,14 @@ RESOLVED = [
     ),
     (
         {"wire_budget": 0.1}, "ByteBudget(share=0.1, by='period')",
-        "QuantizedAverage(bits=4, fragments=1, align_momentum=True, polar_correction=True)",
+        "QuantizedAverage(bits=4, fragments=1, align_momentum=True, polar_correction=True, "
+        "residual_dtype='bfloat16')",
         1.0, "qr",
     ),
     (
         {"gate": ByteBudget(0.01, "rmmc")}, "ByteBudget(share=0.01, by='rmmc')",
-        "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True)",
+        "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
+        "residual_dtype='bfloat16')",
         1.0, "qr",
     ),
     (
@@ -129,7 +131,8 @@ RESOLVED = [
     (
         {"gate": FixedPeriod(2), "sync": QuantizedAverage(), "rank_fraction": 0.5},
         "FixedPeriod(period=2)",
-        "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True)",
+        "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
+        "residual_dtype='bfloat16')",
         0.5, "qr",
     ),
 ]  # fmt: skip

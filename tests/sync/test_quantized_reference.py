@@ -116,7 +116,8 @@ def follow(ranks, dtype, settings):
     rule["newton_schulz_steps"] = 14  # bring every singular value to 1
     if "wd" in rule:
         rule["weight_decay"] = rule.pop("wd")
-    rule["sync"] = QuantizedAverage(**{k: v for k, v in known.items() if k in OF_SYNC})
+    of_sync = {k: v for k, v in known.items() if k in OF_SYNC}
+    rule["sync"] = QuantizedAverage(**of_sync, residual_dtype="float32")
     held = distributed.run(ranks, train, dtype, fall, rule)
     follower = Follower(reference, spacing_of(dtype))
     problems = []
