@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvadion import CurvaDion, Dion
 from curvadion.layout.matrix import MatrixLayout
+from curvadion.update import plan as plans
+from curvadion.update.matrix_step import matrix_step
 from curvadion.update.newton_schulz import (
     SMALLEST_IN_HALF,
     Bound,
@@ -256,6 +259,56 @@ def test_a_matrix_whose_gradients_end_comes_to_rest():
     before = x.detach().clone()
     optimizer.step()
     assert torch.equal(x.detach(), before)
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that go to Python, which on a GPU would wait for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_back():
+    X = [nn.Parameter(weights(shape)) for shape in SHAPES]
+    optimizer = Dion(X, direction="polar", nesterov=1.0)
+    for number in range(2):
+        for x in X:
+            x.grad = gradient(x.shape, number, 0)
+        if number:
+            plan = optimizer.present_plan()
+            plan.look_up_states()
+            with Reads() as reads, torch.no_grad():
+                matrix_step(plan, plan.gradients(), None, step=1, inside_replica=True)
+            assert reads.count == 0
+        optimizer.step()
+
+
+def test_the_memory_of_a_step_is_that_of_a_wave(monkeypatch):
+    """Waves change nothing but what is held at a time."""
+    ends = []
+    for numbers in (2**22, 500):
+        monkeypatch.setattr(plans, "WAVE", numbers)
+        monkeypatch.setattr(plans, "WAVE_SHARE", 0.0)
+        X = [nn.Parameter(weights(shape)) for shape in (*SHAPES, *SHAPES)]
+        bias = nn.Parameter(weights((7,)))
+        groups = [
+            {"params": X[:9], "direction": "polar"},
+            {"params": X[9:], "direction": "low_rank"},
+            {"params": [bias], "algorithm": "adamw"},
+        ]
+        optimizer = CurvaDion(groups, threshold=0.3, replicas="single", nesterov=1.0)
+        for number in range(4):
+            for x in (*X, bias):
+                x.grad = gradient(x.shape, number, 0)
+            optimizer.step()
+        assert (len(optimizer.present_plan().waves()) > 4) == (numbers == 500)
+        norms = [optimizer.state[x]["momentum_norm"] for x in X]
+        ends.append([*X, bias, *norms])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 # -------------------------------------------------------------------- group keys
