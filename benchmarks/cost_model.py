@@ -133,6 +133,47 @@ def compute_seconds(parameters: int, tokens: int, flops_per_second: float) -> fl
     return 6 * parameters * tokens / flops_per_second
 
 
+# ---------------------------------------------------------------- the optimizer's products
+
+TILE = 128  # symmetric products leave out the tiles above the diagonal
+HALF, SINGLE, DOUBLE = "float16", "float32", "float64"
+Products = dict[str, float]  # floating-point operations by dtype
+
+
+def polar_products(m: int, n: int, iterations: int = 4) -> Products:
+    """Of a polar step of an m x n matrix on a GPU: two passes in half precision.
+
+    Each pass takes a Gram matrix, its iterations, and B Z. An iteration is four symmetric products
+    of n x n matrices; the first of a pass needs one less, the last two less.
+    """
+    m, n = max(m, n), min(m, n)
+    share = (1 + TILE / max(n, TILE)) / 2
+    gram, square = 2 * m * n * n * share, 2 * n**3 * share
+    return {HALF: 2 * (gram + 2 * m * n * n) + (4 * iterations - 2 * 3) * square}
+
+
+def opening_products(m: int, n: int) -> Products:
+    """Of momentum alignment (U^T M, C S) and polar correction (V^T V, V G)."""
+    m, n = max(m, n), min(m, n)
+    return {HALF: 8 * m * n * n}
+
+
+def power_iteration_products(m: int, n: int, r: int, *, qr: bool = False) -> Products:
+    """Of a Dion step: M Q, M^T P, X - P Q^T and M - P R^T; P, and Q too if ``qr``, in float64."""
+    m, n = max(m, n), min(m, n)
+    rows = m + n if qr else m
+    return {SINGLE: 8 * m * n * r, DOUBLE: 6 * rows * r * r}
+
+
+def products_of(shapes: Shapes, each: Callable[[int, int], Products]) -> Products:
+    """The sum over a model's matrices."""
+    total: Products = {}
+    for m, n in shapes.matrices:
+        for dtype, count in each(m, n).items():
+            total[dtype] = total.get(dtype, 0.0) + count
+    return total
+
+
 # ---------------------------------------------------------------- methods
 
 

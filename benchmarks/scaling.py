@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -26,10 +26,16 @@ from cost_model import (
     METHODS,
     Link,
     Method,
+    Products,
     Shapes,
     collective_seconds,
     compute_seconds,
     ddp,
+    opening_products,
+    openings,
+    polar_products,
+    power_iteration_products,
+    products_of,
     step_seconds,
 )
 from measure import write
@@ -38,6 +44,8 @@ from models import MODELS
 Record = dict[str, Any]
 
 H100_BF16 = 989e12  # operations per second, dense
+# Operations per second of an H100 SXM without sparsity, by dtype of the products.
+PEAKS = {"float16": H100_BF16, "float32": 67e12, "float64": 67e12}
 GPUS = {"gpt2-160m": 1, "llama-1.3b": 1, "llama-8b": 8}  # that share a replica
 # The slower the link, the longer it usually is.
 LINKS = {
@@ -98,6 +106,44 @@ def _record(model: str, link_name: str, method: Method, setting: Setting) -> Rec
         "communication_seconds": sum(collective_seconds(t, between, n) for t in traffic),
         "step_seconds": step_seconds(compute, traffic, between, n, overlap=overlap),
     }
+
+
+def optimizer_shares(setting: Setting) -> list[Record]:
+    """What matrix products of optimizers add to forward and backward, by model and kind of step.
+
+    The GPUs of a replica share the work, that on n x n matrices included.
+    """
+    found = []
+    for model, gpus in GPUS.items():
+        shapes = Shapes.of(MODELS[model])
+        period = 1 / openings(shapes, 0.01)
+        steps: dict[str, Callable[[int, int], Products]] = {
+            "local step, polar": polar_products,
+            "what an opening adds": opening_products,
+            "local step, power iteration of full rank": lambda m, n: power_iteration_products(
+                m, n, min(m, n), qr=True
+            ),
+            "Dion, rank 1/4": lambda m, n: power_iteration_products(m, n, -(-min(m, n) // 4)),
+        }
+        for name, each in steps.items():
+            products = products_of(shapes, each)
+            seconds = sum(n / (gpus * setting.peak_share * PEAKS[d]) for d, n in products.items())
+            share = seconds / _compute(model, shapes, setting)
+            found.append(
+                {"model": model, "what": name, "products": products, "share_of_compute": share}
+                | {"steps_per_opening": period}
+            )
+    return found
+
+
+def shares_table(found: Sequence[Record]) -> str:
+    """Their shares of forward and backward, by model."""
+    models = _unique(found, "model")
+    lines = [_row(["", *models]), _row(["---"] * (1 + len(models)))]
+    for what in _unique(found, "what"):
+        cells = [r["share_of_compute"] for r in found if r["what"] == what]
+        lines.append(_row([what, *(f"{share:.1%}" for share in cells)]))
+    return "\n".join(lines)
 
 
 def _compute(model: str, shapes: Shapes, setting: Setting) -> float:
@@ -183,10 +229,11 @@ def rewritten(document: str, tables: Mapping[str, str]) -> str:
     return document
 
 
-def tables(found: Sequence[Record], measured: Record) -> dict[str, str]:
+def tables(found: Sequence[Record], shares: Sequence[Record], measured: Record) -> dict[str, str]:
     """All tables of the document: the model's, and those of what link.py measured."""
     return {
         "model": markdown(found),
+        "optimizer": shares_table(shares),
         "costs": _costs(measured),
         "link": link.table(measured["steps"]),
     }
@@ -250,15 +297,16 @@ def main() -> None:
     """Model what the command line asks for."""
     options = command_line().parse_args()
     setting = Setting(options.replicas, options.tokens, options.peak_share, options.overlap)
-    found = records(setting)
+    found, shares = records(setting), optimizer_shares(setting)
     print(markdown(found))
+    print(shares_table(shares))
     if options.output is not None:
-        write(options.output, torch.device("cpu"), [{"setting": vars(setting)}, *found])
+        write(options.output, torch.device("cpu"), [{"setting": vars(setting)}, *found, *shares])
     if options.plot is not None:
         plot(found, options.plot)
     if options.document:
         (measured,) = json.loads(MEASURED.read_text("utf-8"))["records"]
-        document = rewritten(DOCUMENT.read_text("utf-8"), tables(found, measured))
+        document = rewritten(DOCUMENT.read_text("utf-8"), tables(found, shares, measured))
         DOCUMENT.write_text(document, encoding="utf-8")
 
 

@@ -44,7 +44,12 @@ from curvadion.ops.tensors import largest, saturated
 from curvadion.update.direction import Taken
 from curvadion.update.parameter import Matrix, open_shards, product_dtype, stacked
 from curvadion.update.plan import Plan
-from curvadion.update.row_shards import cut_columns, products_of_columns, whole_rows
+from curvadion.update.row_shards import (
+    cut_columns,
+    dtype_of_products,
+    products_of_columns,
+    whole_rows,
+)
 from curvadion.update.state import ANCHOR
 
 # State of matrices: the sum of the learning rates of the steps since replicas agreed on the anchor.
@@ -170,10 +175,11 @@ def _newton_schulz(
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack."""
     layouts = [stack[0].layout for stack in stacks]
     rows = whole_rows([stacked(v, stack[0]) for v, stack in zip(V, stacks, strict=True)], layouts)
-    changes = [
-        torch.baddbmm(v, v, gram, beta=0.5, alpha=-0.5)
-        for v, gram in zip(rows, products_of_columns(rows, rows, layouts), strict=True)
-    ]
+    changes = []
+    for v, gram in zip(rows, products_of_columns(rows, rows, layouts), strict=True):
+        dtype = dtype_of_products(v)  # of V the singular values are 1 or less
+        cube = torch.bmm(v.to(dtype), gram.to(dtype))
+        changes.append(cube.to(v.dtype).sub_(v).mul_(-0.5))
     return cut_columns(changes, layouts)
 
 

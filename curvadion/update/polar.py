@@ -33,7 +33,12 @@ from curvadion.update.newton_schulz import (
 from curvadion.update.parameter import Matrix, batches, open_shards, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.polar_factor import RowStack, polar_factors
-from curvadion.update.row_shards import cut_columns, products_of_columns, whole_rows
+from curvadion.update.row_shards import (
+    cut_columns,
+    dtype_of_products,
+    products_of_columns,
+    whole_rows,
+)
 from curvadion.update.stack import scale_before
 
 
@@ -77,21 +82,25 @@ class PolarTaken(Taken):
 
     def turn_momenta_(self, changes: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]) -> None:
         layouts = [matrices[0].layout for matrices in self.stacks]
-        M = whole_rows([stacked([m.M for m in s], s[0]) for s in self.stacks], layouts)
-        S = products_of_columns(self._U, M, layouts)
-        rows = whole_rows(
-            [stacked(C, s[0]) for C, s in zip(changes, self.stacks, strict=True)], layouts
-        )
-        turns = [
-            torch.bmm(C, S_stack.mul_(share[:, None, None]))  # (m_r, n) = (m_r, n) (n, n)
-            for C, S_stack, share in zip(rows, S, shares, strict=True)
-        ]
+        momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
+        C = [stacked(each, s[0]) for each, s in zip(changes, self.stacks, strict=True)]
+        # Both of a size about 1. Every rank of the replica knows the same lengths of momenta.
+        lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
+        for M, change, length, share in zip(momenta, C, lengths, shares, strict=True):
+            M.div_(length.clamp_min(torch.finfo(torch.float32).tiny))
+            change.mul_(share[:, None, None])
+        S = products_of_columns(self._U, whole_rows(momenta, layouts), layouts)
+        turns = []
+        for rows, S_stack, length in zip(whole_rows(C, layouts), S, lengths, strict=True):
+            dtype = dtype_of_products(rows)
+            # (m_r, n) = (m_r, n) (n, n)
+            turns.append(torch.bmm(rows.to(dtype), S_stack.to(dtype)).to(rows.dtype).mul_(length))
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
             for batch in batches(matrices):
                 chosen = matrices[batch]
-                with open_shards(chosen, [m.parameter.M for m in chosen]) as (momenta,):
+                with open_shards(chosen, [m.parameter.M for m in chosen]) as (opened,):
                     ones = [1.0] * len(chosen)
-                    ops.local_step_(momenta, list(turn[batch]), [-1.0] * len(chosen), ones)
+                    ops.local_step_(opened, list(turn[batch]), [-1.0] * len(chosen), ones)
 
 
 # -------------------------------------------------------------------- before and after
@@ -101,7 +110,7 @@ def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:
     """What the polar factors of a stack follow from; B: whole rows of it."""
     steps = matrices[0].group["newton_schulz_steps"]
     muon = matrices[0].group["newton_schulz"] == "muon"
-    half = B.device.type == "cuda" and B.dtype == torch.float32
+    half = dtype_of_products(B) != B.dtype
     least = SMALLEST_IN_HALF if half else SMALLEST
     coefficients = (MUON,) * steps if muon else polar_express(steps, least)
     return RowStack(
@@ -110,7 +119,7 @@ def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:
         scale=scale_before(matrices).to(B.dtype),
         passes=passes_in_half(coefficients) if half else (coefficients,),
         bound=Bound.TRACE if muon else Bound.TIGHT,
-        dtype=torch.float16 if half else B.dtype,
+        dtype=dtype_of_products(B),
     )
 
 

@@ -70,7 +70,10 @@ def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
 def products_of_columns(
     A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> list[Tensor]:
-    """A^T B of whole matrices, (k, n, n) by stack, from whole rows (k, m_r, n); collective."""
+    """A^T B of whole matrices, (k, n, n) by stack, from whole rows (k, m_r, n); collective.
+
+    The results have the dtypes of B. A and B must be of a size about 1 (dtype_of_products).
+    """
     buckets = Buckets(
         [
             Slot((len(b), b.shape[2], b.shape[2]), layout.shards, b.dtype, b.device)
@@ -78,9 +81,19 @@ def products_of_columns(
         ]
     )
     for a, b, layout, out in zip(A, B, layouts, buckets.views, strict=True):
-        torch.bmm(counted(a, layout).mT, counted(b, layout), out=out)
+        left, right = (counted(rows, layout).to(dtype_of_products(rows)) for rows in (a, b))
+        out.copy_(torch.bmm(left.mT, right))
     buckets.all_reduce_()
     return buckets.views
+
+
+def dtype_of_products(rows: Tensor) -> torch.dtype:
+    """float16 for float32 numbers on a GPU, which multiplies these fifteen times as fast.
+
+    The numbers must be of a size about 1.
+    """
+    half = rows.device.type == "cuda" and rows.dtype in (torch.float32, torch.float16)
+    return torch.float16 if half else rows.dtype
 
 
 def sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:

@@ -240,7 +240,7 @@ class Told(Untold):
 
 
 @pytest.mark.parametrize("budget", [{"wire_budget": 0.1}, {"gate": ByteBudget(0.1)}], ids=repr)
-@pytest.mark.parametrize("sync", [LowRank(), LowRank(average_weights=False), Untold()], ids=repr)
+@pytest.mark.parametrize("sync", [LowRank(), LowRank(average_weights=False), Untold()])
 def test_a_budget_needs_a_sync_that_knows_its_costs(budget, sync):
     text = rf"sync=.*{type(sync).__name__}.*with gate=ByteBudget\(share=0\.1.*QuantizedAverage\(\)"
     with pytest.raises(ValueError, match=text):
