@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.comm.collectives import all_to_all, divide
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.update.newton_schulz import Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted
-from curvadion.update.symmetric import pack, symmetric_product, unpack
+from curvadion.update.symmetric import pack, unpack
 
 # Exponents of powers of two that are numbers, as are their inverses.
 SMALLEST = -126.0
@@ -67,7 +68,7 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     for stack, e in zip(stacks, exponents, strict=True):
         rows = counted(stack.B, stack.layout)
         G = rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
-        works.append(_Work(symmetric_product(rows.mT, rows, G), e, stack))
+        works.append(_Work(ops.symmetric_product(rows.mT, rows, G), e, stack))
     by_group: dict[Group | None, list[int]] = {}
     for i, stack in enumerate(stacks):
         by_group.setdefault(stack.layout.shards, []).append(i)

@@ -116,6 +116,35 @@ def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned, pr
 
 
 @each_backend
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("layout", operations.LAYOUTS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("k", "n"), [(0, 300), (3, 1), (3, 5), (1, 127), (3, 300), (2, 1152)])
+def test_symmetric_product(backend, k, n, dtype, layout, precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        operations.check_symmetric_product(
+            backend, GPU, k, n, dtype, layout, roundings=32 if precision == "highest" else 2**13
+        )
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@each_backend
+def test_symmetric_products_refuse_or_leave_what_does_not_fit(backend):
+    operations.check_symmetric_product_refuses(backend, GPU)
+    operations.check_symmetric_product_leaves(backend, GPU)
+
+
+def test_tiles_of_symmetric_products():
+    pytest.importorskip("triton")
+    from triton_tiles import check_tiles
+
+    check_tiles(GPU)
+
+
+@each_backend
 @pytest.mark.parametrize("R_dtype", [F32, BF16])
 @pytest.mark.parametrize("X_dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("bits", BITS)
