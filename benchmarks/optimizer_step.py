@@ -10,8 +10,9 @@ replicas do around them. Ranks then take turns together, and the times are the f
 Besides seconds, a record counts what a step launches and reads back, and its peak memory above what
 lives between steps. Launches on a GPU are kernels, and reads are copies to the host; on a CPU they
 are PyTorch operators (compiled operations, one call each, are not among them), and those that hand
-a number to Python. FLOPs are those of matrix products, as torch counts them. "fused operations alone" calls what a closed step with the gradient local step
-consists of, on lists prepared beforehand.
+a number to Python. FLOPs are those of matrix products, as torch counts them. "fused operations
+alone" calls what a closed step with the gradient local step consists of, on lists prepared
+beforehand.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ class _Counter(TorchDispatchMode):
 
 def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
     """What one call launches and reads back, and its peak memory above that before it."""
-    with FlopCounterMode(display=False) as flops:
+    # Only in plain PyTorch does torch see all products.
+    with FlopCounterMode(display=False) as flops, ops.use_backend("torch"):
         call()
     if device.type != "cuda":
         with _Counter() as counter:

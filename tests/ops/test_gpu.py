@@ -11,6 +11,7 @@ import operations
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
 from curvadion.ops.codes import BITS
 from curvadion.ops.tensors import Tensors
+from pairwise import all_pairs
 from reference import DionReference, relative_error
 
 if not torch.cuda.is_available():
@@ -116,10 +117,17 @@ def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned, pr
 
 
 @each_backend
-@pytest.mark.parametrize("precision", ["highest", "high"])
-@pytest.mark.parametrize("layout", operations.LAYOUTS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("k", "n"), [(0, 300), (3, 1), (3, 5), (1, 127), (3, 300), (2, 1152)])
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "layout", "precision"),
+    # All combinations would be compiled for minutes.
+    all_pairs(
+        [1, 5, 127, 300, 517, 1152],
+        [0, 1, 3],
+        [F32, BF16, F16],
+        operations.LAYOUTS,
+        ["highest", "high"],
+    ),
+)
 def test_symmetric_product(backend, k, n, dtype, layout, precision):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

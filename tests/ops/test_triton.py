@@ -78,11 +78,9 @@ def test_no_kernel_spills_registers(compiled):
 def test_kernels_store_and_multiply(compiled):
     """A kernel may compile to a bare trap without an error."""
     assert [r for r in compiled if r["stores"] == 0] == []
-    update = [r for r in compiled if r["kernel"].startswith("low_rank")]
-    update += [
-        r for r in compiled if r["kernel"].startswith("symmetric") and "32" not in r["kernel"]
-    ]
-    assert len(update) == 18 and all(r["mma"] > 0 for r in update)
+    products = [r for r in compiled if r["kernel"].startswith(("low_rank", "symmetric"))]
+    exact = ("symmetric_product float32", "symmetric_product float32 of B^T B")
+    assert len(products) == 30 and all((r["mma"] > 0) != (r["kernel"] in exact) for r in products)
 
 
 def test_symmetric_products_of_small_or_narrow_matrices_are_left_to_pytorch():
