@@ -38,7 +38,11 @@ TEST_GROUPS = {
     "momentum": "test_norms or test_momentum",
     "local step": "test_local_step",
     "low rank": "test_low_rank_update",
-    "others": "not (test_norms or test_momentum or test_local_step or test_low_rank_update)",
+    "symmetric products": "test_symmetric",
+    "others": (
+        "not (test_norms or test_momentum or test_local_step or test_low_rank_update or "
+        "test_symmetric)"
+    ),
 }
 SECONDS_FOR_TESTS = 270.0
 # What matters most comes first: the limit may cut the list short.
@@ -46,6 +50,18 @@ BENCHMARKS = {
     "kernels, 1.3B, float32": "kernels.py --models llama-1.3b --seconds 4",
     "kernels, 1.3B, bfloat16": "kernels.py --models llama-1.3b --dtype bfloat16 --seconds 4",
     "step, 1.3B, bfloat16": "optimizer_step.py --models llama-1.3b --dtype bfloat16 --seconds 20",
+    "symmetric products, 8B, bfloat16": (
+        "kernels.py --models llama-8b --blocks 4 --dtype bfloat16 --operations gram "
+        "symmetric_product --seconds 3"
+    ),
+    "symmetric products, 1.3B, float16": (
+        "kernels.py --models llama-1.3b --blocks 4 --dtype float16 --operations gram "
+        "symmetric_product --seconds 3"
+    ),
+    "symmetric products, 1.3B, TensorFloat-32": (
+        "kernels.py --models llama-1.3b --blocks 4 --precision high --operations gram "
+        "symmetric_product --seconds 3"
+    ),
     "kernels, lists": "kernels.py --models 500x2000 100x500000 --seconds 2",
     "low-rank update, 1.3B, TensorFloat-32": (
         "kernels.py --models llama-1.3b --operations low_rank_update_ --precision high --seconds 4"

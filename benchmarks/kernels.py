@@ -8,6 +8,10 @@
 Each record has the seconds of an operation under one contender, the bytes it must move at least,
 and their share of the bound: the time that a copy of as many bytes took in the same run. Operations
 on codes have one contender more, "numbers": a copy of as many float32 numbers.
+
+Symmetric products are of as many matrices of each shape as are iterated on together: B^T B
+("gram"), and the square of that ("symmetric_product"). Their records count the FLOPs of whole
+products, of which little more than half are needed, and the contender "bmm" is torch.bmm.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from curvadion import ops
 from curvadion.ops import reference as plain
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of
 from curvadion.ops.tensors import FixedTensors, Tensors
+from curvadion.update.newton_schulz import TOGETHER, TOGETHER_ELSEWHERE
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
 
@@ -132,8 +138,51 @@ def _code_operations(p: Problem, bits: int) -> dict[str, tuple[Callable[[Any], o
     }
 
 
+def _products(p: Problem) -> dict[str, tuple[Callable[[Any], object], int, int]]:
+    """As :func:`_operations`, of symmetric products, and the FLOPs of whole ones."""
+    stacks: dict[tuple[int, int], list[Tensor]] = {}
+    for x in p.X:
+        B = x if x.shape[0] >= x.shape[1] else x.mT
+        stacks.setdefault((B.shape[0], B.shape[1]), []).append(B)
+    alike = {n: TOGETHER.get(p.X[0].device.type, TOGETHER_ELSEWHERE) // n**2 for _, n in stacks}
+    factors = [torch.stack(found[: max(1, alike[n])]) for (_, n), found in stacks.items()]
+    # Numbers of squares stay about as large as those of factors.
+    squares = [B.mT @ (B / (B.shape[1] * B.shape[2]) ** 0.5) for B in factors]
+    results = [torch.empty_like(G) for G in squares]
+
+    def gram(backend: Any) -> None:
+        for B, out in zip(factors, results, strict=True):
+            backend.symmetric_product(B.mT, B, out)
+
+    def symmetric_product(backend: Any) -> None:
+        for G, out in zip(squares, results, strict=True):
+            backend.symmetric_product(G, G, out)
+
+    return {
+        "gram": (gram, _size(factors) + _size(results), _flops(factors)),
+        "symmetric_product": (symmetric_product, _size(squares) + _size(results), _flops(squares)),
+    }
+
+
+def _flops(B: Sequence[Tensor]) -> int:
+    """Of B^T B, computed whole."""
+    return sum(2 * b.numel() * b.shape[-1] for b in B)
+
+
+class _WholeProducts:
+    """torch.bmm by the name of the operation."""
+
+    @staticmethod
+    def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
+        torch.bmm(A, B, out=out)
+
+
 # The operation of a backend that a measurement is of, where the names differ.
-NAMES = {"encode": "encode_difference_", "encode and decode": "encode_difference_"}
+NAMES = {
+    "encode": "encode_difference_",
+    "encode and decode": "encode_difference_",
+    "gram": "symmetric_product",
+}
 
 
 def _foreach(p: Problem) -> Contenders:
@@ -185,8 +234,11 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
     shapes = MODELS[name].matrices(options.blocks)
     problem = Problem(shapes, options.rank_fraction, dtype, device)
     foreach, on_codes = _foreach(problem), _code_operations(problem, options.bits)
+    products = _products(problem)
+    flops = {name: count for name, (_, _, count) in products.items()}
     elements = sum(m * n for m, n in shapes)
-    for operation, (call, total_bytes) in {**_operations(problem), **on_codes}.items():
+    every = {**_operations(problem), **on_codes, **{k: v[:2] for k, v in products.items()}}
+    for operation, (call, total_bytes) in every.items():
         if options.operations and operation not in options.operations:
             continue
         contenders: Contenders = {"copy": copy_of(total_bytes, device)}
@@ -194,10 +246,12 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
             contenders["numbers"] = copy_of(2 * 4 * elements, device)
         if operation in foreach:
             contenders["foreach"] = foreach[operation]
+        if operation in products:
+            contenders["bmm"] = partial(call, _WholeProducts)
         for backend in BACKENDS:
             if _has(backend, NAMES.get(operation, operation), device):
                 contenders[backend] = _forced(backend, call)
-        if options.compile and operation not in on_codes:
+        if options.compile and operation not in on_codes and operation not in products:
             contenders["torch.compile"] = _compiled(call)
         times = interleaved(contenders, device, rounds=options.rounds, seconds=options.seconds)
         bound = min(times["copy"])
@@ -219,6 +273,10 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
                     "bits": options.bits if operation in on_codes else None,
                     "bytes": total_bytes,
                     **found,
+                    "flops": flops.get(operation),
+                    "teraflops_per_second": (
+                        flops[operation] / found["seconds"] / 1e12 if operation in flops else None
+                    ),
                     "gigabytes_per_second": total_bytes / found["seconds"] / 1e9,
                     "share_of_copy": bound / found["seconds"],
                     "copies_of_the_numbers": (
@@ -226,6 +284,9 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
                     ),
                     "times_faster_than_foreach": (
                         min(times["foreach"]) / found["seconds"] if "foreach" in times else None
+                    ),
+                    "times_faster_than_bmm": (
+                        min(times["bmm"]) / found["seconds"] if "bmm" in times else None
                     ),
                 }
             )
@@ -245,11 +306,13 @@ def _has(backend: str, operation: str, device: torch.device) -> bool:
 
 def _line(r: dict[str, Any]) -> str:
     faster, copies = r["times_faster_than_foreach"], r["copies_of_the_numbers"]
+    whole = r["times_faster_than_bmm"]
     return (
         f"{r['model']:14}{r['operation']:19}{r['contender']:15}{1e3 * r['seconds']:10.3f} ms"
         f"{r['gigabytes_per_second']:9.1f} GB/s{100 * r['share_of_copy']:7.0f} % of a copy"
         + ("" if faster is None else f"{faster:7.2f} x foreach")
         + ("" if copies is None else f"{copies:7.2f} copies of the numbers")
+        + ("" if whole is None else f"{whole:7.2f} x bmm")
     )
 
 

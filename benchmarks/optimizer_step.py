@@ -180,7 +180,8 @@ class _Counter(TorchDispatchMode):
 
 def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
     """What one call launches and reads back, and its peak memory above that before it."""
-    with FlopCounterMode(display=False) as flops:
+    # Only in plain PyTorch does torch see all products.
+    with FlopCounterMode(display=False) as flops, ops.use_backend("torch"):
         call()
     if device.type != "cuda":
         with _Counter() as counter:

@@ -27,6 +27,7 @@ from curvadion.ops.operations import (
     low_rank_update_,
     momentum_norms,
     norms,
+    symmetric_product,
 )
 
 __all__ = [
@@ -46,5 +47,6 @@ __all__ = [
     "low_rank_update_",
     "momentum_norms",
     "norms",
+    "symmetric_product",
     "use_backend",
 ]

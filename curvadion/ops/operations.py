@@ -41,6 +41,7 @@ _WRITES = {
     "local_step_": (0, 4),
     "column_normalize_": (0,),
     "low_rank_update_": (0, 5),
+    "symmetric_product": (2,),
     "encode_difference_": (0, 3, 5),
     "decode_": (0,),
     "decode_add_": (0, 1),
@@ -204,6 +205,23 @@ def low_rank_update_(
         seeds: as in :func:`local_step_`.
     """
     _call("low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds)
+
+
+def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
+    """out <- A B, which is known to be symmetric; about half of it is computed. Returns out.
+
+    Such are B^T B, and products of symmetric matrices that commute. Only what is on and below the
+    diagonal is sure to be computed, and the rest is its mirror image, so rounding errors, and what
+    of A B is not symmetric, depend on the backend. Float32 numbers may be rounded to TensorFloat-32
+    if ``torch.backends.cuda.matmul.allow_tf32`` says so, as in torch.bmm.
+
+    Args:
+        A: (k, n, m), of any strides, as are B and out.
+        B: (k, m, n).
+        out: (k, n, n), of the same dtype; it shares no memory with A or B.
+    """
+    _call("symmetric_product", A, B, out)
+    return out
 
 
 # ---------------------------------------------------------------- codes of a few bits

@@ -16,10 +16,14 @@ from curvadion.ops.reference_codes import average_codes_ as average_codes_
 from curvadion.ops.reference_codes import decode_ as decode_
 from curvadion.ops.reference_codes import decode_add_ as decode_add_
 from curvadion.ops.reference_codes import encode_difference_ as encode_difference_
-from curvadion.ops.tensors import largest, norm_and_sum, saturated
+from curvadion.ops.tensors import check_product, largest, norm_and_sum, saturated
 
 # Norms in this range have squares that float32 can hold accurately.
 SMALL, LARGE = 1e-12, 1e18
+# Columns of a symmetric product that a CPU computes at once: few enough to leave out most of what
+# is above the diagonal, many enough for a product's full speed. Smaller ones are computed whole.
+COLUMNS = 128
+SMALLEST_IN_BLOCKS = 3 * COLUMNS
 
 
 def norms(X: Sequence[Tensor]) -> Tensor:
@@ -122,6 +126,23 @@ def _low_rank(
         x.addmm_(p, q.mT, beta=beta, alpha=-eta)
     else:
         _write(x, torch.addmm(x.to(p.dtype), p, q.mT, beta=beta, alpha=-eta), seed)
+
+
+def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
+    """See :func:`curvadion.ops.symmetric_product`.
+
+    On a CPU only blocks on and below the diagonal are computed: (1 + COLUMNS / n) / 2 of the whole
+    product.
+    """
+    _, n, _ = check_product(A, B, out)
+    if A.device.type != "cpu" or n < SMALLEST_IN_BLOCKS:
+        torch.bmm(A, B, out=out)
+        return
+    for a, b, c in zip(A, B, out, strict=True):
+        for first in range(0, n, COLUMNS):
+            last = min(n, first + COLUMNS)
+            torch.mm(a[first:], b[:, first:last], out=c[first:, first:last])
+            c[first:last, last:] = c[last:, first:last].mT
 
 
 def _wide(tensor: Tensor) -> Tensor:

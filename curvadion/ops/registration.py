@@ -76,6 +76,7 @@ _register(
     "Tensor(b!)[] M, Tensor[] R, float[] feedback, int[]? seeds) -> ()",
     _fake_nothing,
 )
+_register("symmetric_product(Tensor A, Tensor B, Tensor(a!) out) -> ()", _fake_nothing)
 _register(
     "encode_difference_(Tensor(a!) codes, Tensor[] X, Tensor[] anchors, Tensor(b!)[] residuals, "
     "int bits, Tensor(c!) owned, int first) -> ()",

@@ -256,6 +256,27 @@ def float32_stack(R: Tensor) -> tuple[int, int, int]:
     return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
 
 
+def check_product(A: Tensor, B: Tensor, out: Tensor) -> tuple[int, int, int]:
+    """(k, n, m) of a product A B of k matrices that is to be symmetric.
+
+    Raises:
+        ValueError: unless A is (k, n, m), B (k, m, n) and out (k, n, n), of one dtype and device,
+            or if out is expanded.
+    """
+    shapes = tuple(tuple(t.shape) for t in (A, B, out))
+    k, n, m = shapes[0] if A.dim() == 3 else (0, 0, -1)
+    if shapes != ((k, n, m), (k, m, n), (k, n, n)):
+        raise ValueError(
+            f"A, B and out of shapes {shapes}: they must be (k, n, m), (k, m, n) and (k, n, n)"
+        )
+    if len({(t.dtype, t.device) for t in (A, B, out)}) > 1:
+        found = [f"{t.dtype} on {t.device}" for t in (A, B, out)]
+        raise ValueError(f"A, B and out are {found}: they must have one dtype and device")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError("out is expanded, so that its numbers share memory: it must have its own")
+    return k, n, m
+
+
 def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> Tensors:
     return Tensors(
         y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)

@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from curvadion.update.symmetric import symmetric_product
+from curvadion import ops
 
 Coefficients = tuple[float, float, float]
 
@@ -129,7 +129,7 @@ def _inverse_root(
     tiny = torch.finfo(torch.float32).tiny
     bound = {Bound.TIGHT: _norm, Bound.TRACE: _trace, Bound.ONE: _ones}[kind](G).clamp_min(tiny)
     G = (G / bound[:, None, None]).to(G.dtype)
-    square, spare = symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
+    square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if kind is Bound.TIGHT:
         # Rounding must not leave an eigenvalue above 1.
         tighter = (_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)).clamp_min(tiny)
@@ -143,11 +143,11 @@ def _inverse_root(
         if number == 1:
             Z = W.clone()
         else:
-            Z, spare = symmetric_product(Z, W, spare), Z
+            Z, spare = ops.symmetric_product(Z, W, spare), Z
         if number < len(coefficients):
-            half = symmetric_product(G, W, spare)
-            G, spare = symmetric_product(half, W, G), half
-            square = symmetric_product(G, G, W)
+            half = ops.symmetric_product(G, W, spare)
+            G, spare = ops.symmetric_product(half, W, G), half
+            square = ops.symmetric_product(G, G, W)
     return Z.div_(bound.sqrt()[:, None, None]), bound
 
 

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.comm.collectives import all_to_all, divide
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted
-from curvadion.update.symmetric import pack, symmetric_product, unpack
+from curvadion.update.symmetric import pack, unpack
 
 # Exponents of powers of two that are numbers, as are their inverses.
 SMALLEST = -126.0
@@ -82,7 +83,9 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
 def _work(stack: RowStack, B: Tensor, e: Tensor, number: int) -> _Work:
     """The Gram matrices of rows B for a pass."""
     rows = counted(B, stack.layout)
-    G = symmetric_product(rows.mT, rows, rows.new_empty(len(rows), rows.shape[2], rows.shape[2]))
+    G = ops.symmetric_product(
+        rows.mT, rows, rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
+    )
     if number == 0:
         return _Work(G, e, stack.layout, stack.passes[0], stack.bound, stack.scale)
     return _Work(G, e, stack.layout, stack.passes[number], Bound.ONE, torch.zeros_like(stack.scale))

@@ -1,31 +1,9 @@
-"""Symmetric matrices: products at about half the work, and n (n + 1) / 2 numbers to send."""
+"""Symmetric matrices as n (n + 1) / 2 numbers to send."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-# Columns that a CPU multiplies at once: few enough to leave out most of what is above the diagonal,
-# many enough for the full speed of a product. Smaller matrices are multiplied whole.
-BLOCK = 128
-SMALLEST_IN_BLOCKS = 3 * BLOCK
-
-
-def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
-    """out <- A B, where the result is known to be symmetric: (k, n, m), (k, m, n) -> (k, n, n).
-
-    Such are B^T B and the products of symmetric matrices that commute. On a CPU only blocks on and
-    below the diagonal are computed: (1 + BLOCK / n) / 2 of the whole product.
-    """
-    n = out.shape[-1]
-    if A.device.type != "cpu" or n < SMALLEST_IN_BLOCKS:
-        return torch.bmm(A, B, out=out)
-    for a, b, c in zip(A, B, out, strict=True):
-        for first in range(0, n, BLOCK):
-            last = min(n, first + BLOCK)
-            torch.mm(a[first:], b[:, first:last], out=c[first:, first:last])
-            c[first:last, last:] = c[last:, first:last].mT
-    return out
 
 
 def pack(G: Tensor) -> Tensor:

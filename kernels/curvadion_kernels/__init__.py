@@ -19,6 +19,7 @@ from curvadion_kernels.momentum import (
     norms,
 )
 from curvadion_kernels.numbers import INTERPRETED
+from curvadion_kernels.symmetric import symmetric_product
 
 __all__ = [
     "INTERPRETED",
@@ -33,4 +34,5 @@ __all__ = [
     "low_rank_update_",
     "momentum_norms",
     "norms",
+    "symmetric_product",
 ]

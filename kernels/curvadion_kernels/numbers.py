@@ -12,7 +12,7 @@ import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # A global that kernels read must be a constexpr.
-_SOFTWARE_ROUNDING = tl.constexpr(INTERPRETED)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 # Indexed by the codes of curvadion.ops.tensors.DTYPE_CODES.
 CODES = [tl.float32, tl.bfloat16, tl.float16]
@@ -61,12 +61,23 @@ def to_nearest(value, dtype: tl.constexpr):
 
     The interpreter truncates to bfloat16; there the rounding is done in software.
     """
-    if _SOFTWARE_ROUNDING and dtype == tl.bfloat16:
+    if _INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         bits = tl.where((bits & 0x7F800000) == 0x7F800000, bits, rounded)
         return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
     return value.to(dtype)
+
+
+@triton.jit
+def add_product(total, left, right, PRECISION: tl.constexpr):
+    """total + left right, in float32.
+
+    The interpreter takes bfloat16 for the integers of its bits; there the factors are widened.
+    """
+    if _INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision=PRECISION)
 
 
 @triton.jit

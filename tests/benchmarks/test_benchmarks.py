@@ -33,6 +33,9 @@ def test_kernels(tmp_path):
     for operation in ("momentum_norms", "accumulate_", "local_step_"):
         wanted = {"copy", "foreach", "torch"} | ({"cpu"} if ops.lacking("cpu") is None else set())
         assert {c for o, c in contenders if o == operation} == wanted
+    assert {c for o, c in contenders if o == "symmetric_product"} == {"copy", "bmm", "torch"}
+    # As many matrices of 40 x 40 numbers as there are.
+    assert {r["flops"] for r in found if r["operation"] == "gram"} == {20 * 2 * 40 * 40 * 50}
     for r in found:
         # The first reads M and G, the second writes M as well.
         if lists := {"momentum_norms": 2, "accumulate_": 3}.get(r["operation"]):

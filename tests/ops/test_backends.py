@@ -601,6 +601,7 @@ def operator_calls():
         "column_sum_of_squares": (library.column_sum_of_squares, (R,)),
         "column_normalize_": (library.column_normalize_, (Q, R, None, None)),
         "low_rank_update_": (library.low_rank_update_, (X, P, V, ones, ones, M, V, ones, None)),
+        "symmetric_product": (library.symmetric_product, (R.mT, R, torch.empty(2, 4, 4))),
         "encode_difference_": (library.encode_difference_, (codes, X, M, G, 2, own, 0)),
         "encode_difference_ alone": (library.encode_difference_, (codes, X, [], [], 2, own, 0)),
         "decode_": (library.decode_, (X, codes, 2)),
@@ -626,6 +627,7 @@ def whole_step(M, G, X, P, V, R, ones):
     ops.local_step_(X, G, ones, ones, M, ones)
     Q = ops.column_normalize(R, ops.column_sum_of_squares(R))
     ops.low_rank_update_(X, P, V, ones, ones, M, V, ones)
+    Q += ops.symmetric_product(R.mT, R, R.new_empty(2, 4, 4)).sum()
     codes = torch.zeros(2, block_bytes(2), dtype=torch.uint8)
     ops.encode_difference_(codes, X, M, G, bits=2)
     ops.decode_add_(X, M, codes, 2)

@@ -12,6 +12,7 @@ from curvadion import CurvaDion, Dion, FixedPeriod, ops
 from curvadion.ops.codes import BITS
 from curvadion.ops.tensors import Tensors
 from curvadion.update.matrix_step import matrix_step
+from pairwise import all_pairs
 from reference import DionReference, relative_error
 
 if not torch.cuda.is_available():
@@ -114,6 +115,42 @@ def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned, pr
         )  # fmt: skip
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "layout", "precision"),
+    # All combinations would be compiled for minutes.
+    all_pairs(
+        [1, 5, 127, 300, 517, 1152],
+        [0, 1, 3],
+        [F32, BF16, F16],
+        operations.LAYOUTS,
+        ["highest", "high"],
+    ),
+)
+def test_symmetric_product(backend, k, n, dtype, layout, precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        operations.check_symmetric_product(
+            backend, GPU, k, n, dtype, layout, roundings=32 if precision == "highest" else 2**13
+        )
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@each_backend
+def test_symmetric_products_refuse_or_leave_what_does_not_fit(backend):
+    operations.check_symmetric_product_refuses(backend, GPU)
+    operations.check_symmetric_product_leaves(backend, GPU)
+
+
+def test_tiles_of_symmetric_products():
+    pytest.importorskip("triton")
+    from triton_tiles import check_tiles
+
+    check_tiles(GPU)
 
 
 @each_backend

@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 that includes the Triton kernels; test_triton.py runs it
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 
@@ -135,3 +136,35 @@ def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned):
 
 def test_stochastic_low_rank_update(backend):
     operations.check_stochastic_low_rank_update(backend, CPU)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "layout"),
+    all_pairs(
+        [1, 5, 127, 129, 300, 517],
+        [0, 1, 3],
+        [F32, BF16, F16],
+        operations.LAYOUTS,
+    ),
+)
+def test_symmetric_product(backend, n, k, dtype, layout):
+    operations.check_symmetric_product(backend, CPU, k, n, dtype, layout)
+
+
+def test_symmetric_products_of_few_rows_and_many(backend):
+    for m in (0, 1, 700):
+        operations.check_symmetric_product(backend, CPU, 2, 33, F32, "rows", m=m)
+
+
+def test_symmetric_products_refuse_what_does_not_fit(backend):
+    operations.check_symmetric_product_refuses(backend, CPU)
+
+
+def test_symmetric_products_of_any_dtype_and_size(backend):
+    operations.check_symmetric_product_leaves(backend, CPU)
+
+
+if INTERPRETED:  # of the kernel, not of the operation
+
+    def test_tiles_of_symmetric_products(backend):
+        importlib.import_module("triton_tiles").check_tiles(CPU)

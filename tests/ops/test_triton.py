@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -77,8 +78,27 @@ def test_no_kernel_spills_registers(compiled):
 def test_kernels_store_and_multiply(compiled):
     """A kernel may compile to a bare trap without an error."""
     assert [r for r in compiled if r["stores"] == 0] == []
-    update = [r for r in compiled if r["kernel"].startswith("low_rank")]
-    assert update and all(r["mma"] > 0 for r in update)
+    products = [r for r in compiled if r["kernel"].startswith(("low_rank", "symmetric"))]
+    exact = ("symmetric_product float32", "symmetric_product float32 of B^T B")
+    assert len(products) == 30 and all((r["mma"] > 0) != (r["kernel"] in exact) for r in products)
+
+
+def test_symmetric_products_of_small_or_narrow_matrices_are_left_to_pytorch():
+    from curvadion_kernels.symmetric import SMALLEST as n
+    from curvadion_kernels.symmetric import gains
+
+    wide = torch.empty(2, n, 2 * n)
+    odd = torch.empty(2, n, n + 1)
+    out = torch.empty(2, n, n)
+    assert gains(wide, wide.mT, out, 20) and gains(wide.mT[:, :n], wide[..., :n], out, 20)
+    # Rows of any number are no obstacle where columns are dense in memory.
+    assert gains(odd.mT[:, :n, :7], odd[:, :7, :n], out, 20) is False
+    assert gains(wide.mT[:, :n, :7], wide[:, :7, :n], out, 20)
+    for refused in (odd, wide[..., 1 : n + 1], wide[..., ::2]):
+        assert not gains(refused, refused.mT, out, 20)
+    assert not gains(wide, wide.mT, odd[..., :-1], 20)
+    small = wide[:, : n - 16, : n - 16].contiguous()
+    assert not gains(small, small.mT, torch.empty_like(small), 20)
 
 
 def test_codes_are_made_without_fused_multiply_adds(compiled):
@@ -88,10 +108,12 @@ def test_codes_are_made_without_fused_multiply_adds(compiled):
 
 
 def test_bulk_data_moves_in_128_bits(compiled):
-    wide = ("momentum", "accumulate", "local_step", "low_rank_update_", "norms")
+    wide = ("momentum", "accumulate", "local_step", "low_rank_update_", "norms", "symmetric")
     chosen = [
         r for r in compiled if r["kernel"].startswith(wide) and "unaligned" not in r["kernel"]
     ]
-    assert chosen and all(r["wide_loads"] for r in chosen)
+    # Some tensor cores take TensorFloat-32 in one order only, into which loads have to turn it.
+    turned = "symmetric_product float32 fast of B^T B"
+    assert chosen and all(r["wide_loads"] or r["kernel"] == turned for r in chosen)
     writing = [r for r in chosen if not r["kernel"].endswith("norms")]
     assert writing and all(r["wide_stores"] for r in writing)

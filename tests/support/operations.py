@@ -7,12 +7,16 @@ float64 or in exact integers, and share no code with the package.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
+from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from curvadion import ops
+from curvadion.ops import reference
 from curvadion.ops.tensors import Parameters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -379,3 +383,76 @@ def check_stochastic_low_rank_update(name, device):
     other = np.ascontiguousarray(product.T)
     expected = rounded_stochastically(other, np.arange(m * n).reshape(n, m), 2**31 + 5)
     assert (bits_of(Y) == expected).all()
+
+
+# ---------------------------------------------------------------- symmetric products
+
+# How the factors of B^T B and the result lie in memory.
+LAYOUTS = ("rows", "columns", "gaps", "copies")
+
+
+def symmetric_problem(k, n, m, dtype, device, layout):
+    """A = B^T, B, a place for A B, and A B in float64; numbers of it are of size one."""
+    shape = (k, n, m) if layout == "columns" else (k, m, n)
+    B = numbers(shape, torch.float32, device, 1).div(max(m, 1) ** 0.5).to(dtype)
+    out = torch.full((k, n, n), math.nan, dtype=dtype, device=device)
+    if layout == "columns":
+        B, out = B.mT, out.mT
+    elif layout == "gaps":
+        wide = B.new_zeros(k, m, 2 * n)
+        wide[..., ::2] = B
+        B, out = wide[..., ::2], out.new_full((k, n + 3, n + 5), math.nan)[:, 3:, 1 : n + 1]
+    A = B.mT.contiguous() if layout == "copies" else B.mT
+    return A, B, out, B.mT.double().cpu() @ B.double().cpu()
+
+
+@contextlib.contextmanager
+def whatever_it_gains(name):
+    """The Triton kernel takes small matrices too, and leaves none to plain PyTorch."""
+    if name != "triton":
+        yield
+        return
+    kernels = importlib.import_module("curvadion_kernels.symmetric")
+    left = mock.Mock(side_effect=AssertionError("left to plain PyTorch"))
+    with (
+        mock.patch.object(kernels, "gains", lambda *_: True),
+        mock.patch.object(reference, "symmetric_product", left),
+    ):
+        yield
+
+
+def check_symmetric_product(name, device, k, n, dtype, layout, *, m=None, roundings=16):
+    m = n + 3 if m is None else m
+    A, B, out, expected = symmetric_problem(k, n, m, dtype, device, layout)
+    before = B.clone()
+    with backend(name), whatever_it_gains(name):
+        assert ops.symmetric_product(A, B, out) is out
+    assert_close(out, expected, float32_roundings=roundings)
+    assert torch.equal(B, before)
+    if name == "triton":
+        assert torch.equal(out, out.mT)
+
+
+def check_symmetric_product_refuses(name, device):
+    A, B, out, _ = symmetric_problem(2, 5, 7, torch.float32, device, "rows")
+    with backend(name):
+        for wrong in [(A, A, out), (B, A, out), (A, B, out[:1]), (A[0], B[0], out[0])]:
+            with pytest.raises(ValueError, match="must be"):
+                ops.symmetric_product(*wrong)
+        with pytest.raises(ValueError, match="must have one dtype"):
+            ops.symmetric_product(A, B, out.half())
+        with pytest.raises(ValueError, match="out is expanded"):
+            ops.symmetric_product(A, B, out[:, :1].expand(2, 5, 5))
+
+
+def check_symmetric_product_leaves(name, device):
+    """Plain PyTorch takes what a backend does not."""
+    for n, dtype in ((40, torch.float64), (40, torch.float32), (600, torch.float64)):
+        A, B, out, expected = symmetric_problem(2, n, 9, dtype, device, "rows")
+        with backend(name):
+            ops.symmetric_product(A, B, out)
+        assert relative_to_largest(out, expected) < (1e-13 if dtype == torch.float64 else 1e-5)
+
+
+def relative_to_largest(actual, expected):
+    return ((actual.double().cpu() - expected).abs().max() / expected.abs().max()).item()

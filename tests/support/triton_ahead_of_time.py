@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from curvadion_kernels import codes, columns, launch, local_step, low_rank, momentum
+from curvadion_kernels import codes, columns, launch, local_step, low_rank, momentum, symmetric
 
 F32, BF16 = triton.language.float32, triton.language.bfloat16
 TARGETS = (80, 90, 100)
@@ -41,6 +41,13 @@ def low_rank_constants(**more):
 
 def coded(bits, **more):
     return {"BITS": bits, "CHUNK": launch.CHUNK, "ROWS": codes.ROWS, **more}
+
+
+def symmetric_constants(tile_k, precision="tf32", *, gram=False):
+    """Of products of row-major matrices, or of B^T B, whose left factor is a transposed view."""
+    ones = ["a_row" if gram else "a_column", "b_column", "out_column"]
+    given = {"PRECISION": precision, "TILE": symmetric.TILE, "TILE_K": tile_k}
+    return {**given, "GROUP": symmetric.GROUP, **dict.fromkeys(ones, 1)}
 
 
 # Kernel and its constants.
@@ -105,8 +112,18 @@ VARIANTS = {
     "decode_add_": (codes.decode_kernel, coded(2, X_DTYPE=BF16, HAS_A=True)),
     "average_codes_": (codes.average_codes_kernel, {"BITS": 3, "ROWS": codes.ROWS}),
 }
+for gram in (False, True):
+    for dtype, *chosen in (
+        ("bfloat16", symmetric.TILE_K[2]),
+        ("float32", symmetric.TILE_K_PRECISE, "ieee"),
+        ("float32 fast", symmetric.TILE_K[4]),
+    ):
+        VARIANTS[f"symmetric_product {dtype}{' of B^T B' if gram else ''}"] = (
+            symmetric.symmetric_kernel,
+            symmetric_constants(*chosen, gram=gram),
+        )
 # Launch options of the kernels of a module.
-OPTIONS = {codes.__name__: codes.OPTIONS, low_rank.__name__: low_rank.OPTIONS}
+OPTIONS = {module.__name__: module.OPTIONS for module in (codes, low_rank, symmetric)}
 POINTERS = {
     "table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "first": "*i32",
     "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp64", "norms": "*fp32",
@@ -117,13 +134,18 @@ POINTERS = {
 
 def resources(name: str, capability: int) -> dict[str, object]:
     kernel, constants = VARIANTS[name]
-    signature, attributes = {}, {}
+    pointers, signature, attributes = POINTERS, {}, {}
+    symmetrical = kernel is symmetric.symmetric_kernel
+    if symmetrical:
+        dtype = "*fp32" if "float32" in name else "*bf16"
+        pointers = {"A": dtype, "B": dtype, "out": dtype}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
             continue
-        signature[argument] = POINTERS.get(argument, "i32")
-        if signature[argument].startswith("*"):
+        signature[argument] = pointers.get(argument, "i32")
+        # Sizes and strides of the symmetric products that the kernel takes are multiples of 16.
+        if signature[argument].startswith("*") or (symmetrical and argument != "rows"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     compiled = triton.compile(

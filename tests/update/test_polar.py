@@ -22,7 +22,7 @@ from curvadion.update.newton_schulz import (
     smallest,
 )
 from curvadion.update.polar_factor import RowStack, polar_factors
-from curvadion.update.symmetric import SMALLEST_IN_BLOCKS, pack, symmetric_product, unpack
+from curvadion.update.symmetric import pack, unpack
 from polar_reference import PolarReference, polar
 from reference import relative_error
 from seeded import gradient, weights
@@ -148,13 +148,6 @@ def test_packed_matrices_have_every_number_once(n):
     packed = pack(G)
     assert packed.shape == (4, n * (n + 1) // 2)
     assert torch.equal(unpack(packed, n), G)
-
-
-@pytest.mark.parametrize("n", [5, SMALLEST_IN_BLOCKS - 1, SMALLEST_IN_BLOCKS, 517])
-def test_symmetric_products(n):
-    X = torch.randn(2, n + 3, n, generator=torch.Generator().manual_seed(0))
-    found = symmetric_product(X.mT, X, torch.empty(2, n, n))
-    assert relative_error(found, X.double().mT @ X.double()) < 1e-6
 
 
 def test_iterations_of_several_parts_are_those_of_each(monkeypatch):

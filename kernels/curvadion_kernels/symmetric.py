@@ -1,0 +1,146 @@
+"""Symmetric products: only tiles on and below the diagonal, each stored a second time mirrored."""
+
+# Device functions get their types from Triton.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from curvadion.ops.tensors import DTYPE_CODES, Unsupported, check_product
+from curvadion_kernels.launch import on
+from curvadion_kernels.numbers import add_product, to_nearest
+
+# As large as registers allow for every dtype and precision. Three stages of them leave room for two
+# programs in the shared memory of an H100.
+TILE = 128
+TILE_K = {2: 64, 4: 32}  # by the size of a number
+TILE_K_PRECISE = 16  # multiplied without tensor cores, from registers
+OPTIONS = {"num_warps": 8, "num_stages": 3}
+# Matrices with fewer rows have so few tiles that those on the diagonal, which are computed whole,
+# take what the others save.
+SMALLEST = 512
+# Rows of tiles whose programs follow one another column by column, so that they find in the cache
+# what their neighbours have read.
+GROUP = 8
+
+
+@triton.jit
+def _row_of(t):
+    """The row of number t of a lower triangle, counted row by row; exact for t below 2**30."""
+    # In float32 the root is wrong by less than one; integers say which row it is.
+    row = ((tl.sqrt(8.0 * t.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > t, row - 1, row)
+    return tl.where((row + 1) * (row + 2) // 2 <= t, row + 1, row)
+
+
+@triton.jit
+def tile_of(t, rows, GROUP: tl.constexpr):
+    """Row and column of tile t of a lower triangle of ``rows`` rows.
+
+    GROUP rows at a time, column by column, and row by row in the triangle at the end of them.
+    """
+    # A group has the same tiles as its rows would have if they were counted one after another.
+    first = _row_of(t) // GROUP * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    place = t - first * (first + 1) // 2
+    last = tl.maximum(place - first * height, 0)
+    last_row = _row_of(last)
+    last_column = last - last_row * (last_row + 1) // 2
+    before = place < first * height
+    row = first + tl.where(before, place % height, last_row)
+    return row, tl.where(before, place // height, first + last_column)
+
+
+@triton.jit
+def symmetric_kernel(
+    A, B, out, n, m, rows,
+    a_batch, a_row, a_column, b_batch, b_row, b_column, out_batch, out_row, out_column,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one product A B, and its mirror image; A is (n, m), in ``rows`` rows of tiles."""
+    tiles = rows * (rows + 1) // 2
+    t = tl.program_id(0)
+    batch = (t // tiles).to(tl.int64)
+    row, column = tile_of(t % tiles, rows, GROUP)
+    i = row * TILE + tl.arange(0, TILE)
+    j = column * TILE + tl.arange(0, TILE)
+    c = tl.arange(0, TILE_K)
+    wide_i, wide_j, wide_c = i.to(tl.int64), j.to(tl.int64), c.to(tl.int64)
+    a = A + batch * a_batch + wide_i[:, None] * a_row + wide_c[None, :] * a_column
+    b = B + batch * b_batch + wide_c[:, None] * b_row + wide_j[None, :] * b_column
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, m, TILE_K):
+        inside = start + c < m
+        left = tl.load(a, (i[:, None] < n) & inside[None, :], 0.0)
+        right = tl.load(b, inside[:, None] & (j[None, :] < n), 0.0)
+        total = add_product(total, left, right, PRECISION)
+        a += TILE_K * a_column
+        b += TILE_K * b_row
+    found = to_nearest(total, out.dtype.element_ty)
+    # Masks with a diagonal in them would make stores narrow, so the two kinds of tiles part here.
+    if row == column:
+        found = tl.where(i[:, None] >= j[None, :], found, tl.trans(found))
+    out += batch * out_batch
+    here = (i[:, None] < n) & (j[None, :] < n)
+    tl.store(out + wide_i[:, None] * out_row + wide_j[None, :] * out_column, found, here)
+    if row != column:
+        # Transposed in shared memory, so that this store is as wide as the other.
+        here = (j[:, None] < n) & (i[None, :] < n)
+        mirror = out + wide_j[:, None] * out_row + wide_i[None, :] * out_column
+        tl.store(mirror, tl.trans(found), here)
+
+
+def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
+    """See :func:`curvadion.ops.symmetric_product`."""
+    k, n, m = check_product(A, B, out)
+    if A.dtype not in DTYPE_CODES:
+        raise Unsupported
+    rows = triton.cdiv(n, TILE)
+    programs = k * rows * (rows + 1) // 2
+    if not gains(A, B, out, programs):
+        raise Unsupported
+    # What torch.backends.cuda.matmul.allow_tf32 sets; to read that fails where this one was set.
+    precise = A.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    if programs:
+        with on(A.device):
+            symmetric_kernel[(programs,)](
+                A, B, out, n, m, rows, *A.stride(), *B.stride(), *out.stride(),
+                PRECISION="ieee" if precise else "tf32", TILE=TILE,
+                TILE_K=TILE_K_PRECISE if precise else TILE_K[A.itemsize], GROUP=GROUP, **OPTIONS,
+            )  # fmt: skip
+
+
+def gains(A: Tensor, B: Tensor, out: Tensor, programs: int) -> bool:
+    """Whether the kernel can be faster than torch.bmm.
+
+    That takes large matrices, work for all of the GPU, since what part of it leaves idle is not
+    saved, and loads and stores of 128 bits.
+    """
+    return (
+        out.shape[-1] >= SMALLEST
+        and programs >= _processors(A.device)
+        and all(map(_wide, (A, B, out)))
+    )
+
+
+def _wide(t: Tensor) -> bool:
+    """Whether Triton sees that 16 numbers next to each other begin at multiples of 16 bytes."""
+    batch, *strides = t.stride()
+    if 1 not in strides:
+        return False
+    along = strides.index(1)
+    multiples = batch, strides[1 - along], t.shape[1 + along]
+    return t.data_ptr() % 16 == 0 and all(number % 16 == 0 for number in multiples)
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
