@@ -13,6 +13,9 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
+# Two files at a time: tests of one process leave half of two cores idle.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
@@ -35,10 +38,10 @@ test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-plain: .venv/installed
-	CURVADION_BACKEND=torch $(BIN)/python -m pytest -q
+	CURVADION_BACKEND=torch $(PYTEST)
 
 MINUTES ?= 20
 SEED ?= 0

@@ -21,7 +21,8 @@ PROJECT = "https://pypi.org/project/curvadion/"
 COMPILE = os.environ.get("CURVADION_COMPILE", "0") not in ("", "0")
 TRITON = ["triton; platform_system == 'Linux'"]
 TRAIN = ["tqdm", "tensorboard", "matplotlib"]
-TEST = ["pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", "ninja", *TRAIN, *TRITON]
+RUNNER = ["pytest", "pytest-timeout", "pytest-xdist"]
+TEST = [*RUNNER, "hypothesis", "mypy", "ruff", "ninja", *TRAIN, *TRITON]
 
 
 def version() -> str:

@@ -27,7 +27,7 @@ from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.decision import GATE_BYTES
-from curvadion.sync.quantized_average import coded_together
+from curvadion.update.plan import most_in_a_wave, waves_of_sizes
 from models import Model, Shape
 
 FLOAT = 4
@@ -262,9 +262,10 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
 
 def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
     """CurvaDion with a budget: codes of the weights' movement as often as it allows."""
-    weights = _tensors([*shapes.matrices, *shapes.others])
     codes = _codes(shapes, bits)
-    exchanges = 2 * len(list(coded_together(weights, bits)))
+    sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
+    waves = waves_of_sizes(((size, False) for size in sizes), most_in_a_wave(sum(sizes)))
+    exchanges = 2 * (waves[-1] + 1)
     opened = Traffic("all_to_all", exchanges, 2 * codes)
     return [GATE, opened.times(openings(shapes, share, bits))]
 

@@ -121,6 +121,8 @@ def contenders(
     """What is compared, by name, and the bytes of state of each, once its state is created."""
     both = [*matrices, *others]
     build: dict[str, Callable[[], Any]] = {
+        # First, while replicas still hold the same weights.
+        "opening": lambda: _local(matrices, others, period=1) if dist.is_initialized() else None,
         "closed gate, gradient step": lambda: _curvadion(
             matrices, others, gate=RMMC(1e30), local_step="gradient"
         ),
@@ -132,7 +134,6 @@ def contenders(
         "local step, power iteration of full rank": lambda: _local(
             matrices, others, direction="low_rank"
         ),
-        "opening": lambda: _local(matrices, others, period=1) if dist.is_initialized() else None,
         "AdamW, fused": lambda: AdamW(both, fused=True),
         "AdamW, foreach": lambda: AdamW(both, foreach=True),
         "Muon and AdamW": lambda: _Several(
@@ -226,9 +227,11 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The records of one model."""
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     model = MODELS[name]
+    torch.manual_seed(0)  # replicas begin alike, and have gradients of their own
     matrices = _weights(model.matrices(options.blocks), dtype, device)
     shapes = [] if options.matrices_only else model.others(options.blocks)
     others = _weights(shapes, dtype, device)
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     for x in [*matrices, *others]:
         x.grad = torch.randn_like(x).mul_(0.01)
     calls, states = contenders(matrices, others, options.contenders)

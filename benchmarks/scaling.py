@@ -301,7 +301,8 @@ def main() -> None:
     print(markdown(found))
     print(shares_table(shares))
     if options.output is not None:
-        write(options.output, torch.device("cpu"), [{"setting": vars(setting)}, *found, *shares])
+        write(options.output, torch.device("cpu"), [{"setting": vars(setting)}, *found])
+        write(options.output.with_name("optimizer.json"), torch.device("cpu"), shares)
     if options.plot is not None:
         plot(found, options.plot)
     if options.document:

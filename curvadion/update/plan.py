@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -143,27 +144,23 @@ class Plan:
     @cached_property
     def numbers_in_a_wave(self) -> float:
         """The most numbers that :meth:`waves` of this plan, and of its parts, hold on a rank."""
-        return max(WAVE, WAVE_SHARE * sum(map(_numbers_a_shard, self.parameters)))
+        return most_in_a_wave(sum(map(_numbers_a_shard, self.parameters)))
 
     @cached_property
     def _waves(self) -> list[Plan]:
-        sizes = {id(p): _numbers_a_shard(p) for p in self.parameters}
         # By what all ranks know alike; matrices of one shape are batched, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (p.direction, global_shape(p.X)))
-        runs: list[list[Parameter]] = []
-        left = -1.0
-        for of_kind in (matrices, self.elementwise):
-            for p in of_kind:
-                turns = of_kind is matrices and runs and runs[-1][0].direction != p.direction
-                if turns or sizes[id(p)] > left:
-                    runs.append([])
-                    left = self.numbers_in_a_wave
-                runs[-1].append(p)
-                left -= sizes[id(p)]
-        if len(runs) == 1:
+        ordered = [*matrices, *self.elementwise]
+        turns = [a.direction != b.direction for a, b in pairwise(matrices)]
+        turns = [True, *turns, *(False for _ in self.elementwise)][: len(ordered)]
+        sizes = map(_numbers_a_shard, ordered)
+        wave_of = waves_of_sizes(zip(sizes, turns, strict=True), self.numbers_in_a_wave)
+        by_wave = {id(p): wave for p, wave in zip(ordered, wave_of, strict=True)}
+        count = max(wave_of, default=-1) + 1
+        if count == 1:
             return [self]
-        chosen = [set(map(id, run)) for run in runs]
-        return [self.select([id(p) in wave for p in self.parameters]) for wave in chosen]
+        each = [by_wave[id(p)] for p in self.parameters]
+        return [self.select([number == wave for number in each]) for wave in range(count)]
 
     def waves(self) -> list[Plan]:
         """The plan in parts that bound the memory of a step; alike on all ranks of a replica.
@@ -288,6 +285,26 @@ class Plan:
             for stack, each in zip(self.stacks(), shards, strict=True)
         ]
         return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))
+
+
+def most_in_a_wave(numbers: int) -> float:
+    """The most numbers of a wave, in a plan of so many."""
+    return max(WAVE, WAVE_SHARE * numbers)
+
+
+def waves_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:
+    """The wave of each parameter, in order; one alone may be larger than ``most``.
+
+    parameters: how many numbers each has, and whether it must begin a wave.
+    """
+    waves: list[int] = []
+    left, wave = -1.0, -1
+    for size, begins in parameters:
+        if begins or size > left:
+            left, wave = most, wave + 1
+        waves.append(wave)
+        left -= size
+    return waves
 
 
 def _numbers_a_shard(p: Parameter) -> int:

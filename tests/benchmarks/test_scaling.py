@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 import cost_model
 import distributed
@@ -18,7 +19,7 @@ import network
 import scaling
 import toy
 from cost_model import Cost, Link, Shapes, Traffic
-from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter
+from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter, ops
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.sync.coded_mean import message_bytes
 
@@ -119,7 +120,7 @@ def test_tensors_beyond_a_bucket_travel_apart():
     (traffic,) = cost_model.ddp(shapes)
     assert (traffic.calls, traffic.bytes) == (12, 12e8)
     gate, codes = cost_model.wire_budget(shapes, 1.0)
-    assert (gate.calls, codes.calls) == (1, 4)
+    assert (gate.calls, codes.calls) == (1, 2 * 12)  # each is a wave of its own
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "scaling"
@@ -133,7 +134,8 @@ def test_the_document_shows_the_results():
     setting, *found = results("model.json")
     (measured,) = results("link.json")
     document = scaling.DOCUMENT.read_text("utf-8")
-    assert scaling.rewritten(document, scaling.tables(found, measured)) == document
+    shares = results("optimizer.json")
+    assert scaling.rewritten(document, scaling.tables(found, shares, measured)) == document
     assert setting == {"setting": vars(scaling.Setting())}
 
 
@@ -141,6 +143,29 @@ def test_the_results_are_what_the_model_gives():
     _, *written = results("model.json")
     for old, new in zip(written, scaling.records(scaling.Setting()), strict=True):
         assert old == pytest.approx(new)
+    shares = zip(
+        results("optimizer.json"), scaling.optimizer_shares(scaling.Setting()), strict=True
+    )
+    for old, new in shares:
+        assert old["share_of_compute"] == pytest.approx(new["share_of_compute"])
+        assert old["products"] == pytest.approx(new["products"])
+
+
+def test_products_are_those_that_torch_counts():
+    """Of a polar step in float32, which takes one pass where a GPU takes two."""
+    m, n, iterations = 512, 384, 4
+    x = torch.nn.Parameter(torch.randn(m, n))
+    optimizer = Dion([x], direction="polar")
+    x.grad = torch.randn(m, n)
+    optimizer.step()
+    with FlopCounterMode(display=False) as counted, ops.use_backend("torch"):
+        optimizer.step()
+    share = (1 + 128 / n) / 2
+    one_pass = 2 * m * n * n * (share + 1) + (4 * iterations - 3) * 2 * n**3 * share
+    assert counted.get_total_flops() == pytest.approx(one_pass, rel=1e-6)
+    (two_passes,) = cost_model.polar_products(m, n).values()
+    saved = (4 * iterations - 3) - (4 * iterations - 6)
+    assert two_passes == one_pass + 2 * m * n * n * (share + 1) - saved * 2 * n**3 * share
 
 
 def step(seconds, method="some", compute=1.0, sent=1e6):

@@ -62,7 +62,10 @@ def test_the_command_line_is_the_dataclass():
         parse(train_gpt.Config, ["--optimizer", "sgd"])
 
 
-AVERAGE = "QuantizedAverage(bits={}, fragments={}, align_momentum={}, polar_correction={})"
+AVERAGE = (
+    "QuantizedAverage(bits={}, fragments={}, align_momentum={}, polar_correction={}, "
+    "residual_dtype='bfloat16')"
+)
 SYNCS = {
     "": "LowRank(average_weights=True)",
     "--period 3 --sync low_rank": "LowRank(average_weights=True)",

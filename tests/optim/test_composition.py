@@ -125,7 +125,8 @@ RESOLVED = [
     (
         {"wire_budget": 0.1, "sync": QuantizedAverage(3, fragments=3, polar_correction=False)},
         "ByteBudget(share=0.1, by='period')",
-        "QuantizedAverage(bits=3, fragments=3, align_momentum=True, polar_correction=False)",
+        "QuantizedAverage(bits=3, fragments=3, align_momentum=True, polar_correction=False, "
+        "residual_dtype='bfloat16')",
         1.0, "qr",
     ),
     (

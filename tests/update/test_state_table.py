@@ -164,7 +164,7 @@ def test_an_exact_synchronisation_does_to_each_key_what_the_table_says(kind):
                 seen.add(key.owner)
             if key is None or key.owner is Owner.REPLICA:
                 lost = (
-                    (mine["residual"] + yours["residual"]) / 2
+                    (mine["residual"].float() + yours["residual"].float()) / 2
                     if name == "X" and "residual" in mine
                     else 0
                 )
