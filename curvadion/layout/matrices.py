@@ -84,22 +84,30 @@ def _of_tensor(
     mesh = X.device_mesh if isinstance(X, DTensor) else None
     rows_group = group_over(mesh, matrices.rows.axes) if mesh is not None else None
     columns_group = group_over(mesh, matrices.columns.axes) if mesh is not None else None
-    rows_by_rank = _by_rank(matrices.X, options["stack_dims"], matrices.rows, rows_group)
+    dimension = options["stack_dims"]
+    transposed = [block.size < matrices.n for block in matrices.blocks]
+    # Only the columns of oriented matrices are asked for.
+    rows_by_rank = _by_rank(matrices.X, dimension, matrices.rows, rows_group, any(transposed))
     columns_by_rank = _by_rank(
-        matrices.X, options["stack_dims"] + 1, matrices.columns, columns_group
+        matrices.X, dimension + 1, matrices.columns, columns_group, not all(transposed)
     )
+    held_columns = Extent(
+        matrices.held_columns,
+        columns_group,
+        by_rank=tuple(map(matrices.flattened, columns_by_rank)),
+    )
+    held_rows = [
+        Extent(block.held, rows_group, by_rank=tuple(map(block.among, rows_by_rank)))
+        for block in matrices.blocks
+    ]
     slots = QSlots(X, options)
     shape, placements = tuple(matrices.X.shape), placements_of(matrices.X)
     for stack in itertools.product(*(range(len(d.held)) for d in matrices.stack)):
         for b, block in enumerate(matrices.blocks):
             layout = _layout(
                 (block.size, matrices.n),
-                Extent(block.held, rows_group, by_rank=tuple(map(block.among, rows_by_rank))),
-                Extent(
-                    matrices.held_columns,
-                    columns_group,
-                    by_rank=tuple(map(matrices.flattened, columns_by_rank)),
-                ),
+                held_rows[b],
+                held_columns,
                 replicas,
                 unions,
             )
@@ -112,8 +120,10 @@ def _of_tensor(
             )
 
 
-def _by_rank(X: Tensor, dimension: int, shard: DimensionShard, group: Group | None) -> list[range]:
-    return [] if group is None else held_by_rank(X, dimension, shard.axes, group)
+def _by_rank(
+    X: Tensor, dimension: int, shard: DimensionShard, group: Group | None, needed: bool
+) -> list[range]:
+    return held_by_rank(X, dimension, shard.axes, group) if needed and group is not None else []
 
 
 def _of_flat_shard(

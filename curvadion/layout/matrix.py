@@ -36,8 +36,8 @@ class Extent:
             Shards that begin in the middle of a row (ZeRO, FSDP1) have such rows.
         borrowed: whether the first row held here is shared and begins on another rank. Sums over
             the group count the row on that rank.
-        by_rank: the indices that each rank of the group holds, by its rank in the group; () without
-            a group.
+        by_rank: of columns, the indices that each rank of the group holds, by its rank in the
+            group; () without a group. Of rows nobody asks for them.
     """
 
     indices: range

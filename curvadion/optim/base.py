@@ -71,7 +71,7 @@ class ReplicaOptimizer(Optimizer):
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
         self._strangers: set[str] = set()
-        self._group_defaults = dict(sync.group_defaults)
+        self._group_defaults = {"direction": "low_rank", **sync.group_defaults}
         keys = check.with_direction(keys)
         self._forget()
         for key in ("momentum_dtype", "q_dtype"):

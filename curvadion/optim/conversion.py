@@ -122,8 +122,7 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
     if same_kind:
         return Converted(state_dict, progress, record.sync, record.fragments_apart, told)
     # Other kinds know no fragments: all of the weights are then to be averaged.
-    apart = record.fragments_apart or record.differs
-    progress.local_steps = max(progress.local_steps, 1 if apart else 0)
+    progress.local_steps = max(progress.local_steps, 1 if record.fragments_apart else 0)
     return Converted(state_dict, progress, into.first_memory, 0, told)
 
 

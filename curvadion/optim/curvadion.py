@@ -213,14 +213,14 @@ class LocalUpdate:
         if part is not None:
             these = set(map(id, part.parameters))
             plan = plan.select([id(p) in these for p in plan.parameters])
-            gradients, norms = plan.gradients(), None
+            gradients, norms = gradients.among(plan.dion), None
         if not self._directed:
             gradient_step(plan, gradients, norms, step=number)
         elif part is None or len(plan.matrix_waves()) != 1:
             matrix_step(plan, gradients, norms, step=number, inside_replica=True, remember=remember)
         else:
             accumulate_momenta(gradients)
-            taken = wave_step(plan, step=number, inside_replica=True, remember=remember)
+            taken = wave_step(plan, gradients, step=number, inside_replica=True, remember=remember)
         elementwise_steps(plan, None)
         return taken
 

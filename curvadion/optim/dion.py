@@ -55,7 +55,8 @@ class Dion(ReplicaOptimizer):
         direction: what the step of a matrix is made of. "low_rank": P Q^T of a power iteration of
             rank r, as above. "polar": the polar factor of the momentum, U = B (B^T B)^(-1/2), which
             is Muon's direction. It is of full rank, keeps no Q, and sends n (n + 1) / 2 numbers a
-            matrix twice inside a sharded replica; between replicas it sends dense gradients.
+            matrix twice inside a sharded replica; between replicas it sends dense gradients. Groups
+            that name a rank_fraction below 1 and no direction take "low_rank".
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
         rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
         stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.comm.collectives import shares
 from curvadion.ops.codes import BLOCK, block_bytes, blocks_of, part, rows_of
 from curvadion.ops.tensors import saturated
 
@@ -21,7 +22,8 @@ def coded_mean(
     Every rank is the owner of an equal share of all numbers. Each sends its codes to the owners,
     which sum them in float32, so that no sum can overflow, and send the codes of the means back.
     The residuals hold what these codes have lost, and are added to what is sent next: summed over
-    calls, means returned differ from true means by no more than the last call's residuals.
+    calls, means returned differ from true means by no more than the last call's residuals, and the
+    roundings of residuals if these are bfloat16.
 
     Args:
         X: tensors of the residuals' shapes, the same on every rank.
@@ -92,11 +94,6 @@ def _take(residual: Tensor) -> Tensor:
     return taken
 
 
-def _shares(blocks: int, ranks: int) -> list[int]:
-    """How many blocks each rank owns: one after the other, in the order of ranks."""
-    return [blocks // ranks + (i < blocks % ranks) for i in range(ranks)]
-
-
 def _codes_of_means(
     X: Sequence[Tensor],
     anchors: Sequence[Tensor],
@@ -107,11 +104,11 @@ def _codes_of_means(
     """Codes of the means of X - anchor + residual; residuals become what codes have lost here."""
     assert group is not None
     blocks = sum(blocks_of(r.numel()) for r in residuals)
-    shares, rank = _shares(blocks, group.size()), group.rank()
-    first = sum(shares[:rank])
+    counts, rank = shares(blocks, group.size()), group.rank()
+    first = sum(counts[:rank])
     device = residuals[0].device
     codes = torch.empty(blocks, block_bytes(bits), dtype=torch.uint8, device=device)
-    own = torch.empty(shares[rank], BLOCK, dtype=torch.float32, device=device)
+    own = torch.empty(counts[rank], BLOCK, dtype=torch.float32, device=device)
     ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=first)
     _exchange_(codes, own, bits, group)
     for residual, rows in zip(residuals, rows_of(residuals), strict=True):
@@ -127,14 +124,14 @@ def _exchange_(codes: Tensor, own: Tensor, bits: int, group: dist.ProcessGroup) 
     the number of ranks, where others keep what the code they sent it has lost.
     """
     ranks, rank = group.size(), group.rank()
-    shares = _shares(len(codes), ranks)
-    received = codes.new_empty(ranks, *codes[: shares[rank]].shape)
+    counts = shares(len(codes), ranks)
+    received = codes.new_empty(ranks, *codes[: counts[rank]].shape)
     flat = received.view(-1, codes.shape[1])
-    dist.all_to_all_single(flat, codes, [shares[rank]] * ranks, shares, group=group)
+    dist.all_to_all_single(flat, codes, [counts[rank]] * ranks, counts, group=group)
     code = torch.empty_like(received[rank])
     ops.average_codes_(code, own, received, rank, bits)
     received.copy_(code)
-    dist.all_to_all_single(codes, flat, shares, [shares[rank]] * ranks, group=group)
+    dist.all_to_all_single(codes, flat, counts, [counts[rank]] * ranks, group=group)
 
 
 def _store_(residual: Tensor, start: int, lost: Tensor) -> None:

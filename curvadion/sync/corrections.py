@@ -62,7 +62,7 @@ SHORTEST = 1e-10
 
 
 def lengths_since_anchor(plan: Plan) -> list[Tensor]:
-    """L = sqrt(fan_out / fan_in) times the sum of lr, one a matrix, (k,) by stack.
+    """L, the sum of lr times the shape's scale, one a matrix, (k,) by stack.
 
     The distance that the steps since the last agreement go if all have one direction. The same on
     every replica: a step counts if some replica has taken it.
@@ -159,7 +159,7 @@ def correct_polar_(plan: Plan, before: Sequence[Sequence[Tensor]]) -> None:
         ]
         for stack, each, divisor in zip(stacks, before, divisors, strict=True)
     ]
-    changes = _newton_schulz(stacks, V)
+    changes = _newton_schulz(plan, V)
     squares = plan.squared_norms(changes)
     for stack, each, length, square in zip(stacks, changes, lengths, squares, strict=True):
         limit = LARGEST_CORRECTION * math.sqrt(min(stack[0].layout.shape))
@@ -169,17 +169,27 @@ def correct_polar_(plan: Plan, before: Sequence[Sequence[Tensor]]) -> None:
         )
 
 
-def _newton_schulz(
-    stacks: Sequence[Sequence[Matrix]], V: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """(V - V V^T V) / 2, (k, m_i, n_j) by stack."""
+def _newton_schulz(plan: Plan, V: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """(V - V V^T V) / 2, (k, m_i, n_j) by stack.
+
+    Singular values of V are 1 or less, unless the learning rate has fallen. V is divided by d, the
+    root of their mean square if that is more, so that products stay in the range of float16.
+    """
+    stacks = plan.stacks()
     layouts = [stack[0].layout for stack in stacks]
-    rows = whole_rows([stacked(v, stack[0]) for v, stack in zip(V, stacks, strict=True)], layouts)
+    divisors = [
+        (square / min(layout.shape)).sqrt().clamp_min(1.0)[:, None, None]
+        for square, layout in zip(plan.squared_norms(V), layouts, strict=True)
+    ]
+    rows = whole_rows(
+        [stacked(v, s[0]).div_(d) for v, s, d in zip(V, stacks, divisors, strict=True)], layouts
+    )
     changes = []
-    for v, gram in zip(rows, products_of_columns(rows, rows, layouts), strict=True):
-        dtype = dtype_of_products(v)  # of V the singular values are 1 or less
-        cube = torch.bmm(v.to(dtype), gram.to(dtype))
-        changes.append(cube.to(v.dtype).sub_(v).mul_(-0.5))
+    grams = products_of_columns(rows, rows, layouts)
+    for v, gram, d in zip(rows, grams, divisors, strict=True):
+        dtype = dtype_of_products(v)
+        cube = torch.bmm(v.to(dtype), gram.to(dtype)).to(v.dtype)
+        changes.append(v.sub_(cube.mul_(d.square())).mul_(d / 2))
     return cut_columns(changes, layouts)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,17 +71,37 @@ class LowRank(Sync):
     def __init__(self, average_weights: bool = True) -> None:
         checks.boolean("average_weights", average_weights)
         self.average_weights = self.brings_weights_together = average_weights
+        # Names of the polar matrices whose momenta are the same on all replicas.
+        self._agreed: set[str] = set()
 
     def open_step(self, step: Step) -> None:
-        if step.local_steps:
-            # Low-rank products are means of what momenta hold; polar factors need the mean itself.
-            polar = [p.M for p in step.plan.dion if p.direction == "polar"]
-            mean_(polar, step.replicas)
+        self._average_momenta(step)
         if step.local_steps or self.fragments_apart:
             if self.average_weights:
                 average_weights_(step.plan, step.replicas)
             self.fragments_apart = 0 if self.average_weights else 1
         low_rank_open_step(step)
+
+    def _average_momenta(self, step: Step) -> None:
+        """Let the momenta of polar matrices agree, if something has let them differ.
+
+        Low-rank products are means of what momenta hold; polar factors need the mean itself.
+        """
+        polar = [p for p in step.plan.dion if p.direction == "polar"]
+        if step.number:  # before, all momenta are zero
+            mean_([p.M for p in polar if p.name not in self._agreed], step.replicas)
+        self._agreed = {p.name for p in polar}
+
+    def before_local_update(self, step: Step) -> None:
+        self._agreed = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        agreed = {"momenta_agreed": sorted(self._agreed)} if self._agreed else {}
+        return {**super().state_dict(), **agreed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._agreed = set(state.get("momenta_agreed", ()))
 
     def __repr__(self) -> str:
         return f"LowRank(average_weights={self.average_weights})"

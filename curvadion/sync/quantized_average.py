@@ -156,6 +156,7 @@ class QuantizedAverage(Sync):
         for wave in now.waves():
             taken = step.local_update(wave)
             self._agree(wave, step.replicas, taken, corrected=step.directed)
+            del taken  # before the next wave takes its memory
         self._turn(1)
         if step.moving.norms is not None:
             measure_momenta(step.plan)

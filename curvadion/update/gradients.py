@@ -46,6 +46,15 @@ class Gradients:
         """A number that follows from a parameter's group, for every parameter."""
         return list(chain.from_iterable(repeat(number(first), k) for first, k in self.runs))
 
+    def among(self, parameters: Sequence[Parameter]) -> Gradients:
+        """Those of these parameters, which are some of this one's."""
+        if len(parameters) == len(self.parameters):
+            return self
+        each = zip(self.parameters, self.X, self.M, self.G, strict=True)
+        known = {id(p): (x, m, g) for p, x, m, g in each}
+        X, M, G = ([known[id(p)][i] for p in parameters] for i in range(3))
+        return Gradients(parameters, X, M, G, self.complete, runs_of(parameters))
+
     def by_rounding(self, step: int) -> Iterator[tuple[Gradients, list[int] | None]]:
         """Those that are rounded stochastically with their seeds, and the others without."""
         kinds = {first.stochastic_rounding for first, _ in self.runs}

@@ -38,9 +38,12 @@ def matrix_step(
     accumulate_momenta(gradients)
     drops: dict[int, Tensor] = {}  # by matrix
     for wave in plan.matrix_waves():
-        taken = wave_step(wave, step=step, inside_replica=inside_replica, remember=remember)
+        taken = wave_step(
+            wave, gradients, step=step, inside_replica=inside_replica, remember=remember
+        )
         if norms is not None and (dropped := taken.drops()):
             drops |= zip(map(id, wave.matrices), wave.by_matrix(dropped), strict=True)
+        del taken  # before the next wave takes its memory
     if norms is None or not plan.matrices:
         return
     if any(p.nesterov and p.feedback for p in plan.dion):
@@ -49,16 +52,25 @@ def matrix_step(
         plan.store_norms(_norms_after(plan, norms, drops))
 
 
-def wave_step(wave: Plan, *, step: int, inside_replica: bool, remember: bool = True) -> Taken:
-    """The direction of a wave's momenta, which hold the gradients already; see matrix_step."""
+def wave_step(
+    wave: Plan, gradients: Gradients, *, step: int, inside_replica: bool, remember: bool = True
+) -> Taken:
+    """The direction of a wave's momenta, which hold the gradients already; see matrix_step.
+
+    gradients: those of the wave's matrices are among them.
+    """
     return DIRECTIONS[wave.direction].step(
-        wave, wave.gradients(), step=step, inside_replica=inside_replica, remember=remember
+        wave,
+        gradients.among(wave.dion),
+        step=step,
+        inside_replica=inside_replica,
+        remember=remember,
     )
 
 
 def _norms_after(plan: Plan, norms: Tensor, drops: dict[int, Tensor]) -> Tensor:
     """Norms of the momenta after the error feedback, without a second pass over them."""
-    if not drops:
+    if not any(p.error_feedback for p in plan.dion):  # the same on ranks that hold no matrix
         return norms
     none = torch.zeros((), dtype=torch.float64, device=norms.device)
     dropped = torch.stack([drops.get(id(m), none) for m in plan.matrices])

@@ -100,35 +100,39 @@ def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coeffi
 
 
 def inverse_root(
-    G: Tensor, coefficients: Sequence[Coefficients], bound: Bound = Bound.TIGHT
+    G: Tensor,
+    coefficients: Sequence[Coefficients],
+    bound: Bound = Bound.TIGHT,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Z with which B Z is close to the polar factor of B, from G = B^T B, (k, n, n).
 
     Args:
-        G: symmetric, in the dtype of the products. The squares of its numbers must lie in the
-            dtype's range. A matrix of zeros gives a finite Z.
+        G: symmetric. The squares of its numbers must be finite in float32. A matrix of zeros gives
+            a finite Z.
         coefficients: (a, b, c) of each iteration, of one at least.
         bound: what G is divided by.
+        dtype: of the products; None takes G's.
 
     Returns:
         Z, (k, n, n), and the bounds, (k,), float32 or wider.
     """
-    Z = torch.empty_like(G)
+    Z = torch.empty_like(G, dtype=dtype or G.dtype)
     bounds = G.new_empty(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
     n = G.shape[-1]
     count = max(1, TOGETHER.get(G.device.type, TOGETHER_ELSEWHERE) // max(1, n * n))
     for first in range(0, len(G), count):
         these = slice(first, first + count)
-        Z[these], bounds[these] = _inverse_root(G[these], coefficients, bound)
+        Z[these], bounds[these] = _inverse_root(G[these], coefficients, bound, Z.dtype)
     return Z, bounds
 
 
 def _inverse_root(
-    G: Tensor, coefficients: Sequence[Coefficients], kind: Bound
+    G: Tensor, coefficients: Sequence[Coefficients], kind: Bound, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     tiny = torch.finfo(torch.float32).tiny
     bound = {Bound.TIGHT: _norm, Bound.TRACE: _trace, Bound.ONE: _ones}[kind](G).clamp_min(tiny)
-    G = (G / bound[:, None, None]).to(G.dtype)
+    G = (G / bound[:, None, None]).to(dtype)
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if kind is Bound.TIGHT:
         # Rounding must not leave an eigenvalue above 1.

@@ -2,11 +2,11 @@
 
 Each rank scales its rows by a power of two of its own, so that no square leaves a dtype's range.
 The matrices are divided among the ranks that hold shards of them: each is iterated on by one rank.
+That rank holds a Gram matrix from each of the others, every rank one of each matrix of the wave.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +26,8 @@ from curvadion.update.symmetric import pack, unpack
 
 # Exponents of powers of two that are numbers, as are their inverses.
 SMALLEST = -126.0
+# The square is a quarter of the largest number of float16.
+COLUMN = 2.0**7
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     Sends, in each pass: n (n + 1) / 2 numbers a matrix to the rank that iterates on it, and as many
     back; beside these one number there and two back.
     """
-    exponents = [_scale_(stack.B, stack.layout) for stack in stacks]
+    exponents = [_scale_(stack.B) for stack in stacks]
     factors = [PolarFactors(stack.B.to(stack.dtype), stack.scale) for stack in stacks]
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
@@ -87,36 +89,47 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, number: int) -> _Work:
         rows.mT, rows, rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
     )
     if number == 0:
-        return _Work(G, e, stack.layout, stack.passes[0], stack.bound, stack.scale)
-    return _Work(G, e, stack.layout, stack.passes[number], Bound.ONE, torch.zeros_like(stack.scale))
+        return _Work(G, e, stack.layout, stack.passes[0], stack.bound, stack.scale, B.dtype)
+    none = torch.zeros_like(stack.scale)
+    return _Work(G, e, stack.layout, stack.passes[number], Bound.ONE, none, B.dtype)
 
 
 def _roots(works: Sequence[_Work]) -> list[_Root]:
     """The root of every matrix; those of which ranks hold shards are shared among these."""
-    by_group: dict[Group | None, list[int]] = {}
+    alike_works: dict[tuple[Group | None, torch.dtype], list[int]] = {}
     for i, work in enumerate(works):
-        by_group.setdefault(work.layout.shards, []).append(i)
+        alike_works.setdefault((work.layout.shards, work.G.dtype), []).append(i)
     roots: dict[int, _Root] = {}
-    for group, chosen in by_group.items():
+    for (group, _), chosen in alike_works.items():
         alike = [works[i] for i in chosen]
         found = map(_root, alike) if group is None else _shared_roots(alike, group)
         roots |= zip(chosen, found, strict=True)
     return [roots[i] for i in range(len(works))]
 
 
-def _scale_(B: Tensor, layout: MatrixLayout) -> Tensor:
-    """Divide each matrix (k, m_r, n) by 2^e, so that no number of its Gram matrix exceeds 1.
+def _scale_(B: Tensor) -> Tensor:
+    """Divide each matrix (k, m_r, n) by 2^e, so that its longest column is about COLUMN long.
+
+    Numbers that are small beside an outlier then keep their precision in half, and the Gram matrix
+    stays in its range.
 
     Returns:
         e, (k,), in B's dtype.
     """
     if not B.numel():
         return B.new_full((len(B),), SMALLEST)
-    largest = torch.linalg.vector_norm(B, torch.inf, dim=(1, 2)) * math.sqrt(max(layout.shape))
-    exponents = torch.frexp(largest).exponent.clamp(SMALLEST, -SMALLEST).to(B.dtype)
-    exponents = exponents.where(largest > 0, SMALLEST)  # what has no numbers decides nothing
-    B.mul_(torch.exp2(-exponents)[:, None, None])
-    return exponents
+    largest = torch.linalg.vector_norm(B, torch.inf, dim=(1, 2))
+    exponents = _exponents(largest)
+    B.mul_(torch.exp2(-exponents)[:, None, None])  # whose squares are numbers
+    longer = _exponents(torch.linalg.vector_norm(B, dim=1).amax(-1) / COLUMN)
+    B.mul_(torch.exp2(-longer)[:, None, None])
+    # What has no numbers decides nothing.
+    return (exponents + longer).where(largest > 0, SMALLEST)
+
+
+def _exponents(lengths: Tensor) -> Tensor:
+    exponents = torch.frexp(lengths).exponent.clamp(SMALLEST, -SMALLEST)
+    return exponents.to(lengths.dtype)
 
 
 def _times(B: Tensor, Z: Tensor) -> Tensor:
@@ -135,6 +148,7 @@ class _Work(NamedTuple):
     coefficients: tuple[Coefficients, ...]
     bound: Bound
     scale: Tensor
+    dtype: torch.dtype
 
 
 class _Root(NamedTuple):
@@ -146,9 +160,10 @@ class _Root(NamedTuple):
 
 
 def _root(work: _Work) -> _Root:
-    Z, bound = inverse_root(work.G, work.coefficients, work.bound)
+    Z, bound = inverse_root(work.G, work.coefficients, work.bound, work.dtype)
     length = bound.sqrt() * torch.exp2(work.e)
-    moves = (length > FALLEN * work.scale) & torch.isfinite(length)
+    finite = torch.isfinite(length) & torch.isfinite(Z.sum(dim=(1, 2), dtype=length.dtype))
+    moves = (length > FALLEN * work.scale) & finite
     Z.masked_fill_(~moves[:, None, None], 0.0)
     return _Root(Z, work.e, torch.maximum(work.scale, length.nan_to_num(0.0, 0.0, 0.0)))
 
@@ -204,7 +219,7 @@ def _root_of_sum(summands: Tensor, work: _Work, matrices: list[int]) -> list[Ten
     total = torch.zeros_like(each[0][0], dtype=exponents.dtype)
     for (rank, _), e in zip(each, exponents, strict=True):
         total += rank * torch.exp2(2 * (e - largest))[:, None]
-    G = unpack(total.to(work.G.dtype), work.G.shape[-1])
+    G = unpack(total, work.G.shape[-1])
     root = _root(work._replace(G=G, e=largest, scale=work.scale[matrices]))
     return list(_with(pack(root.Z), root.e, root.scale))
 

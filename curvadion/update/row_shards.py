@@ -4,14 +4,14 @@ An oriented matrix B (m x n) is held as B_ij: rows i over one group, columns j o
 products B^T B and B Z with an n x n matrix need whole rows. The ranks of a column group hold the
 same rows. They exchange blocks, so that each of them holds an equal part of these rows with all
 columns, and send results back in the same way. Either way a rank sends as many numbers as its shard
-has, less its own part, and no rank ever holds more of a matrix than before.
+has, less its own part, and holds no more of a matrix than before.
 
 A row that several ranks hold in part (a flat cut) is added up first, n numbers a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -29,7 +29,7 @@ def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> lis
     place.
     """
     rows = list(shards)
-    for group, cut in _by_column_group(layouts).items():
+    for group, cut in _by_column_group(shards, layouts):
         to, shapes = [], []
         for rank in range(group.size()):
             parts = [_part(layouts[i], rank) for i in cut]
@@ -49,7 +49,7 @@ def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> lis
 def cut_columns(rows: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """The inverse of :func:`whole_rows`: (k, m_r, n) as (k, m_i, n_j); collective."""
     shards = list(rows)
-    for group, cut in _by_column_group(layouts).items():
+    for group, cut in _by_column_group(rows, layouts):
         to, shapes = [], []
         for rank in range(group.size()):
             held = [layouts[i].columns.by_rank[rank] for i in cut]
@@ -120,13 +120,16 @@ def sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
             products[i][:, place] = table[:, slot]
 
 
-def _by_column_group(layouts: Sequence[MatrixLayout]) -> dict[Group, list[int]]:
-    """The stacks whose columns are cut, by the ranks that hold them."""
-    cut: dict[Group, list[int]] = {}
-    for i, layout in enumerate(layouts):
+def _by_column_group(
+    stacks: Sequence[Tensor], layouts: Sequence[MatrixLayout]
+) -> Iterator[tuple[Group, list[int]]]:
+    """The stacks whose columns are cut, by the ranks that hold them and by dtype."""
+    cut: dict[tuple[Group, torch.dtype], list[int]] = {}
+    for i, (stack, layout) in enumerate(zip(stacks, layouts, strict=True)):
         if layout.columns.group is not None:
-            cut.setdefault(layout.columns.group, []).append(i)
-    return cut
+            cut.setdefault((layout.columns.group, stack.dtype), []).append(i)
+    for (group, _), chosen in cut.items():
+        yield group, chosen
 
 
 def _part(layout: MatrixLayout, rank: int) -> range:

@@ -144,7 +144,8 @@ def added_inside(plan, correction):
             expected += 4 * len(columns) * r * (group_size(rows.group) > 1)
             continue
         # An n x n product; where columns are cut, shards go there as rows and what is found back.
-        expected += length * (n * n + 1)
+        # The polar correction is measured before, too.
+        expected += length * (n * n + 1 + (correction == "polar_correction"))
         if cut > 1:
             there = 2 if correction == "align_momentum" else 1
             mine = len(rows) // cut + (columns.group.rank() < len(rows) % cut)

@@ -355,3 +355,14 @@ def test_a_direction_can_be_changed_on_the_way(before, after):
     fresh = Dion([nn.Parameter(x.detach().clone())], direction=before)
     fresh.load_state_dict(optimizer.state_dict())
     assert fresh.param_groups[0]["direction"] == after
+
+
+@pytest.mark.parametrize("outlier", [50.0, 400.0, 1e5])
+@pytest.mark.parametrize("count", [1, 10])
+def test_outliers_do_no_harm_in_half_precision(outlier, count):
+    B = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    B.view(-1)[:: B.numel() // count][:count] = outlier
+    spectrum = torch.linalg.svdvals(factor(B, 4, torch.float16).double())
+    assert spectrum.min() > 0.0 and spectrum.max() < 1.3
+    wide = factor(B, 4)
+    assert relative_error(factor(B, 4, torch.float16).float(), wide) < 0.3
