@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +40,7 @@ from curvadion import WireMeter
 from curvadion.comm.collectives import mean_
 from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
-from methods import METHODS, Method
+from methods import METHODS, POLAR, Method
 from token_data import Split, TrainingBatches, load, split, validation_batches
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -67,6 +67,7 @@ class Options:
     lr: tuple[float, ...] = option((), "these learning rates instead of the grid's")
     elementwise: tuple[float, ...] = option((), "these shares of them beside Dion")
     steps: int | None = option(None, "so many instead of the grid's")
+    newton_schulz_steps: int | None = option(None, "of polar directions, instead of the default")
     best: bool = option(False, "only the rates that are the best of those that have records")
     replicas: int = option(8, "processes")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one")
@@ -288,6 +289,12 @@ def selected(options: Options) -> list[Run]:
         raise ValueError(f"replicas={options.replicas} must be >= 2: one sends nothing")
     choice = Choice(options.seed, options.lr, options.elementwise, options.steps)
     runs = list(GRIDS[options.grid](options.replicas, choice))
+    if options.newton_schulz_steps:
+        more = {"newton_schulz_steps": options.newton_schulz_steps}
+        runs = [
+            replace(run, settings={**run.settings, **more}) if run.method in POLAR else run
+            for run in runs
+        ]
     if options.best:
         runs = at_best_rates(runs, read_records(Path(options.out)))
     if options.budget:

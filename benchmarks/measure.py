@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def write(path: Path, device: torch.device, records: Sequence[dict[str, Any]]) -> None:
     """The records with the command that made them and the environment, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", *sys.argv])
+    command = shlex.join(["python", *sys.argv])
     if os.environ.get("OMP_NUM_THREADS"):
         command = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {command}"
     result = {"command": command, "environment": environment(device), "records": list(records)}

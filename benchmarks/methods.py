@@ -254,6 +254,7 @@ def averaged_weights(
     return diloco_dion(model, replicas, lr, **outer, **settings)
 
 
+POLAR = ("muon", "ours", "ours_rmmc")  # whose directions are polar factors
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,

@@ -52,5 +52,7 @@ MODELS = {
     "llama-8b": _llama(4096, 1024, 14336, 128256, 32),
     # No models: where launches and Python count, and where memory alone does.
     "500x2000": Model([(40, 50)], [], [], 500),
+    "500x2025": Model([(45, 45)], [], [], 500),
+    "5000x64": Model([(8, 8)], [], [], 5000),
     "100x500000": Model([(500, 1000)], [], [], 100),
 }

@@ -298,6 +298,14 @@ def test_flags_choose_runs():
     assert {each.settings["elementwise"] for each in chosen} == {0.5, 2.0}
     assert {each.settings["parts"] for each in chosen if each.budget == 0.01} == {1, 3}
     assert len(chosen) == (1 + 2) * 2 * 3
+    flags = "--grid full --size small --seed 0 --budget 0.01 --method ours ours_low_rank"
+    chosen = convergence.selected(
+        convergence.parse(convergence.Options, [*flags.split(), "--newton-schulz-steps", "5"])
+    )
+    assert {(each.method, each.settings.get("newton_schulz_steps")) for each in chosen} == {
+        ("ours", 5),
+        ("ours_low_rank", None),
+    }
     flags = "--grid full --seed 0 --budget 0"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
     never_within = {"adamw", "dion", "dion_nesterov", "muon", "published", "authors"}
