@@ -90,12 +90,12 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 # -------------------------------------------------------------------- momentum alignment
 
 
-def weights_of(taken: Taken) -> list[list[Tensor]]:
-    """Copies of the weights that the step has moved, by stack."""
-    return [[m.X.clone() for m in stack] for stack in taken.stacks]
+def weights_of(taken: Taken) -> list[Tensor]:
+    """Copies of the weights that the step has moved, (k, m_i, n_j) by stack."""
+    return [stacked([m.X for m in stack], stack[0]) for stack in taken.stacks]
 
 
-def align_momenta_(taken: Taken, own: Sequence[Sequence[Tensor]]) -> None:
+def align_momenta_(taken: Taken, own: Sequence[Tensor]) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
     Args:
@@ -104,20 +104,19 @@ def align_momenta_(taken: Taken, own: Sequence[Sequence[Tensor]]) -> None:
     """
     if not taken.stacks:
         return
-    # D - D_i, (m_i, n_j) each.
-    missing = [
-        [_difference_(m.X, x) for m, x in zip(stack, before, strict=True)]
-        for stack, before in zip(taken.stacks, own, strict=True)
-    ]
-    taken.turn_momenta_(missing, [-share for share in _alignment_shares(taken, missing)])
+    for stack, before in zip(taken.stacks, own, strict=True):
+        for m, x in zip(stack, before, strict=True):
+            _difference_(m.X, x)
+    # D - D_i, in the place of the weights before.
+    taken.turn_momenta_(own, [-share for share in _alignment_shares(taken, own)])
 
 
-def _difference_(X: Tensor, own: Tensor) -> Tensor:
+def _difference_(X: Tensor, own: Tensor) -> None:
     """X - own, in the place of own; saturated, as weights are."""
-    return own.neg_().add_(X).clamp_(-largest(X.dtype), largest(X.dtype))
+    own.neg_().add_(X).clamp_(-largest(X.dtype), largest(X.dtype))
 
 
-def _alignment_shares(taken: Taken, missing: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _alignment_shares(taken: Taken, missing: Sequence[Tensor]) -> list[Tensor]:
     """1 / L by stack; less where D - D_i is too long.
 
     Directions differ by no more than sqrt(r) in Frobenius norm. The share is 1 / L up to a length

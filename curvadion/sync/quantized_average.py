@@ -154,9 +154,8 @@ class QuantizedAverage(Sync):
         kept = set(map(id, now.parameters))
         step.local_update(step.plan.select([id(p) not in kept for p in step.plan.parameters]))
         for wave in now.waves():
-            taken = step.local_update(wave)
-            self._agree(wave, step.replicas, taken, corrected=step.directed)
-            del taken  # before the next wave takes its memory
+            # No name holds the directions here, so that they can go before weights are corrected.
+            self._agree(wave, step.replicas, step.local_update(wave), corrected=step.directed)
         self._turn(1)
         if step.moving.norms is not None:
             measure_momenta(step.plan)
@@ -201,6 +200,7 @@ class QuantizedAverage(Sync):
             average_in_codes_(list(anchored(alike)), self.bits, replicas)
         if aligned is not None:
             align_momenta_(aligned, own)
+        del taken, aligned, own
         if corrected:
             correct_polar_(wave, before)
         _begin_anew(wave.parameters)

@@ -31,14 +31,16 @@ class Taken(ABC):
         """The rank of U_i by stack: its squared Frobenius norm, about."""
 
     @abstractmethod
-    def turn_momenta_(self, changes: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]) -> None:
+    def turn_momenta_(self, changes: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
         """M_i <- M_i + share C U_i^T M_i; collective inside the replica.
 
         If U_i + share C is another direction, the part of M_i in the space of U_i takes it.
 
         Args:
-            changes: C, shards (m_i, n_j) by stack.
+            changes: C, (k, m_i, n_j) by stack; overwritten.
             shares: a number a matrix, (k,) by stack.
+
+        It can be called once: the directions are given up.
         """
 
     def drops(self) -> list[Tensor] | None:

@@ -68,12 +68,12 @@ class LowRankTaken(Taken):
     def drops(self) -> list[Tensor]:
         return [_drop(*stack) for stack in zip(self.stacks, self._factors, strict=True)]
 
-    def turn_momenta_(self, changes: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]) -> None:
+    def turn_momenta_(self, changes: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
         momenta = [as_stack(stack, inside_replica=True) for stack in self.stacks]
         right, _ = right_products(momenta, [factors.P for factors in self._factors])
         left = left_products(
             [
-                replace(stack, B=C, Q=list(factors.Q))
+                replace(stack, B=list(C), Q=list(factors.Q))
                 for stack, factors, C in zip(momenta, self._factors, changes, strict=True)
             ]
         )

@@ -80,18 +80,19 @@ class PolarTaken(Taken):
     def ranks(self) -> list[int]:
         return [min(matrices[0].layout.shape) for matrices in self.stacks]
 
-    def turn_momenta_(self, changes: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]) -> None:
+    def turn_momenta_(self, changes: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
         layouts = [matrices[0].layout for matrices in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
-        C = [stacked(each, s[0]) for each, s in zip(changes, self.stacks, strict=True)]
         # Both of a size about 1. Every rank of the replica knows the same lengths of momenta.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
-        for M, change, length, share in zip(momenta, C, lengths, shares, strict=True):
+        for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(torch.finfo(torch.float32).tiny))
             change.mul_(share[:, None, None])
         S = products_of_columns(self._U, whole_rows(momenta, layouts), layouts)
+        self._U.clear()
+        del momenta
         turns = []
-        for rows, S_stack, length in zip(whole_rows(C, layouts), S, lengths, strict=True):
+        for rows, S_stack, length in zip(whole_rows(changes, layouts), S, lengths, strict=True):
             dtype = dtype_of_products(rows)
             # (m_r, n) = (m_r, n) (n, n)
             turns.append(torch.bmm(rows.to(dtype), S_stack.to(dtype)).to(rows.dtype).mul_(length))
