@@ -132,12 +132,12 @@ def _alignment_shares(taken: Taken, missing: Sequence[Tensor]) -> list[Tensor]:
 # -------------------------------------------------------------------- polar correction
 
 
-def anchors_of(plan: Plan) -> list[list[Tensor]]:
-    """Copies of the anchors of the plan's matrices, by stack."""
-    return [[m.read(_anchor(m)).clone() for m in stack] for stack in plan.stacks()]
+def anchors_of(plan: Plan) -> list[Tensor]:
+    """Copies of the anchors of the plan's matrices, (k, m_i, n_j) by stack."""
+    return [stacked([m.read(_anchor(m)) for m in s], s[0]) for s in plan.stacks()]
 
 
-def correct_polar_(plan: Plan, before: Sequence[Sequence[Tensor]]) -> None:
+def correct_polar_(plan: Plan, before: Sequence[Tensor]) -> None:
     """Move weights and anchors by a Newton-Schulz step of D. Collective inside the replica.
 
     Replicas hold the same bits before, and compute the same.
@@ -151,14 +151,10 @@ def correct_polar_(plan: Plan, before: Sequence[Sequence[Tensor]]) -> None:
         return
     lengths = lengths_since_anchor(plan)
     divisors = [L.where(L > SHORTEST, torch.inf) for L in lengths]
-    V = [
-        [
+    for stack, each, divisor in zip(stacks, before, divisors, strict=True):
+        for m, v, L in zip(stack, each, divisor, strict=True):
             v.neg_().add_(m.read(_anchor(m))).div_(L)
-            for m, v, L in zip(stack, each, divisor, strict=True)
-        ]
-        for stack, each, divisor in zip(stacks, before, divisors, strict=True)
-    ]
-    changes = _newton_schulz(plan, V)
+    changes = _newton_schulz_(plan, before)  # V, in the place of the anchors before
     squares = plan.squared_norms(changes)
     for stack, each, length, square in zip(stacks, changes, lengths, squares, strict=True):
         limit = LARGEST_CORRECTION * math.sqrt(min(stack[0].layout.shape))
@@ -168,8 +164,8 @@ def correct_polar_(plan: Plan, before: Sequence[Sequence[Tensor]]) -> None:
         )
 
 
-def _newton_schulz(plan: Plan, V: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """(V - V V^T V) / 2, (k, m_i, n_j) by stack.
+def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
+    """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
     Singular values of V are 1 or less, unless the learning rate has fallen. V is divided by d, the
     root of their mean square if that is more, so that products stay in the range of float16.
@@ -180,9 +176,7 @@ def _newton_schulz(plan: Plan, V: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         (square / min(layout.shape)).sqrt().clamp_min(1.0)[:, None, None]
         for square, layout in zip(plan.squared_norms(V), layouts, strict=True)
     ]
-    rows = whole_rows(
-        [stacked(v, s[0]).div_(d) for v, s, d in zip(V, stacks, divisors, strict=True)], layouts
-    )
+    rows = whole_rows([v.div_(d) for v, d in zip(V, divisors, strict=True)], layouts)
     changes = []
     grams = products_of_columns(rows, rows, layouts)
     for v, gram, d in zip(rows, grams, divisors, strict=True):
