@@ -211,8 +211,11 @@ class LocalUpdate:
         remember, number = not self._sync.shares_factors, self._step.number
         taken = None
         if part is not None:
-            these = set(map(id, part.parameters))
-            plan = plan.select([id(p) in these for p in plan.parameters])
+            if plan is self._step.plan:
+                plan = part
+            else:  # some parameters rest
+                these = set(map(id, part.parameters))
+                plan = plan.select([id(p) in these for p in plan.parameters])
             gradients, norms = gradients.among(plan.dion), None
         if not self._directed:
             gradient_step(plan, gradients, norms, step=number)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from curvadion.checks import boolean, integer, number, one_of
 from curvadion.layout.matrix import UPDATE_SCALES
+from curvadion.update.matrix_step import DIRECTIONS
 
 ALGORITHMS = ("dion", "adamw", "lion")
-DIRECTIONS = ("low_rank", "polar")
 MOST_NEWTON_SCHULZ_STEPS = 20
 # Keys whose value may be a tensor.
 RATES = ("lr", "local_lr")
@@ -225,7 +225,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "stack_dims": lambda k, v: integer(k, v, 0),
     "row_blocks": _row_blocks,
     "input_first": boolean,
-    "direction": lambda k, v: one_of(k, v, DIRECTIONS),
+    "direction": lambda k, v: one_of(k, v, tuple(DIRECTIONS)),
     "newton_schulz": lambda k, v: one_of(k, v, ("polar_express", "muon")),
     "newton_schulz_steps": _newton_schulz_steps,
     "update_scale": lambda k, v: one_of(k, v, tuple(UPDATE_SCALES)),

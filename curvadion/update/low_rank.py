@@ -22,7 +22,7 @@ from curvadion.update.power_iteration import (
     power_iteration,
     right_products,
 )
-from curvadion.update.stack import as_stack
+from curvadion.update.stack import as_stack, remember_scales
 
 
 class PowerIteration(Direction):
@@ -49,8 +49,7 @@ class PowerIteration(Direction):
         factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
         _update(stacks, factors, step)
         if remember:
-            for stack, factor in zip(stacks, factors, strict=True):
-                torch._foreach_copy_([m.R_scale for m in stack], list(factor.scale))
+            remember_scales(stacks, [of_stack.scale for of_stack in factors])
         look_ahead_(gradients, lambda p: -p.nesterov * (1 - p.feedback))
         return LowRankTaken(wave, stacks, factors)
 

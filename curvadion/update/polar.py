@@ -39,7 +39,7 @@ from curvadion.update.row_shards import (
     products_of_columns,
     whole_rows,
 )
-from curvadion.update.stack import scale_before
+from curvadion.update.stack import remember_scales, scale_before
 
 
 class Polar(Direction):
@@ -65,8 +65,7 @@ class Polar(Direction):
         U = [of_stack.U for of_stack in factors]
         _move(stacks, cut_columns(U, layouts), step)
         if remember:
-            for matrices, of_stack in zip(stacks, factors, strict=True):
-                torch._foreach_copy_([m.R_scale for m in matrices], list(of_stack.scale))
+            remember_scales(stacks, [of_stack.scale for of_stack in factors])
         return PolarTaken(wave, stacks, U)
 
 

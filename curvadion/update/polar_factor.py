@@ -22,10 +22,10 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted
-from curvadion.update.symmetric import pack, unpack
+from curvadion.update.symmetric import pack, packed_size, unpack
 
-# Exponents of powers of two that are numbers, as are their inverses.
-SMALLEST = -126.0
+# From here to its negative, powers of two and their inverses are numbers.
+SMALLEST_EXPONENT = -126.0
 # The square is a quarter of the largest number of float16.
 COLUMN = 2.0**7
 
@@ -117,18 +117,18 @@ def _scale_(B: Tensor) -> Tensor:
         e, (k,), in B's dtype.
     """
     if not B.numel():
-        return B.new_full((len(B),), SMALLEST)
+        return B.new_full((len(B),), SMALLEST_EXPONENT)
     largest = torch.linalg.vector_norm(B, torch.inf, dim=(1, 2))
     exponents = _exponents(largest)
     B.mul_(torch.exp2(-exponents)[:, None, None])  # whose squares are numbers
     longer = _exponents(torch.linalg.vector_norm(B, dim=1).amax(-1) / COLUMN)
     B.mul_(torch.exp2(-longer)[:, None, None])
     # What has no numbers decides nothing.
-    return (exponents + longer).where(largest > 0, SMALLEST)
+    return (exponents + longer).where(largest > 0, SMALLEST_EXPONENT)
 
 
 def _exponents(lengths: Tensor) -> Tensor:
-    exponents = torch.frexp(lengths).exponent.clamp(SMALLEST, -SMALLEST)
+    exponents = torch.frexp(lengths).exponent.clamp(SMALLEST_EXPONENT, -SMALLEST_EXPONENT)
     return exponents.to(lengths.dtype)
 
 
@@ -190,9 +190,9 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         matrices = [mine[number][1] for number in numbers]
         summands = torch.stack([torch.stack([of[n] for n in numbers]) for of in received])
         found += _root_of_sum(summands, works[s], matrices)
+    # One number more comes back behind each matrix, as wide as the one that went.
     sizes = [
-        2 * row.shape[1] - work.G.shape[-1] * (work.G.shape[-1] + 1) // 2
-        for row, work in zip(out, works, strict=True)
+        2 * row.shape[1] - packed_size(w.G.shape[-1]) for row, w in zip(out, works, strict=True)
     ]
     answers = all_to_all(
         [found] * group.size(), [[(sizes[s],) for s, _ in each] for each in owned], group, out[0]
@@ -231,6 +231,6 @@ def _with(packed: Tensor, *numbers: Tensor) -> Tensor:
 
 def _without(rows: Tensor, work: _Work) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The inverse of :func:`_with`."""
-    n = work.G.shape[-1]
-    packed, behind = rows[:, : n * (n + 1) // 2], rows[:, n * (n + 1) // 2 :]
+    size = packed_size(work.G.shape[-1])
+    packed, behind = rows[:, :size], rows[:, size:]
     return packed, behind.contiguous().view(work.e.dtype).unbind(1)

@@ -40,6 +40,12 @@ def as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
     )
 
 
+def remember_scales(stacks: Sequence[Sequence[Matrix]], scales: Sequence[Tensor]) -> None:
+    """Note the momenta's scales after a step, (k,) by stack."""
+    for matrices, scale in zip(stacks, scales, strict=True):
+        torch._foreach_copy_([m.R_scale for m in matrices], list(scale))
+
+
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:
     """What is left of the momenta's scale since the last step, (k,) float64."""
     before = torch.stack([m.R_scale for m in matrices]).double()

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def packed_size(n: int) -> int:
+    """How many numbers a packed n x n matrix takes."""
+    return n * (n + 1) // 2
+
+
 def pack(G: Tensor) -> Tensor:
     """Symmetric matrices (k, n, n) as n (n + 1) / 2 numbers each, (k, n (n + 1) / 2).
 
@@ -28,7 +33,7 @@ def pack(G: Tensor) -> Tensor:
 def unpack(packed: Tensor, n: int) -> Tensor:
     """The inverse of :func:`pack`."""
     k, h = len(packed), (n + 1) // 2
-    C, folded = packed.split([(n - h) * h, n * (n + 1) // 2 - (n - h) * h], dim=1)
+    C, folded = packed.split([(n - h) * h, packed_size(n) - (n - h) * h], dim=1)
     folded = folded.view(k, h + 1 - n % 2, h)
     if n % 2:
         A, D = folded.tril(), folded[:, : h - 1, 1:].triu()

@@ -127,9 +127,9 @@ def test_dtypes_may_differ(cut):
 
 def falling_rates(rank):
     """Weights after learning rates have fallen far, with corrections in half precision."""
-    half = torch.float16
-    row_shards.dtype_of_products = corrections.dtype_of_products = lambda rows: half
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (row_shards, corrections):
+            patch.setattr(module, "dtype_of_products", lambda rows: torch.float16)
         X = [nn.Parameter(weights((24, 16)))]
         optimizer = CurvaDion(
             X, replicas=dist.group.WORLD, gate=FixedPeriod(2), sync=QuantizedAverage(bits=1)
@@ -139,11 +139,6 @@ def falling_rates(rank):
                 optimizer.param_groups[0]["lr"] *= 1e-4
             step(X, optimizer, number, rank)
         return bool(X[0].detach().isfinite().all()), float(X[0].detach().norm())
-    finally:
-        import importlib
-
-        importlib.reload(row_shards)
-        corrections.dtype_of_products = row_shards.dtype_of_products
 
 
 def test_a_fall_of_the_rate_does_no_harm_in_half_precision():
