@@ -63,7 +63,9 @@ class Options:
     method: tuple[str, ...] = option((), "only these methods")
     size: tuple[str, ...] = option((), "only these sizes")
     seed: tuple[int, ...] = option((), "these seeds instead of the grid's")
-    budget: tuple[float, ...] = option((), "only these budgets; 0: methods that follow none")
+    budget: tuple[float, ...] = option(
+        (), "these budgets instead of the grid's; 0: methods that follow none"
+    )
     lr: tuple[float, ...] = option((), "these learning rates instead of the grid's")
     elementwise: tuple[float, ...] = option((), "these shares of them beside Dion")
     steps: int | None = option(None, "so many instead of the grid's")
@@ -287,7 +289,7 @@ def selected(options: Options) -> list[Run]:
     """
     if options.replicas < 2:
         raise ValueError(f"replicas={options.replicas} must be >= 2: one sends nothing")
-    choice = Choice(options.seed, options.lr, options.elementwise, options.steps)
+    choice = Choice(options.seed, options.lr, options.elementwise, options.steps, options.budget)
     runs = list(GRIDS[options.grid](options.replicas, choice))
     if options.newton_schulz_steps:
         more = {"newton_schulz_steps": options.newton_schulz_steps}

@@ -133,6 +133,7 @@ class Choice:
     lrs: Sequence[float] = ()
     elementwise: Sequence[float] = ()
     steps: int | None = None
+    budgets: Sequence[float] = ()  # 0 stands for methods that follow none
 
     def rates(self, method: str, *, middle: bool) -> Iterator[tuple[float, dict[str, float]]]:
         """Yield learning rates of a method with the settings that go with them."""
@@ -161,7 +162,9 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
             yield Variant(method, asdict(spent), budget)
 
 
-def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
+def every_variant(
+    shapes: traffic.Shapes, steps: int, budgets: Sequence[float] = BUDGETS
+) -> Iterator[Variant]:
     """Yield every method, where it follows a budget once for each that it can reach."""
     yield Variant("adamw", {})
     for rank_fraction in DION_RANKS:
@@ -170,7 +173,7 @@ def every_variant(shapes: traffic.Shapes, steps: int) -> Iterator[Variant]:
     yield Variant("muon", {})
     yield Variant("published", {})
     yield Variant("authors", {})
-    for budget in BUDGETS:
+    for budget in filter(None, budgets):
         yield from within_budget(shapes, budget, steps)
 
 
@@ -179,7 +182,7 @@ def full(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
     steps = choice.steps or STEPS["full"]
     for seed in choice.seeds or (0, 1, 2):
         for size, task in SIZES.items():
-            for variant in every_variant(task.shapes(), steps):
+            for variant in every_variant(task.shapes(), steps, choice.budgets or BUDGETS):
                 for lr, rates in choice.rates(variant.method, middle=False):
                     yield _run(size, variant, lr, rates, seed, steps, replicas)
 
