@@ -264,7 +264,9 @@ class ReplicaOptimizer(Optimizer):
     def _create_state(self, plan: Plan) -> list[Parameter]:
         """Give every parameter its state, with or without a gradient; return those without any."""
         states = plan.look_up_states()
-        without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
+        without: list[Parameter] = []
+        if not all(states):
+            without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
         for p in without:
             p.create_state(self._plans.group_of_plan(p))
         # Whatever brings new states without those of the sync, such as loading, is verified anew.

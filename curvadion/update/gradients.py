@@ -80,28 +80,29 @@ class GradientLists:
     def __init__(self, parameters: Sequence[Parameter], *, sharded: bool) -> None:
         self._parameters, self._sharded = parameters, sharded
         self._runs = runs_of(parameters)
+        self._given = [p.X for p in parameters]
         self._X, self._M = Parameters(), Tensors()
 
     def collect(self, states: Sequence[dict[str, Any]]) -> Gradients:
         """The gradients as they are now; states: of the parameters, in their order."""
-        X: Sequence[Tensor] = [p.X for p in self._parameters]
+        X: Sequence[Tensor] = self._given
         M = list(map(itemgetter(MOMENTUM), states))
         if self._sharded:
             X, M = list(map(local, X)), list(map(local, M))
         self._X = self._X if same(self._X, X) else Parameters(X)
         self._M = self._M if same(self._M, M) else Tensors(M)
-        G = [p.X.grad for p in self._parameters]
-        if self._sharded or any(map(is_, G, repeat(None))) or any(map(_is_sparse, G)):
+        G = list(map(_gradient, self._given))
+        complete = not any(map(is_, G, repeat(None)))
+        if self._sharded or not complete or any(map(_is_sparse, G)):
             G = [p.G for p in self._parameters]
         weights = FixedTensors.of(self._X)
-        complete = not any(map(is_, G, repeat(None)))
-        given = FixedTensors.gradients(_filled(G, X), weights)
+        given = FixedTensors.gradients(G if complete else _filled(G, X), weights)
         return Gradients(
             self._parameters, weights, FixedTensors.of(self._M), given, complete, self._runs
         )
 
 
-_is_sparse = attrgetter("is_sparse")
+_gradient, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
 
 def _filled(G: Sequence[Tensor | None], X: Sequence[Tensor]) -> list[Tensor]:

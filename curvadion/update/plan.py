@@ -17,7 +17,7 @@ from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
-from curvadion.update.gradients import GradientLists, Gradients
+from curvadion.update.gradients import GradientLists, Gradients, same
 from curvadion.update.norms import StoredNorms
 from curvadion.update.parameter import (
     Matrix,
@@ -64,6 +64,7 @@ class Plan:
         self.inside, self.all_ranks = inside, all_ranks
         self._norms = StoredNorms()
         self._states: list[dict[str, Any]] = []
+        self._known_states: tuple[list[Tensor], list[dict[str, Any]]] | None = None
 
     @classmethod
     def of(
@@ -147,7 +148,8 @@ class Plan:
         return most_in_a_wave(sum(map(_numbers_a_shard, self.parameters)))
 
     @cached_property
-    def _waves(self) -> list[Plan]:
+    def _waves(self) -> list[tuple[Plan, list[int]]]:
+        """Each wave, and where its parameters are among this plan's."""
         # By what all ranks know alike; matrices of one shape are batched, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (p.direction, global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
@@ -158,18 +160,24 @@ class Plan:
         by_wave = {id(p): wave for p, wave in zip(ordered, wave_of, strict=True)}
         count = max(wave_of, default=-1) + 1
         if count == 1:
-            return [self]
+            return [(self, list(range(len(self.parameters))))]
         each = [by_wave[id(p)] for p in self.parameters]
-        return [self.select([number == wave for number in each]) for wave in range(count)]
+        return [
+            (
+                self.select([number == wave for number in each]),
+                [i for i, number in enumerate(each) if number == wave],
+            )
+            for wave in range(count)
+        ]
 
     def waves(self) -> list[Plan]:
         """The plan in parts that bound the memory of a step; alike on all ranks of a replica.
 
         The matrices of each have one direction.
         """
-        for wave in self._waves:
-            wave.look_up_states()
-        return self._waves
+        for wave, places in self._waves:
+            wave._states = [self._states[i] for i in places]
+        return [wave for wave, _ in self._waves]
 
     def matrix_waves(self) -> list[Plan]:
         """Those of :meth:`waves` that have matrices, on some rank."""
@@ -222,7 +230,11 @@ class Plan:
     def look_up_states(self) -> list[dict[str, Any]]:
         """What the optimizer remembers of each parameter, empty if nothing; kept for the step."""
         states = self.parameters[0].states if self.parameters else {}
-        self._states = [states.get(p.X, {}) for p in self.parameters]
+        # To look up thousands of tensors takes longer than to see that nothing has changed.
+        now = list(states), list(states.values())
+        if self._known_states is None or not all(map(same, now, self._known_states)):
+            self._known_states = now
+            self._states = [states.get(p.X, {}) for p in self.parameters]
         return self._states
 
     @cached_property

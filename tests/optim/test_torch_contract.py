@@ -440,6 +440,20 @@ def test_parameters_swapped_in_mid_training_with_their_state():
     toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
 
 
+def test_a_state_that_is_replaced_counts_at_the_next_step():
+    X = matrices()
+    optimizer, undisturbed = CurvaDion(X), CurvaDion(twins := [nn.Parameter(p.detach()) for p in X])
+    for _ in range(3):
+        for x, twin in zip(X, twins, strict=True):
+            x.grad = torch.ones_like(x)
+            twin.grad = torch.ones_like(twin)
+            optimizer.state[x] = dict(optimizer.state[x])
+        optimizer.step()
+        undisturbed.step()
+        optimizer.state[X[0]] = {k: v.clone() for k, v in optimizer.state[X[0]].items()}
+    toy.assert_bitwise_equal(X, twins)
+
+
 def test_cleared_state_starts_afresh():
     X = matrices()
     optimizer = CurvaDion(X)
