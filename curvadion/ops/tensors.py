@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 
@@ -57,21 +57,24 @@ class Sizes:
 class Facts:
     """What compiled kernels need to know about a list of tensors.
 
+    They do not keep the tensors: a list that remembers its facts would be a cycle, whose tensors
+    stay until Python looks for such.
+
     Attributes:
-        tensors: the list itself, so that the addresses stay valid.
         addresses: of the first elements.
         sizes: shapes and strides.
         dtypes: the set of dtypes.
         codes: one byte per tensor: its dtype's code in DTYPE_CODES, or 255 for other dtypes.
         device: the common device; None if there are several, or no tensor.
+        copies: tensors that were made for these facts and must live as long.
     """
 
-    tensors: Sequence[Tensor]
     addresses: list[int]
     sizes: Sizes
     dtypes: frozenset[torch.dtype]
     codes: array[int]
     device: torch.device | None
+    copies: Sequence[Tensor] = ()
 
     @property
     def supported(self) -> bool:
@@ -82,9 +85,9 @@ class Facts:
     def pointers(self) -> array[int]:
         return array("Q", self.addresses)
 
-    def moved(self, tensors: Sequence[Tensor], addresses: list[int]) -> Facts:
+    def at(self, addresses: list[int]) -> Facts:
         """The facts of other tensors that differ from these in their addresses only."""
-        return Facts(tensors, addresses, self.sizes, self.dtypes, self.codes, self.device)
+        return Facts(addresses, self.sizes, self.dtypes, self.codes, self.device)
 
 
 class Tensors(tuple[Tensor, ...]):
@@ -146,7 +149,7 @@ class FixedTensors(Tensors):
             and all(map(_contiguous, gradients))
             and array("q", map(_numel, gradients)) == known.sizes.numel
         )
-        made._given = known.moved(made, addresses) if alike else _inspect(made, addresses)
+        made._given = known.at(addresses) if alike else _inspect(made, addresses)
         return made
 
     @property
@@ -212,7 +215,8 @@ def elementwise_facts(
         check_shapes(written[0], list_)
         if i < len(written):
             raise Unsupported
-        every[i] = facts_of(_with_strides_of(written[0], list_))
+        copies = _with_strides_of(written[0], list_)
+        every[i] = replace(facts_of(copies), copies=copies)
     if not first.sizes.dense:
         raise Unsupported
     return every
@@ -277,11 +281,11 @@ def check_product(A: Tensor, B: Tensor, out: Tensor) -> tuple[int, int, int]:
     return k, n, m
 
 
-def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> Tensors:
-    return Tensors(
+def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> list[Tensor]:
+    return [
         y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)
         for x, y in zip(X, Y, strict=True)
-    )
+    ]
 
 
 def check_shapes(X: Sequence[Tensor], Y: Sequence[Tensor]) -> None:
@@ -299,7 +303,6 @@ def check_shapes(X: Sequence[Tensor], Y: Sequence[Tensor]) -> None:
 def _inspect(tensors: Sequence[Tensor], addresses: list[int]) -> Facts:
     devices = {t.device for t in tensors}
     return Facts(
-        tensors,
         addresses,
         _sizes(tuple((t.shape, t.stride()) for t in tensors)),
         frozenset(map(_dtype, tensors)),

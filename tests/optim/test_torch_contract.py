@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -442,7 +444,10 @@ def test_parameters_swapped_in_mid_training_with_their_state():
 
 def test_a_state_that_is_replaced_counts_at_the_next_step():
     X = matrices()
-    optimizer, undisturbed = CurvaDion(X), CurvaDion(twins := [nn.Parameter(p.detach()) for p in X])
+    optimizer, undisturbed = (
+        CurvaDion(X),
+        CurvaDion(twins := [nn.Parameter(p.detach().clone()) for p in X]),
+    )
     for _ in range(3):
         for x, twin in zip(X, twins, strict=True):
             x.grad = torch.ones_like(x)
@@ -451,7 +456,24 @@ def test_a_state_that_is_replaced_counts_at_the_next_step():
         optimizer.step()
         undisturbed.step()
         optimizer.state[X[0]] = {k: v.clone() for k, v in optimizer.state[X[0]].items()}
-    toy.assert_bitwise_equal(X, twins)
+    assert all(map(torch.equal, X, twins))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_no_gradient_outlives_zero_grad(kind):
+    """A cycle of references would keep all of them until Python looks for such."""
+    X = matrices()
+    optimizer = OPTIMIZERS[kind](X)
+    gc.disable()
+    try:
+        for _ in range(3):
+            give_gradients(X)
+            gradients = [weakref.ref(x.grad) for x in X]
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not any(gradient() for gradient in gradients)
+    finally:
+        gc.enable()
 
 
 def test_cleared_state_starts_afresh():
