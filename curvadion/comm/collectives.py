@@ -69,10 +69,15 @@ class Buckets:
             flat = self._flat[slot._replace(shape=())]
             self.views.append(flat[offset : offset + _numel(slot.shape)].view(slot.shape))
 
-    def all_reduce_(self, *, divide_by: int = 1) -> None:
-        """Sum every view over its group, in place, then divide by ``divide_by``."""
+    def all_reduce_(
+        self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, divide_by: int = 1
+    ) -> None:
+        """Sum every view over its group, in place, then divide by ``divide_by``.
+
+        op: what to take instead of the sum.
+        """
         works = [
-            dist.all_reduce(flat, group=key.group, async_op=True)
+            dist.all_reduce(flat, op=op, group=key.group, async_op=True)
             for key, flat in self._flat.items()
             if group_size(key.group) > 1 and flat.numel()
         ]
@@ -158,6 +163,15 @@ def all_to_all(
         [view.view(shape) for view, shape in zip(part.split(sizes), each, strict=True)]
         for part, sizes, each in zip(result.split(received), expected, shapes, strict=True)
     ]
+
+
+def all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The vectors of all ranks, of one size, one behind another."""
+    whole = share.new_empty(group.size() * len(share))
+    # Newer versions of torch deprecate the name that older ones have.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, share, group=group)
+    return whole
 
 
 def shares(count: int, ranks: int) -> list[int]:
