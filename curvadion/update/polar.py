@@ -2,9 +2,9 @@
 
 With B the oriented momentum (m x n, m >= n), of which a rank holds rows B_k,
 
-    G = sum_k B_k^T B_k          n (n + 1) / 2 numbers a matrix to the rank that works on it
+    G = sum_k B_k^T B_k          n (n + 1) / 2 numbers a matrix: a sum over ranks, on one of them
     Z = G^(-1/2), about          Newton-Schulz iterations, each matrix on one of the ranks
-    U_k = B_k Z                  n (n + 1) / 2 numbers back
+    U_k = B_k Z                  n (n + 1) / 2 numbers a matrix: Z for all ranks
     X_k <- (1 - lr wd) X_k - lr scale U_k
 
 At full rank P R^T is the momentum itself: error feedback, M <- M - (1 - mu) P R^T, and the plain

@@ -2,27 +2,29 @@
 
 Each rank scales its rows by a power of two of its own, so that no square leaves a dtype's range.
 The matrices are divided among the ranks that hold shards of them: each is iterated on by one rank.
-That rank holds a Gram matrix from each of the others, every rank one of each matrix of the wave.
+What a rank holds and sends for this does not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.collectives import all_to_all, divide
+from curvadion.comm.collectives import Buckets, Slot
 from curvadion.comm.groups import Group
+from curvadion.comm.shared_work import SharedWork
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted
-from curvadion.update.symmetric import pack, packed_size, unpack
+from curvadion.update.symmetric import pack, unpack
 
 # From here to its negative, powers of two and their inverses are numbers.
 SMALLEST_EXPONENT = -126.0
@@ -66,32 +68,53 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
 
     U is zero if its matrix is ``FALLEN`` times its scale or shorter: no gradient has come for long.
 
-    Sends, in each pass: n (n + 1) / 2 numbers a matrix to the rank that iterates on it, and as many
-    back; beside these one number there and two back.
+    Sends one number a matrix, and in each pass at most n (n + 1) numbers a matrix on average over
+    the ranks; a rank that iterates on all of them alone sends half as many again.
     """
     exponents = [_scale_(stack.B) for stack in stacks]
+    largest = _largest_of_shards(exponents, [stack.layout for stack in stacks])
     factors = [PolarFactors(stack.B.to(stack.dtype), stack.scale) for stack in stacks]
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
-        works = [_work(stacks[i], factors[i].U, exponents[i], number) for i in now]
-        for i, (Z, e, scale) in zip(now, _roots(works), strict=True):
-            Z *= torch.exp2(exponents[i] - e)[:, None, None].to(Z.dtype)
+        works = [_work(stacks[i], factors[i].U, exponents[i], largest[i], number) for i in now]
+        for i, (Z, scale) in zip(now, _roots(works), strict=True):
+            Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
             U = _times(factors[i].U, Z)
             factors[i] = PolarFactors(U, scale if number == 0 else factors[i].scale)
-            exponents[i] = torch.zeros_like(exponents[i])
+            exponents[i] = largest[i] = torch.zeros_like(exponents[i])
     return factors
 
 
-def _work(stack: RowStack, B: Tensor, e: Tensor, number: int) -> _Work:
-    """The Gram matrices of rows B for a pass."""
+def _largest_of_shards(
+    exponents: Sequence[Tensor], layouts: Sequence[MatrixLayout]
+) -> list[Tensor]:
+    """The largest exponent of each matrix among the ranks with shards of it."""
+    buckets = Buckets(
+        [
+            Slot(tuple(e.shape), layout.shards, e.dtype, e.device)
+            for e, layout in zip(exponents, layouts, strict=True)
+        ]
+    )
+    for view, e in zip(buckets.views, exponents, strict=True):
+        view.copy_(e)
+    buckets.all_reduce_(op=dist.ReduceOp.MAX)
+    return buckets.views
+
+
+def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
+    """The Gram matrices of rows B, which were divided by 2^e, for a pass."""
     rows = counted(B, stack.layout)
     G = ops.symmetric_product(
         rows.mT, rows, rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
     )
+    if stack.layout.shards is not None:
+        # In half precision small numbers may become zero: beside the largest they are too small
+        # for the iterations.
+        G = pack(G.mul_(torch.exp2(2 * (e - largest))[:, None, None]))
     if number == 0:
-        return _Work(G, e, stack.layout, stack.passes[0], stack.bound, stack.scale, B.dtype)
+        return _Work(G, largest, stack.layout, stack.passes[0], stack.bound, stack.scale, B.dtype)
     none = torch.zeros_like(stack.scale)
-    return _Work(G, e, stack.layout, stack.passes[number], Bound.ONE, none, B.dtype)
+    return _Work(G, largest, stack.layout, stack.passes[number], Bound.ONE, none, B.dtype)
 
 
 def _roots(works: Sequence[_Work]) -> list[_Root]:
@@ -140,7 +163,10 @@ def _times(B: Tensor, Z: Tensor) -> Tensor:
 
 
 class _Work(NamedTuple):
-    """Gram matrices of a stack, G (k, n, n), of rows that were divided by 2^e, e (k,)."""
+    """Gram matrices of a stack of rows that were divided by 2^e, e (k,).
+
+    G: (k, n, n), or if ranks hold shards this rank's summands, packed, (k, n (n + 1) / 2).
+    """
 
     G: Tensor
     e: Tensor
@@ -152,10 +178,9 @@ class _Work(NamedTuple):
 
 
 class _Root(NamedTuple):
-    """Z (k, n, n) for rows that are divided by 2^e, e (k,), and the matrices' scales, (k,)."""
+    """Z (k, n, n) for these rows, and the matrices' scales, (k,)."""
 
     Z: Tensor
-    e: Tensor
     scale: Tensor
 
 
@@ -165,72 +190,37 @@ def _root(work: _Work) -> _Root:
     finite = torch.isfinite(length) & torch.isfinite(Z.sum(dim=(1, 2), dtype=length.dtype))
     moves = (length > FALLEN * work.scale) & finite
     Z.masked_fill_(~moves[:, None, None], 0.0)
-    return _Root(Z, work.e, torch.maximum(work.scale, length.nan_to_num(0.0, 0.0, 0.0)))
+    return _Root(Z, torch.maximum(work.scale, length.nan_to_num(0.0, 0.0, 0.0)))
 
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
     """The root of every matrix; each is found on one rank of the group."""
     places = [(s, i) for s, work in enumerate(works) for i in range(len(work.G))]
-    owners = divide([works[s].G.shape[-1] ** 3 for s, _ in places], group.size())
-    owned = [
-        [p for p, owner in zip(places, owners, strict=True) if owner == rank]
-        for rank in range(group.size())
-    ]
-    mine = owned[group.rank()]
-    out = [_with(pack(work.G), work.e) for work in works]
-    received = all_to_all(
-        [[out[s][i] for s, i in each] for each in owned],
-        [[tuple(out[s][i].shape) for s, i in mine]] * group.size(),
-        group,
-        out[0],
-    )
-    found: list[Tensor] = []
-    for s, run in groupby(range(len(mine)), lambda number: mine[number][0]):
-        numbers = list(run)
-        matrices = [mine[number][1] for number in numbers]
-        summands = torch.stack([torch.stack([of[n] for n in numbers]) for of in received])
-        found += _root_of_sum(summands, works[s], matrices)
-    # One number more comes back behind each matrix, as wide as the one that went.
-    sizes = [
-        2 * row.shape[1] - packed_size(w.G.shape[-1]) for row, w in zip(out, works, strict=True)
-    ]
-    answers = all_to_all(
-        [found] * group.size(), [[(sizes[s],) for s, _ in each] for each in owned], group, out[0]
-    )
-    back = [work.G.new_empty(len(work.G), size) for work, size in zip(works, sizes, strict=True)]
-    for of_rank, answer in zip(owned, answers, strict=True):
-        for (s, i), row in zip(of_rank, answer, strict=True):
-            back[s][i] = row
-    roots = []
-    for rows, work in zip(back, works, strict=True):
-        Z, (e, scale) = _without(rows, work)
-        roots.append(_Root(unpack(Z, work.G.shape[-1]), e, scale))
-    return roots
+    shared = SharedWork([min(works[s].layout.shape) ** 3 for s, _ in places], group)
+    summands = [row for work in works for row in work.G]
+    sums = iter(shared.sums(summands, works[0].scale.dtype))
+    own: list[Tensor] = []
+    for s, run in groupby([places[number] for number in shared.mine], lambda place: place[0]):
+        matrices = [i for _, i in run]
+        G = unpack(torch.stack(list(islice(sums, len(matrices)))), min(works[s].layout.shape))
+        Z, scale = _root(
+            works[s]._replace(G=G, e=works[s].e[matrices], scale=works[s].scale[matrices])
+        )
+        own += _with(pack(Z), scale)
+    behind = works[0].scale.dtype.itemsize // summands[0].dtype.itemsize
+    sizes = [len(row) + behind for row in summands]
+    results = iter(shared.results(own, sizes, summands[0]))
+    return [_without(torch.stack(list(islice(results, len(work.G)))), work) for work in works]
 
 
-def _root_of_sum(summands: Tensor, work: _Work, matrices: list[int]) -> list[Tensor]:
-    """What the owner of matrices of a stack sends back: Z, packed, then e and the scale.
-
-    summands: what it was sent by each rank, (ranks, k, ...).
-    """
-    each = [_without(rank, work) for rank in summands]
-    exponents = torch.stack([e for _, (e,) in each])
-    largest = exponents.amax(0)
-    total = torch.zeros_like(each[0][0], dtype=exponents.dtype)
-    for (rank, _), e in zip(each, exponents, strict=True):
-        total += rank * torch.exp2(2 * (e - largest))[:, None]
-    G = unpack(total, work.G.shape[-1])
-    root = _root(work._replace(G=G, e=largest, scale=work.scale[matrices]))
-    return list(_with(pack(root.Z), root.e, root.scale))
+def _with(packed: Tensor, scale: Tensor) -> Tensor:
+    """Packed matrices, and behind each its scale, which is wider and keeps its bits."""
+    return torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
 
 
-def _with(packed: Tensor, *numbers: Tensor) -> Tensor:
-    """Packed matrices with some wider numbers of each behind them, whose bits are kept."""
-    return torch.cat((packed, torch.stack(numbers, dim=1).view(packed.dtype)), dim=1)
-
-
-def _without(rows: Tensor, work: _Work) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _without(rows: Tensor, work: _Work) -> _Root:
     """The inverse of :func:`_with`."""
-    size = packed_size(work.G.shape[-1])
-    packed, behind = rows[:, :size], rows[:, size:]
-    return packed, behind.contiguous().view(work.e.dtype).unbind(1)
+    size = work.G.shape[1]
+    # A copy, because wider numbers must begin at a multiple of their size.
+    scale = rows[:, size:].flatten().clone().view(work.scale.dtype)
+    return _Root(unpack(rows[:, :size], min(work.layout.shape)), scale)

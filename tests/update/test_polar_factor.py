@@ -1,0 +1,102 @@
+"""Polar factors of row shards: what a rank receives and holds, and products in half precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import distributed
+from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.update.newton_schulz import SMALLEST_IN_HALF, Bound, passes_in_half, polar_express
+from curvadion.update.polar_factor import RowStack, polar_factors
+from reference import relative_error
+from seeded import weights
+
+
+def stack_of(B, rows, group, dtype):
+    """A stack of which this rank holds some rows, with products in ``dtype``."""
+    _, m, n = B.shape
+    half = dtype == torch.float16
+    coefficients = polar_express(5, SMALLEST_IN_HALF) if half else polar_express(5)
+    return RowStack(
+        MatrixLayout((m, n), Extent(rows, group), Extent(range(n))),
+        B[:, rows.start : rows.stop].clone(),
+        B.new_zeros(len(B)),
+        passes_in_half(coefficients) if half else (coefficients,),
+        Bound.TIGHT,
+        dtype,
+    )
+
+
+class Memory(TorchDispatchMode):
+    """Counts the numbers that come from other ranks, and those of the largest tensor there was."""
+
+    received = largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        name = function.__name__.partition(".")[0]
+        if name == "alltoall_base_":
+            output, _, _, sizes, _ = args[:5]
+            own = sizes[rank] if sizes else output.numel() // ranks
+            self.received += output.numel() - own
+        elif name == "_allgather_base_":
+            self.received += args[0].numel() - args[1].numel()
+        elif name == "allreduce_":
+            self.received += sum(tensor.numel() for tensor in args[0])
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.itemsize)
+        return result
+
+
+def one_matrix(rank, n):
+    B, share = weights((n, n))[None], n // dist.get_world_size()
+    rows = range(rank * share, (rank + 1) * share)
+    with Memory() as memory:
+        polar_factors([stack_of(B, rows, dist.group.WORLD, torch.float32)])
+    return memory.received, memory.largest
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_a_rank_receives_and_holds_does_not_grow_with_the_ranks(ranks):
+    n = 64
+    triangle, others, few = n * (n + 1) // 2, (ranks - 1) / ranks, 4 * ranks
+    owner, *rest = distributed.run(ranks, one_matrix, n)
+    for (received, largest), triangles in (owner, 3 * others), *((r, 2) for r in rest):
+        assert received <= triangles * triangle + few
+        assert largest <= n * n
+    wanted = triangle * (2 * others + 1 / ranks)  # summands and results, and a share of these
+    for received, _ in rest:
+        assert received == pytest.approx(wanted, abs=few)
+
+
+SHAPES = [(3, 20, 5), (1, 9, 9), (2, 12, 1), (1, 7, 3)]
+
+
+def factors(rank, dtype, exponents):
+    """Rows are 2^exponent long, by rank; the last rank has none."""
+    stacks, group = [], dist.group.WORLD if dist.get_world_size() > 1 else None
+    for i, (k, m, n) in enumerate(SHAPES):
+        B = weights((k * m, n), seed=i).view(k, m, n).double()
+        ends = [m * r // (len(exponents) - 1) for r in range(len(exponents))]
+        for exponent, start, stop in zip(exponents, ends, (*ends[1:], m), strict=True):
+            B[:, start:stop] *= 2.0**exponent
+        rows = range(ends[rank], (*ends[1:], m)[rank]) if group else range(m)
+        stacks.append(stack_of(B.float(), rows, group, dtype))
+    return [(found.U.float(), found.scale) for found in polar_factors(stacks)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("exponents", [(0, 0, 0, 0), (30, 26, 28, 0)], ids=["alike", "apart"])
+def test_shards_give_the_factors_of_whole_matrices(dtype, exponents):
+    (whole,) = distributed.run(1, factors, dtype, exponents)
+    found = distributed.run(len(exponents), factors, dtype, exponents)
+    tolerance = 0.02 if dtype == torch.float16 else 1e-4
+    for (wanted, scale), *each in zip(whole, *found, strict=True):
+        assert relative_error(torch.cat([U for U, _ in each], dim=1), wanted) < tolerance
+        for _, known in each:
+            assert torch.equal(known, each[0][1])
+            torch.testing.assert_close(known, scale, rtol=tolerance, atol=0.0)
