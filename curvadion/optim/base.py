@@ -7,13 +7,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
-from curvadion.layout.dtensor import local
 from curvadion.layout.gradients import place_gradients
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
@@ -264,9 +262,8 @@ class ReplicaOptimizer(Optimizer):
     def _create_state(self, plan: Plan) -> list[Parameter]:
         """Give every parameter its state, with or without a gradient; return those without any."""
         states = plan.look_up_states()
-        without: list[Parameter] = []
-        if not all(states):
-            without = [p for p, state in zip(plan.parameters, states, strict=True) if not state]
+        each = () if all(states) else zip(plan.parameters, states, strict=True)
+        without = [p for p, state in each if not state]
         for p in without:
             p.create_state(self._plans.group_of_plan(p))
         # Whatever brings new states without those of the sync, such as loading, is verified anew.
@@ -279,16 +276,6 @@ class ReplicaOptimizer(Optimizer):
     def _place_gradients(self, plan: Plan) -> None:
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
-
-    def _unscale(self, device: torch.device) -> bool:
-        """Divide the gradients by a GradScaler's scale, if one drives this step."""
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            each = [X.grad for group in self.param_groups for X in group["params"]]
-            gradients = [local(G) for G in each if G is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
-        return hasattr(self, "found_inf")
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
         """Compare the replicas; return whether all of them have all gradients.

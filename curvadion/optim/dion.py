@@ -150,6 +150,16 @@ class Dion(ReplicaOptimizer):
             self._step(plan, scaled=scaled)
         return loss
 
+    def _unscale(self, device: torch.device) -> bool:
+        """Divide the gradients by a GradScaler's scale, if one drives this step."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            each = [X.grad for group in self.param_groups for X in group["params"]]
+            gradients = [local(G) for G in each if G is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
+        return hasattr(self, "found_inf")
+
     def _step(self, plan: Plan, *, scaled: bool) -> None:
         new = self._create_state(plan)
         self._place_gradients(plan)

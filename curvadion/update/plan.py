@@ -231,9 +231,10 @@ class Plan:
         """What the optimizer remembers of each parameter, empty if nothing; kept for the step."""
         states = self.parameters[0].states if self.parameters else {}
         # To look up thousands of tensors takes longer than to see that nothing has changed.
-        now = list(states), list(states.values())
-        if self._known_states is None or not all(map(same, now, self._known_states)):
-            self._known_states = now
+        X, each = list(states), list(states.values())
+        known = self._known_states
+        if known is None or not (same(known[0], X) and same(known[1], each)):
+            self._known_states = X, each
             self._states = [states.get(p.X, {}) for p in self.parameters]
         return self._states
 
