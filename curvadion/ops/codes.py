@@ -32,6 +32,7 @@ from torch import Tensor
 
 from curvadion.ops.tensors import Facts, Unsupported, check_shapes, facts_of
 
+FORMAT = 1  # another number for another format, so that replicas see that theirs differ
 BITS = (1, 2, 3, 4, 8)
 BLOCK = 256
 PLANE_BYTES, SCALE_BYTES = BLOCK // 8, 2

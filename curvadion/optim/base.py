@@ -296,6 +296,7 @@ class ReplicaOptimizer(Optimizer):
             ours = type(choice).__module__.startswith("curvadion.")
             more[name] = repr(choice) if ours else type(choice).__name__
             more[f"the {name}'s state"] = choice.state_dict()
+        more["the format of the sync's messages"] = self.sync.message_format
         return listing(self.param_groups, plan, {**more, "progress": self.progress})
 
     # ---------------------------------------------------------------- state

@@ -168,9 +168,10 @@ class Plans:
         """States that fit another direction or rank than their groups', and what fits these."""
         if wrong := self.wrong_cut(param_groups, states):
             raise ValueError(wrong)
+        changed = list(self._of_other_keys(param_groups, states))
+        _warn_of_ranks(changed)
         return [
-            (c.state, fit_right_factors(c.name, c.X, c.state, c.before, c.after))
-            for c in self._of_other_keys(param_groups, states)
+            (c.state, fit_right_factors(c.name, c.X, c.state, c.before, c.after)) for c in changed
         ]
 
     def wrong_cut(self, param_groups: Sequence[dict[str, Any]], states: States) -> str | None:
@@ -195,6 +196,22 @@ class Plans:
                 before, state = self._keys.get(X, after), states.get(X, {})
                 if before != after and after["algorithm"] == "dion" and MOMENTUM in state:
                     yield _Changed(f"param_groups[{g}]", name, X, state, before, after)
+
+
+def _warn_of_ranks(changed: Sequence[_Changed]) -> None:
+    """Say which groups were given a rank that their direction does not have."""
+    groups = {
+        c.group
+        for c in changed
+        if c.before["direction"] == c.after["direction"] == "polar"
+        and c.before["rank_fraction"] != c.after["rank_fraction"]
+    }
+    if groups:
+        warnings.warn(
+            f"rank_fraction was changed in {sorted(groups)}, but direction='polar' has no rank: it "
+            f"has no effect until direction is 'low_rank'.",
+            stacklevel=6,
+        )
 
 
 def _replace(state: dict[str, Any], by: Mapping[str, Any]) -> None:

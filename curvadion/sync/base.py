@@ -67,6 +67,7 @@ class Sync(ABC):
         sends_codes: whether weights can come together for fewer bytes than an exact average, by
             :meth:`come_together`. Codes lose something, so one replica's state cannot stand for
             all, even if weights agree.
+        message_format: a number that replicas must have in common to read each other's messages.
 
     Attributes:
         fragments_apart: how many fragments of the weights have moved since replicas agreed on them;
@@ -83,6 +84,7 @@ class Sync(ABC):
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     shares_factors: ClassVar[bool] = False
     sends_codes: ClassVar[bool] = False
+    message_format: ClassVar[int] = 0
     fragments_apart: int = 0
     brings_weights_together: bool = True
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.ops.codes import BITS, BLOCK, block_bytes, levels
+from curvadion.ops.codes import BITS, BLOCK, FORMAT, block_bytes, levels
 
 __all__ = [
     "BITS",
     "BLOCK",
+    "FORMAT",
     "bits_within",
     "block_bytes",
     "coded_share",

@@ -24,7 +24,7 @@ from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, divide, group
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import groups_of
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import BITS, bits_within, coded_share
+from curvadion.sync.codec import BITS, FORMAT, bits_within, coded_share
 from curvadion.sync.coded_mean import add_coded_mean_, message_bytes
 from curvadion.sync.corrections import (
     LR_SINCE_ANCHOR,
@@ -75,6 +75,7 @@ class QuantizedAverage(Sync):
         StateKey(LR_SINCE_ANCHOR, Owner.SYNC),
     )
     sends_codes = True
+    message_format = FORMAT
 
     def __init__(
         self,

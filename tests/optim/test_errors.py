@@ -331,6 +331,16 @@ def test_replicas_whose_gates_differ(arguments):
         assert "optimizers differ" in told
 
 
+def send_in_another_format_on_rank_1(rank, optimizer):
+    optimizer.sync.message_format += rank
+
+
+def test_replicas_of_versions_whose_messages_differ():
+    arguments = [{"sync": QuantizedAverage()}] * 2
+    for told in distributed.run(2, mismatched, arguments, send_in_another_format_on_rank_1):
+        assert "the format of the sync's messages" in told
+
+
 def load_on_rank_0(rank, optimizer):
     if rank == 0:
         other = CurvaDion([matrix()], gate=FixedPeriod(3), replicas="single")

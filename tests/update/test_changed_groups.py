@@ -291,6 +291,18 @@ def test_one_process_alone_sees_a_change_too():
         assert optimizer.state[X]["Q"].shape == (8, rank_of((13, 8), fraction))
 
 
+def test_a_rank_that_a_direction_does_not_have_is_told():
+    X = nn.Parameter(weights((13, 8)))
+    optimizer = Dion([X], direction="polar")
+    for fraction, told in ((0.25, 0), (0.5, 1), (0.5, 0)):
+        optimizer.param_groups[0]["rank_fraction"] = fraction
+        X.grad = gradient((13, 8), 0, 0)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert ["'polar' has no rank" in str(w.message) for w in heard] == [True] * told
+
+
 def test_other_state_stays_as_it_is():
     X = nn.Parameter(weights((13, 8)))
     optimizer = CurvaDion([X], gate=FixedPeriod(2), sync=LowRank(), lr=0.0, mu=0.0)
