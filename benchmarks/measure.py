@@ -21,11 +21,17 @@ Contenders = dict[str, Callable[[], object]]
 
 
 def interleaved(
-    contenders: Contenders, device: torch.device, *, rounds: int, seconds: float
+    contenders: Contenders,
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: float,
+    before: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every call; contenders take turns, so that a noisy moment hits all of them.
 
-    Stops after ``rounds`` rounds, or after the first that ends beyond ``seconds``.
+    Stops after ``rounds`` rounds, or after the first that ends beyond ``seconds``. ``before`` is
+    called before each call, outside its time.
     """
     for call in contenders.values():
         call()
@@ -33,6 +39,8 @@ def interleaved(
     begin = time.perf_counter()
     for _ in range(rounds):
         for name, call in contenders.items():
+            if before is not None:
+                before()
             times[name].append(_seconds(call, device))
         if time.perf_counter() - begin > seconds:
             break
@@ -89,7 +97,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 def write(path: Path, device: torch.device, records: Sequence[dict[str, Any]]) -> None:
     """The records with the command that made them and the environment, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", *sys.argv])
+    ranks = os.environ.get("WORLD_SIZE")  # which torchrun sets
+    launcher = ["python"] if ranks is None else ["torchrun", "--nproc-per-node", ranks]
+    command = shlex.join([*launcher, *sys.argv])
     if os.environ.get("OMP_NUM_THREADS"):
         command = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {command}"
     result = {"command": command, "environment": environment(device), "records": list(records)}
