@@ -1,24 +1,29 @@
-"""A whole optimizer step, gate open and gate closed, beside AdamW, Muon and Microsoft's Dion.
+"""A whole optimizer step, gate open and gate closed, beside AdamW and the Muons and Dion of others.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py --models gpt2-160m
     python benchmarks/optimizer_step.py --device cuda
     torchrun --nproc-per-node 2 benchmarks/optimizer_step.py --contenders opening "Muon and AdamW"
+    torchrun --nproc-per-node 2 benchmarks/optimizer_step.py --shards
 
-The last one, on two processes or more, also measures an opening: a local step, codes and all that
-replicas do around them. Ranks then take turns together, and the times are the first one's.
+The third one, on two processes or more, also measures an opening: a local step, codes and all that
+replicas do around them. With --shards the processes hold one replica together, and every parameter
+is cut by rows, as FSDP2 cuts it. Ranks take turns together, and the times are the first one's.
 
 Besides seconds, a record counts what a step launches and reads back, and its peak memory above what
 lives between steps. Launches on a GPU are kernels, and reads are copies to the host; on a CPU they
 are PyTorch operators (compiled operations, one call each, are not among them), and those that hand
-a number to Python. FLOPs are those of matrix products, as torch counts them. "fused operations
-alone" calls what a closed step with the gradient local step consists of, on lists prepared
-beforehand.
+a number to Python, of functions that torch compiles as they are before that. FLOPs are those of
+matrix products on the first rank, as torch counts them: it takes those of a DTensor as a whole, and
+does not see those in Triton kernels of other libraries.
+
+"fused operations alone" calls what a closed step with the gradient local step consists of, on lists
+prepared beforehand. What that step takes longer, in one process, is the host's time: a record has
+it in microseconds a tensor.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,8 +33,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,131 +42,15 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
-from curvadion import RMMC, CurvaDion, FixedPeriod, QuantizedAverage, ops
-from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
-from curvadion.update.scalar import elementwise_step
-from measure import Contenders, axes_to_save, interleaved, summary, write
+from curvadion import WireMeter, ops
+from curvadion.layout.dtensor import local
+from measure import axes_to_save, interleaved, summary, write
 from models import MODELS
+from step_contenders import Model, Weights, contenders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Weights = list[torch.nn.Parameter]
-
-
-def _weights(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, where: Any) -> Weights:
-    return [torch.nn.Parameter(torch.randn(s, device=where).mul_(0.02).to(dtype)) for s in shapes]
-
-
-def _curvadion(matrices: Weights, others: Weights, **options: Any) -> CurvaDion:
-    groups: list[dict[str, Any]] = [{"params": matrices, "algorithm": "dion", "lr": 1e-3}]
-    if others:
-        groups.append({"params": others, "algorithm": "adamw", "lr": 1e-4})
-    replicas = dist.group.WORLD if dist.is_initialized() else None
-    return CurvaDion(groups, max_local_steps=None, replicas=replicas, **options)
-
-
-def _local(matrices: Weights, others: Weights, **options: Any) -> CurvaDion:
-    """What a replica does between two openings, as a look-ahead and codes ask for it."""
-    gate = FixedPeriod(options.pop("period", 2**30))
-    return _curvadion(matrices, others, gate=gate, sync=QuantizedAverage(), nesterov=4.0, **options)
-
-
-def _microsoft(matrices: Weights, others: Weights) -> Optimizer | None:
-    """Microsoft's Dion, if it is installed."""
-    try:
-        dion = importlib.import_module("dion")
-    except ImportError:
-        return None
-    groups: list[dict[str, Any]] = [{"params": matrices, "rank_fraction": 0.25}]
-    if others:
-        groups.append({"params": others, "algorithm": "adamw"})
-    optimizer: Optimizer = dion.Dion(groups, lr=1e-3)
-    return optimizer
-
-
-class _Several:
-    """Optimizers that step together."""
-
-    def __init__(self, *optimizers: Optimizer) -> None:
-        self.optimizers = optimizers
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
-def _alone(matrices: Weights, others: Weights) -> Callable[[], object]:
-    """The operations of a closed step with the gradient local step, and nothing around them."""
-    X = FixedTensors.of(Parameters(matrices))
-    M = FixedTensors.of(Tensors(torch.zeros_like(x) for x in matrices))
-    gradients = [x.grad for x in matrices if x.grad is not None]
-    G = FixedTensors.gradients(gradients, X)
-    ones, step, decay = ([n] * len(X) for n in (1.0, 1e-3, 1 - 1e-5))
-    E, E_grad = list[Tensor](others), [x.grad for x in others if x.grad is not None]
-    moments = [
-        {"step": torch.zeros(()), "exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}
-        for x in others
-    ]
-    options = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-
-    @torch.no_grad()
-    def call() -> None:
-        ops.momentum_norms(M, G, ones)
-        if others:
-            ops.norms(E_grad)
-        ops.local_step_(X, G, step, decay, M, ones)
-        if others:
-            elementwise_step("adamw", E, E_grad, moments, options)
-
-    return call
-
-
-def contenders(
-    matrices: Weights, others: Weights, chosen: Sequence[str]
-) -> tuple[Contenders, dict[str, float]]:
-    """What is compared, by name, and the bytes of state of each, once its state is created."""
-    both = [*matrices, *others]
-    build: dict[str, Callable[[], Any]] = {
-        # First, while replicas still hold the same weights.
-        "opening": lambda: _local(matrices, others, period=1) if dist.is_initialized() else None,
-        "closed gate, gradient step": lambda: _curvadion(
-            matrices, others, gate=RMMC(1e30), local_step="gradient"
-        ),
-        "closed gate, Dion step": lambda: _curvadion(
-            matrices, others, gate=RMMC(1e30), local_step="dion"
-        ),
-        "open gate": lambda: _curvadion(matrices, others, gate=RMMC(0.0)),
-        "local step, polar": lambda: _local(matrices, others),
-        "local step, power iteration of full rank": lambda: _local(
-            matrices, others, direction="low_rank"
-        ),
-        "AdamW, fused": lambda: AdamW(both, fused=True),
-        "AdamW, foreach": lambda: AdamW(both, foreach=True),
-        "Muon and AdamW": lambda: _Several(
-            torch.optim.Muon(matrices), *([AdamW(others)] if others else [])
-        ),
-        "Microsoft's Dion": lambda: _microsoft(matrices, others),
-    }
-    made: Contenders = {}
-    states = {}
-    for name, make in build.items():
-        optimizer = make() if not chosen or name in chosen else None
-        if optimizer is not None:
-            made[name] = optimizer.step
-            optimizer.step()  # creates the state, and compiles what is compiled
-            states[name] = _state_bytes(optimizer)
-    made["fused operations alone"] = _alone(matrices, others)
-    return made, states
-
-
-def _state_bytes(optimizer: Any) -> float:
-    each = optimizer.optimizers if isinstance(optimizer, _Several) else [optimizer]
-    return sum(
-        value.nbytes
-        for one in each
-        for state in one.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
+CLOSED = "closed gate, gradient step"
+ALONE = "fused operations alone"
 
 
 class _Counter(TorchDispatchMode):
@@ -181,11 +70,12 @@ class _Counter(TorchDispatchMode):
 
 def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
     """What one call launches and reads back, and its peak memory above that before it."""
-    # Only in plain PyTorch does torch see all products.
-    with FlopCounterMode(display=False) as flops, ops.use_backend("torch"):
+    # Only in plain PyTorch does torch see all products, and only what is not compiled.
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with uncompiled, FlopCounterMode(display=False) as flops, ops.use_backend("torch"):
         call()
     if device.type != "cuda":
-        with _Counter() as counter:
+        with torch.compiler.set_stance("force_eager"), _Counter() as counter:
             call()
         peak = _peak_on_the_cpu(call)
         return {
@@ -223,50 +113,103 @@ def _peak_on_the_cpu(call: Callable[[], object]) -> int:
     return peak
 
 
+def counts_of_ranks(call: Callable[[], object], peak: int) -> dict[str, list[float]]:
+    """By rank: the bytes that one call sends, and the peak memory that each has found."""
+    with WireMeter() as meter:
+        call()
+    mine = {"bytes_sent_by_rank": meter.total_sent, "peak_bytes_by_rank": peak}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key: [each[key] for each in everyone] for key in mine}
+
+
+def _weights(
+    shapes: Sequence[tuple[int, ...]], options: argparse.Namespace, mesh: DeviceMesh | None
+) -> Weights:
+    """Parameters with gradients; those in shards are pieces of the same on every rank."""
+    made = []
+    for shape in shapes:
+        both = (torch.randn(shape, device=options.device) * scale for scale in (0.02, 0.01))
+        x, gradient = (
+            each if mesh is None else distribute_tensor(each, mesh, [Shard(0)])
+            for each in (one.to(DTYPES[options.dtype]) for one in both)
+        )
+        made.append(torch.nn.Parameter(x))
+        made[-1].grad = gradient
+    return made
+
+
+def _model(name: str, options: argparse.Namespace) -> Model:
+    model = MODELS[name]
+    mesh = init_device_mesh(options.device, (dist.get_world_size(),)) if options.shards else None
+    torch.manual_seed(0)  # replicas begin alike
+    matrices = _weights(model.matrices(options.blocks), options, mesh)
+    shapes = [] if options.matrices_only else model.others(options.blocks)
+    made = Model(matrices, _weights(shapes, options, mesh), mesh)
+    if made.replicas is not None:
+        torch.manual_seed(dist.get_rank())  # and have gradients of their own
+        for x in made.both:
+            x.grad = torch.randn_like(x).mul_(0.01)
+    return made
+
+
+def _about(name: str, model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    """What all records of a model have in common."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        "model": name,
+        "blocks": options.blocks or MODELS[name].blocks,
+        "matrices_only": options.matrices_only,
+        "device": options.device,
+        "dtype": options.dtype,
+        "backend": ops.backend_for(torch.device(options.device)),
+        "tensors": len(model.both),
+        "elements": sum(x.numel() for x in model.both),
+        "replicas": processes if model.replicas is not None else 1,
+        "shards": processes if options.shards else 1,
+        "weight_bytes": sum(local(x.detach()).nbytes for x in model.both),
+    }
+
+
 def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The records of one model."""
-    device, dtype = torch.device(options.device), DTYPES[options.dtype]
-    model = MODELS[name]
-    torch.manual_seed(0)  # replicas begin alike, and have gradients of their own
-    matrices = _weights(model.matrices(options.blocks), dtype, device)
-    shapes = [] if options.matrices_only else model.others(options.blocks)
-    others = _weights(shapes, dtype, device)
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-    for x in [*matrices, *others]:
-        x.grad = torch.randn_like(x).mul_(0.01)
-    calls, states = contenders(matrices, others, options.contenders)
-    # Ranks that step together must take the same number of rounds.
-    seconds = float("inf") if dist.is_initialized() else options.seconds
-    times = interleaved(calls, device, rounds=options.rounds, seconds=seconds)
-    alone = min(times["fused operations alone"])
-    records = []
+    device = torch.device(options.device)
+    model = _model(name, options)
+    calls, states, absent = contenders(model, options.contenders, peers=not options.without_peers)
+    for contender, reason in absent.items():
+        _say(f"{name:14}{contender:27}left out: {reason}")
+    together = dist.is_initialized()
+    # Ranks that step together must take the same number of rounds, and begin at the same time.
+    limit = float("inf") if together else options.seconds
+    before = dist.barrier if together else None
+    times = interleaved(calls, device, rounds=options.rounds, seconds=limit, before=before)
+    alone = min(times[ALONE])
+    about, records = _about(name, model, options), []
     for contender, seconds in times.items():
         found = summary(seconds)
-        counted = counts(calls[contender], device)
-        record = {
-            "model": name,
-            "blocks": options.blocks or model.blocks,
-            "matrices_only": options.matrices_only,
-            "contender": contender,
-            "device": options.device,
-            "dtype": options.dtype,
-            "backend": ops.backend_for(device),
-            "tensors": len(matrices) + len(others),
-            "elements": sum(x.numel() for x in [*matrices, *others]),
-            "replicas": dist.get_world_size() if dist.is_initialized() else 1,
-            "weight_bytes": sum(x.nbytes for x in [*matrices, *others]),
-            "state_bytes": states.get(contender, 0),
-            **found,
-            "times_the_fused_operations_alone": found["seconds"] / alone,
-            **counted,
-        }
-        records.append(record)
-        print(
+        counted: dict[str, Any] = dict(counts(calls[contender], device))
+        if together:
+            counted |= counts_of_ranks(calls[contender], counted["peak_bytes"])
+        elif contender == CLOSED:
+            python = (found["seconds"] - alone) / about["tensors"]
+            counted["host_microseconds_a_tensor"] = 1e6 * python
+        ratio = found["seconds"] / alone
+        record = {**about, "contender": contender, "state_bytes": states.get(contender, 0)}
+        records.append({**record, **found, "times_the_fused_operations_alone": ratio, **counted})
+        _say(
             f"{name:14}{contender:27}{1e3 * found['seconds']:10.3f} ms"
-            f"{found['seconds'] / alone:8.2f} x the fused operations alone  {counted}",
-            flush=True,
+            f"{ratio:8.2f} x the fused operations alone  {counted}"
         )
     return records
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _say(line: str) -> None:
+    if _first():
+        print(line, flush=True)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -299,6 +242,12 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, help="take that many blocks of each model")
     parser.add_argument("--matrices-only", action="store_true", help="no embeddings, no norms")
     parser.add_argument("--contenders", nargs="+", default=[], help="all if none is named")
+    parser.add_argument(
+        "--without-peers", action="store_true", help="not beside other libraries, unless named"
+    )
+    parser.add_argument(
+        "--shards", action="store_true", help="the processes of torchrun hold one replica together"
+    )
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=60, help="limit for one model")
@@ -307,19 +256,25 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for."""
-    options = command_line().parse_args()
+    parser = command_line()
+    options = parser.parse_args(arguments)
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group("gloo")
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    if options.shards and not dist.is_initialized():
+        parser.error("--shards needs processes: run it with torchrun")
+    if options.shards and options.device != "cpu":
+        parser.error("--shards runs on the CPU: its ranks would share one GPU")
     records = []
     for name in options.models:
         records += measured(name, options)
-        if options.output is not None and first:
+        if options.output is not None and _first():
             write(options.output, torch.device(options.device), records)
-    if options.plot is not None and first:
+    if options.plot is not None and _first():
         plot(records, options.plot)
+    if "LOCAL_RANK" in os.environ:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

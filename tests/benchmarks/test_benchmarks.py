@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import distributed
 import fresh
 from curvadion import ops
 
@@ -55,6 +56,63 @@ def test_optimizer_step(tmp_path):
     copies = 1 if ops.lacking("cpu") is None else 4
     assert closed["peak_bytes"] < copies * 2000 * 4 and closed["host_reads"] == 1
     assert by_name["open gate"]["peak_bytes"] > 2000 * 4
+    assert closed["host_microseconds_a_tensor"] == pytest.approx(
+        1e6 * (closed["seconds"] - by_name["fused operations alone"]["seconds"]) / 20
+    )
+    assert all((r["replicas"], r["shards"]) == (1, 1) for r in found)
+
+
+PEER = """
+import torch
+
+class Muon(torch.optim.SGD):
+    def __init__(self, groups, **options):
+        super().__init__([group["params"] for group in groups][0], lr=0.1)
+
+class Dion:
+    def __init__(self, groups, **options):
+        raise RuntimeError("needs what is not here")
+"""
+
+
+def test_other_libraries_take_part_where_they_can(tmp_path, monkeypatch):
+    (tmp_path / "dion.py").write_text(PEER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = "Microsoft's Muon", "Microsoft's Dion", "AdamW, fused"
+    few = ("--models", "500x2000", "--blocks", "2", "--rounds", "1", "--device", "cpu")
+    for arguments, left_out in ((("--contenders", *names), 1), (("--without-peers",), 0)):
+        output = tmp_path / "a.json"
+        said = run("optimizer_step.py", *few, *arguments, "--output", output)
+        assert said.returncode == 0, said.stderr[-2000:]
+        assert said.stdout.count("left out: RuntimeError: needs what is not here") == left_out
+        found = {r["contender"] for r in json.loads(output.read_text("utf-8"))["records"]}
+        assert found & set(names) == set(names[::2] if left_out else names[2:])
+
+
+def measure_shards(rank, *arguments):
+    import optimizer_step
+
+    optimizer_step.main([*arguments, "--device", "cpu"])
+
+
+def test_a_step_of_shards(tmp_path):
+    names = "Dion, low rank", "Dion, polar", "AdamW, fused"
+    few = ("--models", "500x2000", "--blocks", "3", "--rounds", "1", "--shards", "--contenders")
+    output = tmp_path / "a.json"
+    distributed.run(2, measure_shards, "--output", str(output), *few, *names)
+    found = {r["contender"]: r for r in json.loads(output.read_text("utf-8"))["records"]}
+    assert set(found) == {*names, "fused operations alone"}
+    for r in found.values():
+        assert (r["replicas"], r["shards"], r["tensors"]) == (1, 2, 3)
+        assert r["elements"] == 3 * 2000 and r["weight_bytes"] == 3 * 2000 * 4 / 2
+        assert len(r["peak_bytes_by_rank"]) == 2
+    assert found["AdamW, fused"]["bytes_sent_by_rank"] == [0, 0]
+    assert all(min(found[name]["bytes_sent_by_rank"]) > 0 for name in names[:2])
+
+
+def test_shards_need_processes():
+    said = run("optimizer_step.py", "--shards", "--device", "cpu")
+    assert said.returncode == 2 and "run it with torchrun" in said.stderr
 
 
 def test_routing_rates(tmp_path):

@@ -1,0 +1,225 @@
+"""What a step benchmark compares: this package's optimizers, torch's and those of other libraries.
+
+Other libraries take part where they can be imported: ``dion`` is microsoft/dion, and
+``emerging_optimizers`` NVIDIA's Emerging-Optimizers. Each keeps its own defaults. On a GPU they
+use the Triton kernels that they offer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW, Optimizer
+
+from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, QuantizedAverage, ops
+from curvadion.layout.dtensor import local
+from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
+from curvadion.update.scalar import elementwise_step
+from measure import Contenders
+
+Weights = list[torch.nn.Parameter]
+Make = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters with gradients.
+
+    Attributes:
+        matrices, others: the parameters, and those that an elementwise algorithm takes.
+        mesh: the ranks over which rows are cut; None if parameters are whole.
+    """
+
+    matrices: Weights
+    others: Weights
+    mesh: DeviceMesh | None = None
+
+    @property
+    def both(self) -> Weights:
+        """All parameters."""
+        return [*self.matrices, *self.others]
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold whole parameters, if there are several."""
+        return dist.group.WORLD if dist.is_initialized() and self.mesh is None else None
+
+    @property
+    def on_a_gpu(self) -> bool:
+        """Where the parameters are."""
+        return self.matrices[0].is_cuda
+
+    def groups(self, matrices: dict[str, Any], others: dict[str, Any]) -> list[dict[str, Any]]:
+        """Parameter groups with these options."""
+        both = (self.matrices, matrices), (self.others, others)
+        return [{"params": parameters, **options} for parameters, options in both if parameters]
+
+
+class Several:
+    """Optimizers that step together."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        """A step of each."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def _groups(model: Model) -> list[dict[str, Any]]:
+    return model.groups({"algorithm": "dion", "lr": 1e-3}, {"algorithm": "adamw", "lr": 1e-4})
+
+
+def _dion(model: Model, **options: Any) -> Dion:
+    return Dion(_groups(model), replicas=model.replicas, **options)
+
+
+def _curvadion(model: Model, **options: Any) -> CurvaDion:
+    return CurvaDion(_groups(model), max_local_steps=None, replicas=model.replicas, **options)
+
+
+def _local(model: Model, **options: Any) -> CurvaDion:
+    """What a replica does between two openings, as a look-ahead and codes ask for it."""
+    gate = FixedPeriod(options.pop("period", 2**30))
+    return _curvadion(model, gate=gate, sync=QuantizedAverage(), nesterov=4.0, **options)
+
+
+def _beside_adamw(muon: Optimizer, model: Model) -> Several:
+    """A Muon that takes matrices only."""
+    return Several(muon, *([AdamW(model.others)] if model.others else []))
+
+
+def _microsoft_dion(model: Model) -> Any:
+    # Rows that FSDP has cut are the outer shards; inner ones are those of tensor parallelism.
+    groups = model.groups({"rank_fraction": 0.25}, {"algorithm": "adamw"})
+    return importlib.import_module("dion").Dion(groups, outer_shard_mesh=model.mesh)
+
+
+def _microsoft_muon(model: Model) -> Any:
+    return importlib.import_module("dion").Muon(
+        model.groups({}, {"algorithm": "adamw"}),
+        distributed_mesh=model.mesh,
+        use_triton=model.on_a_gpu,
+    )
+
+
+def _nvidia_muon(model: Model) -> Several:
+    # Its own setting of float32 products, "medium", iterates in bfloat16, as the others do.
+    library = importlib.import_module("emerging_optimizers.orthogonalized_optimizers")
+    return _beside_adamw(library.Muon(model.matrices, use_syrk=model.on_a_gpu), model)
+
+
+def _ours(model: Model) -> dict[str, Make]:
+    # An opening comes first, while replicas still hold the same weights.
+    opening = {"opening": lambda: _local(model, period=1)} if model.replicas else {}
+    return {
+        **opening,
+        "closed gate, gradient step": lambda: _curvadion(
+            model, gate=RMMC(1e30), local_step="gradient"
+        ),
+        "closed gate, Dion step": lambda: _curvadion(model, gate=RMMC(1e30), local_step="dion"),
+        "open gate": lambda: _curvadion(model, gate=RMMC(0.0)),
+        "Dion, low rank": lambda: _dion(model),
+        "Dion, polar": lambda: _dion(model, direction="polar"),
+        "local step, polar": lambda: _local(model),
+        "local step, power iteration of full rank": lambda: _local(model, direction="low_rank"),
+    }
+
+
+def _torch(model: Model) -> dict[str, Make]:
+    return {
+        "AdamW, fused": lambda: AdamW(model.both, fused=True),
+        "AdamW, foreach": lambda: AdamW(model.both, foreach=True),
+        "Muon and AdamW": lambda: _beside_adamw(torch.optim.Muon(model.matrices), model),
+    }
+
+
+def _peers(model: Model) -> dict[str, Make]:
+    return {
+        "NVIDIA's Muon and AdamW": lambda: _nvidia_muon(model),
+        "Microsoft's Muon": lambda: _microsoft_muon(model),
+        "Microsoft's Dion": lambda: _microsoft_dion(model),
+    }
+
+
+def contenders(
+    model: Model, chosen: Sequence[str], *, peers: bool
+) -> tuple[Contenders, dict[str, float], dict[str, str]]:
+    """What is compared.
+
+    Args:
+        model: what is trained.
+        chosen: names; empty for all.
+        peers: whether other libraries take part where none is named.
+
+    Returns:
+        By name: the calls, the bytes of state that this rank holds, and why a contender is left
+        out.
+    """
+    others = _peers(model) if peers or chosen else {}
+    calls: Contenders = {}
+    states, absent = {}, {}
+    for name, make in {**_ours(model), **_torch(model), **others}.items():
+        if chosen and name not in chosen:
+            continue
+        try:
+            optimizer = make()
+            optimizer.step()  # creates the state, and compiles what is compiled
+        except Exception as error:
+            if name not in others:
+                raise
+            # Alike on all ranks: what a library lacks or refuses does not depend on the rank.
+            absent[name] = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+        else:
+            calls[name], states[name] = optimizer.step, _state_bytes(optimizer)
+    calls["fused operations alone"] = _alone(model)
+    return calls, states, absent
+
+
+def _state_bytes(optimizer: Any) -> float:
+    each = optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
+    return sum(
+        local(value).nbytes
+        for one in each
+        for state in one.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _alone(model: Model) -> Callable[[], object]:
+    """The operations of a closed step with the gradient local step, and nothing around them."""
+    with torch.no_grad():
+        matrices, others = ([local(x) for x in some] for some in (model.matrices, model.others))
+    gradients, E_grad = (
+        [local(x.grad) for x in some if x.grad is not None]
+        for some in (model.matrices, model.others)
+    )
+    X = FixedTensors.of(Parameters(matrices))
+    M = FixedTensors.of(Tensors(torch.zeros_like(x) for x in matrices))
+    G = FixedTensors.gradients(gradients, X)
+    ones, step, decay = ([n] * len(X) for n in (1.0, 1e-3, 1 - 1e-5))
+    moments = [
+        {"step": torch.zeros(()), "exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}
+        for x in others
+    ]
+    options = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+
+    @torch.no_grad()
+    def call() -> None:
+        ops.momentum_norms(M, G, ones)
+        if others:
+            ops.norms(E_grad)
+        ops.local_step_(X, G, step, decay, M, ones)
+        if others:
+            elementwise_step("adamw", others, E_grad, moments, options)
+
+    return call
