@@ -49,7 +49,9 @@ SECONDS_FOR_TESTS = 270.0
 BENCHMARKS = {
     "kernels, 1.3B, float32": "kernels.py --models llama-1.3b --seconds 4",
     "kernels, 1.3B, bfloat16": "kernels.py --models llama-1.3b --dtype bfloat16 --seconds 4",
-    "step, 1.3B, bfloat16": "optimizer_step.py --models llama-1.3b --dtype bfloat16 --seconds 20",
+    "step, 1.3B, bfloat16": (
+        "optimizer_step.py --models llama-1.3b --dtype bfloat16 --seconds 20 --without-peers"
+    ),
     "symmetric products, 8B, bfloat16": (
         "kernels.py --models llama-8b --blocks 4 --dtype bfloat16 --operations gram "
         "symmetric_product --seconds 3"
@@ -70,14 +72,19 @@ BENCHMARKS = {
         "kernels.py --models llama-1.3b --operations low_rank_update_ --precision high "
         "--rank-fraction 0.0625 --seconds 4"
     ),
-    "step, 160M, float32": "optimizer_step.py --models gpt2-160m --seconds 10",
+    "step, 160M, float32": "optimizer_step.py --models gpt2-160m --seconds 10 --without-peers",
     "kernels, 8B in part, bfloat16": (
         "kernels.py --models llama-8b --blocks 8 --dtype bfloat16 --seconds 4"
     ),
     "step, 1.3B in part, float32": (
-        "optimizer_step.py --models llama-1.3b --blocks 8 --seconds 15"
+        "optimizer_step.py --models llama-1.3b --blocks 8 --seconds 15 --without-peers"
     ),
+    "step, lists": "optimizer_step.py --models 5000x64 --seconds 5 --without-peers",
     "kernels, 160M, torch.compile": "kernels.py --models gpt2-160m --compile --seconds 3",
+    # Other libraries come last: they may compile and tune for minutes.
+    "step, 1.3B in part, beside other libraries": (
+        "optimizer_step.py --models llama-1.3b --blocks 8 --matrices-only --seconds 10"
+    ),
 }
 
 
