@@ -17,8 +17,8 @@ matrix products on the first rank, as torch counts them: it takes those of a DTe
 does not see those in Triton kernels of other libraries.
 
 "fused operations alone" calls what a closed step with the gradient local step consists of, on lists
-prepared beforehand. What that step takes longer, in one process, is the host's time: a record has
-it in microseconds a tensor.
+prepared beforehand. What that step takes longer, in one process, is the host's time: a record of
+tiny tensors has it in microseconds a tensor.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from step_contenders import Model, Weights, contenders
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSED = "closed gate, gradient step"
 ALONE = "fused operations alone"
+TINY = 4096  # numbers a tensor; of larger ones two measurements differ by more than the host's time
 
 
 class _Counter(TorchDispatchMode):
@@ -129,11 +130,10 @@ def _weights(
     """Parameters with gradients; those in shards are pieces of the same on every rank."""
     made = []
     for shape in shapes:
-        both = (torch.randn(shape, device=options.device) * scale for scale in (0.02, 0.01))
-        x, gradient = (
-            each if mesh is None else distribute_tensor(each, mesh, [Shard(0)])
-            for each in (one.to(DTYPES[options.dtype]) for one in both)
-        )
+        x, gradient = (torch.randn(shape, device=options.device) * n for n in (0.02, 0.01))
+        x, gradient = x.to(DTYPES[options.dtype]), gradient.to(DTYPES[options.dtype])
+        if mesh is not None:
+            x, gradient = (distribute_tensor(each, mesh, [Shard(0)]) for each in (x, gradient))
         made.append(torch.nn.Parameter(x))
         made[-1].grad = gradient
     return made
@@ -190,9 +190,9 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         counted: dict[str, Any] = dict(counts(calls[contender], device))
         if together:
             counted |= counts_of_ranks(calls[contender], counted["peak_bytes"])
-        elif contender == CLOSED:
-            python = (found["seconds"] - alone) / about["tensors"]
-            counted["host_microseconds_a_tensor"] = 1e6 * python
+        elif contender == CLOSED and about["elements"] <= TINY * about["tensors"]:
+            host = (found["seconds"] - alone) / about["tensors"]
+            counted["host_microseconds_a_tensor"] = 1e6 * host
         ratio = found["seconds"] / alone
         record = {**about, "contender": contender, "state_bytes": states.get(contender, 0)}
         records.append({**record, **found, "times_the_fused_operations_alone": ratio, **counted})

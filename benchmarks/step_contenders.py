@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -177,11 +178,17 @@ def contenders(
             if name not in others:
                 raise
             # Alike on all ranks: what a library lacks or refuses does not depend on the rank.
-            absent[name] = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+            absent[name] = _reason(error)
         else:
             calls[name], states[name] = optimizer.step, _state_bytes(optimizer)
     calls["fused operations alone"] = _alone(model)
     return calls, states, absent
+
+
+def _reason(error: Exception) -> str:
+    """One line; a bare assertion says at least where it stands."""
+    said = str(error).splitlines() or [f"in {extract_tb(error.__traceback__)[-1].name}"]
+    return f"{type(error).__name__}: {said[0]}"
 
 
 def _state_bytes(optimizer: Any) -> float:
