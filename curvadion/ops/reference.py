@@ -20,10 +20,10 @@ from curvadion.ops.tensors import check_product, largest, norm_and_sum, saturate
 
 # Norms in this range have squares that float32 can hold accurately.
 SMALL, LARGE = 1e-12, 1e18
-# Columns of a symmetric product that a CPU computes at once: few enough to leave out most of what
+# Rows of a symmetric product that a CPU computes at once: few enough to leave out most of what
 # is above the diagonal, many enough for a product's full speed. Smaller ones are computed whole.
-COLUMNS = 128
-SMALLEST_IN_BLOCKS = 3 * COLUMNS
+ROWS = 128
+SMALLEST_IN_BLOCKS = 3 * ROWS
 
 
 def norms(X: Sequence[Tensor]) -> Tensor:
@@ -131,7 +131,7 @@ def _low_rank(
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
     """See :func:`curvadion.ops.symmetric_product`.
 
-    On a CPU only blocks on and below the diagonal are computed: (1 + COLUMNS / n) / 2 of the whole
+    On a CPU only blocks on and below the diagonal are computed: (1 + ROWS / n) / 2 of the whole
     product.
     """
     _, n, _ = check_product(A, B, out)
@@ -139,10 +139,10 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
         torch.bmm(A, B, out=out)
         return
     for a, b, c in zip(A, B, out, strict=True):
-        for first in range(0, n, COLUMNS):
-            last = min(n, first + COLUMNS)
-            torch.mm(a[first:], b[:, first:last], out=c[first:, first:last])
-            c[first:last, last:] = c[last:, first:last].mT
+        for first in range(0, n, ROWS):
+            last = min(n, first + ROWS)
+            torch.mm(a[first:last], b[:, :last], out=c[first:last, :last])
+            c[:first, first:last] = c[first:last, :first].mT
 
 
 def _wide(tensor: Tensor) -> Tensor:
