@@ -1,9 +1,12 @@
 """Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
 The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
-number: in float32 the method would fail near a condition of 1e4, and float64 leaves room. Only
-r x r numbers cross the row group. The triangular factor has a positive diagonal, so the result is
-the unique QR factor. It does not depend on the sharding, nor on the signs that a Householder QR
+number: in float32 the method would fail near a condition of 1e4, and float64 leaves room. On a CPU
+the second pass is in the columns' own dtype if the first found none dependent: their condition is
+then about one. Elsewhere the host would have to wait for the answer.
+
+Only r x r numbers cross the row group. The triangular factor has a positive diagonal, so the result
+is the unique QR factor. It does not depend on the sharding, nor on the signs that a Householder QR
 chooses.
 """
 
@@ -17,12 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent
+from curvadion.update.cholesky import inverse_triangle, none_set, without
 
-# A column depends on those before it if its part outside their span, relative to its own length, is
-# smaller than this: the part then holds only rounding errors of the Gram matrix.
-DEPENDENT = 1e-6
 # Added to the diagonal of a float64 Gram matrix, which is one, so that the Cholesky factorisation
 # does not fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
 SHIFT = 1e-13
@@ -36,6 +38,11 @@ FALLEN = 3e-5
 SHORTEST = 2.0**10
 # The float64 numbers that a slice of a stack may take: 128 MiB, or those of one matrix.
 WORKSPACE = 2**24
+# On a CPU fewer, which its caches hold.
+WORKSPACE_ON_CPU = 2**20
+# After the first pass the diagonal of the Cholesky factor is about one. Where it is larger than
+# this, rounding errors of the matrices' own dtype are not amplified.
+NEARLY_ONE = 0.5
 
 
 class Orthonormal(NamedTuple):
@@ -198,18 +205,42 @@ def _cholesky_qr(
             the others do not depend on them.
     """
     results = []
-    summed = _summed_triangles(matrices, rows)
+    summed = _summed_triangles(matrices, rows, last)
     for i, p in enumerate(matrices):
         r = p.shape[-1]
         floor = None if floors is None else floors[i]
         found = []
         for these in _slices(p):
-            gram = _unpacked(summed[i][these], r) if i in summed else _gram(p[these], rows[i])
             after = None if last is None else last[i][these]
             here = None if floor is None else floor.sliced(these)
-            found.append(_orthonormal(p[these], gram, here, after))
+            if i in summed:
+                gram = _unpacked(summed[i][these], r)
+            else:
+                gram = _gram(p[these], rows[i], after)
+            refined = _refined(p[these], gram) if _near(after) else None
+            found.append(refined or _orthonormal(p[these], gram.double(), here, after))
         results.append(found[0] if len(found) == 1 else _joined(found, p))
     return results
+
+
+def _near(last: Tensor | None) -> bool:
+    """Whether columns are known to be nearly orthonormal: a first pass found none dependent."""
+    return last is not None and none_set(last)
+
+
+def _refined(p: Tensor, gram: Tensor) -> Orthonormal | None:
+    """Nearly orthonormal columns made orthonormal in their own dtype; None if they are not near.
+
+    The result does not say how accurate they are, because that is known from the first pass.
+    """
+    lower, _ = torch.linalg.cholesky_ex(gram.to(p.dtype))
+    if not (lower.diagonal(dim1=-2, dim2=-1) > NEARLY_ONE).all():
+        return None
+    columns = torch.linalg.solve_triangular(lower.mT, p, upper=True, left=False).contiguous()
+    lengths = gram.diagonal(dim1=-2, dim2=-1).double().sqrt()
+    return Orthonormal(
+        columns, torch.zeros_like(lengths).bool(), torch.zeros_like(lengths), lengths
+    )
 
 
 def _joined(found: Sequence[Orthonormal], p: Tensor) -> Orthonormal:
@@ -224,7 +255,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
     # After the first pass the columns are far from singular, and need no shift.
     shift = 0.0 if floor is None else SHIFT
-    factor, dependent = _inverse_triangle(gram, lengths, shortest, shift, last)
+    factor, dependent = inverse_triangle(gram, lengths, shortest, shift, last)
     # A column of P W adds up the errors in P with the weights in W.
     eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
@@ -238,40 +269,38 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
     # (k, m_i, r) = (k, m_i, r) (k, r, r)
     columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
-    return Orthonormal(_without(columns, dependent), dependent, error, lengths)
+    return Orthonormal(without(columns, dependent), dependent, error, lengths)
 
 
 def _slices(p: Tensor) -> list[slice]:
     """Slices of a stack that bound the memory of float64 copies."""
     k, m, r = p.shape
-    count = max(1, WORKSPACE // max(1, m * r + 6 * r * r))
+    workspace = min(WORKSPACE, WORKSPACE_ON_CPU) if p.device.type == "cpu" else WORKSPACE
+    count = max(1, workspace // max(1, m * r + 6 * r * r))
     return [slice(first, first + count) for first in range(0, k, count)]
 
 
 def _completed(p: Tensor, dependent: Tensor, rows: Extent) -> Tensor:
-    if _none(dependent):
+    if none_set(dependent):
         return p
     directions = completing_directions(rows.positions(p.device), p.shape[-1])
     return torch.where(dependent.unsqueeze(-2), directions.to(p), p)
 
 
-def _without(p: Tensor, dependent: Tensor) -> Tensor:
-    """The matrices with dependent columns set to zero, in place, even if these are not finite."""
-    return p if _none(dependent) else p.masked_fill_(dependent.unsqueeze(-2), 0.0)
+def _gram(p: Tensor, rows: Extent, last: Tensor | None) -> Tensor:
+    """P^T P of the rows that this rank counts, (k, r, r), float64 or P's dtype.
+
+    For nearly orthonormal columns, in their own dtype: rounding errors of their Gram matrix are
+    no larger than those of the columns. Ranks whose slices differ may add up both kinds.
+    """
+    counted = rows.counted(p) if _near(last) else rows.counted(p).double()
+    k, r = len(p), p.shape[-1]
+    return ops.symmetric_product(counted.mT, counted, counted.new_empty(k, r, r))
 
 
-def _none(flags: Tensor) -> bool:
-    """Whether no flag is set; False on devices where asking takes a device-to-host read."""
-    return flags.device.type == "cpu" and not flags.any()
-
-
-def _gram(p: Tensor, rows: Extent) -> Tensor:
-    """P^T P of the rows that this rank counts, (k, r, r) float64."""
-    wide = rows.counted(p).double()
-    return wide.mT @ wide
-
-
-def _summed_triangles(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> dict[int, Tensor]:
+def _summed_triangles(
+    matrices: Sequence[Tensor], rows: Sequence[Extent], last: Sequence[Tensor] | None
+) -> dict[int, Tensor]:
     """Packed upper triangles of P^T P, (k, r (r + 1) / 2), of each sharded P, by its index."""
     sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
     slots = []
@@ -283,7 +312,8 @@ def _summed_triangles(matrices: Sequence[Tensor], rows: Sequence[Extent]) -> dic
     for i, view in zip(sharded, buckets.views, strict=True):
         upper, lower = _triangle(matrices[i].shape[-1], view.device)
         for these in _slices(matrices[i]):
-            view[these] = _gram(matrices[i][these], rows[i])[:, upper, lower]
+            after = None if last is None else last[i][these]
+            view[these] = _gram(matrices[i][these], rows[i], after)[:, upper, lower]
     buckets.all_reduce_()
     return dict(zip(sharded, buckets.views, strict=True))
 
@@ -299,58 +329,6 @@ def _unpacked(triangles: Tensor, r: int) -> Tensor:
 
 def _triangle(r: int, device: torch.device) -> Tensor:
     return torch.triu_indices(r, r, device=device)
-
-
-def _inverse_triangle(
-    gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """W such that P W has orthonormal columns, and which columns depend on those before them.
-
-    Args:
-        gram: P^T P, (k, r, r) float64.
-        lengths: the square roots of its diagonal, (k, r).
-        floor: (k, r); a column must be longer than this, and so must its part outside the span of
-            the columns before it.
-        shift: added to the diagonal of the scaled Gram matrix.
-        last: (k, r) of bool, columns that come after all others; None for none.
-
-    Returns:
-        W (k, r, r), upper triangular except for the columns that come last, and dependent (k, r) of
-        bool; dependent columns of W are zero.
-    """
-    if last is not None:
-        order = last.to(torch.int8).argsort(dim=-1, stable=True)
-        sorted_lengths, sorted_floor = lengths.gather(-1, order), floor.gather(-1, order)
-        factor, dependent = _inverse_triangle(
-            _permuted(gram, order), sorted_lengths, sorted_floor, shift, None
-        )
-        back = order.argsort(dim=-1)
-        return _permuted(factor, back), dependent.gather(-1, back)
-    short = ~(lengths > floor)
-    inverse_lengths = torch.where(short, torch.inf, lengths).reciprocal()
-    # Drop short columns first, so that no other column is compared with them.
-    either = short.unsqueeze(-1) | short.unsqueeze(-2)
-    unit = gram * inverse_lengths.unsqueeze(-1) * inverse_lengths.unsqueeze(-2)
-    unit = unit.masked_fill(either, 0.0)
-    unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
-    # cholesky_ex reports a failure in a tensor, which needs no device-to-host read.
-    lower, _ = torch.linalg.cholesky_ex(unit)
-    left = lower.diagonal(dim1=-2, dim2=-1)
-    dependent = short | ~(left > DEPENDENT) | ~(left * lengths > floor)
-    # Drop a dependent column, so that later columns are not compared with its noise.
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    lower = torch.where(dependent.unsqueeze(-2), identity, lower)
-    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    # The inverse also amplifies errors of the Gram matrix, relative to the columns' own lengths.
-    dependent = dependent | ~(DEPENDENT * inverse.square().sum(dim=-1).sqrt() < 1)
-    factor = inverse_lengths.unsqueeze(-1) * inverse.mT
-    return factor.masked_fill(dependent.unsqueeze(-2), 0.0), dependent
-
-
-def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
-    """Matrices (k, r, r) with rows and columns in a new order, (k, r)."""
-    rows = matrix.gather(-2, order.unsqueeze(-1).expand_as(matrix))
-    return rows.gather(-1, order.unsqueeze(-2).expand_as(matrix))
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import curvadion.update.orthonormalize as module
 import distributed
 from curvadion.layout.matrix import Extent
+from curvadion.update.cholesky import inverse_of
 from curvadion.update.orthonormalize import completing_directions, orthonormalize
 from reference import positive_qr, relative_error
 
@@ -187,3 +191,59 @@ def test_cut_rows_equal_the_uncut_result(sizes, deficient):
     pieces = distributed.run(len(sizes), cut_rows, sizes, P)
     whole = orthonormalize([P], [Extent(range(40))])[0]
     assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-5
+
+
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-13}
+
+
+@contextmanager
+def second_pass_in_float64():
+    """As on devices where the host must not ask whether columns are dependent."""
+    with mock.patch.object(module, "none_set", lambda flags: False):
+        yield
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("condition", [1e0, 1e2, 1e4, 1e5, 1e6, 1e7, 1e8])
+@pytest.mark.parametrize(("m", "r"), [(512, 64), (70, 70), (400, 390)])
+def test_a_second_pass_in_the_columns_dtype_is_as_accurate(dtype, condition, m, r):
+    P = with_condition(m, r, condition).to(dtype)
+    Q = solve(P)
+    assert orthogonality_error(Q) < TOLERANCE[dtype]
+    with second_pass_in_float64():
+        wide = solve(P)
+    # What both passes leave open is how the first one rounds directions that are badly conditioned.
+    assert relative_error(Q, wide) < max(1e-5, 10 * condition * torch.finfo(dtype).eps)
+    if condition < 1e5:
+        errors = {torch.float32: 1e-6 * condition, torch.float64: 1e-12 * condition}
+        assert relative_error(Q, positive_qr(P.double())) < 1e-6 + errors[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dependent", ["zero", "repeated", "not finite", "all zero"])
+def test_matrices_with_dependent_columns_keep_the_float64_pass(dtype, dependent):
+    P = torch.stack([gaussian(60, 12, seed) for seed in range(3)]).to(dtype)
+    bad = {"zero": 0.0, "repeated": P[1, :, 2], "not finite": float("nan"), "all zero": 0.0}
+    P[1, :, slice(None) if dependent == "all zero" else 5] = bad[dependent]
+    (Q,) = orthonormalize([P], [Extent(range(60))])
+    with second_pass_in_float64():
+        (wide,) = orthonormalize([P], [Extent(range(60))])
+    assert torch.equal(Q, wide) or relative_error(Q, wide) < TOLERANCE[dtype]
+    for i in (0, 2):
+        assert relative_error(Q[i], positive_qr(P[i].double())) < 100 * TOLERANCE[dtype]
+    assert all(orthogonality_error(one) < TOLERANCE[dtype] for one in Q)
+
+
+def test_columns_that_are_not_near_are_left_to_float64():
+    P = with_condition(40, 8, 1e3).float().unsqueeze(0)
+    assert module._refined(P, P.mT @ P) is None
+    P[0, 0, 0] = float("nan")
+    assert module._refined(P, P.mT @ P) is None
+
+
+@pytest.mark.parametrize("r", [1, 95, 96, 97, 193, 400])
+def test_inverses_of_triangles(r):
+    lower = torch.eye(r, dtype=torch.float64) + gaussian(r, r).tril(-1) / r
+    found = inverse_of(lower.unsqueeze(0)).squeeze(0)
+    assert relative_error(found, torch.linalg.inv(lower)) < 1e-13
+    assert found.triu(1).abs().max() == 0 if r > 1 else found == 1
