@@ -35,6 +35,9 @@ from curvadion.update.row_shards import sum_shared_
 
 RightFactor = Literal["column_normalized", "qr"]
 
+# A product of a matrix with so few numbers takes longer to start than to compute.
+SMALL = 2**12
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -42,8 +45,8 @@ class Stack:
 
     Attributes:
         layout: the common layout.
-        B: local shards, (m_i, n_j) each, of any floating dtype and any strides. They are read one
-            at a time, so the sequence may create each one when it is read.
+        B: local shards, (m_i, n_j) each, of any floating dtype and any strides. Unless they are
+            small they are read one at a time, so the sequence may create each one when it is read.
         Q: right factors, (n_j, r) each.
         right_factor: how R becomes the next Q.
         dtype: of the products P and R: float32, or float64 for float64 parameters.
@@ -148,6 +151,9 @@ def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
         [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
     )
     for stack, P in zip(stacks, buckets.views, strict=True):
+        if _small(stack):
+            torch.bmm(_stacked(stack.B, stack.dtype), _stacked(stack.Q, stack.dtype), out=P)
+            continue
         for B, Q, out in zip(stack.B, stack.Q, P, strict=True):
             # (m_i, r) = (m_i, n_j) (n_j, r)
             torch.mm(B.to(stack.dtype), Q.to(stack.dtype), out=out)
@@ -168,6 +174,9 @@ def right_products(
         [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
     )
     for stack, P_stack, R in zip(stacks, P, buckets.views, strict=True):
+        if _small(stack):
+            torch.bmm(_stacked(stack.B, stack.dtype).mT, P_stack, out=R)
+            continue
         for B, P_one, out in zip(stack.B, P_stack, R, strict=True):
             # (n_j, r) = (n_j, m_i) (m_i, r)
             torch.mm(B.to(stack.dtype).mT, P_one, out=out)
@@ -178,6 +187,14 @@ def right_products(
     buckets.all_reduce_(divide_by=_replicas(stacks))
     sum_shared_(buckets.views, [s.layout.columns for s in stacks])
     return buckets.views, own
+
+
+def _small(stack: Stack) -> bool:
+    return len(stack.layout.rows) * len(stack.layout.columns) <= SMALL
+
+
+def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.stack(list(matrices)).to(dtype)
 
 
 def _next_right_factors(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ import torch.distributed as dist
 import distributed
 from curvadion import WireMeter
 from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.update import power_iteration as module
 from curvadion.update.power_iteration import Stack, power_iteration
 from reference import positive_qr, relative_error
 
@@ -148,3 +152,25 @@ def test_a_union_group_is_asked_for():
     rows, columns = Extent(range(40), object()), Extent(range(24))
     with pytest.raises(ValueError, match="rows_and_replicas"):
         MatrixLayout((40, 24), rows, columns, replicas=object())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("m", "n", "r"), [(40, 24, 7), (64, 64, 20), (9, 1, 1)])
+def test_small_matrices_are_multiplied_together(stored, turned, m, n, r):
+    B, Q = problem(m, n, r, k=5)
+    B[3] = 0
+    dtype = torch.float64 if stored == torch.float64 else torch.float32
+    momenta = [b.to(stored).mT.contiguous().mT if turned else b.to(stored) for b in B]
+    given = stack_of(B, Q, MatrixLayout.whole((m, n)))
+    given = replace(given, B=momenta, Q=[q.to(dtype) for q in Q], dtype=dtype, stored=stored)
+    together = power_iteration([given])[0]
+    with mock.patch.object(module, "SMALL", 0):
+        alone = power_iteration([given])[0]
+    held = torch.stack([b.double() for b in momenta])
+    assert together.P.dtype == dtype and together.R[3].norm() == 0 == together.Q[3].norm()
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+    for i in (0, 1, 2, 4):
+        assert relative_error(together.P[i], positive_qr(held[i] @ given.Q[i].double())) < tolerance
+        assert relative_error(together.R[i], alone.R[i]) < tolerance
+        assert relative_error(together.Q[i], alone.Q[i]) < tolerance
