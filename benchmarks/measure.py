@@ -97,8 +97,9 @@ def environment(device: torch.device) -> dict[str, Any]:
 def write(path: Path, device: torch.device, records: Sequence[dict[str, Any]]) -> None:
     """The records with the command that made them and the environment, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    ranks = os.environ.get("WORLD_SIZE")  # which torchrun sets
-    launcher = ["python"] if ranks is None else ["torchrun", "--nproc-per-node", ranks]
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    launcher = ["torchrun", "--nproc-per-node", ranks] if by_torchrun else ["python"]
     command = shlex.join([*launcher, *sys.argv])
     if os.environ.get("OMP_NUM_THREADS"):
         command = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {command}"

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
+from pathlib import Path
+
+import torch
+
+# Whose code a user of an optimizer does not look at.
+_NOT_THE_USERS = tuple(str(Path(file).parent) for file in (__file__, str(torch.__file__)))
 
 
 def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:
@@ -40,3 +47,11 @@ def boolean(key: str, value: object) -> None:
     """Raise TypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{key}={value!r} must be True or False")
+
+
+def frames_up() -> int:
+    """The stack level of a warning that is to name the user's line, wherever it is given."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        level, frame = level + 1, frame.f_back
+    return level

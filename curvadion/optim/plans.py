@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion import checks
 from curvadion.comm.collectives import group_size
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
@@ -210,7 +211,7 @@ def _warn_of_ranks(changed: Sequence[_Changed]) -> None:
         warnings.warn(
             f"rank_fraction was changed in {sorted(groups)}, but direction='polar' has no rank: it "
             f"has no effect until direction is 'low_rank'.",
-            stacklevel=6,
+            stacklevel=checks.frames_up(),
         )
 
 

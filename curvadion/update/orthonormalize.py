@@ -2,8 +2,9 @@
 
 The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
 number: in float32 the method would fail near a condition of 1e4, and float64 leaves room. On a CPU
-the second pass is in the columns' own dtype if the first found none dependent: their condition is
-then about one. Elsewhere the host would have to wait for the answer.
+the second pass takes products of some rows, and divides by the triangle, in the columns' own dtype
+if the first found none dependent: their condition is then about one. Elsewhere the host would have
+to wait for the answer.
 
 Only r x r numbers cross the row group. The triangular factor has a positive diagonal, so the result
 is the unique QR factor. It does not depend on the sharding, nor on the signs that a Householder QR
@@ -40,6 +41,8 @@ SHORTEST = 2.0**10
 WORKSPACE = 2**24
 # On a CPU fewer, which its caches hold.
 WORKSPACE_ON_CPU = 2**20
+# In a product with more, rounding errors of float32 sums may show.
+ROWS_IN_A_PRODUCT = 2**10
 # After the first pass the diagonal of the Cholesky factor is about one. Where it is larger than
 # this, rounding errors of the matrices' own dtype are not amplified.
 NEARLY_ONE = 0.5
@@ -288,14 +291,22 @@ def _completed(p: Tensor, dependent: Tensor, rows: Extent) -> Tensor:
 
 
 def _gram(p: Tensor, rows: Extent, last: Tensor | None) -> Tensor:
-    """P^T P of the rows that this rank counts, (k, r, r), float64 or P's dtype.
+    """P^T P of the rows that this rank counts, (k, r, r) float64.
 
-    For nearly orthonormal columns, in their own dtype: rounding errors of their Gram matrix are
-    no larger than those of the columns. Ranks whose slices differ may add up both kinds.
+    For nearly orthonormal columns, products of some rows are taken in their own dtype: rounding
+    errors are then no larger than those of the columns. Sums of many rows are not, because some
+    libraries add them up one by one. Ranks whose slices differ may add up both kinds.
     """
-    counted = rows.counted(p) if _near(last) else rows.counted(p).double()
-    k, r = len(p), p.shape[-1]
-    return ops.symmetric_product(counted.mT, counted, counted.new_empty(k, r, r))
+    counted = rows.counted(p)
+    k, m, r = counted.shape
+    if not _near(last) or p.dtype == torch.float64:
+        wide = counted.double()
+        return ops.symmetric_product(wide.mT, wide, wide.new_empty(k, r, r))
+    gram = counted.new_zeros(k, r, r, dtype=torch.float64)
+    product = counted.new_empty(k, r, r)
+    for some in counted.split(ROWS_IN_A_PRODUCT, dim=1) if m else ():
+        gram += ops.symmetric_product(some.mT, some, product)
+    return gram
 
 
 def _summed_triangles(

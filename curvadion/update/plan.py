@@ -177,6 +177,8 @@ class Plan:
         """
         for wave, places in self._waves:
             wave._states = [self._states[i] for i in places]
+            if wave is not self:
+                wave._known_states = None  # it must not keep states that have been replaced
         return [wave for wave, _ in self._waves]
 
     def matrix_waves(self) -> list[Plan]:

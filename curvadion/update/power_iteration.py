@@ -190,7 +190,10 @@ def right_products(
 
 
 def _small(stack: Stack) -> bool:
-    return len(stack.layout.rows) * len(stack.layout.columns) <= SMALL
+    """Whether a copy of all its matrices and factors costs less than a call for each."""
+    k, rows, r = stack.P_shape
+    columns = len(stack.layout.columns)
+    return k > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL
 
 
 def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -476,6 +476,21 @@ def test_no_gradient_outlives_zero_grad(kind):
         gc.enable()
 
 
+def test_replaced_states_are_let_go():
+    """With two directions the step goes through the matrices in two parts, each with its states."""
+    X = matrices(3)
+    groups = [{"params": X[:2]}, {"params": X[2:], "direction": "polar"}]
+    optimizer = Dion(groups)
+    give_gradients(X)
+    optimizer.step()
+    before = [weakref.ref(t) for state in optimizer.state.values() for t in state.values()]
+    for x in X:
+        optimizer.state[x] = {k: v.clone() for k, v in optimizer.state[x].items()}
+    optimizer.step()
+    gc.collect()
+    assert not any(tensor() is not None for tensor in before)
+
+
 def test_cleared_state_starts_afresh():
     X = matrices()
     optimizer = CurvaDion(X)

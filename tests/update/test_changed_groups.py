@@ -301,6 +301,7 @@ def test_a_rank_that_a_direction_does_not_have_is_told():
             warnings.simplefilter("always")
             optimizer.step()
         assert ["'polar' has no rank" in str(w.message) for w in heard] == [True] * told
+        assert all(w.filename == __file__ for w in heard)
 
 
 def test_other_state_stays_as_it_is():

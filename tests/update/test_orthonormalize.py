@@ -219,6 +219,13 @@ def test_a_second_pass_in_the_columns_dtype_is_as_accurate(dtype, condition, m, 
         assert relative_error(Q, positive_qr(P.double())) < 1e-6 + errors[dtype]
 
 
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize(("m", "r"), [(50_257, 8), (300_000, 2), (4_096, 1), (20_000, 24)])
+def test_many_rows_lose_nothing_in_sums_of_float32(m, r, mean):
+    P = (gaussian(m, r) + mean).float()
+    assert orthogonality_error(solve(P)) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("dependent", ["zero", "repeated", "not finite", "all zero"])
 def test_matrices_with_dependent_columns_keep_the_float64_pass(dtype, dependent):
