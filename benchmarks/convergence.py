@@ -36,7 +36,7 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 import train_gpt
 from command_line import option, parse
 from convergence_report import at_best_rates, read_records
-from curvadion import WireMeter
+from curvadion import WireMeter, checks
 from curvadion.comm.collectives import mean_
 from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
@@ -64,7 +64,9 @@ class Options:
     size: tuple[str, ...] = option((), "only these sizes")
     seed: tuple[int, ...] = option((), "these seeds instead of the grid's")
     budget: tuple[float, ...] = option(
-        (), "these budgets instead of the grid's; 0: methods that follow none"
+        (),
+        "full: these budgets instead of the grid's; quick: only these of its own. "
+        "0: methods that follow none",
     )
     lr: tuple[float, ...] = option((), "these learning rates instead of the grid's")
     elementwise: tuple[float, ...] = option((), "these shares of them beside Dion")
@@ -285,10 +287,13 @@ def selected(options: Options) -> list[Run]:
     """Return the runs that the options ask for.
 
     Raises:
-        ValueError: for less than two replicas, and names of no method or size of the grid.
+        ValueError: for less than two replicas, for what is no budget, for a method, size or budget
+            that the grid has not, and where none of its runs is all that is asked for.
     """
     if options.replicas < 2:
         raise ValueError(f"replicas={options.replicas} must be >= 2: one sends nothing")
+    for budget in options.budget:
+        checks.number("budget", budget, most=1.0)
     choice = Choice(options.seed, options.lr, options.elementwise, options.steps, options.budget)
     runs = list(GRIDS[options.grid](options.replicas, choice))
     if options.newton_schulz_steps:
@@ -299,15 +304,23 @@ def selected(options: Options) -> list[Run]:
         ]
     if options.best:
         runs = at_best_rates(runs, read_records(Path(options.out)))
-    if options.budget:
-        runs = [run for run in runs if (run.budget or 0.0) in options.budget]
-    for name in ("method", "size"):
-        wanted = getattr(options, name)
-        known = list(dict.fromkeys(getattr(run, name) for run in runs))
-        if unknown := set(wanted) - set(known):
-            raise ValueError(f"{name}={sorted(unknown)}: grid={options.grid!r} has {known}")
-        runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
-    return runs
+    of_runs = [(run.method, run.size, run.budget or 0.0) for run in runs]
+    wanted = options.method, options.size, options.budget
+    # With budgets of its own a grid may lack methods.
+    known = list(METHODS), *(list(dict.fromkeys(one[i] for one in of_runs)) for i in (1, 2))
+    for name, values, there in zip(("method", "size", "budget"), wanted, known, strict=True):
+        if unknown := set(values) - set(there):
+            raise ValueError(f"{name}={sorted(unknown)}: grid={options.grid!r} has {there}")
+    chosen = [
+        run
+        for run, values in zip(runs, of_runs, strict=True)
+        if all(not some or value in some for some, value in zip(wanted, values, strict=True))
+    ]
+    if not chosen:
+        asked = dict(zip(("method", "size", "budget"), map(list, wanted), strict=True))
+        told = ", ".join(f"{name}={values}" for name, values in asked.items() if values)
+        raise ValueError(f"grid={options.grid!r} has no run with {told}")
+    return chosen
 
 
 def estimate(records: dict[str, dict[str, Any]], pending: Sequence[Run]) -> str:

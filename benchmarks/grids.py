@@ -133,7 +133,7 @@ class Choice:
     lrs: Sequence[float] = ()
     elementwise: Sequence[float] = ()
     steps: int | None = None
-    budgets: Sequence[float] = ()  # 0 stands for methods that follow none
+    budgets: Sequence[float] = ()  # of full; 0 stands for methods that follow none
 
     def rates(self, method: str, *, middle: bool) -> Iterator[tuple[float, dict[str, float]]]:
         """Yield learning rates of a method with the settings that go with them."""

@@ -278,6 +278,13 @@ def test_a_grid_has_every_method_and_no_run_twice(name):
         ("--replicas 1", "replicas=1"),
         ("--method sgd", r"method=\['sgd'\]: .*adamw"),
         ("--size medium", r"size=\['medium'\]: .*small"),
+        ("--budget -1", r"budget=-1\.0 must be finite, >= 0"),
+        ("--budget 5", r"budget=5\.0 must be .*<= 1"),
+        ("--budget nan --grid full", "budget=nan must be finite"),
+        ("--budget 0.02", r"budget=\[0\.02\]: grid='quick' has \[0\.0, 0\.1, 0\.03, 0\.01\]"),
+        ("--budget 0.01 --method powersgd", r"no run with method=\['powersgd'\], budget="),
+        ("--budget 0.01 --method sgd", r"method=\['sgd'\]: .*adamw"),
+        ("--budget 0.01 --method adamw", r"no run with method=\['adamw'\], budget=\[0\.01\]"),
     ],
 )
 def test_what_is_not_in_a_grid_is_named(flags, message):
@@ -306,6 +313,9 @@ def test_flags_choose_runs():
         ("ours", 5),
         ("ours_low_rank", None),
     }
+    flags = "--grid quick --budget 0.03 0.01 --method ours"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    assert [each.budget for each in chosen] == [0.03, 0.01]
     flags = "--grid full --seed 0 --budget 0"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
     never_within = {"adamw", "dion", "dion_nesterov", "muon", "published", "authors"}
