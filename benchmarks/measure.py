@@ -27,13 +27,17 @@ def interleaved(
     rounds: int,
     seconds: float,
     before: Callable[[], object] | None = None,
+    anywhere: Callable[[bool], bool] = bool,
 ) -> dict[str, list[float]]:
     """Seconds of every call; contenders take turns, so that a noisy moment hits all of them.
 
-    Stops after ``rounds`` rounds, or after the first that ends beyond ``seconds``. ``before`` is
-    called before each call, outside its time.
+    Stops after ``rounds`` rounds, or after the first that ends beyond ``seconds``; the calls that
+    warm up do not count. ``before`` is called before each call, outside its time. ``anywhere``:
+    whether something holds on any rank, for ranks that must take the same number of rounds.
     """
     for call in contenders.values():
+        if before is not None:
+            before()
         call()
     times: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
@@ -42,7 +46,7 @@ def interleaved(
             if before is not None:
                 before()
             times[name].append(_seconds(call, device))
-        if time.perf_counter() - begin > seconds:
+        if anywhere(time.perf_counter() - begin > seconds):
             break
     return times
 

@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 2 benchmarks/optimizer_step.py --contenders opening "Muon and AdamW"
     torchrun --nproc-per-node 2 benchmarks/optimizer_step.py --shards
 
-The third one, on two processes or more, also measures an opening: a local step, codes and all that
-replicas do around them. With --shards the processes hold one replica together, and every parameter
-is cut by rows, as FSDP2 cuts it. Ranks take turns together, and the times are the first one's.
+The processes of torchrun are replicas: each holds all parameters and has gradients of its own. The
+third command also measures an opening: a local step, codes and all that replicas do around them.
+With --shards the processes hold one replica together, and every parameter is cut by rows, as FSDP2
+cuts it. Ranks take turns together, and the times are the first one's.
 
 Besides seconds, a record counts what a step launches and reads back, and its peak memory above what
 lives between steps. Launches on a GPU are kernels, and reads are copies to the host; on a CPU they
@@ -46,11 +47,10 @@ from curvadion import WireMeter, ops
 from curvadion.layout.dtensor import local
 from measure import axes_to_save, interleaved, summary, write
 from models import MODELS
-from step_contenders import Model, Weights, contenders
+from step_contenders import ALONE, NAMES, OPENING, Model, Weights, contenders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSED = "closed gate, gradient step"
-ALONE = "fused operations alone"
 TINY = 4096  # numbers a tensor; of larger ones two measurements differ by more than the host's time
 
 
@@ -69,15 +69,23 @@ class _Counter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """What one call launches and reads back, and its peak memory above that before it."""
+def counts(
+    call: Callable[[], object], device: torch.device, before: Callable[[], object]
+) -> dict[str, int]:
+    """What one call launches and reads back, and its peak memory above that before it.
+
+    ``before`` is called before each call, and not counted.
+    """
     # Only in plain PyTorch does torch see all products, and only what is not compiled.
     uncompiled = torch.compiler.set_stance("force_eager")
+    before()
     with uncompiled, FlopCounterMode(display=False) as flops, ops.use_backend("torch"):
         call()
+    before()
     if device.type != "cuda":
         with torch.compiler.set_stance("force_eager"), _Counter() as counter:
             call()
+        before()
         peak = _peak_on_the_cpu(call)
         return {
             "flops": flops.get_total_flops(),
@@ -87,10 +95,11 @@ def counts(call: Callable[[], object], device: torch.device) -> dict[str, int]:
         }
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    held = torch.cuda.memory_allocated()
     call()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - held
+    before()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         call()
         torch.cuda.synchronize()
@@ -175,20 +184,34 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The records of one model."""
     device = torch.device(options.device)
     model = _model(name, options)
-    calls, states, absent = contenders(model, options.contenders, peers=not options.without_peers)
+    together = dist.is_initialized()
+    restore = _restoring(model)
+
+    def before() -> None:
+        restore()
+        if together:
+            dist.barrier()
+
+    peers = not options.without_peers
+    calls, states, absent = contenders(model, options.contenders, peers=peers, before=restore)
     for contender, reason in absent.items():
         _say(f"{name:14}{contender:27}left out: {reason}")
-    together = dist.is_initialized()
     # Ranks that step together must take the same number of rounds, and begin at the same time.
-    limit = float("inf") if together else options.seconds
-    before = dist.barrier if together else None
-    times = interleaved(calls, device, rounds=options.rounds, seconds=limit, before=before)
+    times = interleaved(
+        calls,
+        device,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        before=before,
+        anywhere=_on_any_rank,
+    )
     alone = min(times[ALONE])
     about, records = _about(name, model, options), []
     for contender, seconds in times.items():
         found = summary(seconds)
-        counted: dict[str, Any] = dict(counts(calls[contender], device))
+        counted: dict[str, Any] = dict(counts(calls[contender], device, before))
         if together:
+            before()
             counted |= counts_of_ranks(calls[contender], counted["peak_bytes"])
         elif contender == CLOSED and about["elements"] <= TINY * about["tensors"]:
             host = (found["seconds"] - alone) / about["tensors"]
@@ -201,6 +224,29 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             f"{ratio:8.2f} x the fused operations alone  {counted}"
         )
     return records
+
+
+def _restoring(model: Model) -> Callable[[], None]:
+    """What gives replicas their own gradients back: a step that averages them leaves the mean."""
+    if model.replicas is None:
+        return lambda: None
+    own = [x.grad.clone() for x in model.both if x.grad is not None]
+
+    def restore() -> None:
+        for x, gradient in zip(model.both, own, strict=True):
+            assert x.grad is not None
+            x.grad.copy_(gradient)
+
+    return restore
+
+
+def _on_any_rank(true: bool) -> bool:
+    """Whether it is true on some rank; collective where there are several."""
+    if not dist.is_initialized():
+        return true
+    anywhere = torch.tensor([int(true)])
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    return bool(anywhere.item())
 
 
 def _first() -> bool:
@@ -236,21 +282,40 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 def command_line() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="Under torchrun each process is a replica that holds all parameters, unless "
+        "--shards is given.",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=["gpt2-160m"], choices=list(MODELS))
     parser.add_argument("--blocks", type=int, help="take that many blocks of each model")
     parser.add_argument("--matrices-only", action="store_true", help="no embeddings, no norms")
-    parser.add_argument("--contenders", nargs="+", default=[], help="all if none is named")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        default=[],
+        choices=NAMES,
+        metavar="NAME",
+        help="all if none is named: " + ", ".join(f'"{name}"' for name in NAMES),
+    )
     parser.add_argument(
         "--without-peers", action="store_true", help="not beside other libraries, unless named"
     )
     parser.add_argument(
-        "--shards", action="store_true", help="the processes of torchrun hold one replica together"
+        "--shards",
+        action="store_true",
+        help="the processes of torchrun hold one replica together; else each is a replica",
     )
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=60, help="limit for one model")
+    parser.add_argument("--rounds", type=int, default=30, help="timed calls of each contender")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60,
+        help="no round of a model begins later than so many seconds after the first one (there is "
+        "always one); what is made before and counted after them comes on top",
+    )
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="picture of the records")
     return parser
@@ -266,6 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--shards needs processes: run it with torchrun")
     if options.shards and options.device != "cpu":
         parser.error("--shards runs on the CPU: its ranks would share one GPU")
+    if OPENING in options.contenders and (options.shards or not dist.is_initialized()):
+        parser.error(f"--contenders {OPENING} needs replicas: run it with torchrun, not --shards")
     records = []
     for name in options.models:
         records += measured(name, options)

@@ -25,6 +25,9 @@ from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
 from curvadion.update.scalar import elementwise_step
 from measure import Contenders
 
+OPENING = "opening"
+ALONE = "fused operations alone"
+
 Weights = list[torch.nn.Parameter]
 Make = Callable[[], Any]
 
@@ -120,7 +123,7 @@ def _nvidia_muon(model: Model) -> Several:
 
 def _ours(model: Model) -> dict[str, Make]:
     # An opening comes first, while replicas still hold the same weights.
-    opening = {"opening": lambda: _local(model, period=1)} if model.replicas else {}
+    opening = {OPENING: lambda: _local(model, period=1)} if model.replicas else {}
     return {
         **opening,
         "closed gate, gradient step": lambda: _curvadion(
@@ -151,8 +154,13 @@ def _peers(model: Model) -> dict[str, Make]:
     }
 
 
+# Of all there are; replicas alone have openings, and the last is always measured.
+_NONE = Model([], [])
+NAMES = list(dict.fromkeys([OPENING, *_ours(_NONE), *_torch(_NONE), *_peers(_NONE), ALONE]))
+
+
 def contenders(
-    model: Model, chosen: Sequence[str], *, peers: bool
+    model: Model, chosen: Sequence[str], *, peers: bool, before: Callable[[], object]
 ) -> tuple[Contenders, dict[str, float], dict[str, str]]:
     """What is compared.
 
@@ -160,6 +168,7 @@ def contenders(
         model: what is trained.
         chosen: names; empty for all.
         peers: whether other libraries take part where none is named.
+        before: is called before each one's first step.
 
     Returns:
         By name: the calls, the bytes of state that this rank holds, and why a contender is left
@@ -171,6 +180,7 @@ def contenders(
     for name, make in {**_ours(model), **_torch(model), **others}.items():
         if chosen and name not in chosen:
             continue
+        before()
         try:
             optimizer = make()
             optimizer.step()  # creates the state, and compiles what is compiled
@@ -181,7 +191,8 @@ def contenders(
             absent[name] = _reason(error)
         else:
             calls[name], states[name] = optimizer.step, _state_bytes(optimizer)
-    calls["fused operations alone"] = _alone(model)
+    before()
+    calls[ALONE] = _alone(model)
     return calls, states, absent
 
 

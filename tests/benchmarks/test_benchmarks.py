@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import distributed
 import fresh
@@ -110,6 +111,57 @@ def test_a_step_of_shards(tmp_path):
     assert all(min(found[name]["bytes_sent_by_rank"]) > 0 for name in names[:2])
 
 
+def measure_replicas(rank, *arguments):
+    import optimizer_step
+
+    optimizer_step.main([*arguments, "--device", "cpu"])
+
+
+def test_replicas_keep_gradients_of_their_own_and_stop_together(tmp_path):
+    # A polar step averages gradients in place, and an optimizer refuses gradients that are alike.
+    names = "opening", "Dion, polar", "local step, polar"
+    few = ("--models", "500x2000", "--blocks", "1", "--contenders", *names)
+    output = tmp_path / "a.json"
+    rounds = ("--rounds", "1000000", "--seconds", "0")
+    distributed.run(2, measure_replicas, "--output", str(output), *few, *rounds)
+    found = {r["contender"]: r for r in json.loads(output.read_text("utf-8"))["records"]}
+    assert set(found) == {*names, "fused operations alone"}
+    for r in found.values():
+        assert (r["replicas"], r["shards"], r["calls"]) == (2, 1, 1)
+        assert len(r["bytes_sent_by_rank"]) == 2
+
+
+def late_on(rank):
+    import measure
+    import optimizer_step
+
+    assert optimizer_step._on_any_rank(rank == 1)
+    assert not optimizer_step._on_any_rank(False)
+    times = measure.interleaved(
+        {"nothing": lambda: None},
+        torch.device("cpu"),
+        rounds=3,
+        seconds=-1 if rank == 1 else 1e9,
+        anywhere=optimizer_step._on_any_rank,
+    )
+    return len(times["nothing"])
+
+
+def test_a_limit_that_one_rank_has_reached_ends_the_rounds_of_all():
+    assert distributed.run(2, late_on) == [1, 1]
+
+
+def test_unknown_contenders_are_named():
+    said = run("optimizer_step.py", "--contenders", "foo", "--device", "cpu")
+    assert said.returncode == 2
+    assert "'foo'" in said.stderr and "local step, polar" in said.stderr
+    said = run("optimizer_step.py", "--contenders", "opening", "--device", "cpu")
+    assert said.returncode == 2 and "needs replicas" in said.stderr
+    said = run("optimizer_step.py", "--help")
+    text = " ".join(said.stdout.split())
+    assert '"Muon and AdamW"' in text and "each process is a replica" in text
+
+
 def test_shards_need_processes():
     said = run("optimizer_step.py", "--shards", "--device", "cpu")
     assert said.returncode == 2 and "run it with torchrun" in said.stderr
@@ -145,8 +197,6 @@ def test_the_report_of_a_gpu_passes_options_that_exist():
 
 
 def test_the_report_of_a_gpu_needs_one(tmp_path):
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("has a CUDA device")
     result = run("gpu_report.py", "--output", tmp_path / "a.json")
