@@ -57,12 +57,13 @@ class QuantizedAverage(Sync):
             sixteenth step (docs/convergence.md).
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
-            of the weights meanwhile.
+            of a wave's weights meanwhile (docs/guide.md#memory).
         polar_correction: whether replicas restore, for no bytes, the length that the mean of their
             directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
-            holds a copy of the anchors meanwhile.
-        residual_dtype: "bfloat16" or "float32", of what the codes have lost. Codes of few bits lose
-            a third of a pseudo-gradient; that bfloat16 loses a 500th of this third is no loss.
+            holds a copy of a wave's anchors meanwhile.
+        residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
+            Codes of few bits lose a third of a pseudo-gradient; that bfloat16 loses a 500th of this
+            third is no loss.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -83,7 +84,7 @@ class QuantizedAverage(Sync):
         fragments: int = 1,
         align_momentum: bool = True,
         polar_correction: bool = True,
-        residual_dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        residual_dtype: Literal["bfloat16", "float32"] | torch.dtype = "bfloat16",
     ) -> None:
         if bits is not None:
             checks.integer("bits", bits, 1)
@@ -91,13 +92,17 @@ class QuantizedAverage(Sync):
         checks.integer("fragments", fragments, 1)
         checks.boolean("align_momentum", align_momentum)
         checks.boolean("polar_correction", polar_correction)
-        checks.one_of("residual_dtype", residual_dtype, tuple(RESIDUAL_DTYPES))
+        if isinstance(residual_dtype, torch.dtype):
+            name = str(residual_dtype).removeprefix("torch.")
+        else:
+            name = residual_dtype
+        checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
         self._bits = bits
         self.bits = bits_within(0.0) if bits is None else bits
         self.fragments = fragments
         self.align_momentum = align_momentum
         self.polar_correction = polar_correction
-        self.residual_dtype = residual_dtype
+        self.residual_dtype: str = name
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
 

@@ -345,3 +345,17 @@ def test_a_checkpoint_after_a_thaw_changes_nothing(saves):
     runs = (distributed.run(2, thaw_and_save, how) for how in (None, saves))
     for plain, saved in zip(*runs, strict=True):
         toy.assert_bitwise_equal(plain, saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_dtype_of_residuals_may_be_a_dtype_or_its_name(dtype):
+    name = str(dtype).removeprefix("torch.")
+    given, named = QuantizedAverage(residual_dtype=dtype), QuantizedAverage(residual_dtype=name)
+    assert repr(given) == repr(named) and given.residual_dtype == name
+    X = nn.Parameter(torch.ones(4, 4))
+    optimizer = CurvaDion([X], gate=FixedPeriod(2), sync=given)
+    X.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert optimizer.state[X]["residual"].dtype == dtype
+    with pytest.raises(ValueError, match="residual_dtype='float16' must be one of"):
+        QuantizedAverage(residual_dtype=torch.float16)
