@@ -50,8 +50,8 @@ class CurvaDion(Dion):
         wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
             (0, 1], that the replicas may send. Short for gate=ByteBudget(wire_budget).
         threshold: tau, short for gate=RMMC(threshold).
-        local_step: what a matrix does while the gate is closed: "dion", a power iteration inside
-            the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
+        local_step: what a matrix does while the gate is closed: "dion", a step along its direction
+            inside the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
         local_lr: learning rate of the "gradient" local step; None takes lr.
         max_local_steps: longest run of local steps; None for no bound. A byte budget that keeps or
             pays something back may take twice as many.
@@ -62,7 +62,7 @@ class CurvaDion(Dion):
         nesterov, direction, rank_fraction, right_factor: as of Dion; None takes the sync's default.
             LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6 times the
             root of the number of steps from one agreement on a weight to the next, as the gate can
-            afford it for the parameters given here (4 for six steps), "polar", 1 and "qr"; with a
+            afford it for the parameters given here (3.9 for six steps), "polar", 1 and "qr"; with a
             rank_fraction below 1 the direction is "low_rank". ``repr(optimizer)`` shows them.
 
     Of the arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the
