@@ -22,6 +22,8 @@ class Gate(ABC):
         reason: why the gate opened, for reports.
         reads_momentum: whether :meth:`signal` is wanted. If not, no momentum norm is taken.
         always_open: whether it opens at every step.
+        follows_schedule: whether :meth:`opens` depends on no signal. Replicas then know each
+            opening beforehand, and tell each other nothing while the gate is closed.
 
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
@@ -34,6 +36,7 @@ class Gate(ABC):
     reason: str = "gate"
     reads_momentum: bool = False
     always_open: bool = False
+    follows_schedule: bool = False
     share: float | None = None
     open_cost: float | None = None
     closed_cost: float = 0.0
@@ -135,6 +138,7 @@ class FixedPeriod(Gate):
     """
 
     reason = "period"
+    follows_schedule = True
 
     def __init__(self, period: int) -> None:
         if isinstance(period, bool) or not isinstance(period, int):
@@ -165,7 +169,7 @@ class AlwaysOpen(Gate):
     """Synchronise at every step: Dion."""
 
     reason = "always"
-    always_open = True
+    always_open = follows_schedule = True
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return True
@@ -211,7 +215,7 @@ class ByteBudget(Gate):
         if by not in ("period", "rmmc"):
             raise ValueError(f"by={by!r} must be 'period' or 'rmmc'")
         self.share, self.by = float(share), by
-        self.reads_momentum = by == "rmmc"
+        self.reads_momentum, self.follows_schedule = by == "rmmc", by == "period"
         # In openings: what was earned and not spent, below 0 if more was spent; and how much of it
         # is for the next opening. The rest is kept back, or missing there.
         self._balance = self._credit = 0.0
@@ -292,6 +296,7 @@ class ByteBudget(Gate):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Earlier versions kept nothing back, so that the balance was the credit.
         self.__dict__.update({"_balance": state["_credit"]} | state)
+        self.follows_schedule = self.by == "period"
 
     def state_dict(self) -> dict[str, Any]:
         return {

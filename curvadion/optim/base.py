@@ -247,8 +247,11 @@ class ReplicaOptimizer(Optimizer):
         if not sum(each) or (costs := self.sync.prepare(each)) is None:
             return
         dense = 4 * sum(each)
-        self.gate.open_cost = costs.opening_bytes / dense
-        self.gate.closed_cost = GATE_BYTES / dense
+        # What replicas tell each other at every step, unless they know beforehand.
+        told = GATE_BYTES / dense
+        at_openings = told if self.gate.follows_schedule else 0.0
+        self.gate.open_cost = costs.opening_bytes / dense + at_openings
+        self.gate.closed_cost = told - at_openings
         self.gate.openings_per_agreement = costs.openings_per_agreement
 
     def _spend(self, sent: int, plan: Plan) -> None:
@@ -297,7 +300,7 @@ class ReplicaOptimizer(Optimizer):
             more[name] = repr(choice) if ours else type(choice).__name__
             more[f"the {name}'s state"] = choice.state_dict()
         more["the format of the sync's messages"] = self.sync.message_format
-        return listing(self.param_groups, plan, {**more, "progress": self.progress})
+        return listing(self.param_groups, plan, {**more, "progress": self.progress.alike})
 
     # ---------------------------------------------------------------- state
 

@@ -14,7 +14,7 @@ from curvadion import checks
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import RMMC, ByteBudget, Gate
 from curvadion.optim.base import Params
-from curvadion.optim.dion import Dion, full_precision
+from curvadion.optim.dion import Dion, Foreseen, full_precision
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.decision import Decision, Moving
 from curvadion.sync.low_rank import LowRank
@@ -121,8 +121,15 @@ class CurvaDion(Dion):
             gate.check_feasible(max_local_steps)
         self._construct(params, replicas, gate, _sync(sync, gate), **keys)
 
-    def _take(self, step: Step, decision: Decision) -> str | None:
-        reason = self._reason_to_open(decision)
+    def _foresee(self) -> Foreseen:
+        if not self.gate.follows_schedule or self._replicas.size == 1:
+            return Foreseen()
+        reason = self._reason_to_open(0.0)
+        return Foreseen(reason is not None, reason)
+
+    def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
+        known = foreseen.opens is not None
+        reason = foreseen.reason if known else self._reason_to_open(decision.signal)
         directed = self.local_step == "dion"
         step = replace(step, local_update=LocalUpdate(self.sync, step, directed), directed=directed)
         if reason is None:
@@ -132,11 +139,11 @@ class CurvaDion(Dion):
             self.sync.open_step(step)
         return reason
 
-    def _reason_to_open(self, decision: Decision) -> str | None:
+    def _reason_to_open(self, signal: float) -> str | None:
         """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
         local_steps = self.progress.local_steps
         # Asked at every step: a gate may keep a memory of what it has seen.
-        opens = self.gate.opens(decision.signal, local_steps)
+        opens = self.gate.opens(signal, local_steps)
         if self.progress.steps < self.warmup_steps:
             return "warm-up"
         if opens:
@@ -180,7 +187,7 @@ class CurvaDion(Dion):
         if self.sync.fragments_apart:
             with full_precision(plan.device):
                 self.gate.spend(self.sync.come_together(plan, self._replicas.process_group))
-        self.progress.local_steps = 0
+        self.progress.local_steps = self.progress.uneven_steps = 0
 
     def _check_gate(self) -> None:
         self.gate.check_feasible(self.max_local_steps)
@@ -203,6 +210,7 @@ class LocalUpdate:
     def __call__(self, part: Plan | None = None) -> Taken | None:
         """See :class:`Step`."""
         if self._moving is None:
+            self._sync.note_own_step()
             self._sync.before_local_update(self._step)
             moving, plan = self._step.moving, self._step.plan
             # A replica's shards are one matrix: a gradient that some of them miss is zero there.

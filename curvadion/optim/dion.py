@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,22 @@ from curvadion.sync.base import Step
 from curvadion.sync.decision import Decision, Moving, Notice
 from curvadion.sync.low_rank import LowRank
 from curvadion.update import hyperparameters as check
-from curvadion.update.momentum import momentum_norms
+from curvadion.update.gradients import Gradients
+from curvadion.update.momentum import MomentumNorms, momentum_norms
+from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 
 MOST_SKIPS_IN_A_ROW = 10
+
+
+class Foreseen(NamedTuple):
+    """What a schedule says of a step before it begins.
+
+    opens: whether replicas come together; None if no schedule tells. reason: why they do.
+    """
+
+    opens: bool | None = None
+    reason: str | None = None
 
 
 class Dion(ReplicaOptimizer):
@@ -163,13 +176,66 @@ class Dion(ReplicaOptimizer):
                 torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
         return hasattr(self, "found_inf")
 
-    def _step(self, plan: Plan, *, scaled: bool) -> None:
+    def _step(self, plan: Plan, *, scaled: bool, foreseen: Foreseen | None = None) -> None:
+        """foreseen: what the schedule says of this step, if it has been asked already."""
         new = self._create_state(plan)
         self._place_gradients(plan)
         gradients = plan.gradients()
         reads = self.gate.reads_momentum and bool(plan.dion)
         momenta = momentum_norms(plan, gradients) if reads else None
-        decision = self._agreement.decide(
+        memory = self.gate.state_dict()
+        foreseen = self._foresee() if foreseen is None else foreseen
+        decision = self._decide(plan, gradients, momenta, new, foreseen, scaled=scaled)
+        if decision.notice == Notice.CHANGED:
+            for p in new:  # whose states are as the plan before wants them
+                del self.state[p.X]
+            self._step(self._changed_plan(plan), scaled=scaled, foreseen=foreseen)
+            return
+        if decision.notice == Notice.NEW and decision.all_zero:
+            self.gate.load_state_dict(memory)  # no step was taken
+            return
+        if not decision.finite:
+            if foreseen.opens is False:
+                self._leave_out(tolerate=scaled)
+            else:
+                self.skip_step(tolerate=scaled)
+            return
+        complete = decision.complete
+        if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
+            complete = self._verify(plan, new)
+        if foreseen.opens is not False:
+            self._spend(self._agreement.look_at_gradients(plan, self.progress.steps), plan)
+        moving = Moving(plan, gradients, None if momenta is None else momenta.after)
+        progress, group = self.progress, self._replicas.process_group
+        step = Step(moving, complete, group, progress.steps, progress.local_steps, decision.group)
+        reason = self._take(step, decision, foreseen)
+        if reason is not None:
+            progress.local_steps = progress.uneven_steps = 0
+        else:
+            progress.local_steps += 1
+            progress.uneven_steps += foreseen.opens is False and not complete
+        progress.steps += 1
+        progress.steps_since_exact += 1
+        progress.skipped_in_a_row = 0
+        self._report(plan, decision, reason)
+
+    def _foresee(self) -> Foreseen:
+        """What is known of this step before any rank has told anything; asked once a step."""
+        return Foreseen()
+
+    def _decide(
+        self,
+        plan: Plan,
+        gradients: Gradients,
+        momenta: MomentumNorms | None,
+        new: Sequence[Parameter],
+        foreseen: Foreseen,
+        *,
+        scaled: bool,
+    ) -> Decision:
+        """What ranks agree on before a step; new: the parameters that had no state before."""
+        progress = self.progress
+        return self._agreement.decide(
             self.gate,
             plan,
             gradients,
@@ -177,38 +243,36 @@ class Dion(ReplicaOptimizer):
             changed=self._plans.changed(self.param_groups, self.state, self.gate),
             still=len(new) == len(plan.parameters)
             and not any(float(g["lr"]) for g in self.param_groups),
-            steps=self.progress.steps,
+            uneven=progress.uneven_steps > 0,
+            stuck=progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW and not scaled,
+            among_replicas=foreseen.opens is not False,
+            steps=progress.steps,
             param_groups=self.param_groups,
             listing=lambda: self._listing(plan),
         )
-        if decision.notice == Notice.CHANGED:
-            for p in new:  # whose states are as the plan before wants them
-                del self.state[p.X]
-            self._step(self._changed_plan(plan), scaled=scaled)
-            return
-        if decision.notice == Notice.NEW and decision.all_zero:
-            return
-        if not decision.finite:
-            self.skip_step(tolerate=scaled)
-            return
-        complete = decision.complete
-        if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
-            complete = self._verify(plan, new)
-        self._spend(self._agreement.look_at_gradients(plan, self.progress.steps), plan)
-        moving = Moving(plan, gradients, None if momenta is None else momenta.after)
-        group, progress = self._replicas.process_group, self.progress
-        step = Step(moving, complete, group, progress.steps, progress.local_steps)
-        reason = self._take(step, decision)
-        progress.local_steps = 0 if reason is not None else progress.local_steps + 1
-        progress.steps += 1
-        progress.steps_since_exact += 1
-        progress.skipped_in_a_row = 0
-        self._report(plan, decision, reason)
 
-    def _take(self, step: Step, decision: Decision) -> str | None:
-        """Take a step that all ranks have agreed on; why replicas came together, None if not."""
+    def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
+        """Take a step that ranks have agreed on; why replicas came together, None if not."""
         self.sync.open_step(step)
         return self.gate.reason
+
+    def _leave_out(self, *, tolerate: bool) -> None:
+        """Count a step that the other replicas take, or leave out too, without being asked."""
+        self.sync.note_own_step()
+        progress = self.progress
+        progress.steps += 1
+        progress.steps_since_exact += 1
+        progress.local_steps += 1
+        progress.skipped_in_a_row += 1
+        progress.uneven_steps += 1
+        self._report(None, None, None)
+        if progress.skipped_in_a_row == MOST_SKIPS_IN_A_ROW and not tolerate:
+            warnings.warn(
+                f"{MOST_SKIPS_IN_A_ROW} steps in a row had a NaN or an Inf in a gradient of this "
+                f"replica (last: step {progress.steps}), which left them out. If the next ones "
+                f"have too, all replicas stop when they next come together.",
+                stacklevel=6,
+            )
 
     def skip_step(self, *, tolerate: bool) -> None:
         """Count a step at which some replica had a non-finite gradient; touch nothing else.
@@ -278,7 +342,7 @@ class Dion(ReplicaOptimizer):
             tensor.copy_(before)
         if self.gate.open_cost:
             self._spend(exact_average.bytes_of_everything(plan, self.sync), plan)
-        self.progress.local_steps = self.sync.fragments_apart = 0
+        self.progress.local_steps = self.progress.uneven_steps = self.sync.fragments_apart = 0
         self.progress.steps_since_exact = 0
 
     @torch.no_grad()

@@ -19,19 +19,29 @@ _RENAMED_CLASSES = {"WireBudget": "ByteBudget"}
 
 @dataclass
 class Progress:
-    """How far a run has come; the same on every replica.
+    """How far a run has come; the same on every replica, unless said otherwise.
 
     Attributes:
         steps: steps taken, skipped ones included.
         local_steps: steps since the replicas last synchronised.
-        skipped_in_a_row: steps skipped for a non-finite gradient since the last that was not.
+        skipped_in_a_row: steps skipped for a non-finite gradient since the last that was not;
+            each replica's own under a schedule.
         steps_since_exact: steps since all state was last the same on all replicas.
+        uneven_steps: steps since replicas last came together at which this one may have moved
+            other parameters than the others; its own.
     """
 
     steps: int = 0
     local_steps: int = 0
     skipped_in_a_row: int = 0
     steps_since_exact: int = 0
+    uneven_steps: int = 0
+
+    @property
+    def alike(self) -> dict[str, int]:
+        """What is the same on all replicas."""
+        own = {"skipped_in_a_row", "uneven_steps"}
+        return {key: value for key, value in asdict(self).items() if key not in own}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,11 +52,17 @@ class Agreement:
         *,
         changed: bool,
         still: bool,
+        uneven: bool,
+        stuck: bool,
+        among_replicas: bool,
         steps: int,
         param_groups: Sequence[Mapping[str, Any]],
         listing: Callable[[], Listing],
     ) -> Decision:
-        """What all ranks know of this step before it is taken; a user's error is raised on all.
+        """What ranks know of this step before it is taken; a user's error is raised on all.
+
+        All ranks of all replicas agree, or those of this replica, if the others need not be heard.
+        A rank that has something to tell does so at once: the others hear it when they next agree.
 
         Args:
             gate: whose signal travels along.
@@ -64,6 +71,9 @@ class Agreement:
             momenta: their norms if the gate reads them.
             changed: whether the parameters are no longer those of the plan here.
             still: whether states have just been created here, and all learning rates are zero.
+            uneven: whether replicas may have taken other steps since they last agreed.
+            stuck: whether this replica has left out too many steps in a row.
+            among_replicas: whether the other replicas must be heard.
             steps: how many steps were taken before.
             param_groups: whose settings must be the same on all ranks.
             listing: all that must be the same, for errors that say what differs.
@@ -72,7 +82,9 @@ class Agreement:
             RuntimeError: if ranks differ, or another rank has an impossible setting.
         """
         notice = Notice.NOTHING
-        if not self._alike:
+        if stuck and among_replicas:
+            notice = Notice.STUCK
+        elif not self._alike:
             notice = Notice.DIFFERENT
         elif changed:
             notice = Notice.CHANGED
@@ -80,12 +92,25 @@ class Agreement:
             notice = Notice.NEW
         elif not self.verified and self._replicas.size > 1:
             notice = Notice.UNVERIFIED
+        elif uneven and among_replicas:
+            notice = Notice.MISSING_GRADIENT
+        ask = partial(decide, gate, plan, gradients, momenta)
         settings = Settings(steps, self._checksum.of(param_groups))
+        if not among_replicas:
+            decision = ask(notice=notice, settings=settings, group=plan.inside)
+            self._alike = decision.alike
+            if decision.notice in (Notice.NOTHING, Notice.MISSING_GRADIENT):
+                return decision
+            notice = decision.notice
         unread, self._unread = self._unread, None
-        decision = decide(
-            gate, plan, gradients, momenta, notice=notice, settings=settings, unread=unread
-        )
+        decision = ask(notice=notice, settings=settings, group=plan.all_ranks, unread=unread)
         self._alike = decision.alike
+        if decision.notice == Notice.STUCK:
+            raise RuntimeError(
+                "Some replica had a NaN or an Inf in a gradient at its last steps, too many in a "
+                "row, and has left them out: its warnings say which. Lower the learning rate or "
+                "look for the cause in the model, then load the last checkpoint."
+            )
         if decision.notice == Notice.INVALID:
             raise RuntimeError(
                 "Another rank has an impossible value in its param_groups and raises the error "

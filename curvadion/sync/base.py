@@ -18,7 +18,7 @@ from curvadion.update.state import StateKey
 
 @dataclass(frozen=True)
 class Step:
-    """A step that all ranks have decided to take.
+    """A step that ranks have decided to take.
 
     Attributes:
         moving: the parameters with their gradients, and the momenta's norms if a gate reads them.
@@ -29,6 +29,8 @@ class Step:
         local_update: takes the step of a part of the plan inside the replica, as if the gate were
             closed; returns what the step of its matrices was made of, None if there was none. A
             part has matrices of one direction (:meth:`Plan.waves`); None stands for all.
+        agreed: the ranks that have agreed on it: of all replicas, or, at a closed step of a
+            schedule, of this one. The others must not be waited for.
         directed: whether local steps take the matrices' directions, not plain gradients.
     """
 
@@ -37,6 +39,7 @@ class Step:
     replicas: dist.ProcessGroup | None
     number: int
     local_steps: int = 0
+    agreed: dist.ProcessGroup | None = None
     local_update: Callable[..., Taken | None] = lambda part=None: None
     directed: bool = True
 
@@ -125,8 +128,11 @@ class Sync(ABC):
         All replicas hold the same weights when this is called for a parameter the first time.
         """
 
+    def note_own_step(self) -> None:
+        """Note that replicas take a step by themselves, or leave it out; alike on all of them."""
+
     def before_local_update(self, step: Step) -> None:
-        """Note that replicas are about to take a step by themselves."""
+        """Note what this replica is about to move."""
 
     def come_together(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
         """Bring the weights together without a step; return how many openings that was worth.

@@ -37,8 +37,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import largest, saturated
 from curvadion.update.direction import Taken
@@ -75,6 +77,22 @@ def lengths_since_anchor(plan: Plan) -> list[Tensor]:
         )
         for stack in plan.stacks()
     ]
+
+
+def agree_on_lengths_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
+    """Let all replicas count what the one has counted that has moved furthest. Collective.
+
+    Replicas that know each other's openings only do not hear which matrices moved in between.
+    """
+    counted = [p for p in plan.dion if LR_SINCE_ANCHOR in p.state]
+    if group_size(replicas) == 1 or not counted:
+        return
+    sums = torch.tensor(
+        [p.state[LR_SINCE_ANCHOR] for p in counted], dtype=torch.float64, device=plan.device
+    )
+    dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=replicas)
+    for p, largest_sum in zip(counted, sums.tolist(), strict=True):
+        p.state[LR_SINCE_ANCHOR] = largest_sum
 
 
 def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class Notice(IntEnum):
     CHANGED = 4  # parameters were added, frozen or regrouped here since the last step
     DIFFERENT = 5  # at the last step some rank had other settings than this one
     INVALID = 6  # a setting here is impossible
+    STUCK = 7  # this replica has left out too many steps in a row
 
 
 class Settings(NamedTuple):
@@ -54,14 +55,14 @@ class Settings(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What all ranks know alike after the gate's collective, but for ``alike``.
+    """What the ranks that were asked know alike after the gate's collective, but for ``alike``.
 
     signal: the largest gate signal of any matrix on any replica. parameter: the index, in the
     plan's order, of the parameter that had it. finite: no gradient on any replica holds a NaN or
     an Inf. all_zero: every gradient of every replica is zero (told only where no signal is
     positive). notice: the highest of any rank. alike: whether this rank has the settings of the
     rank whose word was the largest. If settings differ at all, they do so for some rank. read: the
-    numbers of ``unread``.
+    numbers of ``unread``. group: the ranks.
     """
 
     signal: float
@@ -71,6 +72,7 @@ class Decision(NamedTuple):
     notice: Notice
     alike: bool
     read: list[int]
+    group: dist.ProcessGroup | None
 
     @property
     def complete(self) -> bool:
@@ -96,7 +98,7 @@ def agree(
         norms: what must be finite, and zero for all_zero to hold, (l,) with l >= 1.
         notice: what this rank has to tell.
         settings: what should be the same on all ranks.
-        group: all ranks of all replicas; None for this process alone.
+        group: the ranks that agree; None for this process alone.
         unread: int64 numbers that the host is to read with the rest, (l,).
 
     The maximum over replicas of a word whose highest bits are the float32 bits of the signal is
@@ -127,6 +129,7 @@ def agree(
         notice=Notice(told >> (_STEP_BITS + _CHECKSUM_BITS)),
         alike=told & ((1 << (_STEP_BITS + _CHECKSUM_BITS)) - 1) == settings.word,
         read=read,
+        group=group,
     )
 
 
@@ -149,11 +152,13 @@ def decide(
     *,
     notice: Notice,
     settings: Settings,
+    group: dist.ProcessGroup | None,
     unread: Tensor | None = None,
 ) -> Decision:
     """The gate's one collective; ``momenta`` if the gate reads them.
 
-    notice, settings, unread: as :func:`agree` takes them; a missing gradient is noticed here.
+    notice, settings, group, unread: as :func:`agree` takes them; a missing gradient is noticed
+    here.
 
     Raises:
         ValueError: if the gate's signals are not one per matrix.
@@ -178,7 +183,7 @@ def decide(
         notice=notice,
         settings=settings,
         unread=unread,
-        group=plan.all_ranks,
+        group=group,
     )
 
 

@@ -92,7 +92,7 @@ class LowRank(Sync):
             mean_([p.M for p in polar if p.name not in self._agreed], step.replicas)
         self._agreed = {p.name for p in polar}
 
-    def before_local_update(self, step: Step) -> None:
+    def note_own_step(self) -> None:
         self._agreed = set()
 
     def state_dict(self) -> dict[str, Any]:

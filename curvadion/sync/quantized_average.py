@@ -28,6 +28,7 @@ from curvadion.sync.codec import BITS, FORMAT, bits_within, coded_share
 from curvadion.sync.coded_mean import add_coded_mean_, message_bytes
 from curvadion.sync.corrections import (
     LR_SINCE_ANCHOR,
+    agree_on_lengths_,
     align_momenta_,
     anchors_of,
     correct_polar_,
@@ -144,21 +145,25 @@ class QuantizedAverage(Sync):
             if p.matrices:
                 p.state.setdefault(LR_SINCE_ANCHOR, 0.0)  # flattened old checkpoints lack it
 
+    def note_own_step(self) -> None:
+        self.fragments_apart = self.count
+
     def before_local_update(self, step: Step) -> None:
-        """Count the learning rate of the matrices that move on some replica."""
-        plan = step.plan if step.complete else step.moving.plan_among(step.plan.all_ranks)
+        """Count the learning rate of the matrices that move, as far as it is known, anywhere."""
+        plan = step.plan if step.complete else step.moving.plan_among(step.agreed)
         rates: dict[int, float] = {}  # each read once: it may be a tensor on an accelerator
         for p in plan.dion:
             if LR_SINCE_ANCHOR in p.state:
                 if id(p.group) not in rates:
                     rates[id(p.group)] = float(p.group["lr"])
                 p.state[LR_SINCE_ANCHOR] += rates[id(p.group)]
-        self.fragments_apart = self.count
 
     def open_step(self, step: Step) -> None:
         now = self._next(step.plan, 1)
         kept = set(map(id, now.parameters))
         step.local_update(step.plan.select([id(p) not in kept for p in step.plan.parameters]))
+        if not step.complete:
+            agree_on_lengths_(step.plan, step.replicas)
         for wave in now.waves():
             # No name holds the directions here, so that they can go before weights are corrected.
             self._agree(wave, step.replicas, step.local_update(wave), corrected=step.directed)

@@ -269,7 +269,7 @@ class GradientWatch:
 
     From the tenth step on, ``AT_ONCE`` parameters are compared at ``LOOKS`` steps in a row, the
     largest parameters first. When all have been compared, the next are at the first steps of
-    every ``EVERY``. A look is a projection of a gradient on fixed signs, relative to its norm,
+    every ``EVERY``. Under a schedule only openings count as steps here. A look is a projection of a gradient on fixed signs, relative to its norm,
     which is the same on all replicas, up to rounding, if the gradient's direction is. One look may
     deceive; ``LOOKS`` hardly do. A gradient that is zero or missing somewhere, or has few numbers
     that are not zero, tells nothing.
@@ -293,16 +293,17 @@ class GradientWatch:
         self._plan = plan
         self._now: list[Parameter] = []
         self._alike: list[int] = []
+        self._chances = 0
 
     def _place(self, step: int) -> tuple[int, int] | None:
         """Which round a step belongs to, and which of its looks it is; the same on all ranks."""
         rounds = -(-len(self._parameters) // self.AT_ONCE)
-        after = step - self.FIRST
-        if rounds == 0 or after < 0:
+        if rounds == 0 or step < self.FIRST:
             return None
-        if after < rounds * self.LOOKS:
-            return divmod(after, self.LOOKS)
-        later, look = divmod(step, self.EVERY)
+        number, self._chances = self._chances, self._chances + 1
+        if number < rounds * self.LOOKS:
+            return divmod(number, self.LOOKS)
+        later, look = divmod(number, self.EVERY)
         return (later, look) if look < self.LOOKS else None
 
     def look(self, step: int) -> Tensor | None:
