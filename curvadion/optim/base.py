@@ -186,8 +186,12 @@ class ReplicaOptimizer(Optimizer):
             except (KeyError, TypeError, ValueError):
                 raise ValueError(wrong) from None
         self._place_gradients(plan)
-        refuse(self.gate, plan)
+        refuse(self.gate, plan, inside_first=self._meets_inside_first(plan))
         raise ValueError(wrong)
+
+    def _meets_inside_first(self, plan: Plan) -> bool:
+        """Whether a rank of this replica asks the others only after those of the replica."""
+        return False
 
     # ---------------------------------------------------------------- the plan
 
@@ -281,7 +285,7 @@ class ReplicaOptimizer(Optimizer):
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
-        """Compare the replicas; return whether all of them have all gradients.
+        """Compare the replicas; return whether all have all gradients, and have had them.
 
         new: the parameters that had no state before this step.
         """
@@ -289,7 +293,8 @@ class ReplicaOptimizer(Optimizer):
         comparable = [p for p in plan.parameters if ANCHOR in p.state]
         if not comparable:
             comparable = plan.parameters if together and not self.apart else list(new)
-        return self._agreement.verify(plan, self._listing(plan), comparable)
+        uneven = self.progress.uneven_steps > 0
+        return self._agreement.verify(plan, self._listing(plan), comparable, uneven=uneven)
 
     def _listing(self, plan: Plan) -> Listing:
         """All that must be alike on all ranks of all replicas."""

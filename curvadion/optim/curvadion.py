@@ -121,11 +121,19 @@ class CurvaDion(Dion):
             gate.check_feasible(max_local_steps)
         self._construct(params, replicas, gate, _sync(sync, gate), **keys)
 
-    def _foresee(self) -> Foreseen:
-        if not self.gate.follows_schedule or self._replicas.size == 1:
+    def _foresee(self, plan: Plan) -> Foreseen:
+        gate = self.gate
+        scheduled = gate.follows_schedule and not gate.reads_momentum
+        # One that is always open has no step at which there is nothing to tell.
+        if not scheduled or gate.always_open or self._replicas.size == 1:
             return Foreseen()
+        if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
+            self._tell_costs([p.X for p in plan.parameters])
         reason = self._reason_to_open(0.0)
         return Foreseen(reason is not None, reason)
+
+    def _meets_inside_first(self, plan: Plan) -> bool:
+        return self._foresee(plan).opens is False
 
     def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
         known = foreseen.opens is not None

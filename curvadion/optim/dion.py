@@ -19,7 +19,7 @@ from curvadion.metering.report import StepReport
 from curvadion.optim.base import Params, ReplicaOptimizer
 from curvadion.sync import exact_average
 from curvadion.sync.base import Step
-from curvadion.sync.decision import Decision, Moving, Notice
+from curvadion.sync.decision import GATE_BYTES, Decision, Moving, Notice
 from curvadion.sync.low_rank import LowRank
 from curvadion.update import hyperparameters as check
 from curvadion.update.gradients import Gradients
@@ -184,7 +184,7 @@ class Dion(ReplicaOptimizer):
         reads = self.gate.reads_momentum and bool(plan.dion)
         momenta = momentum_norms(plan, gradients) if reads else None
         memory = self.gate.state_dict()
-        foreseen = self._foresee() if foreseen is None else foreseen
+        foreseen = self._foresee(plan) if foreseen is None else foreseen
         decision = self._decide(plan, gradients, momenta, new, foreseen, scaled=scaled)
         if decision.notice == Notice.CHANGED:
             for p in new:  # whose states are as the plan before wants them
@@ -198,7 +198,9 @@ class Dion(ReplicaOptimizer):
             if foreseen.opens is False:
                 self._leave_out(tolerate=scaled)
             else:
-                self.skip_step(tolerate=scaled)
+                # Each replica may count skips of its own: the next step tells all which has many.
+                self.skip_step(tolerate=scaled or foreseen.opens is True)
+                self._spend(GATE_BYTES if foreseen.opens else 0, plan)
             return
         complete = decision.complete
         if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
@@ -219,7 +221,7 @@ class Dion(ReplicaOptimizer):
         progress.skipped_in_a_row = 0
         self._report(plan, decision, reason)
 
-    def _foresee(self) -> Foreseen:
+    def _foresee(self, plan: Plan) -> Foreseen:
         """What is known of this step before any rank has told anything; asked once a step."""
         return Foreseen()
 

@@ -34,7 +34,7 @@ class Agreement:
     def __init__(self, replicas: ReplicaGroup) -> None:
         self._replicas = replicas
         self.verified = False
-        self._alike = True  # whether the last step has shown this rank no settings but its own
+        self._alike = True  # whether no settings but this rank's have been seen and not told
         self._checksum = Checksum()
         self._watch: GradientWatch | None = None
         self._unread: Tensor | None = None  # the watch's last look, on the device
@@ -62,7 +62,7 @@ class Agreement:
         """What ranks know of this step before it is taken; a user's error is raised on all.
 
         All ranks of all replicas agree, or those of this replica, if the others need not be heard.
-        A rank that has something to tell does so at once: the others hear it when they next agree.
+        A rank that cannot go on alone tells so at once: the others hear it when they next agree.
 
         Args:
             gate: whose signal travels along.
@@ -84,7 +84,7 @@ class Agreement:
         notice = Notice.NOTHING
         if stuck and among_replicas:
             notice = Notice.STUCK
-        elif not self._alike:
+        elif not self._alike and among_replicas:
             notice = Notice.DIFFERENT
         elif changed:
             notice = Notice.CHANGED
@@ -98,7 +98,7 @@ class Agreement:
         settings = Settings(steps, self._checksum.of(param_groups))
         if not among_replicas:
             decision = ask(notice=notice, settings=settings, group=plan.inside)
-            self._alike = decision.alike
+            self._alike &= decision.alike  # told when the others listen
             if decision.notice in (Notice.NOTHING, Notice.MISSING_GRADIENT):
                 return decision
             notice = decision.notice
@@ -107,9 +107,10 @@ class Agreement:
         self._alike = decision.alike
         if decision.notice == Notice.STUCK:
             raise RuntimeError(
-                "Some replica had a NaN or an Inf in a gradient at its last steps, too many in a "
-                "row, and has left them out: its warnings say which. Lower the learning rate or "
-                "look for the cause in the model, then load the last checkpoint."
+                "Some replica had a NaN or an Inf in a gradient at each of its last steps, too "
+                "many in a row, and has left these out: reports and warnings of its ranks tell. "
+                "Lower the learning rate or look for the cause in the model, then load the last "
+                "checkpoint."
             )
         if decision.notice == Notice.INVALID:
             raise RuntimeError(
@@ -122,13 +123,16 @@ class Agreement:
             self._watch.conclude(decision.read)
         return decision
 
-    def verify(self, plan: Plan, listing: Listing, comparable: Sequence[Parameter]) -> bool:
-        """Compare the replicas; return whether all of them have all gradients.
+    def verify(
+        self, plan: Plan, listing: Listing, comparable: Sequence[Parameter], *, uneven: bool
+    ) -> bool:
+        """Compare the replicas; return whether all of them have all gradients, and none is uneven.
 
-        comparable: the parameters of which replicas should hold the same weights now.
+        comparable: the parameters of which replicas should hold the same weights now. uneven: as
+        :meth:`decide` takes it.
         """
         self.verified, complete = verify_replicas(
-            plan, listing, comparable, replicas=self._replicas.process_group
+            plan, listing, comparable, replicas=self._replicas.process_group, uneven=uneven
         )
         return complete
 

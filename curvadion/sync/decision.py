@@ -187,22 +187,24 @@ def decide(
     )
 
 
-def refuse(gate: Gate, plan: Plan) -> None:
+def refuse(gate: Gate, plan: Plan, *, inside_first: bool) -> None:
     """Take part in a step's agreement only to tell all ranks that a setting here is impossible.
 
-    The collectives are those of :func:`momentum_norms` and :func:`decide`.
+    The collectives are those of :func:`momentum_norms` and :func:`decide`. inside_first: whether
+    the ranks of this replica ask each other before all others.
     """
     zero = torch.zeros(1, dtype=torch.float32, device=plan.device)
     if gate.reads_momentum and plan.dion:
         plan.norms_over_shards(zero.expand(len(plan.matrices)))
-    agree(
-        zero[:0],
-        plan.owners,
-        zero,
-        notice=Notice.INVALID,
-        settings=Settings(0, 0),
-        group=plan.all_ranks,
-    )
+    for group in (plan.inside, plan.all_ranks) if inside_first else (plan.all_ranks,):
+        agree(
+            zero[:0],
+            plan.owners,
+            zero,
+            notice=Notice.INVALID,
+            settings=Settings(0, 0),
+            group=group,
+        )
 
 
 def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms) -> Tensor:

@@ -130,7 +130,7 @@ def check_alike(own: Listing, group: dist.ProcessGroup | None, device: torch.dev
 
 
 class Verdict(NamedTuple):
-    """decided: whether gradients could be told apart. complete: no rank misses a gradient."""
+    """decided: whether gradients could be told apart. complete: no rank misses, or missed, one."""
 
     decided: bool
     complete: bool
@@ -142,6 +142,7 @@ def verify_replicas(
     comparable: Sequence[Parameter],
     *,
     replicas: dist.ProcessGroup | None,
+    uneven: bool,
 ) -> Verdict:
     """Raise on every rank if the replicas cannot work together.
 
@@ -150,6 +151,7 @@ def verify_replicas(
         own: what should be alike on all replicas.
         comparable: the parameters of which replicas should hold the same weights now.
         replicas: the ranks that hold the same shards; more than one.
+        uneven: whether this replica may have missed a gradient since replicas came together.
 
     Raises:
         RuntimeError: if the replicas' optimizers or weights differ, or if the gradients of the
@@ -168,7 +170,7 @@ def verify_replicas(
             *_summary(told_by, plan.device),
         ]
     )
-    missing = any(p.G is None and p.local.numel() for p in plan.parameters)
+    missing = uneven or any(p.G is None and p.local.numel() for p in plan.parameters)
     bounds = torch.cat([values, -values, values.new_tensor([missing])])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
     *extremes, missing_anywhere = bounds.tolist()
@@ -269,10 +271,10 @@ class GradientWatch:
 
     From the tenth step on, ``AT_ONCE`` parameters are compared at ``LOOKS`` steps in a row, the
     largest parameters first. When all have been compared, the next are at the first steps of
-    every ``EVERY``. Under a schedule only openings count as steps here. A look is a projection of a gradient on fixed signs, relative to its norm,
-    which is the same on all replicas, up to rounding, if the gradient's direction is. One look may
-    deceive; ``LOOKS`` hardly do. A gradient that is zero or missing somewhere, or has few numbers
-    that are not zero, tells nothing.
+    every ``EVERY``. Of a schedule's steps only openings count. A look is a projection of a
+    gradient on fixed signs, relative to its norm, which is the same on all replicas, up to
+    rounding, if the gradient's direction is. One look may deceive; ``LOOKS`` hardly do. A gradient
+    that is zero or missing somewhere, or has few numbers that are not zero, tells nothing.
 
     Where replicas are sharded, one rank of each tells of its shards, another one each time.
     """
@@ -303,7 +305,7 @@ class GradientWatch:
         number, self._chances = self._chances, self._chances + 1
         if number < rounds * self.LOOKS:
             return divmod(number, self.LOOKS)
-        later, look = divmod(number, self.EVERY)
+        later, look = divmod(self.FIRST + number, self.EVERY)
         return (later, look) if look < self.LOOKS else None
 
     def look(self, step: int) -> Tensor | None:
