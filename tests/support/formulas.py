@@ -16,7 +16,7 @@ LOOK = 48
 
 
 def gate(step, parameters):
-    """What agreeing on a step sends, counted from 0, after the first.
+    """What agreeing on a step sends, counted from 0, after the first, with a gate of signals.
 
     From the tenth step on gradients are looked at, three parameters of at least 32 numbers at a
     time, each at five steps; once all have been, at five of every 256.
@@ -25,6 +25,20 @@ def gate(step, parameters):
     first_pass = range(9, 9 + 5 * turns)
     looks = step in first_pass or (turns and step >= first_pass.stop and step % 256 < 5)
     return GATE + (LOOK if looks else 0)
+
+
+def scheduled_gate(opened, parameters):
+    """What agreeing sends at each step, after the first, with a gate that follows a schedule.
+
+    Nothing while it is closed; gradients are looked at as if the openings from the tenth step on
+    followed each other. opened: per step, whether the gate was open.
+    """
+    parameters = list(parameters)
+    sent, number = [], 9
+    for step, is_open in enumerate(opened):
+        sent.append(gate(number if step >= 9 else step, parameters) if is_open else 0)
+        number += is_open and step >= 9
+    return sent
 
 
 @dataclass(frozen=True)

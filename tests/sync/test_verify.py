@@ -21,6 +21,7 @@ import curvadion
 import distributed
 from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, WireMeter
 from curvadion.sync.verify import GradientWatch
+from scheduled import Scheduled
 
 SHAPES = [(12, 8), (8, 12), (9, 7), (40,), (33,)]
 KINDS = {
@@ -93,7 +94,7 @@ def change_one_setting(rank, kind, key, values):
         if step == 3:
             optimizer.param_groups[0][key] = values[rank]
 
-    return train(X, optimizer, rank, 8, change)
+    return train(X, optimizer, rank, 9, change)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +116,16 @@ def test_a_setting_that_one_replica_changes_is_an_error_on_all(key, values):
         assert f"{values[0]!r} on rank 0" in text and f"{values[1]!r} on rank 1" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_learning_rates_are_compared_under_every_gate(kind):
+# Seen at the first time that replicas agree, told at the second. Those of a schedule agree at
+# openings: after the change at the steps 5 and 8, and with the budget, which first opens at the
+# fourth step, at the steps 3 and 5.
+@pytest.mark.parametrize(
+    ("kind", "told_at"), [("dion", 4), ("threshold", 4), ("period", 8), ("budget", 5)]
+)
+def test_learning_rates_are_compared_under_every_gate(kind, told_at):
     told_by_rank = distributed.run(4, change_one_setting, kind, "lr", (0.02, 0.02, 0.03, 0.02))
     for step, text in told_by_rank:
-        assert step == 4
+        assert step == told_at
         assert "0.02 on ranks 0, 1, 3 and 0.03 on rank 2" in text
 
 
@@ -242,8 +248,10 @@ FREEZES = [("plain", 2, "dion"), ("plain", 2, "threshold"), ("sharded", 4, "peri
 
 @pytest.mark.parametrize(("layout", "ranks", "kind"), FREEZES)
 def test_parameters_frozen_on_one_rank_only_are_an_error_not_a_hang(layout, ranks, kind):
-    for step, text in distributed.run(ranks, change_parameters, layout, kind, (1,), timeout=30):
-        assert step == 3
+    answers = distributed.run(ranks, change_parameters, layout, kind, (1,), timeout=30)
+    for rank, (step, text) in enumerate(answers):
+        # Other replicas that follow a schedule hear of it when they next open the gate.
+        assert step == (5 if kind == "period" and rank > 1 else 3)
         assert "matrix1" in text and "frozen" in text and "rank 1" in text
 
 
@@ -273,8 +281,9 @@ def load_on_one_rank(rank):
 
 @pytest.mark.filterwarnings("ignore:.*apart")
 def test_a_checkpoint_loaded_on_one_rank_in_mid_run_is_an_error_not_a_hang():
-    for step, text in distributed.run(2, load_on_one_rank, timeout=20):
-        assert step == 3 and "progress is" in text
+    loading, other = distributed.run(2, load_on_one_rank, timeout=30)
+    assert loading[0] == 3 and other[0] == 5  # at its next opening
+    assert "progress is" in loading[1] and "progress is" in other[1]
 
 
 # ---------------------------------------------------------------- weights
@@ -442,14 +451,19 @@ def test_gradients_of_matrices_averaged_by_others_are_an_error_at_the_first_step
         assert step == 0 and "the matrices" in text and "identical" in text
 
 
+# The tenth step is the first look; five parameters are two turns of five looks. Replicas that
+# follow a schedule look at openings only, here at every third step from the twelfth on.
+TWO_TURNS = {"threshold": 9 + 10, "period": 11 + 3 * 10}
+
+
+@pytest.mark.parametrize("kind", TWO_TURNS)
 @pytest.mark.parametrize(
     ("which", "since", "how"), [((3, 4), 0, "rank order"), ((0, 1, 2), 1, "all_reduce")]
 )
-def test_some_gradients_averaged_by_others_are_an_error_soon(which, since, how):
-    arguments = which, how, since, 40, torch.float32, "budget"
+def test_some_gradients_averaged_by_others_are_an_error_soon(which, since, how, kind):
+    arguments = which, how, since, TWO_TURNS[kind] + 1, torch.float32, kind
     for step, text in distributed.run(3, averaged_by_others, *arguments):
-        # The tenth step is the first look; five parameters are two turns of five looks.
-        assert step <= 9 + 10 and "identical" in text
+        assert step <= TWO_TURNS[kind] and "identical" in text
         named = [i for i in range(5) if f"matrix{i}" in text or f"vector{i}" in text]
         assert named == list(which)
 
@@ -458,24 +472,32 @@ def one_averaged_by_others(rank, *arguments):
     return warned(averaged_by_others, rank, *arguments)
 
 
+@pytest.mark.parametrize("kind", TWO_TURNS)
 @pytest.mark.parametrize(("which", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
-def test_one_parameter_averaged_by_others_is_a_warning_soon(which, dtype):
+def test_one_parameter_averaged_by_others_is_a_warning_soon(which, dtype, kind):
     name = "matrix2" if which == 2 else "vector3"
-    arguments = (which,), "all_reduce", 1, 20, dtype, "budget"
+    arguments = (which,), "all_reduce", 1, TWO_TURNS[kind] + 1, dtype, kind
     for (text,) in distributed.run(3, one_averaged_by_others, *arguments):
         assert f"The gradients of {name} had the same direction" in text
 
 
-def averaged_late(rank):
+def averaged_late(rank, kind, since, steps):
     every = tuple(range(len(SHAPES)))
     with looking_soon():
-        return averaged_by_others(rank, every, "rank order", 25, SOON + 9, torch.float32, "period")
+        return averaged_by_others(rank, every, "rank order", since, steps, torch.float32, kind)
 
 
-def test_averaging_that_starts_late_is_found():
+@pytest.mark.parametrize(
+    ("kind", "since", "found_at"),
+    [
+        ("threshold", 25, SOON + 5),
+        ("period", 45, 11 + 3 * (SOON + 5 - 9)),  # the looks' steps are openings
+    ],
+)
+def test_averaging_that_starts_late_is_found(kind, since, found_at):
     assert GradientWatch.EVERY == 256
-    for step, text in distributed.run(2, averaged_late):
-        assert step == SOON + 5 and "identical" in text
+    for step, text in distributed.run(2, averaged_late, kind, since, found_at + 1):
+        assert step == found_at and "identical" in text
 
 
 def watch_own_gradients(rank, dtype):
@@ -505,13 +527,13 @@ def test_replicas_own_gradients_are_never_taken_for_averages(dtype):
         assert GradientWatch.BYTES == 48
 
 
-def sharded_and_averaged(rank, since):
+def sharded_and_averaged(rank, since, kind):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     X = [
         nn.Parameter(distribute_tensor(x.detach(), mesh, [Replicate(), Shard(0)]))
         for x in parameters()
     ]
-    optimizer = optimizer_of(X, "period", replicas=mesh["replicate"])
+    optimizer = optimizer_of(X, kind, replicas=mesh["replicate"])
 
     def take(step):
         for i, x in enumerate(X):
@@ -522,18 +544,19 @@ def sharded_and_averaged(rank, since):
                 dist.all_reduce(x.grad.to_local(), group=mesh.get_group("replicate"))
         optimizer.step()
 
-    return warned(told, 19, take)
+    return warned(told, TWO_TURNS[kind], take)
 
 
-def test_averaging_of_shards_is_found():
-    for (text,) in distributed.run(4, sharded_and_averaged, 1):
+@pytest.mark.parametrize("kind", TWO_TURNS)
+def test_averaging_of_shards_is_found(kind):
+    for (text,) in distributed.run(4, sharded_and_averaged, 1, kind):
         assert "matrix0, matrix1 had" in text
 
 
 # ---------------------------------------------------------------- what is no double synchronisation
 
 
-def train_honestly(rank, case):
+def train_honestly(rank, case, kind):
     """Gradients that are alike in some respect although nobody averages them."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 200))
@@ -546,7 +569,7 @@ def train_honestly(rank, case):
         {"params": [net[0].weight, net[2].weight]},
         {"params": vectors, "algorithm": "adamw", "lr": 0.003},
     ]
-    optimizer = CurvaDion(param_groups, replicas=dist.group.WORLD, gate=FixedPeriod(3))
+    optimizer = CurvaDion(param_groups, replicas=dist.group.WORLD, **copy.deepcopy(KINDS[kind]))
     generator = torch.Generator().manual_seed(rank)
 
     def take(step):
@@ -561,22 +584,23 @@ def train_honestly(rank, case):
         loss.backward()
         optimizer.step()
 
-    return warned(told, 25, take)
+    return warned(told, TWO_TURNS[kind] + 3, take)
 
 
+@pytest.mark.parametrize("kind", TWO_TURNS)
 @pytest.mark.parametrize(
     ("case", "warned"),
     [("labels in another order", 0), ("a term without data", 1), ("a fixed direction", 1)],
 )
-def test_gradients_that_are_alike_by_themselves_stop_no_run(case, warned):
-    for texts in distributed.run(2, train_honestly, case):
+def test_gradients_that_are_alike_by_themselves_stop_no_run(case, warned, kind):
+    for texts in distributed.run(2, train_honestly, case, kind):
         assert len(texts) == warned
         assert all("do not depend on the data" in text for text in texts)
 
 
-def train_few_numbers(rank):
+def train_few_numbers(rank, gate):
     X = parameters(shapes=[(4, 5)])
-    optimizer = CurvaDion(X, replicas=dist.group.WORLD, gate=FixedPeriod(9))
+    optimizer = CurvaDion(X, replicas=dist.group.WORLD, gate=gate)
     sent = []
     for step in range(4):
         give_gradients(X, step, rank)
@@ -586,8 +610,10 @@ def train_few_numbers(rank):
     return sent
 
 
-def test_few_numbers_are_compared_once():
-    assert distributed.run(2, train_few_numbers) == [[16 + 72, 16, 16, 16]] * 2
+@pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(9), 0), (Scheduled(()), 16)])
+def test_few_numbers_are_compared_once(gate, closed):
+    sent = distributed.run(2, train_few_numbers, gate)
+    assert sent == [[16 + 72, closed, closed, closed]] * 2
 
 
 # ---------------------------------------------------------------- what is alike after all
@@ -667,7 +693,7 @@ def freeze_and_call(rank, call):
             call(optimizer)
         optimizer.step()
 
-    return told(5, take)
+    return told(6, take)
 
 
 def clip(optimizer):
@@ -676,8 +702,10 @@ def clip(optimizer):
 
 @pytest.mark.parametrize("call", [clip, CurvaDion.synchronize, CurvaDion.drift, CurvaDion.eval])
 def test_what_is_called_before_the_step_hides_no_freeze_on_one_rank(call):
-    for step, text in distributed.run(2, freeze_and_call, call, timeout=20):
-        assert step == 3 and "matrix1" in text and "frozen" in text
+    other, freezing = distributed.run(2, freeze_and_call, call, timeout=30)
+    assert freezing[0] == 3 and other[0] == 5  # at its next opening
+    for _, text in (other, freezing):
+        assert "matrix1" in text and "frozen" in text
 
 
 def start_still(rank):

@@ -21,6 +21,7 @@ from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, LowRank, Quantiz
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.quantized_average import divide
 from gate_steps import ask
+from scheduled import Scheduled
 
 BITS = (1, 2, 4, 8)
 
@@ -190,16 +191,18 @@ def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
         assert all(equal) == ranks[0][1][step].gate_open == (step % 3 == 2)
 
 
+@pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(2), 0), (Scheduled((2, 4, 6)), 16)])
 @pytest.mark.parametrize(
     ("bits", "align_momentum"), list(zip(BITS, (True, False, False, True), strict=True))
 )
-def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, align_momentum):
+def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, align_momentum, gate, closed):
+    """closed: what the gate sends where replicas do not know beforehand that it is closed."""
     sync = QuantizedAverage(bits, align_momentum=align_momentum)
-    ranks = distributed.run(2, train, 6, dict(gate=FixedPeriod(2), sync=sync))
+    ranks = distributed.run(2, train, 6, dict(gate=gate, sync=sync))
     codes = bytes_of_codes(bits)
     for step in range(1, 6):  # the first also compares the replicas
         mean = sum(sent[step] for _, _, sent in ranks) / 2
-        assert mean == 16 + (codes if step % 2 else 0)
+        assert mean == (16 + codes if step % 2 else closed)
 
 
 def rotate(rank, fragments, local_step):
@@ -207,14 +210,14 @@ def rotate(rank, fragments, local_step):
     model = toy.model()
     how = dict(sync=QuantizedAverage(fragments=fragments), local_step=local_step)
     optimizer = optimizer_of(model, gate=FixedPeriod(2), **how)
-    steps = []
-    for step in range(4 * min(fragments, 6)):
+    steps, count = [], 4 * min(fragments, 6)
+    gates = formulas.scheduled_gate([step % 2 for step in range(count)], model.parameters())
+    for step in range(count):
         with WireMeter() as meter:
             toy.train(model, optimizer, [step], rank)
         agreed = agreed_on(model)
         formula = message_bytes((x.numel() for x in agreed.values()), 2)
-        gate = formulas.gate(step, model.parameters())
-        steps.append((set(agreed), meter.total_sent - gate, formula))
+        steps.append((set(agreed), meter.total_sent - gates[step], formula))
     with WireMeter() as meter:
         optimizer.synchronize(exact=False)
     formula = message_bytes((x.numel() for n, x in agreed_on(model).items() if n not in agreed), 2)
@@ -270,8 +273,12 @@ def test_a_run_sends_what_its_budget_allows(by, fragments):
     arguments = dict(gate=ByteBudget(share / fragments, by), sync=sync)
     ranks = distributed.run(2, train, steps, arguments)
     dense = 4 * sum(p.numel() for p in toy.model().parameters())
-    openings = sum(report.gate_open for report in ranks[0][1])
-    gates = sum(formulas.gate(step, toy.model().parameters()) for step in range(steps))
+    opened = [report.gate_open for report in ranks[0][1]]
+    openings, parameters = sum(opened), list(toy.model().parameters())
+    if by == "period":
+        gates = sum(formulas.scheduled_gate(opened, parameters)) + 16  # the first step's
+    else:
+        gates = sum(formulas.gate(step, parameters) for step in range(steps))
     # All fragments are kept back once for the last agreement.
     of_an_opening = bytes_of_codes(2) / fragments
     allowed = (steps * share / fragments * dense - gates) / of_an_opening - fragments
@@ -343,7 +350,7 @@ def test_an_exact_synchronisation_is_paid_back_by_later_steps():
     assert 0.98 <= sent_of_the_budget(ranks, share, steps) <= 1.0
     assert ranks[0][1] > 2 * 4 * NUMBERS  # as much as 40 steps may send
     agreed = ranks[0][2]
-    period = CODES / (share * 4 * NUMBERS - 16)
+    period = (CODES + 16) / (share * 4 * NUMBERS)
     assert max(b - a for a, b in pairwise(agreed)) <= math.ceil(2 * period)
     soon = [step for step in agreed if 20 < step <= 60]
     assert len(soon) == pytest.approx(40 / (2 * period), abs=1)
@@ -582,11 +589,11 @@ def test_the_look_ahead_is_that_of_the_period_in_use(fragments):
         optimizer.step()
         if optimizer.report.gate_open:
             opened.append(step)
-    period = CODES / (0.01 * 4 * NUMBERS - 16)
+    period = (CODES + 16 * fragments) / (0.01 * 4 * NUMBERS)
     assert 7.5 < period < 8  # 6.5 without the padding and the gate's bytes, and 4.1
     steps_per_opening = (opened[-1] - opened[0]) / (len(opened) - 1)
     assert steps_per_opening * fragments == pytest.approx(period, rel=0.03)
-    assert set(known) == {round(1.6 * math.sqrt(period), 1)} == {4.5}
+    assert set(known) == {round(1.6 * math.sqrt(period), 1)} == {4.4}
 
 
 def test_the_look_ahead_of_parameters_that_are_all_frozen():
@@ -777,7 +784,7 @@ def test_impossible_arguments_of_quantized_averages_are_errors(arguments, error)
 def too_small_a_budget(rank):
     model = toy.model()
     with pytest.raises(ValueError, match="less than a closed gate sends"):
-        toy.train(model, optimizer_of(model, wire_budget=1e-4), [0], rank)
+        toy.train(model, optimizer_of(model, gate=ByteBudget(1e-4, "rmmc")), [0], rank)
     with pytest.raises(ValueError, match="max_local_steps=1 "):
         toy.train(model, optimizer_of(model, wire_budget=0.03, max_local_steps=1), [0], rank)
 
