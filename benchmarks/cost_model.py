@@ -256,8 +256,8 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
     averaged = [_dense([*shapes.matrices, *shapes.others, *shapes.others, *shapes.others])]
     if shapes.others:
         averaged.append(Traffic("all_reduce", 1, FLOAT * len(shapes.others)))  # step counters
-    opened = [*averaged, *_open_step(shapes, rank_fraction)]
-    return total([GATE, *(t.times(1 / period) for t in opened)])
+    opened = [GATE, *averaged, *_open_step(shapes, rank_fraction)]
+    return total([t.times(1 / period) for t in opened])
 
 
 def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
@@ -266,8 +266,8 @@ def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     waves = waves_of_sizes(((size, False) for size in sizes), most_in_a_wave(sum(sizes)))
     exchanges = 2 * (waves[-1] + 1)
-    opened = Traffic("all_to_all", exchanges, 2 * codes)
-    return [GATE, opened.times(openings(shapes, share, bits))]
+    rate = openings(shapes, share, bits)
+    return [t.times(rate) for t in (GATE, Traffic("all_to_all", exchanges, 2 * codes))]
 
 
 def _codes(shapes: Shapes, bits: int) -> int:
@@ -278,8 +278,7 @@ def _codes(shapes: Shapes, bits: int) -> int:
 def openings(shapes: Shapes, share: float, bits: int = 2) -> float:
     """Open steps per step that a budget allows: the gate's own answer."""
     gate = curvadion.ByteBudget(share)
-    gate.open_cost = _codes(shapes, bits) / (FLOAT * shapes.parameters)
-    gate.closed_cost = GATE_BYTES / (FLOAT * shapes.parameters)
+    gate.open_cost = (_codes(shapes, bits) + GATE_BYTES) / (FLOAT * shapes.parameters)
     return gate.rate
 
 

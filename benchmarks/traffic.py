@@ -13,7 +13,9 @@ from curvadion.sync.codec import bits_within
 from curvadion.sync.coded_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 
-GATE = 4  # numbers of 4 bytes that CurvaDion's decision takes at every step
+# Numbers of 4 bytes that CurvaDion's decision takes: at openings where the gate follows a schedule,
+# otherwise at every step.
+GATE = 4
 RANK_FRACTION = 1 / 4  # by default
 
 
@@ -85,8 +87,7 @@ def period_within(budget: float, steps: int, numbers: float, parameters: int) ->
 
 def averaging_period(shapes: Shapes, budget: float, steps: int) -> int | None:
     """Return the shortest period of averaging that fits a budget, its gate included."""
-    left = budget - GATE / shapes.parameters
-    return period_within(left, steps, shapes.averaged_step(), shapes.parameters)
+    return period_within(budget, steps, shapes.averaged_step() + GATE, shapes.parameters)
 
 
 def quantized_bytes(shapes: Shapes, bits: int) -> int:
@@ -104,21 +105,28 @@ class Spending:
 
 
 def spending(
-    shapes: Shapes, budget: float, steps: int, *, parts: int = 1, spared: int = 0
+    shapes: Shapes,
+    budget: float,
+    steps: int,
+    *,
+    parts: int = 1,
+    spared: int = 0,
+    scheduled: bool = True,
 ) -> Spending:
     """Return the bits, and the budget whose last opening falls on the last step.
 
     The bits are CurvaDion's own choice, with agreements on a weight at every second step at most.
     Counted are also the parts that come together after the last step. The gate is given what it
     keeps back for an agreement on all, ``parts`` openings more. ``spared``: so many openings less,
-    for a gate that may end a run off its period.
+    for a gate that may end a run off its period. ``scheduled``: whether it follows a schedule.
     """
     bits = bits_within(budget)
-    once = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
+    codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
-    fitting = math.floor((budget - gate) * steps / once) - (parts - 1)
+    once, always = (codes + gate, 0.0) if scheduled else (codes, gate)
+    fitting = math.floor(((budget - always) * steps - (parts - 1) * codes) / once)
     openings = min(fitting, steps // 2 * parts) - spared
-    share = (openings + parts) * once / steps + gate
+    share = (openings + parts) * once / steps + always
     return Spending(math.ceil(1e6 * share) / 1e6, bits, parts)
 
 

@@ -61,6 +61,7 @@ SETTINGS = {
 }
 GATED = {"dion", "dion_nesterov", "muon", "averaging", "published", "authors"}
 GATED |= {"ours", "ours_low_rank", "ours_rmmc"}
+SCHEDULED = {"averaging", "ours", "ours_low_rank"}  # replicas agree at openings only
 CPU = torch.device("cpu")
 
 
@@ -111,7 +112,7 @@ def test_a_method_sends_what_its_formula_says(records, method):
         expected = 4 * NUMBERS.get(method, opened * SHAPES.dion_step())
         # With two replicas an all-reduce sends its payload, a broadcast half of it.
         assert 0 <= payload - sent < 150
-    expected += 4 * traffic.GATE * STEPS * (method in GATED)
+    expected += 4 * traffic.GATE * (opened if method in SCHEDULED else STEPS) * (method in GATED)
     # Once in a training: DDP's order of buckets, the optimizer's comparison of the replicas.
     assert 0 <= sent - expected < 150
 
@@ -222,8 +223,9 @@ def test_diloco_wants_a_period():
 
 @pytest.mark.parametrize("steps", [300, 1000])
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.parametrize(("budget", "parts"), [*((b, 1) for b in BUDGETS), (0.01, 3)])
-def test_settings_use_a_budget_up(size, budget, parts, steps):
+def test_settings_use_a_budget_up(size, budget, parts, steps, scheduled):
     shapes = SIZES[size].shapes()
     limit = budget * steps * shapes.parameters
     period = traffic.period_within(budget, steps, shapes.parameters, shapes.parameters)
@@ -234,23 +236,25 @@ def test_settings_use_a_budget_up(size, budget, parts, steps):
         assert math.ceil(steps / (period - 1)) * shapes.parameters > limit
     period = traffic.averaging_period(shapes, budget, steps)
     if period is not None:
-        gates = traffic.GATE * steps
-        assert math.ceil(steps / period) * shapes.averaged_step() + gates <= limit
-        assert math.ceil(steps / (period - 1)) * shapes.averaged_step() + gates > limit
-    spent = traffic.spending(shapes, budget, steps, parts=parts)
+        opening = shapes.averaged_step() + traffic.GATE
+        assert math.ceil(steps / period) * opening <= limit
+        assert math.ceil(steps / (period - 1)) * opening > limit
+    spent = traffic.spending(shapes, budget, steps, parts=parts, scheduled=scheduled)
     assert spent.bits == (4 if budget == 0.1 else 2)  # 4 of 32 bits, with the scales, are 13 %
     assert spent.parts == parts
     once = traffic.quantized_bytes(shapes, spent.bits) / (4 * shapes.parameters)
     assert once == pytest.approx(spent.bits / 32, rel=0.1)
     once /= spent.parts
-    gate = ByteBudget(spent.wire_budget)
-    gate.open_cost, gate.closed_cost = once, traffic.GATE / shapes.parameters
+    gate, told = ByteBudget(spent.wire_budget), traffic.GATE / shapes.parameters
+    gate.open_cost = once + told * scheduled
+    gate.closed_cost = told * (not scheduled)
     gate.openings_per_agreement = spent.parts
     opened = ask(gate, steps)
     assert opened[-1] == steps - 1
-    left = budget - (len(opened) + spent.parts - 1) * once / steps - gate.closed_cost
+    sent = len(opened) * gate.open_cost + (spent.parts - 1) * once
+    left = budget - sent / steps - gate.closed_cost
     most = steps // 2 * spent.parts
-    assert len(opened) == most if budget == 0.1 else 0 <= left < once / steps
+    assert len(opened) == most if budget == 0.1 else 0 <= left < gate.open_cost / steps
     rank = traffic.powersgd_rank(shapes, budget, steps)
     sent = [2 * shapes.parameters + (steps - 2) * shapes.powersgd_step(r) for r in range(1, 40)]
     if rank is None:

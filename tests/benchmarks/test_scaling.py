@@ -42,7 +42,7 @@ def budget():
     """What pays for an opening at every other step."""
     sizes = [p.numel() for p in toy.model().parameters()]
     codes = message_bytes(sizes, bits=2)
-    return ((OPENED_BY_BUDGET + 1e-6) * codes + 16) / (4 * sum(sizes))
+    return (OPENED_BY_BUDGET + 1e-6) * (codes + 16) / (4 * sum(sizes))
 
 
 def metered(rank, method):
