@@ -2,7 +2,8 @@
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the
 maximum over replicas, together with everything else the replicas must agree on, in one collective
-of 16 bytes, and hands it back to every replica's gate.
+of 16 bytes, and hands it back to every replica's gate. A gate that needs no signal is a schedule:
+every replica knows its answer beforehand, and they agree at openings only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Gate(ABC):
         reads_momentum: whether :meth:`signal` is wanted. If not, no momentum norm is taken.
         always_open: whether it opens at every step.
         follows_schedule: whether :meth:`opens` depends on no signal. Replicas then know each
-            opening beforehand, and tell each other nothing while the gate is closed.
+            opening beforehand, and tell each other nothing while the gate is closed. Without effect
+            if it reads momenta.
 
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in

@@ -24,7 +24,8 @@ class StepReport:
             or the step was skipped.
         rmmc_parameter: name of the parameter with this signal.
         local_steps: local steps since the replicas last synchronised, including this one.
-        skipped: whether all replicas skipped the step because one had a non-finite gradient.
+        skipped: whether all replicas skipped the step because one had a non-finite gradient, or,
+            at a closed step of a schedule, this replica because it had one itself.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
     """

@@ -39,8 +39,9 @@ class CurvaDion(Dion):
                     of what weights have moved, in a few bits
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
-    While the gate is closed each replica takes a step of its own, and nothing but the gate's 16
-    bytes is sent. Parameters that are not matrices take AdamW or Lion under the same gate.
+    While the gate is closed each replica takes a step of its own, and replicas send each other the
+    gate's 16 bytes, or nothing if the gate follows a schedule, which each knows beforehand.
+    Parameters that are not matrices take AdamW or Lion under the same gate.
 
     Args:
         params, lr, replicas: as of :class:`curvadion.Dion`.

@@ -151,7 +151,7 @@ class Dion(ReplicaOptimizer):
         Raises:
             RuntimeError: on every replica alike, if the replicas' gradients are identical although
                 this optimizer synchronises them, if their optimizers differ, or at the tenth
-                step in a row with a non-finite gradient.
+                step in a row with a non-finite gradient (under a schedule, at the opening after).
         """
         loss = None
         if closure is not None:

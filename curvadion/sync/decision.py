@@ -1,7 +1,8 @@
 """What all ranks agree on before a step, and the gate's one collective that tells them.
 
 Everything that ranks must decide together crosses in 16 bytes: the gate's signal, a gradient that
-is not finite, and a notice of what has changed on a rank.
+is not finite, and a notice of what has changed on a rank. At a closed step of a schedule only ranks
+of one replica decide together.
 """
 
 from __future__ import annotations
