@@ -158,8 +158,10 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
     ways = ("ours", 1, 0), ("ours", 3, 0), ("ours_low_rank", 1, 0), ("ours_rmmc", 1, 1)
     for method, parts, spared in ways:
         if parts == 1 or budget in IN_PARTS:
-            how = {"parts": parts, "spared": spared, "scheduled": method != "ours_rmmc"}
-            spent = traffic.spending(shapes, budget, steps, **how)
+            scheduled = method != "ours_rmmc"
+            spent = traffic.spending(
+                shapes, budget, steps, parts=parts, spared=spared, scheduled=scheduled
+            )
             yield Variant(method, asdict(spent), budget)
 
 
