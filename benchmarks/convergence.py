@@ -40,7 +40,7 @@ from curvadion import WireMeter, checks
 from curvadion.comm.collectives import mean_
 from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
-from methods import METHODS, POLAR, Method
+from methods import CODED, METHODS, POLAR, Method
 from token_data import Split, TrainingBatches, load, split, validation_batches
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -72,6 +72,7 @@ class Options:
     elementwise: tuple[float, ...] = option((), "these shares of them beside Dion")
     steps: int | None = option(None, "so many instead of the grid's")
     newton_schulz_steps: int | None = option(None, "of polar directions, instead of the default")
+    delay: int | None = option(None, "of methods that average in codes, instead of 0")
     best: bool = option(False, "only the rates that are the best of those that have records")
     replicas: int = option(8, "processes")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one")
@@ -166,6 +167,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
             if step == run.steps:
                 trial.method.finish()
             training_seconds += time.perf_counter() - begun
+            trial.method.settle()  # what is under way must not be sent while the meter pauses
             with meter.paused():
                 if (step - 1) % CHECK_EVERY == 0 or step == run.steps:
                     diverged = not math.isfinite(train_gpt.mean_over_ranks(loss))
@@ -300,6 +302,13 @@ def selected(options: Options) -> list[Run]:
         more = {"newton_schulz_steps": options.newton_schulz_steps}
         runs = [
             replace(run, settings={**run.settings, **more}) if run.method in POLAR else run
+            for run in runs
+        ]
+    if options.delay:
+        runs = [
+            replace(run, settings={**run.settings, "delay": options.delay})
+            if run.method in CODED
+            else run
             for run in runs
         ]
     if options.best:

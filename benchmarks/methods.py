@@ -49,6 +49,9 @@ class Method:
         self.optimizer.step()
         self.open_steps += 1
 
+    def settle(self) -> None:
+        """Wait for what is under way."""
+
     def finish(self) -> None:
         """After the last step, bring replicas together if the method ever does; collective."""
 
@@ -68,6 +71,9 @@ class Gated(Method):
         self.optimizer.step()
         report = self.optimizer.report
         self.open_steps += report is not None and report.gate_open
+
+    def settle(self) -> None:
+        self.optimizer.sync.settle()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -191,6 +197,7 @@ def ours(
     polar: bool = True,
     direction: Literal["low_rank", "polar"] = "polar",
     by: Literal["period", "rmmc"] = "period",
+    delay: int = 0,
     **settings: Any,
 ) -> Method:
     """CurvaDion under a budget of bytes.
@@ -206,6 +213,7 @@ def ours(
         budget_by=by,
         bits=bits,
         fragments=parts,
+        delay=delay,
         align_momentum=momenta,
         polar_correction=polar,
         direction=direction,
@@ -254,6 +262,7 @@ def averaged_weights(
     return diloco_dion(model, replicas, lr, **outer, **settings)
 
 
+CODED = ("ours", "ours_low_rank", "ours_rmmc")  # whose replicas average in codes
 POLAR = ("muon", "ours", "ours_rmmc")  # whose directions are polar factors
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,

@@ -48,7 +48,7 @@ class Network:
         """A rank's IPv4 address."""
         return f"10.231.0.{rank + 1}"
 
-    def start(self, rank: int, script: str) -> subprocess.Popen[str]:
+    def start(self, rank: int, script: str, *arguments: str) -> subprocess.Popen[str]:
         """Run a script's worker of a rank, ``--worker RANK --worlds RANKS``, on pipes."""
         environment = os.environ | {
             "MASTER_ADDR": self.address(0),
@@ -58,7 +58,7 @@ class Network:
         }
         return subprocess.Popen(
             f"ip netns exec {self.namespace(rank)} {sys.executable} {script} "
-            f"--worker {rank} --worlds {self.ranks}".split(),
+            f"--worker {rank} --worlds {self.ranks} {' '.join(arguments)}".split(),
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

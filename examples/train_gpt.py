@@ -133,6 +133,7 @@ class Config:
     )
     bits: int | None = option(None, "quantized_average: of a number; default: by the budget, or 2")
     fragments: int = option(1, "quantized_average: of the model, one at each opening")
+    delay: int = option(0, "quantized_average: steps after which means arrive")
     align_momentum: bool = option(True, "quantized_average: momenta take the mean direction")
     polar_correction: bool = option(True, "quantized_average: restore what disagreement shortened")
 
@@ -238,6 +239,7 @@ def sync(config: Config) -> Sync:
         return QuantizedAverage(
             bits=config.bits,
             fragments=config.fragments,
+            delay=config.delay,
             align_momentum=config.align_momentum,
             polar_correction=config.polar_correction,
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from curvadion.comm.background import Background
 from curvadion.comm.collectives import group_size
 
 SINGLE: Literal["single"] = "single"
@@ -35,9 +37,22 @@ class ReplicaGroup:
         self.single = isinstance(replicas, str) and replicas == SINGLE
         self.process_group = None if self.single else _process_group(replicas)
 
+        self._background: Background | None = None
+
     @property
     def size(self) -> int:
         return group_size(self.process_group)
+
+    def background(self, device: torch.device) -> Background:
+        """Exchanges between these ranks beside the training; the first call is collective.
+
+        device: of what is sent.
+        """
+        if self.process_group is None:
+            raise RuntimeError("replicas=None: there is no other replica to send anything to.")
+        if self._background is None:
+            self._background = Background(self.process_group, device)
+        return self._background
 
     @property
     def replica(self) -> Replica:

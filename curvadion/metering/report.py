@@ -24,10 +24,12 @@ class StepReport:
             or the step was skipped.
         rmmc_parameter: name of the parameter with this signal.
         local_steps: local steps since the replicas last synchronised, including this one.
-        skipped: whether all replicas skipped the step because one had a non-finite gradient, or,
-            at a closed step of a schedule, this replica because it had one itself.
+        skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where
+            replicas hear each other before the step, any replica's.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
+        waited_seconds: how long the step waited for an exchange that was late (QuantizedAverage
+            with a delay).
     """
 
     step: int
@@ -38,6 +40,7 @@ class StepReport:
     local_steps: int
     skipped: bool
     wire_bytes: int | None
+    waited_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as values that JSON can hold: an infinite RMMC becomes the string "inf"."""
@@ -54,12 +57,14 @@ class Summary:
     skipped_steps: int = 0
     wire_bytes: int = 0
     longest_local_run: int = 0
+    waited_seconds: float = 0.0
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
         self.open_steps += report.gate_open
         self.skipped_steps += report.skipped
         self.wire_bytes += report.wire_bytes or 0
+        self.waited_seconds += report.waited_seconds
         self.longest_local_run = max(self.longest_local_run, report.local_steps)
 
     @property
@@ -107,6 +112,7 @@ def write_scalars(writer: ScalarWriter, report: StepReport, prefix: str = "curva
         "local_steps": report.local_steps,
         "skipped": report.skipped,
         "wire_bytes": report.wire_bytes,
+        "waited_seconds": report.waited_seconds,
     }
     for name, value in values.items():
         if value is not None and math.isfinite(value):

@@ -21,7 +21,7 @@ from curvadion.optim.plans import Plans, check_one_replica, members
 from curvadion.optim.record import Progress, read_record, record, remember
 from curvadion.sync.agreement import Agreement
 from curvadion.sync.base import Sync
-from curvadion.sync.decision import GATE_BYTES, refuse
+from curvadion.sync.decision import GATE_BYTES
 from curvadion.sync.exact_average import sizes
 from curvadion.sync.verify import Listing, check_alike, listing
 from curvadion.update import hyperparameters as check
@@ -175,24 +175,6 @@ class ReplicaOptimizer(Optimizer):
             return self._plans.wrong_cut(self.param_groups, self.state)
         return None
 
-    def _refuse(self, wrong: str) -> None:
-        """Raise ValueError for a setting that is wrong here, and an error on the other ranks."""
-        plan = self._plans.known
-        if plan is None:
-            # The settings that are right are enough to meet the others.
-            known = [{**group, **check.valid(group, self.defaults)} for group in self.param_groups]
-            try:
-                plan = self._plans.make(known, self.state)
-            except (KeyError, TypeError, ValueError):
-                raise ValueError(wrong) from None
-        self._place_gradients(plan)
-        refuse(self.gate, plan, inside_first=self._meets_inside_first(plan))
-        raise ValueError(wrong)
-
-    def _meets_inside_first(self, plan: Plan) -> bool:
-        """Whether a rank of this replica asks the others only after those of the replica."""
-        return False
-
     # ---------------------------------------------------------------- the plan
 
     def _known_plan(self) -> Plan:
@@ -329,6 +311,7 @@ class ReplicaOptimizer(Optimizer):
                 stacklevel=2,
             )
         self._plans.follow_rank(self.param_groups, self.state)
+        self.sync.settle()
         for group in self.param_groups:
             group[check.RECORD] = self._record()
         return super().state_dict()
@@ -373,6 +356,7 @@ class ReplicaOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._plans.follow_rank(self.param_groups, self.state)
+        self.sync.settle()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in self._kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -391,6 +375,7 @@ class ReplicaOptimizer(Optimizer):
         self._plans = Plans(self._replicas, self._check_plan, getattr(self, "param_groups", ()))
         self._agreement = Agreement(self._replicas)
         self._wire_bytes, _ = wire.counted_bytes()
+        self._waited = self.sync.waited_seconds
 
     def __repr__(self) -> str:
         lines = super().__repr__()[:-1].splitlines()

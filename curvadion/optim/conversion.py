@@ -260,7 +260,7 @@ def _check_complete(
     if before.get("direction") != "low_rank":
         needed = {key for key in needed if not is_right_factor(key)}
     # Of the tensors that the sync keeps of a parameter, a state has all or none.
-    of_sync = {key.name for key in sync.state_keys if key.like_parameter}
+    of_sync = {key.name for key in sync.state_keys if key.like_parameter and not key.passing}
     if not state.keys().isdisjoint(of_sync):
         needed |= of_sync
     if missing := sorted(needed - state.keys()):

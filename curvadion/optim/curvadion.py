@@ -14,7 +14,8 @@ from curvadion import checks
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import RMMC, ByteBudget, Gate
 from curvadion.optim.base import Params
-from curvadion.optim.dion import Dion, Foreseen, full_precision
+from curvadion.optim.dion import Dion
+from curvadion.optim.stepping import Foreseen, full_precision
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.decision import Decision, Moving
 from curvadion.sync.low_rank import LowRank
@@ -131,18 +132,17 @@ class CurvaDion(Dion):
         if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
             self._tell_costs([p.X for p in plan.parameters])
         reason = self._reason_to_open(0.0)
-        return Foreseen(reason is not None, reason)
-
-    def _meets_inside_first(self, plan: Plan) -> bool:
-        return self._foresee(plan).opens is False
+        opens = reason is not None
+        return Foreseen(opens, reason, heard=opens and not self.sync.delay)
 
     def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
         known = foreseen.opens is not None
         reason = foreseen.reason if known else self._reason_to_open(decision.signal)
         directed = self.local_step == "dion"
-        step = replace(step, local_update=LocalUpdate(self.sync, step, directed), directed=directed)
+        update = LocalUpdate(self.sync, step, directed)
+        step = replace(step, local_update=update, directed=directed)
         if reason is None:
-            step.local_update(None)
+            self.sync.closed_step(step)
         else:
             self.gate.spend(1)
             self.sync.open_step(step)
@@ -215,11 +215,16 @@ class LocalUpdate:
     def __init__(self, sync: Sync, step: Step, directed: bool) -> None:
         self._sync, self._step, self._directed = sync, step, directed
         self._moving: Moving | None = None
+        self._noted = False
 
     def __call__(self, part: Plan | None = None) -> Taken | None:
         """See :class:`Step`."""
-        if self._moving is None:
+        if not self._noted:
             self._sync.note_own_step()
+            self._noted = True
+        if self._step.rests:
+            return None
+        if self._moving is None:
             self._sync.before_local_update(self._step)
             moving, plan = self._step.moving, self._step.plan
             # A replica's shards are one matrix: a gradient that some of them miss is zero there.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from curvadion.comm.background import Background, Exchange
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
-from curvadion.sync.decision import Decision, Notice, Settings, decide
+from curvadion.sync.decision import Decision, Notice, Settings, decide, notice_of, refuse, word_of
 from curvadion.sync.verify import (
     Checksum,
     GradientWatch,
@@ -22,6 +25,42 @@ from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import MomentumNorms
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
+
+_STUCK = (
+    "Some replica had a NaN or an Inf in a gradient at each of its last steps, too many in a row, "
+    "and has left these out: reports and warnings of its ranks tell. Lower the learning rate or "
+    "look for the cause in the model, then load the last checkpoint."
+)
+
+
+class Told(NamedTuple):
+    """What replicas told each other at an opening, heard later: 16 bytes.
+
+    step: the opening. due: the step at which it is heard.
+    """
+
+    step: int
+    due: int
+    exchange: Exchange[Tensor]
+
+    @classmethod
+    def begin(
+        cls, word: int, step: int, due: int, background: Background, device: torch.device
+    ) -> Told:
+        """Tell the other replicas a word; the ranks of this one tell the same."""
+        bounds = torch.tensor([word, -word], device=device)
+
+        def exchange() -> Tensor:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=background.group)
+            return bounds
+
+        what = f"What replicas tell each other at step {step + 1}"
+        return cls(step, due, background.begin(what, exchange))
+
+    def bounds(self) -> tuple[int, int]:
+        """The largest and the smallest word of any replica; waits for it."""
+        largest, smallest = self.exchange.result().tolist()
+        return largest, -smallest
 
 
 class Agreement:
@@ -38,6 +77,7 @@ class Agreement:
         self._checksum = Checksum()
         self._watch: GradientWatch | None = None
         self._unread: Tensor | None = None  # the watch's last look, on the device
+        self._told: list[Told] = []
 
     def follow(self, plan: Plan) -> None:
         """Begin anew with the gradients of another plan."""
@@ -54,7 +94,10 @@ class Agreement:
         still: bool,
         uneven: bool,
         stuck: bool,
-        among_replicas: bool,
+        opens: bool,
+        heard: bool,
+        delay: int,
+        background: Callable[[], Background],
         steps: int,
         param_groups: Sequence[Mapping[str, Any]],
         listing: Callable[[], Listing],
@@ -73,7 +116,10 @@ class Agreement:
             still: whether states have just been created here, and all learning rates are zero.
             uneven: whether replicas may have taken other steps since they last agreed.
             stuck: whether this replica has left out too many steps in a row.
-            among_replicas: whether the other replicas must be heard.
+            opens: whether replicas are known to come together at this step.
+            heard: whether the other replicas must be heard before.
+            delay: how many steps later they are heard where they need not be heard before.
+            background: sends what is heard later.
             steps: how many steps were taken before.
             param_groups: whose settings must be the same on all ranks.
             listing: all that must be the same, for errors that say what differs.
@@ -81,10 +127,11 @@ class Agreement:
         Raises:
             RuntimeError: if ranks differ, or another rank has an impossible setting.
         """
+        self._hear(plan, listing, until=steps)
         notice = Notice.NOTHING
-        if stuck and among_replicas:
+        if stuck and opens:
             notice = Notice.STUCK
-        elif not self._alike and among_replicas:
+        elif not self._alike and (heard or opens):
             notice = Notice.DIFFERENT
         elif changed:
             notice = Notice.CHANGED
@@ -92,26 +139,27 @@ class Agreement:
             notice = Notice.NEW
         elif not self.verified and self._replicas.size > 1:
             notice = Notice.UNVERIFIED
-        elif uneven and among_replicas:
+        elif uneven and heard:
             notice = Notice.MISSING_GRADIENT
         ask = partial(decide, gate, plan, gradients, momenta)
         settings = Settings(steps, self._checksum.of(param_groups))
-        if not among_replicas:
+        if not heard:
             decision = ask(notice=notice, settings=settings, group=plan.inside)
             self._alike &= decision.alike  # told when the others listen
-            if decision.notice in (Notice.NOTHING, Notice.MISSING_GRADIENT):
+            quiet = decision.notice in (Notice.NOTHING, Notice.MISSING_GRADIENT)
+            if delay and (opens or not quiet):
+                word = word_of(Notice.NOTHING if quiet else decision.notice, settings)
+                self._told.append(Told.begin(word, steps, steps + delay, background(), plan.device))
+            if quiet or (opens and decision.notice == Notice.STUCK):
                 return decision
+            # All ranks must be here; those that are not say so when they hear of it.
+            self._hear(plan, listing, until=steps + delay)
             notice = decision.notice
         unread, self._unread = self._unread, None
         decision = ask(notice=notice, settings=settings, group=plan.all_ranks, unread=unread)
         self._alike = decision.alike
         if decision.notice == Notice.STUCK:
-            raise RuntimeError(
-                "Some replica had a NaN or an Inf in a gradient at each of its last steps, too "
-                "many in a row, and has left these out: reports and warnings of its ranks tell. "
-                "Lower the learning rate or look for the cause in the model, then load the last "
-                "checkpoint."
-            )
+            raise RuntimeError(_STUCK)
         if decision.notice == Notice.INVALID:
             raise RuntimeError(
                 "Another rank has an impossible value in its param_groups and raises the error "
@@ -122,6 +170,42 @@ class Agreement:
         if self._watch is not None and decision.read:
             self._watch.conclude(decision.read)
         return decision
+
+    def refuse(
+        self,
+        gate: Gate,
+        plan: Plan,
+        *,
+        heard: bool,
+        delay: int,
+        background: Callable[[], Background],
+        steps: int,
+    ) -> None:
+        """Tell the other ranks that a setting here is impossible, where they listen next."""
+        if not heard:
+            refuse(gate, plan, plan.inside)
+            if delay:
+                word = word_of(Notice.INVALID, Settings(steps, 0))
+                told = Told.begin(word, steps, steps, background(), plan.device)
+                told.bounds()
+                return
+        refuse(gate, plan, plan.all_ranks)
+
+    def _hear(self, plan: Plan, listing: Callable[[], Listing], *, until: int) -> None:
+        """Take in what replicas told at openings, as far as it is due at a step; alike on all."""
+        while self._told and self._told[0].due <= until:
+            told = self._told.pop(0)
+            largest, smallest = told.bounds()
+            if notice_of(largest) == Notice.STUCK:
+                raise RuntimeError(_STUCK)
+            if notice_of(largest) != notice_of(smallest):
+                raise RuntimeError(
+                    f"Parameters were added, frozen or regrouped, or a checkpoint was loaded, on "
+                    f"some ranks only: at step {told.step + 1} this one and others told different "
+                    f"things. Do it on all ranks before the same step."
+                )
+            if largest != smallest:
+                raise_different(listing(), plan.all_ranks)
 
     def verify(
         self, plan: Plan, listing: Listing, comparable: Sequence[Parameter], *, uneven: bool

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
+from curvadion.comm.background import Background
 from curvadion.sync.decision import Moving
 from curvadion.update.direction import Taken
 from curvadion.update.parameter import Parameter
@@ -32,6 +33,9 @@ class Step:
         agreed: the ranks that have agreed on it: of all replicas, or, at a closed step of a
             schedule, of this one. The others must not be waited for.
         directed: whether local steps take the matrices' directions, not plain gradients.
+        rests: whether this replica leaves its own step out, for a gradient that is not finite.
+        background: does exchanges beside the training. The first call creates its process group,
+            so all replicas must make it at the same step.
     """
 
     moving: Moving
@@ -42,10 +46,16 @@ class Step:
     agreed: dist.ProcessGroup | None = None
     local_update: Callable[..., Taken | None] = lambda part=None: None
     directed: bool = True
+    rests: bool = False
+    background: Callable[[], Background] = lambda: _no_background()
 
     @property
     def plan(self) -> Plan:
         return self.moving.plan
+
+
+def _no_background() -> Background:
+    raise RuntimeError("This step was made without replicas: it has nothing to send in background.")
 
 
 class Costs(NamedTuple):
@@ -75,6 +85,8 @@ class Sync(ABC):
     Attributes:
         fragments_apart: how many fragments of the weights have moved since replicas agreed on them;
             the weights are one fragment unless the kind divides them.
+        delay: how many steps after an opening its result arrives. If there is one, openings do not
+            wait for other replicas, and a replica whose gradient is not finite takes part.
         brings_weights_together: whether openings end what keeps replicas' weights apart.
     """
 
@@ -89,11 +101,24 @@ class Sync(ABC):
     sends_codes: ClassVar[bool] = False
     message_format: ClassVar[int] = 0
     fragments_apart: int = 0
+    delay: int = 0
     brings_weights_together: bool = True
 
     @abstractmethod
     def open_step(self, step: Step) -> None:
         """Take a step at which the gate is open, the same on every replica. Collective."""
+
+    def closed_step(self, step: Step) -> None:
+        """Take a step at which the gate is closed; collective inside the replica."""
+        step.local_update(None)
+
+    def settle(self) -> None:
+        """Wait for what is under way, so that states hold it: for copies and checkpoints."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long steps have waited so far for what was under way."""
+        return 0.0
 
     # ---------------------------------------------------------------- what it costs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -39,11 +40,14 @@ def coded_mean(
     Sends: 2 (n - 1) / n times the codes of all numbers, as :func:`message_bytes` gives them, on
     average over the n ranks.
     """
-    if _nothing_to_send(residuals, group):
+    if group is None or _nothing_to_send(residuals, group):
         for x, residual in zip(X, residuals, strict=True):
             yield x.float() + _take(residual)
         return
-    codes = _codes_of_means(X, (), residuals, bits, group)
+    message = encode(X, (), residuals, bits, group)
+    message.exchange_(group)
+    message.store_losses_(residuals)
+    codes = message.codes
     for residual, rows in zip(residuals, rows_of(residuals), strict=True):
         mean = torch.empty(residual.shape, dtype=torch.float32, device=residual.device)
         ops.decode_([mean], codes[rows], bits)
@@ -69,14 +73,16 @@ def add_coded_mean_(
         bits: of a code.
         group: as in :func:`coded_mean`.
     """
-    if _nothing_to_send(residuals, group):
+    if group is None or _nothing_to_send(residuals, group):
         for x, anchor, residual in zip(X, anchors, residuals, strict=True):
             wide = torch.promote_types(x.dtype, torch.float32)
             moved = x.to(wide) - saturated(anchor, x.dtype).to(x.dtype).to(wide)
             x.copy_(saturated(anchor.add_(moved.float() + _take(residual)), x.dtype))
         return
-    codes = _codes_of_means(X, anchors, residuals, bits, group)
-    ops.decode_add_(X, anchors, codes, bits)
+    message = encode(X, anchors, residuals, bits, group)
+    message.exchange_(group)
+    message.store_losses_(residuals)
+    ops.decode_add_(X, anchors, message.codes, bits)
 
 
 def message_bytes(sizes: Iterable[int], bits: int) -> int:
@@ -84,8 +90,8 @@ def message_bytes(sizes: Iterable[int], bits: int) -> int:
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
-def _nothing_to_send(residuals: Sequence[Tensor], group: dist.ProcessGroup | None) -> bool:
-    return group is None or group.size() == 1 or not any(r.numel() for r in residuals)
+def _nothing_to_send(residuals: Sequence[Tensor], group: dist.ProcessGroup) -> bool:
+    return group.size() == 1 or not any(r.numel() for r in residuals)
 
 
 def _take(residual: Tensor) -> Tensor:
@@ -94,44 +100,61 @@ def _take(residual: Tensor) -> Tensor:
     return taken
 
 
-def _codes_of_means(
+@dataclass(frozen=True)
+class Message:
+    """Numbers of this rank in codes, and after the exchange those of their means.
+
+    Attributes:
+        codes: (rows, block_bytes(bits)) uint8; :meth:`exchange_` replaces them.
+        own: (k, 256) float32, the numbers of the rows that this rank owns, then what codes of their
+            means have lost.
+        first: the first of these rows.
+        bits: of a code.
+    """
+
+    codes: Tensor
+    own: Tensor
+    first: int
+    bits: int
+
+    def exchange_(self, group: dist.ProcessGroup) -> None:
+        """Replace codes of what is here by those of the means, what is owned by what these lose.
+
+        An owner needs no code of its own numbers. What the code of their mean loses it keeps, times
+        the number of ranks, where others keep what the code they sent it has lost.
+        """
+        ranks, rank = group.size(), group.rank()
+        counts = shares(len(self.codes), ranks)
+        received = self.codes.new_empty(ranks, *self.codes[: counts[rank]].shape)
+        flat = received.view(-1, self.codes.shape[1])
+        dist.all_to_all_single(flat, self.codes, [counts[rank]] * ranks, counts, group=group)
+        code = torch.empty_like(received[rank])
+        ops.average_codes_(code, self.own, received, rank, self.bits)
+        received.copy_(code)
+        dist.all_to_all_single(self.codes, flat, counts, [counts[rank]] * ranks, group=group)
+
+    def store_losses_(self, residuals: Sequence[Tensor]) -> None:
+        """Give the residuals what the codes of means have lost here; after the exchange."""
+        for residual, rows in zip(residuals, rows_of(residuals), strict=True):
+            mine = part(rows, self.first, len(self.own))
+            start = (self.first + mine.start - rows.start) * BLOCK
+            _store_(residual, start, self.own[mine].view(-1))
+
+
+def encode(
     X: Sequence[Tensor],
     anchors: Sequence[Tensor],
     residuals: Sequence[Tensor],
     bits: int,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Codes of the means of X - anchor + residual; residuals become what codes have lost here."""
-    assert group is not None
-    blocks = sum(blocks_of(r.numel()) for r in residuals)
-    counts, rank = shares(blocks, group.size()), group.rank()
-    first = sum(counts[:rank])
-    device = residuals[0].device
-    codes = torch.empty(blocks, block_bytes(bits), dtype=torch.uint8, device=device)
+    group: dist.ProcessGroup,
+) -> Message:
+    """Codes of X - anchor + residual; residuals become what codes have lost here."""
+    counts, rank = shares(sum(blocks_of(r.numel()) for r in residuals), group.size()), group.rank()
+    first, device = sum(counts[:rank]), residuals[0].device
+    codes = torch.empty(sum(counts), block_bytes(bits), dtype=torch.uint8, device=device)
     own = torch.empty(counts[rank], BLOCK, dtype=torch.float32, device=device)
     ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=first)
-    _exchange_(codes, own, bits, group)
-    for residual, rows in zip(residuals, rows_of(residuals), strict=True):
-        mine = part(rows, first, len(own))
-        _store_(residual, (first + mine.start - rows.start) * BLOCK, own[mine].view(-1))
-    return codes
-
-
-def _exchange_(codes: Tensor, own: Tensor, bits: int, group: dist.ProcessGroup) -> None:
-    """Replace codes of what is here by codes of the means, and what is owned by what these lose.
-
-    An owner needs no code of its own numbers. What the code of their mean loses it keeps, times
-    the number of ranks, where others keep what the code they sent it has lost.
-    """
-    ranks, rank = group.size(), group.rank()
-    counts = shares(len(codes), ranks)
-    received = codes.new_empty(ranks, *codes[: counts[rank]].shape)
-    flat = received.view(-1, codes.shape[1])
-    dist.all_to_all_single(flat, codes, [counts[rank]] * ranks, counts, group=group)
-    code = torch.empty_like(received[rank])
-    ops.average_codes_(code, own, received, rank, bits)
-    received.copy_(code)
-    dist.all_to_all_single(codes, flat, counts, [counts[rank]] * ranks, group=group)
+    return Message(codes, own, first, bits)
 
 
 def _store_(residual: Tensor, start: int, lost: Tensor) -> None:

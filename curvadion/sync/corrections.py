@@ -63,15 +63,17 @@ LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 SHORTEST = 1e-10
 
 
-def lengths_since_anchor(plan: Plan) -> list[Tensor]:
+def lengths_since_anchor(plan: Plan, key: str = LR_SINCE_ANCHOR) -> list[Tensor]:
     """L, the sum of lr times the shape's scale, one a matrix, (k,) by stack.
 
     The distance that the steps since the last agreement go if all have one direction. The same on
     every replica: a step counts if some replica has taken it.
+
+    key: of the state that has the sum of lr.
     """
     return [
         torch.tensor(
-            [m.parameter.state[LR_SINCE_ANCHOR] * m.update_scale for m in stack],
+            [m.parameter.state[key] * m.update_scale for m in stack],
             dtype=product_dtype(stack[0].parameter.X),
             device=stack[0].parameter.X.device,
         )
@@ -113,20 +115,25 @@ def weights_of(taken: Taken) -> list[Tensor]:
     return [stacked([m.X for m in stack], stack[0]) for stack in taken.stacks]
 
 
-def align_momenta_(taken: Taken, own: Sequence[Tensor]) -> None:
+def moved_since_(taken: Taken, own: Sequence[Tensor]) -> Sequence[Tensor]:
+    """D - D_i by stack, in the place of the :func:`weights_of` the step before replicas agreed."""
+    for stack, before in zip(taken.stacks, own, strict=True):
+        for m, x in zip(stack, before, strict=True):
+            _difference_(m.X, x)
+    return own
+
+
+def align_momenta_(taken: Taken, missing: Sequence[Tensor], lengths: Sequence[Tensor]) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
     Args:
         taken: the last step, a local one.
-        own: the :func:`weights_of` it before replicas agreed; overwritten.
+        missing: D - D_i of its matrices, by stack; overwritten.
+        lengths: L of its matrices, by stack.
     """
-    if not taken.stacks:
-        return
-    for stack, before in zip(taken.stacks, own, strict=True):
-        for m, x in zip(stack, before, strict=True):
-            _difference_(m.X, x)
-    # D - D_i, in the place of the weights before.
-    taken.turn_momenta_(own, [-share for share in _alignment_shares(taken, own)])
+    if taken.stacks:
+        shares = _alignment_shares(taken, missing, lengths)
+        taken.turn_momenta_(missing, [-share for share in shares])
 
 
 def _difference_(X: Tensor, own: Tensor) -> None:
@@ -134,13 +141,15 @@ def _difference_(X: Tensor, own: Tensor) -> None:
     own.neg_().add_(X).clamp_(-largest(X.dtype), largest(X.dtype))
 
 
-def _alignment_shares(taken: Taken, missing: Sequence[Tensor]) -> list[Tensor]:
+def _alignment_shares(
+    taken: Taken, missing: Sequence[Tensor], lengths: Sequence[Tensor]
+) -> list[Tensor]:
     """1 / L by stack; less where D - D_i is too long.
 
     Directions differ by no more than sqrt(r) in Frobenius norm. The share is 1 / L up to a length
     of L sqrt(r), and falls with the square of the length beyond.
     """
-    lengths, squares = lengths_since_anchor(taken.plan), taken.plan.squared_norms(missing)
+    squares = taken.plan.squared_norms(missing)
     return [
         _clip(L * r, L.square() * r, square)
         for L, r, square in zip(lengths, taken.ranks(), squares, strict=True)
@@ -155,31 +164,39 @@ def anchors_of(plan: Plan) -> list[Tensor]:
     return [stacked([m.read(_anchor(m)) for m in s], s[0]) for s in plan.stacks()]
 
 
-def correct_polar_(plan: Plan, before: Sequence[Tensor]) -> None:
+def anchors_moved_(plan: Plan, before: Sequence[Tensor]) -> Sequence[Tensor]:
+    """D by stack, in the place of the :func:`anchors_of` the plan before replicas agreed."""
+    for stack, each in zip(plan.stacks(), before, strict=True):
+        for m, v in zip(stack, each, strict=True):
+            v.neg_().add_(m.read(_anchor(m)))
+    return before
+
+
+def correct_polar_(
+    plan: Plan, D: Sequence[Tensor], lengths: Sequence[Tensor], *, together: bool = True
+) -> None:
     """Move weights and anchors by a Newton-Schulz step of D. Collective inside the replica.
 
-    Replicas hold the same bits before, and compute the same.
+    Replicas hold the same anchors and D before, and compute the same.
 
     Args:
         plan: the matrices that have come together, the same ones on every replica.
-        before: their :func:`anchors_of` before that; overwritten.
+        D: what their anchors have moved by, by stack; overwritten.
+        lengths: L, by stack.
+        together: whether weights are what the anchors are.
     """
     stacks = plan.stacks()
     if not stacks:
         return
-    lengths = lengths_since_anchor(plan)
-    divisors = [L.where(L > SHORTEST, torch.inf) for L in lengths]
-    for stack, each, divisor in zip(stacks, before, divisors, strict=True):
-        for m, v, L in zip(stack, each, divisor, strict=True):
-            v.neg_().add_(m.read(_anchor(m))).div_(L)
-    changes = _newton_schulz_(plan, before)  # V, in the place of the anchors before
+    for each, L in zip(D, lengths, strict=True):
+        each.div_(L.where(L > SHORTEST, torch.inf)[:, None, None])
+    changes = _newton_schulz_(plan, D)  # V, in the place of D
     squares = plan.squared_norms(changes)
     for stack, each, length, square in zip(stacks, changes, lengths, squares, strict=True):
         limit = LARGEST_CORRECTION * math.sqrt(min(stack[0].layout.shape))
         share = _clip(limit, limit, square.sqrt())
-        _move(
-            stack, [change.mul_(alpha) for change, alpha in zip(each, length * share, strict=True)]
-        )
+        moves = [change.mul_(alpha) for change, alpha in zip(each, length * share, strict=True)]
+        _move(stack, moves, together=together)
 
 
 def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
@@ -208,8 +225,9 @@ def _anchor(m: Matrix) -> Tensor:
     return local(m.parameter.state[ANCHOR])
 
 
-def _move(matrices: Sequence[Matrix], changes: Sequence[Tensor]) -> None:
-    """anchor <- anchor + change, X <- anchor."""
+def _move(matrices: Sequence[Matrix], changes: Sequence[Tensor], *, together: bool) -> None:
+    """anchor <- anchor + change, X <- anchor if they are together, else X + change."""
     for m, change in zip(matrices, changes, strict=True):
         with open_shards([m], [_anchor(m)], [m.parameter.local]) as ((anchor,), (X,)):
-            X.copy_(saturated(anchor.add_(change), X.dtype))
+            anchor.add_(change)
+            X.copy_(saturated(anchor if together else change.add_(X), X.dtype))

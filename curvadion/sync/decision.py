@@ -115,7 +115,7 @@ def agree(
     finite = torch.isfinite(norms).all() & ~torch.isnan(signal)
     bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
     word = (bits << 32) | ((norms > 0).any().long() << 31) | owners[matrix]
-    told = notice << (_STEP_BITS + _CHECKSUM_BITS) | settings.word
+    told = word_of(notice, settings)
     words = torch.stack([word, torch.full_like(word, told)])
     if group_size(group) > 1:
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
@@ -127,11 +127,21 @@ def agree(
         parameter=largest & 0x7FFFFFFF,
         finite=(largest >> 32) != _NAN_BITS,
         all_zero=(largest >> 31) == 0,
-        notice=Notice(told >> (_STEP_BITS + _CHECKSUM_BITS)),
+        notice=notice_of(told),
         alike=told & ((1 << (_STEP_BITS + _CHECKSUM_BITS)) - 1) == settings.word,
         read=read,
         group=group,
     )
+
+
+def word_of(notice: Notice, settings: Settings) -> int:
+    """What a rank tells: a word of 63 bits, the notice above the settings."""
+    return notice << (_STEP_BITS + _CHECKSUM_BITS) | settings.word
+
+
+def notice_of(word: int) -> Notice:
+    """The notice of a :func:`word_of`."""
+    return Notice(word >> (_STEP_BITS + _CHECKSUM_BITS))
 
 
 def held_anywhere(
@@ -188,8 +198,8 @@ def decide(
     )
 
 
-def refuse(gate: Gate, plan: Plan, *, inside_first: bool) -> None:
-    """Take part in a step's agreement only to tell all ranks that a setting here is impossible.
+def refuse(gate: Gate, plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """Take part in a step's agreement only to tell the ranks that a setting here is impossible.
 
     The collectives are those of :func:`momentum_norms` and :func:`decide`. inside_first: whether
     the ranks of this replica ask each other before all others.
@@ -197,15 +207,14 @@ def refuse(gate: Gate, plan: Plan, *, inside_first: bool) -> None:
     zero = torch.zeros(1, dtype=torch.float32, device=plan.device)
     if gate.reads_momentum and plan.dion:
         plan.norms_over_shards(zero.expand(len(plan.matrices)))
-    for group in (plan.inside, plan.all_ranks) if inside_first else (plan.all_ranks,):
-        agree(
-            zero[:0],
-            plan.owners,
-            zero,
-            notice=Notice.INVALID,
-            settings=Settings(0, 0),
-            group=group,
-        )
+    agree(
+        zero[:0],
+        plan.owners,
+        zero,
+        notice=Notice.INVALID,
+        settings=Settings(0, 0),
+        group=group,
+    )
 
 
 def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms) -> Tensor:

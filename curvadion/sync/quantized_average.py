@@ -12,31 +12,40 @@ feedback). Parameters may come together in fragments, one at each opening.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, divide, group_size
-from curvadion.layout.dtensor import local
-from curvadion.layout.parameters import groups_of
+from curvadion.comm.collectives import divide, group_size
+from curvadion.sync.anchored import (
+    anchored,
+    average_in_codes_,
+    begin_anew,
+    coded_together,
+    cut_alike,
+)
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.codec import BITS, FORMAT, bits_within, coded_share
-from curvadion.sync.coded_mean import add_coded_mean_, message_bytes
+from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.corrections import (
     LR_SINCE_ANCHOR,
     agree_on_lengths_,
     align_momenta_,
+    anchors_moved_,
     anchors_of,
     correct_polar_,
+    lengths_since_anchor,
+    moved_since_,
     weights_of,
 )
+from curvadion.sync.under_way import DUE, LENGTH_BYTES, LR_SENT, MEAN, SENT, UnderWay
 from curvadion.update.direction import Taken
 from curvadion.update.momentum import measure_momenta
-from curvadion.update.parameter import Parameter
+from curvadion.update.parameter import Parameter, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL, Owner, StateKey
 
@@ -65,6 +74,10 @@ class QuantizedAverage(Sync):
         residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
             Codes of few bits lose a third of a pseudo-gradient; that bfloat16 loses a 500th of this
             third is no loss.
+        delay: how many steps later the means are added. Codes travel meanwhile, over a process
+            group of their own and in a thread of its own; a step waits for what is late. Means are
+            added at once where the gate opens earlier for the same parameters.
+            0 waits for each exchange. Momenta and weights are corrected when means arrive.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -75,6 +88,10 @@ class QuantizedAverage(Sync):
         StateKey(ANCHOR, Owner.SYNC, like_parameter=True),
         StateKey(RESIDUAL, Owner.SYNC, like_parameter=True),
         StateKey(LR_SINCE_ANCHOR, Owner.SYNC),
+        StateKey(SENT, Owner.SYNC, like_parameter=True, passing=True),
+        StateKey(MEAN, Owner.SYNC, like_parameter=True, passing=True),
+        StateKey(DUE, Owner.SYNC, passing=True),
+        StateKey(LR_SENT, Owner.SYNC, passing=True),
     )
     sends_codes = True
     message_format = FORMAT
@@ -86,6 +103,7 @@ class QuantizedAverage(Sync):
         align_momentum: bool = True,
         polar_correction: bool = True,
         residual_dtype: Literal["bfloat16", "float32"] | torch.dtype = "bfloat16",
+        delay: int = 0,
     ) -> None:
         if bits is not None:
             checks.integer("bits", bits, 1)
@@ -98,14 +116,18 @@ class QuantizedAverage(Sync):
         else:
             name = residual_dtype
         checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
+        checks.integer("delay", delay, 0)
         self._bits = bits
         self.bits = bits_within(0.0) if bits is None else bits
         self.fragments = fragments
         self.align_momentum = align_momentum
         self.polar_correction = polar_correction
         self.residual_dtype: str = name
+        self.delay = delay
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
+        self._under_way = UnderWay()
+        self._expecting = True  # a loaded state may hold means that are to be added
 
     @property
     def count(self) -> int:
@@ -122,7 +144,10 @@ class QuantizedAverage(Sync):
         if self.fragments_apart and before != self._fragment_of:
             self.fragments_apart = self.count  # which of the old ones is not known
         count = max(1, self.count)
-        return Costs(message_bytes(sizes, self.bits) / count, count)
+        codes = message_bytes(sizes, self.bits)
+        # With a delay, what replicas count as a matrix's length travels with the codes.
+        lengths = LENGTH_BYTES * len(sizes) if self.delay else 0
+        return Costs((codes + lengths) / count, count)
 
     @property
     def typical_cost(self) -> float:
@@ -158,35 +183,118 @@ class QuantizedAverage(Sync):
                     rates[id(p.group)] = float(p.group["lr"])
                 p.state[LR_SINCE_ANCHOR] += rates[id(p.group)]
 
+    def closed_step(self, step: Step) -> None:
+        self._step(step, ())
+
     def open_step(self, step: Step) -> None:
-        now = self._next(step.plan, 1)
-        kept = set(map(id, now.parameters))
-        step.local_update(step.plan.select([id(p) not in kept for p in step.plan.parameters]))
-        if not step.complete:
-            agree_on_lengths_(step.plan, step.replicas)
-        for wave in now.waves():
-            # No name holds the directions here, so that they can go before weights are corrected.
-            self._agree(wave, step.replicas, step.local_update(wave), corrected=step.directed)
+        self._step(step, self._next(step.plan, 1).parameters)
         self._turn(1)
+
+    def _step(self, step: Step, sending: Sequence[Parameter]) -> None:
+        """A local step; then means arrive that are due, and these parameters are sent."""
+        plan, sent = step.plan, set(map(id, sending))
+        due = self._due(step, sent) if self._expecting else set[int]()
+        if not (sent or due):
+            step.local_update(None)
+            return
+        step.local_update(plan.select([id(p) not in sent | due for p in plan.parameters]))
+        if sent and not (step.complete or self._is_late(step)):
+            agree_on_lengths_(plan, step.replicas)
+        for arrives, goes in ((True, False), (True, True), (False, True)):
+            chosen = [(id(p) in due, id(p) in sent) == (arrives, goes) for p in plan.parameters]
+            for wave in plan.select(chosen).waves() if any(chosen) else ():
+                self._take_wave(step, wave, arrives=arrives, goes=goes)
         if step.moving.norms is not None:
-            measure_momenta(step.plan)
+            measure_momenta(plan)
+
+    def _due(self, step: Step, sending: set[int]) -> set[int]:
+        """The parameters whose means are added at this step, by id; those sent again among them."""
+        expected = [(id(p), p.state[DUE]) for p in step.plan.parameters if DUE in p.state]
+        self._expecting = bool(expected)
+        return {p for p, due in expected if due <= step.number or p in sending}
+
+    def _is_late(self, step: Step) -> bool:
+        """Whether means arrive at later steps."""
+        return self.delay > 0 and group_size(step.replicas) > 1
+
+    def _take_wave(self, step: Step, wave: Plan, *, arrives: bool, goes: bool) -> None:
+        """The local step of a wave, then its arrival, then its sending."""
+        # No name holds the directions where they can go before weights are corrected.
+        late = self._is_late(step)
+        if not arrives and not late:
+            self._agree(wave, step.replicas, step.local_update(wave), corrected=step.directed)
+            return
+        taken = step.local_update(wave)
+        if arrives:
+            self._arrive(wave, taken, corrected=step.directed)
+        del taken
+        if goes and late:
+            self._send(wave, step)
+        elif goes:
+            self._agree(wave, step.replicas, None, corrected=step.directed)
 
     def come_together(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
+        self._arrive_all(plan.parameters)
         openings = self.fragments_apart
         for wave in self._next(plan, openings).waves():
             self._agree(wave, replicas, None, corrected=False)
-        self._turn(openings)
+        self._turn(openings, apart=False)
         return openings
+
+    def settle(self) -> None:
+        self._under_way.settle()
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._under_way.waiting.seconds
 
     def _next(self, plan: Plan, fragments: int) -> Plan:
         """The parameters of the next fragments."""
         now = {(self.next_fragment + i) % max(1, self.count) for i in range(fragments)}
         return plan.select([fragment in now for fragment in self._fragment_of])
 
-    def _turn(self, fragments: int) -> None:
-        """Note that the next fragments have come together."""
+    def _turn(self, fragments: int, *, apart: bool | None = None) -> None:
+        """Note that the next fragments have come together; apart: whether weights still differ."""
         self.next_fragment = (self.next_fragment + fragments) % max(1, self.count)
-        self.fragments_apart = max(0, self.fragments_apart - fragments)
+        if not (self.delay if apart is None else apart):
+            self.fragments_apart = max(0, self.fragments_apart - fragments)
+
+    # ---------------------------------------------------------------- means that arrive later
+
+    def _send(self, wave: Plan, step: Step) -> None:
+        self._expecting = True
+        for alike in cut_alike(wave.parameters):
+            first = 0
+            for chunk in coded_together([p.local for p in alike], self.bits):
+                these = alike[first : first + len(chunk)]
+                first += len(chunk)
+                due = step.number + self.delay
+                self._under_way.send(these, self.bits, step.background(), due=due)
+
+    def _arrive(self, wave: Plan, taken: Taken | None, *, corrected: bool) -> None:
+        """Take in the means of a wave, then correct momenta and weights."""
+        arrived = {
+            id(p): a
+            for p, a in zip(wave.parameters, self._under_way.land_(wave.parameters), strict=True)
+        }
+        if taken is not None and self.align_momentum:
+            missing = [
+                stacked([m.read(arrived[id(m.parameter)].missing) for m in stack], stack[0])
+                for stack in taken.stacks
+            ]
+            align_momenta_(taken, missing, lengths_since_anchor(taken.plan, LR_SENT))
+            del missing
+        del taken
+        if corrected and self.polar_correction:
+            D = [
+                stacked([m.read(arrived[id(m.parameter)].mean) for m in stack], stack[0])
+                for stack in wave.stacks()
+            ]
+            correct_polar_(wave, D, lengths_since_anchor(wave, LR_SENT), together=False)
+
+    def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
+        """Take in all that is under way, without corrections."""
+        self._under_way.land_([p for p in parameters if DUE in p.state])
 
     def _agree(
         self,
@@ -204,29 +312,33 @@ class QuantizedAverage(Sync):
             self.after_average(wave.parameters)
             return
         aligned = taken if self.align_momentum else None
-        own = [] if aligned is None else weights_of(aligned)
+        own: Sequence[Tensor] = [] if aligned is None else weights_of(aligned)
         corrected = corrected and self.polar_correction
-        before = anchors_of(wave) if corrected else []
-        for alike in _cut_alike(wave.parameters):
+        before: Sequence[Tensor] = anchors_of(wave) if corrected else []
+        for alike in cut_alike(wave.parameters):
             average_in_codes_(list(anchored(alike)), self.bits, replicas)
         if aligned is not None:
-            align_momenta_(aligned, own)
+            missing = moved_since_(aligned, own)
+            align_momenta_(aligned, missing, lengths_since_anchor(aligned.plan))
+            del missing
         del taken, aligned, own
         if corrected:
-            correct_polar_(wave, before)
-        _begin_anew(wave.parameters)
+            correct_polar_(wave, anchors_moved_(wave, before), lengths_since_anchor(wave))
+        begin_anew(wave.parameters)
 
     # ---------------------------------------------------------------- exact averages
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
+        self._arrive_all(parameters)
         for held in anchored(parameters):
             held.X.add_(held.residual)
             held.residual.zero_()
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
+        self._under_way.drop(parameters)
         for held in anchored(parameters):
             held.anchor.copy_(held.X)
-        _begin_anew(parameters)
+        begin_anew(parameters)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -240,76 +352,11 @@ class QuantizedAverage(Sync):
         self.next_fragment = number
         # Parameters may have been divided otherwise: prepare() then counts all fragments as apart.
         self._fragment_of = []
+        self._under_way, self._expecting = UnderWay(), True
 
     def __repr__(self) -> str:
         return (
             f"QuantizedAverage(bits={self.bits}, fragments={self.fragments}, "
             f"align_momentum={self.align_momentum}, polar_correction={self.polar_correction}, "
-            f"residual_dtype={self.residual_dtype!r})"
+            f"residual_dtype={self.residual_dtype!r}, delay={self.delay})"
         )
-
-
-# -------------------------------------------------------------------- the mean in codes
-
-
-class Anchored(NamedTuple):
-    """Weights, their anchor, and what codes have lost here; shards held here.
-
-    All have the same shape. anchor: float32 or wider. residual: bfloat16 or float32.
-    """
-
-    X: Tensor
-    anchor: Tensor
-    residual: Tensor
-
-
-def anchored(parameters: Sequence[Parameter]) -> Iterator[Anchored]:
-    """Those of the parameters that have an anchor, in their order."""
-    for p in parameters:
-        if ANCHOR in p.state:
-            yield Anchored(p.local, local(p.state[ANCHOR]), local(p.state[RESIDUAL]))
-
-
-def average_in_codes_(
-    weights: Sequence[Anchored], bits: int, replicas: dist.ProcessGroup | None
-) -> None:
-    """Move anchors and weights by the mean pseudo-gradient; afterwards all hold the same bits.
-
-        anchor <- anchor + mean over replicas of (X - anchor),   X <- anchor
-
-    Args:
-        weights: the same parameters on every replica; updated.
-        bits: of a code.
-        replicas: the process group.
-    """
-    first = 0
-    for chunk in coded_together([held.X for held in weights], bits):
-        these = weights[first : first + len(chunk)]
-        first += len(chunk)
-        residuals = [held.residual for held in these]
-        add_coded_mean_(chunk, [held.anchor for held in these], residuals, bits, replicas)
-
-
-def coded_together(X: Sequence[Tensor], bits: int) -> Iterator[list[Tensor]]:
-    """Runs of tensors whose codes are one bucket, or of one tensor."""
-    return chunks(X, DENSE_BUCKET_BYTES * 32 // bits)
-
-
-def _cut_alike(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
-    """Parameters that are cut over the same ranks, in an order that ranks share.
-
-    Which replica averages a block depends on the blocks before it. Ranks of one replica that hold
-    a parameter alike must come to the same, whatever shards they hold of others.
-    """
-    by_cut: dict[tuple[int, ...], list[Parameter]] = {}
-    for p in parameters:
-        if ANCHOR in p.state:
-            by_cut.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
-    yield from by_cut.values()
-
-
-def _begin_anew(parameters: Sequence[Parameter]) -> None:
-    """Count learning rates from here: replicas agree on these parameters."""
-    for p in parameters:
-        if LR_SINCE_ANCHOR in p.state:
-            p.state[LR_SINCE_ANCHOR] = 0.0

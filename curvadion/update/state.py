@@ -49,12 +49,13 @@ class StateKey(NamedTuple):
     """A key of a parameter's state.
 
     name: the key. owner: see :class:`Owner`. like_parameter: whether it has the parameter's shape
-    and placements.
+    and placements. passing: whether a state has it at some steps only.
     """
 
     name: str
     owner: Owner
     like_parameter: bool = False
+    passing: bool = False
 
 
 _KEYS = (

@@ -1,0 +1,155 @@
+"""Pseudo-gradients whose means arrive some steps after they were sent.
+
+At the sending step a replica remembers what it sent, D_i = X_i - anchor, and goes on with steps of
+its own. When the mean D of the D_i arrives,
+
+    X_i <- X_i + D - D_i,   anchor <- anchor + D,
+
+so that steps taken meanwhile stay, and the anchor has the same bits on every replica (the delay of
+Streaming DiLoCo, arXiv 2501.18512). D_i is held as the residual's dtype has it: what that rounds
+away stays in X_i, and is sent with the next pseudo-gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvadion import ops
+from curvadion.comm.background import Background, Exchange, Stopwatch
+from curvadion.layout.dtensor import local
+from curvadion.ops.codes import rows_of
+from curvadion.ops.tensors import saturated
+from curvadion.sync.coded_mean import Message, encode
+from curvadion.sync.corrections import LR_SINCE_ANCHOR
+from curvadion.update.parameter import Parameter
+from curvadion.update.state import ANCHOR, RESIDUAL
+
+# State while something is under way: D_i; D once it is known and not yet added; the step at which
+# it is added; and what LR_SINCE_ANCHOR was when D_i was sent.
+SENT, MEAN, DUE, LR_SENT = "sent", "mean", "due", "lr_sent"
+LENGTH_BYTES = 8  # of LR_SENT, which replicas compare
+
+
+@dataclass(frozen=True)
+class _Sent:
+    parameters: Sequence[Parameter]
+    message: Message | None  # None if this rank holds no number of the parameters
+    lengths: Tensor  # LR_SENT of the matrices, float64
+    exchange: Exchange[None]
+
+
+class Arrived(NamedTuple):
+    """What a parameter has moved by at an arrival: D, and D - D_i; shards held here."""
+
+    mean: Tensor
+    missing: Tensor
+
+
+class UnderWay:
+    """The pseudo-gradients of this replica that are under way.
+
+    Attributes:
+        waiting: measures how long arrivals were waited for.
+    """
+
+    def __init__(self) -> None:
+        self._sent: list[_Sent] = []
+        self.waiting = Stopwatch()
+
+    def send(
+        self, parameters: Sequence[Parameter], bits: int, background: Background, *, due: int
+    ) -> None:
+        """Send what parameters have moved since their anchors.
+
+        Args:
+            parameters: cut over the same ranks, with anchors; the same ones on every replica.
+            bits: of a code.
+            background: sends.
+            due: the step at which the mean is to be added.
+        """
+        X = [p.local for p in parameters]
+        anchors, residuals = (
+            [local(p.state[key]) for p in parameters] for key in (ANCHOR, RESIDUAL)
+        )
+        for p, x, anchor, residual in zip(parameters, X, anchors, residuals, strict=True):
+            p.state[SENT] = torch.empty_like(p.X.detach(), dtype=residual.dtype)
+            local(p.state[SENT]).copy_(_since(anchor, x))
+            p.state[DUE] = due
+            p.state[LR_SENT] = p.state.get(LR_SINCE_ANCHOR, 0.0)
+            if LR_SINCE_ANCHOR in p.state:
+                p.state[LR_SINCE_ANCHOR] = 0.0
+        lengths = torch.tensor(
+            [p.state[LR_SENT] for p in parameters if p.matrices],
+            dtype=torch.float64,
+            device=X[0].device,
+        )
+        group = background.group
+        numbers = any(x.numel() for x in X)
+        message = encode(X, anchors, residuals, bits, group) if numbers else None
+
+        def exchange() -> None:
+            if len(lengths):
+                # Replicas do not hear which matrices moved elsewhere between two openings.
+                dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
+            if message is not None:
+                message.exchange_(group)
+
+        what = f"The exchange of {parameters[0].name} and what goes with it, due at step {due + 1},"
+        self._sent.append(_Sent(parameters, message, lengths, background.begin(what, exchange)))
+
+    def land_(self, parameters: Sequence[Parameter]) -> list[Arrived]:
+        """Add the means to weights and anchors of parameters that have something under way."""
+        wanted = {id(p.X) for p in parameters if MEAN not in p.state}
+        self._settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
+        return [_landed(p) for p in parameters]
+
+    def drop(self, parameters: Sequence[Parameter]) -> None:
+        """Forget what is under way: parameters have got other weights, on which all agree."""
+        if any(DUE in p.state for p in parameters):
+            self.settle()
+        for p in parameters:
+            for key in (SENT, MEAN, DUE, LR_SENT):
+                p.state.pop(key, None)
+
+    def settle(self) -> None:
+        """Wait for all that is under way, so that states hold it: for copies and checkpoints."""
+        self._settle(self._sent)
+
+    def _settle(self, some: Sequence[_Sent]) -> None:
+        for sent in list(some):
+            with self.waiting:
+                sent.exchange.result()
+            self._sent.remove(sent)
+            lengths = iter(sent.lengths.tolist())
+            for p in sent.parameters:
+                p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
+                if p.matrices:
+                    p.state[LR_SENT] = next(lengths)
+            if sent.message is None:
+                continue
+            means = [local(p.state[MEAN]) for p in sent.parameters]
+            sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
+            for mean, rows in zip(means, rows_of(means), strict=True):
+                ops.decode_([mean], sent.message.codes[rows], sent.message.bits)
+
+
+def _since(anchor: Tensor, x: Tensor) -> Tensor:
+    """x - anchor, which is taken as x's dtype holds it: the rounding to it is no movement."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide) - saturated(anchor, x.dtype).to(x.dtype).to(wide)
+
+
+def _landed(p: Parameter) -> Arrived:
+    x, anchor = p.local, local(p.state[ANCHOR])
+    mean, sent = local(p.state.pop(MEAN)), local(p.state.pop(SENT))
+    del p.state[DUE]
+    since = _since(anchor, x) - sent
+    anchor.add_(mean)
+    x.copy_(saturated(anchor + since, x.dtype))
+    return Arrived(mean, mean - sent)

@@ -1,0 +1,449 @@
+"""Means of pseudo-gradients that arrive some steps after they were sent."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import distributed
+from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
+from curvadion.sync.coded_mean import message_bytes
+from shards import shard
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = [(20, 12), (12, 26), (1, 9), (40,)]
+LR, DECAY = 0.05, 0.01
+NEVER = FixedPeriod(10**6)
+
+
+def weights(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(0.3 * torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def build(X, gate, delay, **options):
+    groups = [{"params": X[:3]}, {"params": X[3:], "algorithm": "adamw"}]
+    keys = {"align_momentum", "polar_correction", "fragments", "bits", "residual_dtype"}
+    of_sync = {k: options.pop(k) for k in keys & options.keys()}
+    sync = QuantizedAverage(delay=delay, **{"bits": 3} | of_sync)
+    fixed = {"lr": LR, "max_local_steps": None, "nesterov": 1.0}
+    options = {"replicas": dist.group.WORLD} | fixed | options
+    return CurvaDion(groups, gate=gate, sync=sync, weight_decay=DECAY, **options)
+
+
+def give_gradients(X, step, rank, missing=()):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    for i, x in enumerate(X):
+        G = torch.randn(SHAPES[i], generator=generator).to(x.dtype)
+        x.grad = None if i in missing else G
+
+
+def train(X, optimizer, rank, steps, **more):
+    for step in steps:
+        give_gradients(X, step, rank, **more)
+        optimizer.step()
+
+
+def gathered(tensors):
+    """Those of all ranks, by rank."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [t.detach().clone() for t in tensors])
+    return every
+
+
+def anchors(X, optimizer):
+    return [optimizer.state[x]["anchor"] for x in X]
+
+
+def assert_all_equal(every):
+    for other in every[1:]:
+        assert all(map(torch.equal, every[0], other))
+
+
+# -------------------------------------------------------------------- what arrives
+
+
+def follow_one_mean(rank, delay, dtype):
+    """Sent at the fifth step (number 4), added ``delay`` steps later."""
+    X, twins = weights(dtype), weights(dtype)
+    options = {"align_momentum": False, "polar_correction": False, "residual_dtype": "float32"}
+    optimizer = build(X, FixedPeriod(5), delay, **options)
+    alone = build(twins, NEVER, 0, **options)
+    train(X, optimizer, rank, range(5))
+    train(twins, alone, rank, range(5))
+    start = [x.detach().double() for x in weights(dtype)]
+    D_own = [x.detach().double() - x0 for x, x0 in zip(X, start, strict=True)]
+    for step in range(5, 4 + delay):
+        train(X, optimizer, rank, [step])
+        train(twins, alone, rank, [step])
+        assert all(map(torch.equal, X, twins)) and optimizer.report.wire_bytes in (None, 0)
+        assert all(map(torch.equal, [a.double() for a in anchors(X, optimizer)], start))
+    train(X, optimizer, rank, [4 + delay])
+    train(twins, alone, rank, [4 + delay])
+    D = [a.double() - x0 for a, x0 in zip(anchors(X, optimizer), start, strict=True)]
+    lost = [optimizer.state[x]["residual"].double() for x in X]
+    assert_all_equal(gathered(anchors(X, optimizer)))
+    for i, x in enumerate(X):
+        # Error feedback: what replicas have moved on average is the mean and what codes lost.
+        both = torch.stack([D_own[i], lost[i]])
+        dist.all_reduce(both)
+        moved, losses = both / dist.get_world_size()
+        tolerance = {torch.float32: 3e-7, torch.bfloat16: 1e-6, torch.float64: 3e-7}[dtype]
+        torch.testing.assert_close(D[i] + losses, moved, rtol=0, atol=tolerance)
+        expected = twins[i].double() + D[i] - D_own[i]
+        rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(x.double(), expected, rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("delay", "ranks"), [(1, 2), (2, 4), (4, 2)])
+def test_the_mean_is_added_later_and_steps_meanwhile_stay(delay, ranks, dtype):
+    distributed.run(ranks, follow_one_mean, delay, dtype)
+
+
+def follow_corrections(rank, direction, delay):
+    """Alignment and polar correction at the arrival, against their equations in float64."""
+    runs = {}
+    for name, options in {
+        "none": {"align_momentum": False, "polar_correction": False},
+        "aligned": {"align_momentum": True, "polar_correction": False},
+        "corrected": {"align_momentum": False, "polar_correction": True},
+    }.items():
+        X = weights()
+        keys = {"direction": direction, "rank_fraction": 1.0, "newton_schulz_steps": 6}
+        optimizer = build(X, FixedPeriod(3), delay, **options, **keys)
+        train(X, optimizer, rank, range(3))
+        sent = [x.detach().double() for x in X]
+        train(X, optimizer, rank, range(3, 2 + delay))
+        before = [x.detach().double() for x in X]
+        train(X, optimizer, rank, [2 + delay])
+        M = [optimizer.state[x]["momentum"].double() for x in X[:3]]
+        A = [a.double() for a in anchors(X, optimizer)]
+        runs[name] = [x.detach().double() for x in X], A, M, sent, before
+    start = [x.detach().double() for x in weights()]
+    (X0, A0, M0, sent, before), (_, _, M1, *_), (X2, A2, *_) = (
+        runs[name] for name in ("none", "aligned", "corrected")
+    )
+    for i, (m, n) in enumerate(SHAPES[:3]):
+        scale = math.sqrt(m / n)
+        L = 3 * LR * scale
+        D, D_own = A0[i] - start[i], sent[i] - start[i]
+        V = D / L
+        correction = L * (V - V @ V.mT @ V) / 2
+        torch.testing.assert_close(A2[i] - A0[i], correction, rtol=0, atol=2e-6)
+        torch.testing.assert_close(X2[i] - X0[i], correction, rtol=0, atol=2e-6)
+        # The direction of the last step, told by what the weights moved without the arrival.
+        moved = X0[i] - (D - D_own) - before[i] * (1 - LR * DECAY)
+        U = -moved / (LR * scale)
+        # Codes move weights by no more than steps did here, so that nothing is clipped.
+        B, change = (M0[i], D - D_own) if m >= n else (M0[i].mT, (D - D_own).mT)
+        UT = U.mT if m >= n else U
+        expected = B - change @ (UT @ B) / L
+        got = M1[i] if m >= n else M1[i].mT
+        limit = math.sqrt(min(m, n)) * L
+        if change.norm() <= limit:
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-2 * expected.abs().max())
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("direction", ["polar", "low_rank"])
+def test_momenta_and_weights_are_corrected_at_the_arrival(direction, delay):
+    distributed.run(2, follow_corrections, direction, delay)
+
+
+# -------------------------------------------------------------------- what is sent
+
+
+def count(rank, gate, delay, fragments, steps):
+    X = weights()
+    optimizer = build(X, gate, delay, fragments=fragments)
+    with WireMeter() as meter:
+        train(X, optimizer, rank, [0])
+        opened = 0
+        for step in range(1, steps):
+            train(X, optimizer, rank, [step])
+            opened += optimizer.report.gate_open
+            assert_all_equal(gathered(anchors(X, optimizer))) if step % 4 == 0 else None
+        optimizer.sync.settle()
+        calls = meter.bytes_by_collective
+    return calls["all_to_all"], opened
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_openings_send_the_codes_alone(delay, fragments):
+    told = distributed.run(2, count, FixedPeriod(3), delay, fragments, 13)
+    assert [opened for _, opened in told] == [4, 4]
+    sizes = [math.prod(shape) for shape in SHAPES]
+    # Each of the two all-to-alls; with two fragments four openings bring all together twice.
+    sent = sum(codes for codes, _ in told) / 2
+    assert sent == 2 * message_bytes(sizes, 3) * 4 / fragments
+
+
+def count_closed(rank):
+    X = weights()
+    optimizer = build(X, FixedPeriod(4), 2)
+    with WireMeter() as meter:
+        train(X, optimizer, rank, [0])
+        start = meter.total_bytes
+        train(X, optimizer, rank, [1, 2])
+        assert meter.total_bytes == start
+        train(X, optimizer, rank, [3])
+        optimizer.sync.settle()
+        after = meter.total_bytes
+        train(X, optimizer, rank, [4, 5, 6])
+        assert meter.total_bytes == after
+        return after - start
+
+
+def test_closed_steps_send_nothing():
+    sizes = [math.prod(shape) for shape in SHAPES]
+    told = distributed.run(2, count_closed)
+    # Codes there and back, what replicas tell each other, and a length of each matrix.
+    assert sum(told) / 2 == 2 * message_bytes(sizes, 3) + 16 + 8 * 3
+
+
+def meet_the_budget(rank):
+    X = weights()
+    optimizer = build(X, ByteBudget(0.02), 2)
+    with WireMeter() as meter:
+        train(X, optimizer, rank, range(500))
+        optimizer.synchronize()
+    return meter.total_sent / (500 * 4 * sum(math.prod(s) for s in SHAPES))
+
+
+def test_the_budget_is_met():
+    one, other = distributed.run(2, meet_the_budget, timeout=120)
+    assert 0.02 * 0.95 <= (one + other) / 2 <= 0.02 * 1.02
+
+
+# -------------------------------------------------------------------- every second use
+
+
+@pytest.mark.parametrize("gate", [FixedPeriod(2), RMMC(0.0), ByteBudget(0.3)], ids=repr)
+def test_replicas_agree_whenever_they_are_asked(gate):
+    distributed.run(2, agree, gate)
+
+
+def agree(rank, gate):
+    X = weights()
+    optimizer = build(X, gate, 3)
+    for step in range(12):
+        train(X, optimizer, rank, [step], missing=(1,) if (step, rank) == (5, 0) else ())
+        if step in (4, 7, 9):
+            optimizer.synchronize(exact=step == 7)
+            assert not optimizer.apart
+            assert_all_equal(gathered(X))
+    optimizer.synchronize()
+    assert_all_equal(gathered(X))
+
+
+def broadcast(rank):
+    X = weights()
+    optimizer = build(X, FixedPeriod(3), 2)
+    train(X, optimizer, rank, range(4))
+    before = gathered(X)[1]
+    optimizer.broadcast_weights(1)
+    assert all(map(torch.equal, X, before))
+    train(X, optimizer, rank, range(4, 9))
+    optimizer.synchronize()
+    assert_all_equal(gathered(X))
+
+
+def test_a_broadcast_takes_the_place_of_what_is_under_way():
+    distributed.run(2, broadcast)
+
+
+def resume(rank, how, stop):
+    X, others = weights(), weights()
+    optimizer = build(X, FixedPeriod(3), 2, fragments=2)
+    train(X, optimizer, rank, range(stop))
+    if how == "deepcopy":
+        copied = copy.deepcopy(optimizer)
+        others = [x for group in copied.param_groups for x in group["params"]]
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(optimizer))
+        others = [x for group in copied.param_groups for x in group["params"]]
+    else:
+        copied = build(others, FixedPeriod(3), 2, fragments=2)
+        saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+        for x, other in zip(X, others, strict=True):
+            other.data.copy_(x)
+        copied.load_state_dict(saved)
+        copied.load_state_dict(copied.state_dict())
+    train(X, optimizer, rank, range(stop, 12))
+    train(others, copied, rank, range(stop, 12))
+    assert all(map(torch.equal, X, others))
+    for x, other in zip(X, others, strict=True):
+        mine, theirs = optimizer.state[x], copied.state[other]
+        assert mine.keys() == theirs.keys()
+
+
+@pytest.mark.filterwarnings("ignore:state_dict:UserWarning")
+@pytest.mark.parametrize("stop", [3, 4, 5, 6])
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+def test_a_run_goes_on_from_what_is_under_way(how, stop):
+    distributed.run(2, resume, how, stop)
+
+
+def shards_of_replicas(rank, delay):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    over = mesh["shard"]
+    X = [nn.Parameter(shard(x.detach(), "0", over)) if x.dim() > 1 else x for x in weights()]
+    optimizer = build(X, FixedPeriod(3), delay, replicas=mesh["replicate"])
+    for step in range(11):
+        generator = torch.Generator().manual_seed(100 * step + mesh.get_local_rank("replicate"))
+        for x, s in zip(X, SHAPES, strict=True):
+            G = torch.randn(s, generator=generator)
+            x.grad = shard(G, "0", over) if x.dim() > 1 else G
+        optimizer.step()
+    optimizer.synchronize()
+    whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in X]
+    assert_all_equal(gathered(whole))
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_shards_of_replicas(delay):
+    distributed.run(4, shards_of_replicas, delay)
+
+
+# -------------------------------------------------------------------- when something goes wrong
+
+
+def leave_steps_out(rank, at):
+    X = weights()
+    optimizer = build(X, FixedPeriod(4), 2)
+    for step in range(13):
+        give_gradients(X, step, rank)
+        if step in at and rank == 1:
+            X[1].grad.fill_(math.nan)
+        before = [x.detach().clone() for x in X]
+        optimizer.step()
+        bad = step in at and rank == 1
+        assert optimizer.report.skipped == bad and optimizer.progress.steps == step + 1
+        if bad and step not in (5, 9):  # at which a mean arrives
+            assert all(map(torch.equal, X, before))
+    optimizer.synchronize()
+    assert_all_equal(gathered(X))
+    assert all(torch.isfinite(x).all() for x in X)
+
+
+@pytest.mark.parametrize("at", [(2,), (3,), (4,), (5,), (6, 7, 8)], ids=str)
+def test_a_nonfinite_gradient_concerns_its_replica(at):
+    distributed.run(2, leave_steps_out, at)
+
+
+def differ(rank, change):
+    X = weights()
+    optimizer = build(X, FixedPeriod(3), 2)
+    try:
+        for step in range(14):
+            if step == 4 and rank == 1:
+                change(optimizer)
+            train(X, optimizer, rank, [step])
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def another_rate(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.01
+
+
+def one_more(optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(another_rate, "lr"), (one_more, "on some ranks only")]
+)
+def test_replicas_that_differ_are_told_and_do_not_hang(change, said):
+    for told in distributed.run(2, differ, change):
+        assert told is not None and said in told
+
+
+def wait_for_the_other(rank, folder):
+    """Rank 1 takes its opening's step only when rank 0 has taken all steps before the arrival."""
+    X, delay = weights(), 4
+    optimizer = build(X, FixedPeriod(6), delay)
+    train(X, optimizer, rank, range(5))
+    done = Path(folder) / "done"
+    if rank == 1:
+        while not done.exists():
+            time.sleep(0.01)
+    train(X, optimizer, rank, range(5, 5 + delay))
+    done.touch()
+    train(X, optimizer, rank, range(5 + delay, 8 + delay))
+    optimizer.synchronize()
+    assert_all_equal(gathered(X))
+
+
+def test_nobody_waits_for_a_slow_replica_before_the_delay_is_used_up(tmp_path):
+    distributed.run(2, wait_for_the_other, str(tmp_path))
+
+
+PROGRAM = """
+    import datetime, os, sys, time
+    import torch, torch.distributed as dist
+    from torch import nn
+    from curvadion import CurvaDion, FixedPeriod, QuantizedAverage
+    rank = int(sys.argv[1])
+    dist.init_process_group(
+        "gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=15),
+    )
+    X = nn.Parameter(torch.eye(30))
+    sync = QuantizedAverage(delay=2)
+    optimizer = CurvaDion([X], replicas=dist.group.WORLD, gate=FixedPeriod(3), sync=sync)
+    for step in range(9):
+        X.grad = torch.randn(30, 30, generator=torch.Generator().manual_seed(10 * step + rank))
+        if step == {stop} and rank == 1:
+            {ends}
+        optimizer.step()
+    print("took", optimizer.progress.steps)
+"""
+
+
+def two_programs(tmp_path, stop, ends):
+    program = textwrap.dedent(PROGRAM).format(stop=stop, ends=ends)
+    paths = f"{ROOT}:{ROOT / 'kernels'}"
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
+    """It ends at the step of an opening, before it sends."""
+    one, other = two_programs(tmp_path, 5, "os._exit(3)")
+    _, err = one.communicate(timeout=90)
+    other.communicate(timeout=10)
+    assert one.returncode == 1, err
+    assert ("RuntimeError" in err and "due at step 8, failed" in err) or "step 6 failed" in err, err
+
+
+def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
+    """The last opening is at the ninth step, and nothing takes in what it sends."""
+    for process in two_programs(tmp_path, 99, "pass"):
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+        assert out.strip() == "took 9" and "terminate" not in err
