@@ -128,19 +128,13 @@ class Agreement:
             RuntimeError: if ranks differ, or another rank has an impossible setting.
         """
         self._hear(plan, listing, until=steps)
-        notice = Notice.NOTHING
-        if stuck and opens:
-            notice = Notice.STUCK
-        elif not self._alike and (heard or opens):
-            notice = Notice.DIFFERENT
-        elif changed:
-            notice = Notice.CHANGED
-        elif still:
-            notice = Notice.NEW
-        elif not self.verified and self._replicas.size > 1:
-            notice = Notice.UNVERIFIED
-        elif uneven and heard:
-            notice = Notice.MISSING_GRADIENT
+        notice = self._notice(
+            stuck=stuck and opens,
+            listening=heard or opens,
+            changed=changed,
+            still=still,
+            uneven=uneven and heard,
+        )
         ask = partial(decide, gate, plan, gradients, momenta)
         settings = Settings(steps, self._checksum.of(param_groups))
         if not heard:
@@ -157,6 +151,27 @@ class Agreement:
             notice = decision.notice
         unread, self._unread = self._unread, None
         decision = ask(notice=notice, settings=settings, group=plan.all_ranks, unread=unread)
+        self._conclude(decision, plan, listing)
+        return decision
+
+    def _notice(
+        self, *, stuck: bool, listening: bool, changed: bool, still: bool, uneven: bool
+    ) -> Notice:
+        """The most urgent of what this rank has to tell; listening: whether others will hear it."""
+        if stuck:
+            return Notice.STUCK
+        if not self._alike and listening:
+            return Notice.DIFFERENT
+        if changed:
+            return Notice.CHANGED
+        if still:
+            return Notice.NEW
+        if not self.verified and self._replicas.size > 1:
+            return Notice.UNVERIFIED
+        return Notice.MISSING_GRADIENT if uneven else Notice.NOTHING
+
+    def _conclude(self, decision: Decision, plan: Plan, listing: Callable[[], Listing]) -> None:
+        """Take in what all ranks have told; raise on all what concerns all."""
         self._alike = decision.alike
         if decision.notice == Notice.STUCK:
             raise RuntimeError(_STUCK)
@@ -169,7 +184,6 @@ class Agreement:
             raise_different(listing(), plan.all_ranks)
         if self._watch is not None and decision.read:
             self._watch.conclude(decision.read)
-        return decision
 
     def refuse(
         self,
