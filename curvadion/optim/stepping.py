@@ -120,16 +120,17 @@ class SteppingOptimizer(ReplicaOptimizer):
         if decision.notice == Notice.NEW and decision.all_zero:
             self.gate.load_state_dict(memory)  # no step was taken
             return
-        heard = foreseen.heard or decision.group is plan.all_ranks
-        if not decision.finite and heard:
-            # Each replica may count skips of its own: the next step tells all which has many.
-            self.skip_step(tolerate=scaled or foreseen.opens is True)
+        # Weights are compared before any of them has moved.
+        together = foreseen.heard or not self.progress.steps
+        if not decision.finite and together:
+            # Each replica may count skips of its own: an opening tells all which has many.
+            self.skip_step(tolerate=scaled or foreseen.opens is not None)
             self._spend(GATE_BYTES if foreseen.opens else 0, plan)
             return
         complete = decision.complete
         if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
             complete = self._verify(plan, new)
-        if heard:
+        if foreseen.heard:
             self._spend(self._agreement.look_at_gradients(plan, self.progress.steps), plan)
         moving = Moving(plan, gradients, None if momenta is None else momenta.after)
         progress, group = self.progress, self._replicas.process_group
@@ -144,7 +145,7 @@ class SteppingOptimizer(ReplicaOptimizer):
             progress.local_steps = progress.uneven_steps = 0
         else:
             progress.local_steps += 1
-            progress.uneven_steps += not heard and (step.rests or not complete)
+            progress.uneven_steps += not foreseen.heard and (step.rests or not complete)
         progress.steps += 1
         progress.steps_since_exact += 1
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if step.rests else 0

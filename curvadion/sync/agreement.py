@@ -137,22 +137,23 @@ class Agreement:
         )
         ask = partial(decide, gate, plan, gradients, momenta)
         settings = Settings(steps, self._checksum.of(param_groups))
+        inside = None
         if not heard:
-            decision = ask(notice=notice, settings=settings, group=plan.inside)
-            self._alike &= decision.alike  # told when the others listen
-            quiet = decision.notice in (Notice.NOTHING, Notice.MISSING_GRADIENT)
+            inside = ask(notice=notice, settings=settings, group=plan.inside)
+            self._alike &= inside.alike  # told when the others listen
+            quiet = inside.notice in (Notice.NOTHING, Notice.MISSING_GRADIENT)
             if delay and (opens or not quiet):
-                word = word_of(Notice.NOTHING if quiet else decision.notice, settings)
+                word = word_of(Notice.NOTHING if quiet else inside.notice, settings)
                 self._told.append(Told.begin(word, steps, steps + delay, background(), plan.device))
-            if quiet or (opens and decision.notice == Notice.STUCK):
-                return decision
+            if quiet or (opens and inside.notice == Notice.STUCK):
+                return inside
             # All ranks must be here; those that are not say so when they hear of it.
             self._hear(plan, listing, until=steps + delay)
-            notice = decision.notice
+            notice = inside.notice
         unread, self._unread = self._unread, None
         decision = ask(notice=notice, settings=settings, group=plan.all_ranks, unread=unread)
         self._conclude(decision, plan, listing)
-        return decision
+        return decision if inside is None else _of_one_replica(decision, inside, first=steps == 0)
 
     def _notice(
         self, *, stuck: bool, listening: bool, changed: bool, still: bool, uneven: bool
@@ -245,3 +246,18 @@ class Agreement:
             self._watch = GradientWatch(plan)
         self._unread = self._watch.look(step)
         return 0 if self._unread is None else GradientWatch.BYTES
+
+
+def _of_one_replica(everywhere: Decision, inside: Decision, *, first: bool) -> Decision:
+    """What a replica makes of a step of its own on which all ranks have agreed.
+
+    Others' gradients do not concern it: the step is that of a run in which nobody had anything to
+    tell. Replicas are compared once all gradients are finite. The first step is not taken before,
+    because weights can be compared only where no replica has moved.
+    """
+    if first or everywhere.finite:
+        return everywhere._replace(group=inside.group)
+    notice = everywhere.notice
+    if notice in (Notice.NEW, Notice.UNVERIFIED):
+        notice = Notice.MISSING_GRADIENT
+    return everywhere._replace(finite=inside.finite, notice=notice, group=inside.group)

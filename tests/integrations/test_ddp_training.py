@@ -13,6 +13,7 @@ import distributed
 from curvadion import CurvaDion, Dion, FixedPeriod, WireMeter
 from curvadion.integrations.ddp import keep_gradients_local
 from reference import relative_error
+from scheduled import Scheduled
 
 RANK = 4
 
@@ -62,13 +63,14 @@ def train(rank, local, gate, accumulate=1):
     return sent, [p.detach() for p in model.module.parameters()]
 
 
-def test_only_the_gate_crosses_while_it_is_closed():
-    for sent, _ in distributed.run(2, train, True, FixedPeriod(3)):
+@pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(3), 0), (Scheduled((3, 6)), 16)])
+def test_only_the_gate_crosses_while_it_is_closed(gate, closed):
+    for sent, _ in distributed.run(2, train, True, gate):
         biases = 4 * (32 + 16 + 4)
         weights = 4 * (8 * 32 + 32 * 16 + 16 * 4) + biases
         averaged = weights + 2 * biases + 4 * 3
         # Before its second step DDP broadcasts, once, the order in which it met the gradients.
-        assert sent[3] == sent[4] == 16
+        assert sent[3] == sent[4] == closed
         assert sent[2] == sent[5] == 16 + low_rank_bytes() + biases + averaged
 
 

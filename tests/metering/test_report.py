@@ -17,6 +17,7 @@ import distributed
 import toy
 from curvadion import CurvaDion, Dion, FixedPeriod, StepReport, Summary, WireMeter
 from curvadion.metering.report import write_json_line, write_scalars
+from scheduled import Scheduled
 
 CLOSED = StepReport(
     step=3,
@@ -153,8 +154,8 @@ def step(optimizer, rank, seed):
     return optimizer.report.wire_bytes
 
 
-def bytes_of_steps(rank, period):
-    optimizer = CurvaDion(matrix_and_bias(), replicas=dist.group.WORLD, gate=FixedPeriod(period))
+def bytes_of_steps(rank, gate):
+    optimizer = CurvaDion(matrix_and_bias(), replicas=dist.group.WORLD, gate=gate)
     unmetered = step(optimizer, rank, 0)
     with WireMeter() as meter:
         metered = [step(optimizer, rank, seed) for seed in range(1, 5)]
@@ -163,16 +164,17 @@ def bytes_of_steps(rank, period):
 
 
 def test_wire_bytes_are_exact_and_none_without_a_meter():
-    for before, metered, total, after in distributed.run(2, bytes_of_steps, 1):
+    for before, metered, total, after in distributed.run(2, bytes_of_steps, FixedPeriod(1)):
         assert before is None
         assert metered == [GATE + LOW_RANK + DENSE] * 4
         assert total == sum(metered)
         assert after is None
 
 
-def test_closed_steps_send_the_gate_alone():
-    for _, metered, total, _ in distributed.run(2, bytes_of_steps, 2):
-        assert metered == [GATE + LOW_RANK + DENSE + MEAN_OF_ALL, GATE] * 2
+@pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(2), 0), (Scheduled((2, 4, 6)), GATE)])
+def test_closed_steps_send_the_gate_alone_or_nothing_under_a_schedule(gate, closed):
+    for _, metered, total, _ in distributed.run(2, bytes_of_steps, gate):
+        assert metered == [GATE + LOW_RANK + DENSE + MEAN_OF_ALL, closed] * 2
         assert total == sum(metered)
 
 

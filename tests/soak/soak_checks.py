@@ -112,7 +112,9 @@ def reference_of(trial: Trial, records: Sequence[Record]) -> QuantizedReference:
     algorithms = {p.name: p.algorithm for p in trial.parameters}
     make = QuantizedReference if trial.quantized else LowRankReference
     shards = [places[place] for place in sorted(places)]
-    reference = make(X0, trial.layout.replica_count, algorithms=algorithms, shards=shards, **known)
+    count = trial.layout.replica_count
+    reference = make(X0, count, algorithms=algorithms, shards=shards, **known)
+    reference.scheduled = trial.scheduled
     reference.average = of_sync.get("average_weights", False)
     return reference
 
@@ -173,19 +175,21 @@ class Check:
         self.local_steps = 0
 
     def step(self, events: Sequence[Event], before: list[dict[str, dict[str, object]]]) -> None:
-        event, report = events[0], events[0].report
-        number, bad = event.number, [e.bad for e in events]
-        if len({(e.report.gate_open, e.report.reason) for e in events}) > 1:
-            self.say(number, f"reports differ: {[e.report for e in events]}")
-        if report.skipped != any(bad):
-            self.say(number, f"skipped is {report.skipped}, but bad gradients are {bad}")
-        if report.skipped:
-            if before and not _equal(self.held, before):
-                self.say(number, "a skipped step has changed weights or states")
-            self.set_trainable(number)
-            return
+        number = events[0].number
+        resting = self.resting(events, before)
         self.set_trainable(number)
-        gradients = [self.gradients(number, i) for i in range(self.trial.layout.replica_count)]
+        if all(resting):
+            return
+        event = next(e for e in events if not e.report.skipped)
+        report = event.report
+        if len({(e.report.gate_open, e.report.reason) for e in events if not e.report.skipped}) > 1:
+            self.say(number, f"reports differ: {[e.report for e in events]}")
+        if any(resting) and report.gate_open:
+            self.say(number, f"the gate has opened without the replicas {resting}")
+        gradients = [
+            dict.fromkeys(self.reference.leaves) if rests else self.gradients(number, i)
+            for i, rests in enumerate(resting)
+        ]
         self.gate(event, gradients)
         self.bytes(events)
         for leaf in self.reference.leaves.values():
@@ -199,6 +203,38 @@ class Check:
         self.compare(number)
         self.local_steps = 0 if report.gate_open else self.local_steps + 1
         self.taken += 1
+
+    def resting(
+        self, events: Sequence[Event], before: list[dict[str, dict[str, object]]]
+    ) -> list[bool]:
+        """Which replicas leave the step out, for a gradient that is not finite."""
+        number, count = events[0].number, self.trial.layout.replica_count
+        of: list[list[Event]] = [[] for _ in range(count)]
+        for event, record in zip(events, self.records, strict=True):
+            of[record.replica].append(event)
+        bad = [any(e.bad for e in each) for each in of]
+        skipped = [any(e.report.skipped for e in each) for each in of]
+        if any(len({e.report.skipped for e in each}) > 1 for each in of):
+            self.say(number, f"ranks of one replica skip and do not: {skipped}")
+        # Of a schedule's closed steps each replica skips its own, but for the first of a run.
+        alone = self.trial.scheduled and number > 0 and not all(skipped)
+        if skipped != (bad if alone else [any(bad)] * count):
+            self.say(number, f"skipped is {skipped}, but bad gradients are {bad}")
+        for i in range(count):
+            if skipped[i] and before and not _equal(self.held[i], before[i]):
+                self.say(number, f"a skipped step has changed weights or states of replica {i}")
+        if all(skipped) and not all(bad) and self.trial.scheduled and number > 0:
+            self.due(number)
+        return skipped
+
+    def due(self, number: int) -> None:
+        """Only at an opening replicas skip what is another's."""
+        (kind, *numbers), options = self.trial.gate, self.trial.options
+        longest = options["max_local_steps"]
+        forced = number < options["warmup_steps"]
+        forced |= longest is not None and self.local_steps >= longest
+        if kind == "FixedPeriod" and not forced and self.local_steps + 1 < numbers[0]:
+            self.say(number, "all replicas skip a closed step")
 
     def compare(self, number: int) -> None:
         if self.follows:
@@ -388,6 +424,7 @@ class Check:
             beside += FIRST_CHECK_BYTES
         codes = 0.0
         if event.report.gate_open:
+            beside += 8 * len(self.trial.parameters)  # lengths, if some replica has rested
             if not self.trial.quantized:
                 return
             fragment_of = self.reference.fragment_of()

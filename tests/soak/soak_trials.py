@@ -112,6 +112,13 @@ class Trial:
     def quantized(self) -> bool:
         return self.sync[0] == "QuantizedAverage"
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether replicas tell each other nothing at closed steps."""
+        kind, *numbers = self.gate
+        by_signals = kind == "RMMC" or "rmmc" in numbers
+        return self.layout.replica_count > 1 and kind != "AlwaysOpen" and not by_signals
+
     def kinds(self) -> list[str]:
         """What the soak counts."""
         apart = self.sync[1].get("average_weights") is False

@@ -121,7 +121,7 @@ class Leaf:
     """One parameter on all replicas; lists have one tensor a replica.
 
     shards: per rank of a replica, the flat indices of what it holds. residual: per replica and
-    rank, flat. lr_since_anchor: the sum over the steps since replicas last agreed.
+    rank, flat. lr_since_anchor: per replica, the sum over the steps since replicas last agreed.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Leaf:
     m: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
     t: list[float] = field(default_factory=list)
-    lr_since_anchor: float = 0.0
+    lr_since_anchor: list[float] = field(default_factory=list)
     # Of the last opening: codes by replica and of the mean, the largest norm of what was coded,
     # and L.
     codes: list[Code] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Leaf:
     def length(self) -> float:
         """L: how far the steps go since replicas agreed, where all have one direction."""
         m, n = self.X[0].shape
-        return self.lr_since_anchor * math.sqrt(m / n)
+        return max(self.lr_since_anchor) * math.sqrt(m / n)
 
 
 Gradients = Mapping[str, "Tensor | None"]
@@ -163,9 +163,10 @@ Held = Mapping[str, Any]
 class QuantizedReference:
     """Replicas under ``sync=QuantizedAverage()``.
 
-    X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that
-    do not take "dion". shards: per rank of a replica and name, the flat indices held; by default
-    one rank holds all. bits, fragments, align_momentum, polar_correction: as of QuantizedAverage.
+    X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that do
+    not take "dion". shards: per rank of a replica and name, the flat indices held; by default one
+    rank holds all. scheduled: whether replicas hear of each other's steps at openings only. bits,
+    fragments, align_momentum, polar_correction: as of QuantizedAverage.
     """
 
     X0: Mapping[str, Tensor]
@@ -188,6 +189,7 @@ class QuantizedReference:
     rank_fraction: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    scheduled: bool = False
     next_fragment: int = 0
     fragments_apart: int = 0
     leaves: dict[str, Leaf] = field(init=False)
@@ -202,6 +204,7 @@ class QuantizedReference:
             leaf.anchor = self._each(X0.double())
             leaf.residual = [[torch.zeros(len(s)).double() for s in shards] for _ in leaf.X]
             leaf.t = [0.0] * self.replicas
+            self._agreed_on(leaf)
             zero = torch.zeros_like(X0, dtype=torch.float64)
             if algorithm == "dion":
                 m, n = X0.shape
@@ -212,6 +215,9 @@ class QuantizedReference:
             else:
                 leaf.m, leaf.v = self._each(zero), self._each(zero)
             self.leaves[name] = leaf
+
+    def _agreed_on(self, leaf: Leaf) -> None:
+        leaf.lr_since_anchor = [0.0] * self.replicas
 
     def _each(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.clone() for _ in range(self.replicas)]
@@ -234,7 +240,8 @@ class QuantizedReference:
     def set_trainable(self, name: str, trainable: bool) -> None:
         """Freeze or thaw; whoever was frozen has agreed all the time."""
         leaf = self.leaves[name]
-        leaf.trainable, leaf.lr_since_anchor = trainable, 0.0
+        leaf.trainable = trainable
+        self._agreed_on(leaf)
 
     # ---------------------------------------------------------------------- steps
 
@@ -248,8 +255,7 @@ class QuantizedReference:
             leaf.codes, leaf.degenerate = [], False
         for leaf in self.trainable:
             own = [g.get(leaf.name) for g in gradients]
-            if any(G is not None for G in own):
-                leaf.lr_since_anchor += leaf.lr
+            self._count(leaf, [G is not None for G in own], gate_open or not self.scheduled)
             for i, G in enumerate(own):
                 if G is not None:
                     factors = self._local(leaf, i, G.double())
@@ -257,6 +263,12 @@ class QuantizedReference:
                         last[leaf.name, i] = factors
         self.fragments_apart = len(set(self.fragment_of().values()))
         return self.come_together(1, last) if gate_open else []
+
+    def _count(self, leaf: Leaf, moves: Sequence[bool], told: bool) -> None:
+        """Add up learning rates: where replicas tell each other, of what moves on any of them."""
+        rates = [leaf.lr * (any(moves) if told else one) for one in moves]
+        sums = [old + rate for old, rate in zip(leaf.lr_since_anchor, rates, strict=True)]
+        leaf.lr_since_anchor = [max(sums)] * len(sums) if told else sums
 
     def _local(self, leaf: Leaf, i: int, G: Tensor) -> tuple[Tensor, Tensor] | None:
         if leaf.algorithm != "dion":
@@ -310,7 +322,7 @@ class QuantizedReference:
         if self.replicas == 1:
             for leaf in leaves:
                 leaf.anchor = [leaf.X[0].clone()]
-                leaf.lr_since_anchor = 0.0
+                self._agreed_on(leaf)
             return [leaf.name for leaf in leaves]
         own = {leaf.name: [X.clone() for X in leaf.X] for leaf in leaves}
         before = {leaf.name: leaf.anchor[0].clone() for leaf in leaves}
@@ -326,7 +338,7 @@ class QuantizedReference:
                     correct_polar_(leaf, before[leaf.name])
         for leaf in leaves:
             leaf.opened_length = leaf.length if leaf.algorithm == "dion" else 0.0
-            leaf.lr_since_anchor = 0.0
+            self._agreed_on(leaf)
         return [leaf.name for leaf in leaves]
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
@@ -379,7 +391,7 @@ class QuantizedReference:
                     mean = sum(held) / len(held)
                     setattr(leaf, key, [mean + 0 for _ in held])
             leaf.anchor = [X.clone() for X in leaf.X]
-            leaf.lr_since_anchor = 0.0
+            self._agreed_on(leaf)
         self.fragments_apart = 0
 
     # ---------------------------------------------------------------------- comparing

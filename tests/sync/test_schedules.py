@@ -66,6 +66,15 @@ class Replica:
         self.optimizer.step()
         return self.optimizer.report
 
+    def loaded(self, gate, sync):
+        """Another that has loaded what this one saves; of whole replicas."""
+        other = Replica(self.number, "whole", gate, sync)
+        other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        with torch.no_grad():
+            for x, weights in zip(other.X, self.weights(), strict=True):
+                x.copy_(weights)
+        return other
+
     def weights(self):
         return [self.local(x).detach().clone() for x in self.X]
 
@@ -308,6 +317,48 @@ def test_fewer_in_a_row_and_a_grad_scaler_are_no_error(spoilt, scaled):
     assert distributed.run(2, go_wrong, 14, spoilt, scaled) == [(None, [])] * 2
 
 
+def go_on(rank, sync, spoilt, load_before):
+    """Per step: whether this replica skipped it, and weights and state."""
+    replica = Replica(rank, "whole", FixedPeriod(4), sync)
+    steps = []
+    for step in range(8):
+        if step == load_before:
+            replica = replica.loaded(FixedPeriod(4), sync)
+        missing = {(0, 4): [0], (1, 5): [0]}.get((rank, step), ())
+        report = replica.step(step, missing=missing, spoilt=(rank, step) in spoilt)
+        steps.append((report.skipped, replica.weights(), replica.state()))
+    return steps
+
+
+@pytest.mark.filterwarnings("ignore:state_dict.*differ", "ignore:.*apart")
+@pytest.mark.parametrize("load_before", [4, 5, 6, 7])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_run_that_is_resumed_leaves_out_what_the_whole_run_does(sync, load_before):
+    """Though all ranks agree at the step after a checkpoint was loaded."""
+    spoilt = [(0, 5), (1, 6)]
+    whole, resumed = (
+        distributed.run(2, go_on, SYNCS[sync], spoilt, at) for at in (None, load_before)
+    )
+    for ours, again in zip(whole, resumed, strict=True):
+        assert [skipped for skipped, *_ in ours] == [skipped for skipped, *_ in again]
+        for (_, weights, state), (_, loaded_weights, loaded_state) in zip(ours, again, strict=True):
+            assert same(weights, loaded_weights) and same_state(state, loaded_state)
+
+
+def start_apart(rank, apart):
+    replica = Replica(rank, "whole", FixedPeriod(4), LowRank())
+    with torch.no_grad():
+        replica.X[0][0, 0] += apart * rank
+    return told(9, lambda step: replica.step(step, spoilt=(rank, step) == (1, 0)))
+
+
+def test_a_nonfinite_gradient_at_the_first_step_hides_no_other_weights():
+    """Neither replica moves before all have been compared."""
+    for step, text in distributed.run(2, start_apart, 1.0):
+        assert step == 1 and "different weights" in text
+    assert distributed.run(2, start_apart, 0.0) == [None, None]
+
+
 # ------------------------------------------------------------------------ missing gradients
 
 
@@ -322,12 +373,7 @@ def miss_gradients(rank, fragments, missing, load_before=None):
     for step in range(4 * 2 * fragments):
         if step == load_before:
             assert replica.progress.uneven_steps == (1 if rank == 1 else 0)
-            saved, X = copy.deepcopy(replica.optimizer.state_dict()), replica.weights()
-            replica = Replica(rank, "whole", FixedPeriod(4), sync)
-            replica.optimizer.load_state_dict(saved)
-            with torch.no_grad():
-                for x, weights in zip(replica.X, X, strict=True):
-                    x.copy_(weights)
+            replica = replica.loaded(FixedPeriod(4), sync)
             assert replica.progress.uneven_steps == (1 if rank == 1 else 0)
         resting = [i for r, s, i in missing if (r, s) == (rank, step)]
         report = replica.step(step, missing=resting)
