@@ -73,12 +73,12 @@ MALFORMED = {
     "budget where nothing drifts": (
         with_params(stage=1, wire_budget=0.01),
         "polar_correction=True, "
-        "residual_dtype='bfloat16') with zero_optimization.stage=1: one replica is sharded",
+        "residual_dtype='bfloat16', delay=0) with zero_optimization.stage=1: one replica is sharded",
     ),
     "sync where nothing drifts": (
         with_params(stage=3, sync={"type": "quantized_average"}),
         "sync=QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16') "
+        "residual_dtype='bfloat16', delay=0) "
         "with zero_optimization.stage=3: one replica is sharded",
     ),
     "sync of Dion": (with_params(kind="Dion", sync={"type": "low_rank"}), "optimizer.params.sync="),
@@ -258,7 +258,7 @@ def test_the_json_names_a_gate_and_a_sync():
         assert gate == "FixedPeriod(period=2)"
         assert kind == (
             "QuantizedAverage(bits=3, fragments=2, align_momentum=False, polar_correction=True, "
-            "residual_dtype='bfloat16')"
+            "residual_dtype='bfloat16', delay=0)"
         )
         assert opened == [False, True, False]
     unaveraged = {"type": "low_rank", "average_weights": False}

@@ -32,6 +32,7 @@ CLOSED = StepReport(
 FIRST = dataclasses.replace(
     CLOSED, step=1, gate_open=True, reason="threshold", rmmc=math.inf, local_steps=0
 )
+LATE = dataclasses.replace(CLOSED, waited_seconds=0.5)
 SKIPPED = dataclasses.replace(
     CLOSED,
     step=4,
@@ -250,7 +251,7 @@ def test_paused_bytes_are_left_out():
 def test_summary_adds_up():
     summary = Summary()
     assert summary.open_gate_share == 0.0
-    for report in (FIRST, dataclasses.replace(CLOSED, local_steps=1), CLOSED, SKIPPED):
+    for report in (FIRST, dataclasses.replace(CLOSED, local_steps=1), LATE, SKIPPED):
         summary.add(report)
     assert summary.as_dict() == {
         "steps": 4,
@@ -258,6 +259,7 @@ def test_summary_adds_up():
         "skipped_steps": 1,
         "wire_bytes": 48,
         "longest_local_run": 2,
+        "waited_seconds": 0.5,
         "open_gate_share": 0.25,
     }
     assert strict_json(json.dumps(summary.as_dict())) == summary.as_dict()
@@ -350,7 +352,7 @@ def written(folder):
 def test_scalars_in_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(tmp_path) as writer:
-        for report in (FIRST, CLOSED, SKIPPED):
+        for report in (FIRST, LATE, SKIPPED):
             write_scalars(writer, report)
     assert written(tmp_path) == {
         "curvadion/gate_open": [(1, 1.0), (3, 0.0), (4, 0.0)],
@@ -358,6 +360,7 @@ def test_scalars_in_tensorboard(tmp_path):
         "curvadion/local_steps": [(1, 0.0), (3, 2.0), (4, 2.0)],
         "curvadion/skipped": [(1, 0.0), (3, 0.0), (4, 1.0)],
         "curvadion/wire_bytes": [(1, 16.0), (3, 16.0)],
+        "curvadion/waited_seconds": [(1, 0.0), (3, 0.5), (4, 0.0)],
     }
 
 
