@@ -1,10 +1,13 @@
 """What methods send at an average step, and how long a step takes over a given link.
 
-A step takes its compute, and for each collective the rounds in which messages follow each other
-and the bytes that a rank sends:
+A step takes its work, which is forward, backward and the optimizer's products, and for each
+collective the rounds in which messages follow each other and the bytes that a rank sends:
 
-    seconds = compute + max(0, communication - overlap * backward)
+    seconds = work + max(0, communication - hidden)
     communication = sum over collectives of  rounds * latency + sent / bandwidth
+
+DDP hides what fits into the backward pass. A delay of d steps, where every p-th step is an opening,
+hides what fits into d of the p steps. Nothing else is hidden.
 
 Rounds and sent bytes are a ring's: an all-reduce of b bytes over n ranks takes 2 (n - 1) rounds
 and sends 2 (n - 1) / n b; any other collective half of both. ``Cost`` holds what an implementation
@@ -27,6 +30,7 @@ from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.decision import GATE_BYTES
+from curvadion.sync.under_way import LENGTH_BYTES
 from curvadion.update.plan import most_in_a_wave, waves_of_sizes
 from models import Model, Shape
 
@@ -110,22 +114,39 @@ def step_seconds(
     link: Link,
     ranks: int,
     *,
+    optimizer: float = 0.0,
     overlap: float = 0.0,
+    beside: float = 0.0,
     costs: Mapping[str, Cost] | None = None,
 ) -> float:
     """Seconds of an average step.
 
     Args:
-        compute: of forward, backward and optimizer, in seconds.
+        compute: of forward and backward, in seconds.
         traffic: what the step communicates.
         link: between replicas.
         ranks: number of replicas.
+        optimizer: seconds of its products.
         overlap: share of the backward pass that communication runs beside.
+        beside: share of whole steps that communication runs beside, as :func:`beside_steps` says.
         costs: by kind; a ring's where a kind is missing.
     """
-    known = costs or {}
+    known, work = costs or {}, compute + optimizer
     needed = sum(collective_seconds(t, link, ranks, known.get(t.kind, Cost())) for t in traffic)
-    return compute + max(0.0, needed - overlap * BACKWARD * compute)
+    return work + max(0.0, needed - overlap * BACKWARD * compute - beside * work)
+
+
+def delay_within(period: float) -> int:
+    """The longest delay that ends before the next opening: a period less one step.
+
+    period: steps from opening to opening. If no whole number, they are this rounded up or down.
+    """
+    return math.ceil(period) - 1
+
+
+def beside_steps(delay: int, period: float) -> float:
+    """The share of steps that exchanges run beside: ``delay`` of ``period``."""
+    return min(1.0, delay / period)
 
 
 def compute_seconds(parameters: int, tokens: int, flops_per_second: float) -> float:
@@ -165,12 +186,22 @@ def power_iteration_products(m: int, n: int, r: int, *, qr: bool = False) -> Pro
     return {SINGLE: 8 * m * n * r, DOUBLE: 6 * rows * r * r}
 
 
+def quarter_products(m: int, n: int) -> Products:
+    """Of a Dion step of rank 1/4."""
+    return power_iteration_products(m, n, -(-min(m, n) // 4))
+
+
 def products_of(shapes: Shapes, each: Callable[[int, int], Products]) -> Products:
     """The sum over a model's matrices."""
+    return summed((1.0, each(m, n)) for m, n in shapes.matrices)
+
+
+def summed(parts: Iterable[tuple[float, Products]]) -> Products:
+    """The sum of products, each times a factor."""
     total: Products = {}
-    for m, n in shapes.matrices:
-        for dtype, count in each(m, n).items():
-            total[dtype] = total.get(dtype, 0.0) + count
+    for factor, products in parts:
+        for dtype, count in products.items():
+            total[dtype] = total.get(dtype, 0.0) + factor * count
     return total
 
 
@@ -260,25 +291,30 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
     return total([t.times(1 / period) for t in opened])
 
 
-def wire_budget(shapes: Shapes, share: float, bits: int = 2) -> list[Traffic]:
-    """CurvaDion with a budget: codes of the weights' movement as often as it allows."""
-    codes = _codes(shapes, bits)
+def wire_budget(
+    shapes: Shapes, share: float, bits: int = 2, *, delayed: bool = False
+) -> list[Traffic]:
+    """CurvaDion with a budget: codes of the weights' movement as often as it allows.
+
+    delayed: whether means are added later. What replicas tell each other then takes the place of
+    the gate's bytes, and each message that holds matrices brings their lengths.
+    """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     waves = waves_of_sizes(((size, False) for size in sizes), most_in_a_wave(sum(sizes)))
-    exchanges = 2 * (waves[-1] + 1)
-    rate = openings(shapes, share, bits)
-    return [t.times(rate) for t in (GATE, Traffic("all_to_all", exchanges, 2 * codes))]
+    sent = [GATE, Traffic("all_to_all", 2 * (waves[-1] + 1), 2 * message_bytes(sizes, bits))]
+    matrices = len(shapes.matrices)
+    if delayed and matrices:
+        sent.append(Traffic("all_reduce", waves[matrices - 1] + 1, LENGTH_BYTES * matrices))
+    rate = openings(shapes, share, bits, delayed=delayed)
+    return total(t.times(rate) for t in sent)
 
 
-def _codes(shapes: Shapes, bits: int) -> int:
-    sizes = (math.prod(shape) for shape in [*shapes.matrices, *shapes.others])
-    return message_bytes(sizes, bits)
-
-
-def openings(shapes: Shapes, share: float, bits: int = 2) -> float:
+def openings(shapes: Shapes, share: float, bits: int = 2, *, delayed: bool = False) -> float:
     """Open steps per step that a budget allows: the gate's own answer."""
+    sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
+    costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare(sizes)
     gate = curvadion.ByteBudget(share)
-    gate.open_cost = (_codes(shapes, bits) + GATE_BYTES) / (FLOAT * shapes.parameters)
+    gate.open_cost = (costs.opening_bytes + GATE_BYTES) / (FLOAT * shapes.parameters)
     return gate.rate
 
 
@@ -288,19 +324,54 @@ class Method:
 
     Attributes:
         name: in tables. traffic: of a model's shapes.
+        products: of the optimizer at an average step.
         overlaps: whether it communicates during the backward pass.
+        period: with a delay, the steps from opening to opening.
     """
 
     name: str
     traffic: Callable[[Shapes], list[Traffic]]
+    products: Callable[[Shapes], Products] = lambda shapes: {}
     overlaps: bool = False
+    period: Callable[[Shapes], float] | None = None
+
+    def delay(self, shapes: Shapes) -> int:
+        """Steps from an opening to the addition of its means."""
+        return 0 if self.period is None else delay_within(self.period(shapes))
+
+    def beside(self, shapes: Shapes) -> float:
+        """Share of steps that exchanges run beside."""
+        return 0.0 if self.period is None else beside_steps(self.delay(shapes), self.period(shapes))
 
 
+def _dion_products(shapes: Shapes) -> Products:
+    return products_of(shapes, quarter_products)
+
+
+def _budgeted(share: float, *, delayed: bool = False) -> Method:
+    def rate(shapes: Shapes) -> float:
+        return openings(shapes, share, delayed=delayed)
+
+    def products(shapes: Shapes) -> Products:
+        local, opening = (products_of(shapes, each) for each in (polar_products, opening_products))
+        return summed([(1.0, local), (rate(shapes), opening)])
+
+    return Method(
+        f"CurvaDion, wire_budget={share}" + (DELAYED if delayed else ""),
+        lambda shapes: wire_budget(shapes, share, delayed=delayed),
+        products,
+        period=(lambda shapes: 1 / rate(shapes)) if delayed else None,
+    )
+
+
+DELAYED = ", delay"  # ends the names of methods with one
 METHODS = (
     Method("AdamW-DDP", ddp, overlaps=True),
     Method("AdamW-DDP, bfloat16 gradients", lambda s: ddp(s, 2), overlaps=True),
-    Method("Dion, rank 1/4", dion),
-    Method("averaging every 25 steps", lambda s: averaging(s, 25)),
-    Method("CurvaDion, wire_budget=0.01", lambda s: wire_budget(s, 0.01)),
-    Method("CurvaDion, wire_budget=0.003", lambda s: wire_budget(s, 0.003)),
+    Method("Dion, rank 1/4", dion, _dion_products),
+    Method("averaging every 25 steps", lambda s: averaging(s, 25), _dion_products),
+    _budgeted(0.01),
+    _budgeted(0.003),
+    _budgeted(0.01, delayed=True),
+    _budgeted(0.003, delayed=True),
 )

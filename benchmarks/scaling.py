@@ -2,7 +2,7 @@
 
 None of these steps was measured: cost_model.py gives their seconds, and link.py says how well it
 does so for small models. Compute is 6 operations per parameter and token at a given share of a
-GPU's peak, and is the same for all methods.
+GPU's peak, and is the same for all methods; what their optimizers multiply comes on top.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 import link
 from cost_model import (
+    DELAYED,
     METHODS,
     Link,
     Method,
@@ -36,6 +37,7 @@ from cost_model import (
     polar_products,
     power_iteration_products,
     products_of,
+    quarter_products,
     step_seconds,
 )
 from measure import write
@@ -54,7 +56,9 @@ LINKS = {
     "1 Gb/s": Link(1e9, 1e-3),
     "100 Mb/s": Link(100e6, 20e-3),
 }
-AFFORDABLE = 1.1  # times the compute alone
+AFFORDABLE = 1.1  # times the work
+TRAINING = ("llama-1.3b", 26e9)  # tokens of all replicas together
+DAY = 86400.0
 
 DOCUMENT = ROOT / "docs" / "scaling.md"
 MEASURED = ROOT / "benchmarks" / "results" / "scaling" / "link.json"
@@ -90,7 +94,9 @@ def _record(model: str, link_name: str, method: Method, setting: Setting) -> Rec
     shapes, between = Shapes.of(MODELS[model]), LINKS[link_name]
     traffic, n = method.traffic(shapes), setting.replicas
     compute = _compute(model, shapes, setting)
+    optimizer = _products_seconds(model, method.products(shapes), setting)
     overlap = setting.overlap if method.overlaps else 0.0
+    beside = method.beside(shapes)
     sent = sum(t.sent(n) for t in traffic)
     return {
         "model": model,
@@ -99,22 +105,24 @@ def _record(model: str, link_name: str, method: Method, setting: Setting) -> Rec
         "latency": between.latency,
         "method": method.name,
         "overlap": overlap,
+        "delay": method.delay(shapes),
+        "beside": beside,
         "calls": sum(t.calls for t in traffic),
         "sent_bytes": sent,
         "share_of_ddp": sent / sum(t.sent(n) for t in ddp(shapes)),
         "compute_seconds": compute,
+        "optimizer_seconds": optimizer,
         "communication_seconds": sum(collective_seconds(t, between, n) for t in traffic),
-        "step_seconds": step_seconds(compute, traffic, between, n, overlap=overlap),
+        "step_seconds": step_seconds(
+            compute, traffic, between, n, optimizer=optimizer, overlap=overlap, beside=beside
+        ),
     }
 
 
 def optimizer_shares(setting: Setting) -> list[Record]:
-    """What matrix products of optimizers add to forward and backward, by model and kind of step.
-
-    The GPUs of a replica share the work, that on n x n matrices included.
-    """
+    """What matrix products of optimizers add to forward and backward, by model and kind of step."""
     found = []
-    for model, gpus in GPUS.items():
+    for model in GPUS:
         shapes = Shapes.of(MODELS[model])
         period = 1 / openings(shapes, 0.01)
         steps: dict[str, Callable[[int, int], Products]] = {
@@ -123,11 +131,11 @@ def optimizer_shares(setting: Setting) -> list[Record]:
             "local step, power iteration of full rank": lambda m, n: power_iteration_products(
                 m, n, min(m, n), qr=True
             ),
-            "Dion, rank 1/4": lambda m, n: power_iteration_products(m, n, -(-min(m, n) // 4)),
+            "Dion, rank 1/4": quarter_products,
         }
         for name, each in steps.items():
             products = products_of(shapes, each)
-            seconds = sum(n / (gpus * setting.peak_share * PEAKS[d]) for d, n in products.items())
+            seconds = _products_seconds(model, products, setting)
             share = seconds / _compute(model, shapes, setting)
             found.append(
                 {"model": model, "what": name, "products": products, "share_of_compute": share}
@@ -151,21 +159,31 @@ def _compute(model: str, shapes: Shapes, setting: Setting) -> float:
     return compute_seconds(shapes.parameters, setting.tokens, speed)
 
 
+def _products_seconds(model: str, products: Products, setting: Setting) -> float:
+    """The GPUs of a replica share the work, that on n x n matrices included."""
+    gpus = GPUS[model] * setting.peak_share
+    return sum(count / (gpus * PEAKS[dtype]) for dtype, count in products.items())
+
+
 # ---------------------------------------------------------------- what it says
 
 
 def affordable(found: Sequence[Record]) -> str:
     """Of one model and link, the method that sends most among those that hardly wait.
 
-    Those take at most ``AFFORDABLE`` times the compute; if none does, the fastest.
+    Those take at most ``AFFORDABLE`` times their work, which is compute and the optimizer's
+    products; if none does, the fastest. Within 1 % of the bytes, one without a delay goes first.
     """
-    kept = [r for r in found if r["step_seconds"] <= AFFORDABLE * r["compute_seconds"]]
+    kept = [r for r in found if r["step_seconds"] <= AFFORDABLE * _work(r)]
     if kept:
-        best = max(kept, key=lambda r: r["sent_bytes"])
-        return str(best["method"])
-    best = min(found, key=lambda r: r["step_seconds"])
-    times = best["step_seconds"] / best["compute_seconds"]
-    return f"{best['method']} ({times:.1f} × compute)"
+        most = max(r["sent_bytes"] for r in kept)
+        return str(next(r["method"] for r in kept if r["sent_bytes"] >= 0.99 * most))
+    best = min(found, key=itemgetter("step_seconds"))
+    return f"{best['method']} ({best['step_seconds'] / _work(best):.1f} × work)"
+
+
+def _work(record: Record) -> float:
+    return float(record["compute_seconds"] + record["optimizer_seconds"])
 
 
 def fastest(found: Sequence[Record]) -> str:
@@ -183,13 +201,14 @@ def markdown(found: Sequence[Record]) -> str:
         compute = here[0]["compute_seconds"]
         parts.append(f"**{model}**: compute {_seconds(compute)} s a step\n")
         links = _unique(here, "link")
-        parts.append(_row(["method", "sent a step", "of DDP's", *links]))
-        parts.append(_row(["---"] * (3 + len(links))))
+        parts.append(_row(["method", "sent a step", "of DDP's", "optimizer, s", *links]))
+        parts.append(_row(["---"] * (4 + len(links))))
         for method in _unique(here, "method"):
             cells = [r for r in here if r["method"] == method]
             sent, share = cells[0]["sent_bytes"], cells[0]["share_of_ddp"]
             seconds = [_seconds(r["step_seconds"]) for r in cells]
-            parts.append(_row([method, f"{sent / 1e6:,.0f} MB", f"{share:.1%}", *seconds]))
+            spent = _seconds(cells[0]["optimizer_seconds"])
+            parts.append(_row([method, f"{sent / 1e6:,.0f} MB", f"{share:.1%}", spent, *seconds]))
         parts.append("")
     parts += _choices(found)
     return "\n".join(parts)
@@ -197,7 +216,7 @@ def markdown(found: Sequence[Record]) -> str:
 
 def _choices(found: Sequence[Record]) -> list[str]:
     lines = [
-        _row(["model", "link", "shortest step", f"sends most, at ≤ {AFFORDABLE} × compute"]),
+        _row(["model", "link", "shortest step", f"sends most, at ≤ {AFFORDABLE} × work"]),
         _row(["---"] * 4),
     ]
     for model in _unique(found, "model"):
@@ -205,6 +224,20 @@ def _choices(found: Sequence[Record]) -> list[str]:
             here = [r for r in found if (r["model"], r["link"]) == (model, name)]
             lines.append(_row([model, name, fastest(here), affordable(here)]))
     return lines
+
+
+def days_table(found: Sequence[Record], setting: Setting) -> str:
+    """Days of a whole training, by method and link."""
+    model, tokens = TRAINING
+    steps = tokens / (setting.replicas * setting.tokens)
+    here = [r for r in found if r["model"] == model]
+    links = _unique(here, "link")
+    lines = [_row(["method", *links]), _row(["---"] * (1 + len(links)))]
+    for method in _unique(here, "method"):
+        days = [steps * r["step_seconds"] / DAY for r in here if r["method"] == method]
+        lines.append(_row([method, *map(_seconds, days)]))
+    alone = _seconds(steps * here[0]["compute_seconds"] / DAY)
+    return "\n".join([*lines, _row(["compute alone", *[alone] * len(links)])])
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -216,6 +249,7 @@ def _unique(found: Sequence[Record], key: str) -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
+    """Three digits, or all that are before the point."""
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
@@ -229,10 +263,13 @@ def rewritten(document: str, tables: Mapping[str, str]) -> str:
     return document
 
 
-def tables(found: Sequence[Record], shares: Sequence[Record], measured: Record) -> dict[str, str]:
+def tables(
+    setting: Setting, found: Sequence[Record], shares: Sequence[Record], measured: Record
+) -> dict[str, str]:
     """All tables of the document: the model's, and those of what link.py measured."""
     return {
         "model": markdown(found),
+        "days": days_table(found, setting),
         "optimizer": shares_table(shares),
         "costs": _costs(measured),
         "link": link.table(measured["steps"]),
@@ -249,27 +286,39 @@ def _costs(measured: Record) -> str:
 
 
 def plot(found: Sequence[Record], path: Path) -> None:
-    """Seconds of a step over bandwidth, by method, one picture beside another per model."""
+    """Seconds of a step over bandwidth, by method, one picture beside another per model.
+
+    A method with a delay is dashed, in the colour of the one without.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     models = _unique(found, "model")
-    figure, places = pyplot.subplots(1, len(models), figsize=(4.4 * len(models), 4.2))
+    size = (4.4 * len(models), 5.0)
+    figure, places = pyplot.subplots(1, len(models), figsize=size, layout="constrained")
     for axes, model in zip(places, models, strict=True):
         here = [r for r in found if r["model"] == model]
-        for method in _unique(here, "method"):
+        names = _unique(here, "method")
+        undelayed = [name for name in names if not name.endswith(DELAYED)]
+        for method in names:
             points = [r for r in here if r["method"] == method]
             bandwidths = [r["bandwidth"] for r in points]
-            axes.loglog(bandwidths, [r["step_seconds"] for r in points], "o-", label=method)
+            axes.loglog(
+                bandwidths,
+                [r["step_seconds"] for r in points],
+                "o-" if method in undelayed else "s--",
+                color=f"C{undelayed.index(method.removesuffix(DELAYED))}",
+                markersize=4,
+                label=method,
+            )
         axes.axhline(here[0]["compute_seconds"], color="grey", ls=":", label="compute alone")
         axes.set_xticks(bandwidths, _unique(here, "link"))
         axes.set_xlabel("between replicas")
         axes.set_title(model)
     places[0].set_ylabel("seconds a step, modelled")
-    places[-1].legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -299,6 +348,7 @@ def main() -> None:
     setting = Setting(options.replicas, options.tokens, options.peak_share, options.overlap)
     found, shares = records(setting), optimizer_shares(setting)
     print(markdown(found))
+    print(days_table(found, setting))
     print(shares_table(shares))
     if options.output is not None:
         write(options.output, torch.device("cpu"), [{"setting": vars(setting)}, *found])
@@ -307,7 +357,7 @@ def main() -> None:
         plot(found, options.plot)
     if options.document:
         (measured,) = json.loads(MEASURED.read_text("utf-8"))["records"]
-        document = rewritten(DOCUMENT.read_text("utf-8"), tables(found, shares, measured))
+        document = rewritten(DOCUMENT.read_text("utf-8"), tables(setting, found, shares, measured))
         DOCUMENT.write_text(document, encoding="utf-8")
 
 

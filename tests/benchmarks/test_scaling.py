@@ -35,14 +35,16 @@ def optimizer_of(method, model):
         return Dion(toy.groups(model), **how)
     if method == "averaging":
         return CurvaDion(toy.groups(model), gate=FixedPeriod(PERIOD), **how)
-    return CurvaDion(toy.groups(model), wire_budget=budget(), sync=QuantizedAverage(bits=2), **how)
+    delay = method == "delay"
+    sync = QuantizedAverage(bits=2, delay=int(delay))
+    return CurvaDion(toy.groups(model), wire_budget=budget(delay=delay), sync=sync, **how)
 
 
-def budget():
+def budget(*, delay=False):
     """What pays for an opening at every other step."""
     sizes = [p.numel() for p in toy.model().parameters()]
-    codes = message_bytes(sizes, bits=2)
-    return (OPENED_BY_BUDGET + 1e-6) * (codes + 16) / (4 * sum(sizes))
+    sent = message_bytes(sizes, bits=2) + 16 + (8 * len(sizes) if delay else 0)
+    return (OPENED_BY_BUDGET + 1e-6) * sent / (4 * sum(sizes))
 
 
 def metered(rank, method):
@@ -56,8 +58,10 @@ def metered(rank, method):
     if method != "ddp":
         keep_gradients_local(wrapped)
     toy.train(wrapped, optimizer, range(24), rank)
+    optimizer.state_dict()  # waits for what is under way
     with WireMeter() as meter:
         toy.train(wrapped, optimizer, range(24, 30), rank)
+        optimizer.state_dict()
     return meter.calls_by_collective, meter.bytes_by_collective, meter.total_sent
 
 
@@ -65,14 +69,17 @@ def modelled(method):
     shapes = Shapes.of_groups(toy.groups(toy.model()))
     if method == "averaging":
         return cost_model.averaging(shapes, PERIOD)
-    if method == "wire_budget":
-        assert cost_model.openings(shapes, budget()) == pytest.approx(OPENED_BY_BUDGET, rel=1e-5)
-        return cost_model.wire_budget(shapes, budget())
+    if method in ("wire_budget", "delay"):
+        delay = method == "delay"
+        share, how = budget(delay=delay), {"delayed": delay}
+        rate = cost_model.openings(shapes, share, **how)
+        assert rate == pytest.approx(OPENED_BY_BUDGET, rel=1e-5)
+        return cost_model.wire_budget(shapes, share, **how)
     return getattr(cost_model, method)(shapes)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("method", ["ddp", "dion", "averaging", "wire_budget"])
+@pytest.mark.parametrize("method", ["ddp", "dion", "averaging", "wire_budget", "delay"])
 def test_a_step_sends_what_the_meter_counts(method, ranks):
     counted = distributed.run(ranks, metered, method)
     expected = modelled(method)
@@ -111,6 +118,48 @@ def test_communication_hides_behind_the_backward_pass_only():
     assert step(30.0, 1.0) == 30.0
 
 
+def test_a_delay_hides_what_fits_into_its_steps():
+    traffic = [Traffic("all_gather", 1, 5e6)]  # 0.5 + 2.5 seconds
+
+    def step(compute, optimizer, beside=0.0):
+        return cost_model.step_seconds(
+            compute, traffic, LINK, 2, optimizer=optimizer, beside=beside
+        )
+
+    assert step(1.5, 0.5) == 2.0 + 3.0
+    assert step(1.5, 0.5, beside=0.75) == 2.0 + (3.0 - 1.5)
+    assert step(1.5, 0.5, beside=1.0) == 3.0  # the longer of both
+    assert step(3.0, 1.0, beside=0.75) == 4.0
+
+
+def test_a_delay_ends_a_step_before_the_next_opening():
+    assert [cost_model.delay_within(period) for period in (1.0, 6.0, 6.45)] == [0, 5, 6]
+    assert cost_model.beside_steps(5, 6.0) == 5 / 6
+    assert cost_model.beside_steps(7, 6.5) == 1.0
+
+
+def test_each_message_with_matrices_brings_their_lengths():
+    shapes = Shapes([(5000, 5000)] * 12, [(5000, 5000)] * 3)  # each is a wave of its own
+    told, codes = cost_model.wire_budget(shapes, 1.0, delayed=True)
+    assert (told.calls, told.bytes) == (1 + 12, 16 + 8 * 12)
+    assert codes.calls == 2 * 15
+
+
+def test_products_of_a_method_are_those_of_its_average_step():
+    shapes = Shapes.of(scaling.MODELS["llama-1.3b"])
+    local, opening = (
+        cost_model.products_of(shapes, each)["float16"]
+        for each in (cost_model.polar_products, cost_model.opening_products)
+    )
+    methods = {method.name: method for method in cost_model.METHODS}
+    assert methods["AdamW-DDP"].products(shapes) == {}
+    rate = cost_model.openings(shapes, 0.003)
+    (found,) = methods["CurvaDion, wire_budget=0.003"].products(shapes).values()
+    assert found == pytest.approx(local + rate * opening)
+    quarter = cost_model.products_of(shapes, cost_model.quarter_products)
+    assert methods["Dion, rank 1/4"].products(shapes) == quarter
+
+
 def test_one_replica_sends_nothing():
     assert cost_model.collective_seconds(Traffic("all_reduce", 9, 1e9), LINK, 1) == 0
 
@@ -135,8 +184,9 @@ def test_the_document_shows_the_results():
     (measured,) = results("link.json")
     document = scaling.DOCUMENT.read_text("utf-8")
     shares = results("optimizer.json")
-    assert scaling.rewritten(document, scaling.tables(found, shares, measured)) == document
-    assert setting == {"setting": vars(scaling.Setting())}
+    default = scaling.Setting()
+    assert scaling.rewritten(document, scaling.tables(default, found, shares, measured)) == document
+    assert setting == {"setting": vars(default)}
 
 
 def test_the_results_are_what_the_model_gives():
@@ -170,16 +220,26 @@ def test_products_are_those_that_torch_counts():
 
 def step(seconds, method="some", compute=1.0, sent=1e6):
     return {
-        "model": "m", "link": "l", "method": method, "compute_seconds": compute,
-        "step_seconds": seconds, "sent_bytes": sent,
+        "model": "m", "link": "l", "method": method, "compute_seconds": 0.75 * compute,
+        "optimizer_seconds": 0.25 * compute, "step_seconds": seconds, "sent_bytes": sent,
     }  # fmt: skip
 
 
 def test_the_choice_sends_most_without_waiting():
     found = [step(3.0, "a", sent=9e6), step(1.05, "b", sent=5e6), step(1.0, "c", sent=1e6)]
     assert scaling.affordable(found) == "b" and scaling.fastest(found) == "c"
-    assert scaling.affordable(found[:1]) == "a (3.0 × compute)"
+    assert scaling.affordable(found[:1]) == "a (3.0 × work)"
+    delayed = [step(1.0, "d", sent=5.01e6), *found]
+    assert scaling.affordable(delayed) == "d" and scaling.affordable(delayed[::-1]) == "b"
     assert scaling.fastest([step(1.0, "a"), step(1.001, "b")]) == "all alike"
+
+
+def test_days_are_those_of_all_steps(monkeypatch):
+    monkeypatch.setattr(scaling, "TRAINING", ("m", 4 * 8 * 86400.0))
+    setting = scaling.Setting(replicas=4, tokens=8)
+    found = [step(3.0, "a", compute=2.0), step(250.0, "b")]
+    *_, a, b, alone = scaling.days_table(found, setting).splitlines()
+    assert (a, b, alone) == ("| a | 3 |", "| b | 250 |", "| compute alone | 1.5 |")
 
 
 def collective(payload, seconds, latency, counted=0.0):
