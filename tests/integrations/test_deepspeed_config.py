@@ -73,7 +73,8 @@ MALFORMED = {
     "budget where nothing drifts": (
         with_params(stage=1, wire_budget=0.01),
         "polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0) with zero_optimization.stage=1: one replica is sharded",
+        "residual_dtype='bfloat16', delay=0) with zero_optimization.stage=1: one replica is "
+        "sharded",
     ),
     "sync where nothing drifts": (
         with_params(stage=3, sync={"type": "quantized_average"}),
