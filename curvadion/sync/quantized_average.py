@@ -42,7 +42,7 @@ from curvadion.sync.corrections import (
     moved_since_,
     weights_of,
 )
-from curvadion.sync.under_way import DUE, LENGTH_BYTES, LR_SENT, MEAN, SENT, UnderWay
+from curvadion.sync.under_way import DUE, LENGTH_BYTES, LR_SENT, MEAN, SENT, Lengths, UnderWay
 from curvadion.update.direction import Taken
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter, stacked
@@ -198,12 +198,15 @@ class QuantizedAverage(Sync):
             step.local_update(None)
             return
         step.local_update(plan.select([id(p) not in sent | due for p in plan.parameters]))
-        if sent and not (step.complete or self._is_late(step)):
+        lengths = None
+        if sent and self.delay and group_size(step.replicas) > 1:
+            lengths = Lengths.begin(sending, step.background())
+        elif sent and not step.complete:
             agree_on_lengths_(plan, step.replicas)
         for arrives, goes in ((True, False), (True, True), (False, True)):
             chosen = [(id(p) in due, id(p) in sent) == (arrives, goes) for p in plan.parameters]
             for wave in plan.select(chosen).waves() if any(chosen) else ():
-                self._take_wave(step, wave, arrives=arrives, goes=goes)
+                self._take_wave(step, wave, lengths, arrives=arrives, goes=goes)
         if step.moving.norms is not None:
             measure_momenta(plan)
 
@@ -213,23 +216,23 @@ class QuantizedAverage(Sync):
         self._expecting = bool(expected)
         return {p for p, due in expected if due <= step.number or p in sending}
 
-    def _is_late(self, step: Step) -> bool:
-        """Whether means arrive at later steps."""
-        return self.delay > 0 and group_size(step.replicas) > 1
+    def _take_wave(
+        self, step: Step, wave: Plan, lengths: Lengths | None, *, arrives: bool, goes: bool
+    ) -> None:
+        """The local step of a wave, then its arrival, then its sending.
 
-    def _take_wave(self, step: Step, wave: Plan, *, arrives: bool, goes: bool) -> None:
-        """The local step of a wave, then its arrival, then its sending."""
+        lengths: of what is sent now and arrives at a later step; None if replicas wait for it.
+        """
         # No name holds the directions where they can go before weights are corrected.
-        late = self._is_late(step)
-        if not arrives and not late:
+        if not arrives and lengths is None:
             self._agree(wave, step.replicas, step.local_update(wave), corrected=step.directed)
             return
         taken = step.local_update(wave)
         if arrives:
             self._arrive(wave, taken, corrected=step.directed)
         del taken
-        if goes and late:
-            self._send(wave, step)
+        if goes and lengths is not None:
+            self._send(wave, step, lengths)
         elif goes:
             self._agree(wave, step.replicas, None, corrected=step.directed)
 
@@ -261,7 +264,7 @@ class QuantizedAverage(Sync):
 
     # ---------------------------------------------------------------- means that arrive later
 
-    def _send(self, wave: Plan, step: Step) -> None:
+    def _send(self, wave: Plan, step: Step, lengths: Lengths) -> None:
         self._expecting = True
         for alike in cut_alike(wave.parameters):
             first = 0
@@ -269,7 +272,7 @@ class QuantizedAverage(Sync):
                 these = alike[first : first + len(chunk)]
                 first += len(chunk)
                 due = step.number + self.delay
-                self._under_way.send(these, self.bits, step.background(), due=due)
+                self._under_way.send(these, self.bits, step.background(), lengths, due=due)
 
     def _arrive(self, wave: Plan, taken: Taken | None, *, corrected: bool) -> None:
         """Take in the means of a wave, then correct momenta and weights."""

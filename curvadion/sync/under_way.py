@@ -37,10 +37,42 @@ LENGTH_BYTES = 8  # of LR_SENT, which replicas compare
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """LR_SENT of all matrices of an opening, by the id of the parameter; the largest anywhere.
+
+    Replicas do not hear which matrices moved elsewhere between two openings.
+    """
+
+    numbers: dict[int, int]
+    exchange: Exchange[Tensor]
+
+    @classmethod
+    def begin(cls, parameters: Sequence[Parameter], background: Background) -> Lengths:
+        """Compare what replicas have counted since they last sent these parameters."""
+        matrices = [p for p in parameters if p.matrices]
+        counted = [p.state.get(LR_SINCE_ANCHOR, 0.0) for p in matrices]
+        device = matrices[0].local.device if matrices else torch.device("cpu")
+        lengths = torch.tensor(counted, dtype=torch.float64, device=device)
+
+        def exchange() -> Tensor:
+            if len(lengths):
+                dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=background.group)
+            return lengths
+
+        numbers = {id(p.X): i for i, p in enumerate(matrices)}
+        return cls(numbers, background.begin("The exchange of learning rates", exchange))
+
+    def of(self, parameters: Sequence[Parameter]) -> list[float]:
+        """Those of some parameters, 0 for those that are no matrices; waits for it."""
+        lengths = [*self.exchange.result().tolist(), 0.0]
+        return [lengths[self.numbers.get(id(p.X), -1)] for p in parameters]
+
+
+@dataclass(frozen=True)
 class _Sent:
     parameters: Sequence[Parameter]
     message: Message | None  # None if this rank holds no number of the parameters
-    lengths: Tensor  # LR_SENT of the matrices, float64
+    lengths: Lengths
     exchange: Exchange[None]
 
 
@@ -63,7 +95,13 @@ class UnderWay:
         self.waiting = Stopwatch()
 
     def send(
-        self, parameters: Sequence[Parameter], bits: int, background: Background, *, due: int
+        self,
+        parameters: Sequence[Parameter],
+        bits: int,
+        background: Background,
+        lengths: Lengths,
+        *,
+        due: int,
     ) -> None:
         """Send what parameters have moved since their anchors.
 
@@ -71,6 +109,7 @@ class UnderWay:
             parameters: cut over the same ranks, with anchors; the same ones on every replica.
             bits: of a code.
             background: sends.
+            lengths: of the opening.
             due: the step at which the mean is to be added.
         """
         X = [p.local for p in parameters]
@@ -81,22 +120,13 @@ class UnderWay:
             p.state[SENT] = torch.empty_like(p.X.detach(), dtype=residual.dtype)
             local(p.state[SENT]).copy_(_since(anchor, x))
             p.state[DUE] = due
-            p.state[LR_SENT] = p.state.get(LR_SINCE_ANCHOR, 0.0)
             if LR_SINCE_ANCHOR in p.state:
                 p.state[LR_SINCE_ANCHOR] = 0.0
-        lengths = torch.tensor(
-            [p.state[LR_SENT] for p in parameters if p.matrices],
-            dtype=torch.float64,
-            device=X[0].device,
-        )
         group = background.group
         numbers = any(x.numel() for x in X)
         message = encode(X, anchors, residuals, bits, group) if numbers else None
 
         def exchange() -> None:
-            if len(lengths):
-                # Replicas do not hear which matrices moved elsewhere between two openings.
-                dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
             if message is not None:
                 message.exchange_(group)
 
@@ -125,12 +155,11 @@ class UnderWay:
         for sent in list(some):
             with self.waiting:
                 sent.exchange.result()
+                lengths = sent.lengths.of(sent.parameters)
             self._sent.remove(sent)
-            lengths = iter(sent.lengths.tolist())
-            for p in sent.parameters:
+            for p, length in zip(sent.parameters, lengths, strict=True):
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
-                if p.matrices:
-                    p.state[LR_SENT] = next(lengths)
+                p.state[LR_SENT] = length
             if sent.message is None:
                 continue
             means = [local(p.state[MEAN]) for p in sent.parameters]
