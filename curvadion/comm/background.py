@@ -18,6 +18,17 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 _Job = Callable[[], None]
 _alive: weakref.WeakSet[Background] = weakref.WeakSet()
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
+
+
+def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
+    """That of a process group: one for all who use it. The first call is collective over it.
+
+    device: of the tensors that are sent.
+    """
+    if like not in _of_group:
+        _of_group[like] = Background(like, device)
+    return _of_group[like]
 
 
 class Exchange(Generic[Result]):
@@ -30,19 +41,23 @@ class Exchange(Generic[Result]):
     def __init__(self, what: str, device: torch.device) -> None:
         self.what = what
         self._future: Future[Result] = Future()
-        on_a_gpu = device.type == "cuda"
-        self._begun, self._ended = (torch.cuda.Event() if on_a_gpu else None for _ in range(2))
-        if self._begun is not None:
-            self._begun.record()
+        self._device = device
+        self._begun: torch.cuda.Event | None = None
+        self._ended: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
+            self._begun.record(torch.cuda.current_stream(device))
 
     def run(self, work: Callable[[], Result]) -> None:
         """Do the work, in the thread that is for it."""
         try:
             if self._begun is not None:
-                torch.cuda.current_stream().wait_event(self._begun)
+                torch.cuda.current_stream(self._device).wait_event(self._begun)
             result = work()
             if self._ended is not None:
-                self._ended.record()
+                self._ended.record(torch.cuda.current_stream(self._device))
+                # Whoever forgets the exchange may free its tensors.
+                self._ended.synchronize()
             self._future.set_result(result)
         except BaseException as error:
             self._future.set_exception(error)
@@ -62,7 +77,7 @@ class Exchange(Generic[Result]):
             ) from error
         if self._ended is not None:
             # What the host has in its hands may still be on its way on the GPU.
-            torch.cuda.current_stream().wait_event(self._ended)
+            torch.cuda.current_stream(self._device).wait_event(self._ended)
         return result
 
 
@@ -78,9 +93,11 @@ class Background:
 
         device: of the tensors that are sent.
         """
-        ranks = dist.get_process_group_ranks(like)
         self.group = dist.new_group(
-            ranks, timeout=_timeout(like, device), use_local_synchronization=True
+            dist.get_process_group_ranks(like),
+            timeout=_timeout(like, device),
+            backend=dist.get_backend_config(like),
+            use_local_synchronization=True,
         )
         self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()

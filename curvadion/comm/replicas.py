@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from curvadion.comm.background import Background
+from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import group_size
 
 SINGLE: Literal["single"] = "single"
@@ -37,8 +37,6 @@ class ReplicaGroup:
         self.single = isinstance(replicas, str) and replicas == SINGLE
         self.process_group = None if self.single else _process_group(replicas)
 
-        self._background: Background | None = None
-
     @property
     def size(self) -> int:
         return group_size(self.process_group)
@@ -50,9 +48,7 @@ class ReplicaGroup:
         """
         if self.process_group is None:
             raise RuntimeError("replicas=None: there is no other replica to send anything to.")
-        if self._background is None:
-            self._background = Background(self.process_group, device)
-        return self._background
+        return background_of(self.process_group, device)
 
     @property
     def replica(self) -> Replica:

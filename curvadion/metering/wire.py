@@ -90,7 +90,8 @@ class WireMeter:
 
     Meters nest, and each one counts everything while it is active. They can be left in any order
     and entered again; then they go on counting. Counting is thread-safe. Enter and leave a meter
-    only while no other thread is inside a collective, because this replaces kernels.
+    only while no other thread is inside a collective, because this replaces kernels; the threads of
+    this package are no matter, which has them replaced once.
 
     Raises:
         RuntimeError: on entering a meter that is already active.
@@ -215,6 +216,14 @@ _lock = threading.RLock()
 _active: list[WireMeter] = []
 _counted = 0
 _library: Any = None
+_kept = False  # whether the kernels stay although no meter is active
+
+
+def keep_kernels() -> None:
+    """Install the kernels for good: for threads that communicate while meters come and go."""
+    global _library, _kept
+    with _lock:
+        _library, _kept = _library or _install(), True
 
 
 def _activate(meter: WireMeter) -> None:
@@ -222,8 +231,7 @@ def _activate(meter: WireMeter) -> None:
     with _lock:
         if meter in _active:
             raise RuntimeError("This WireMeter is already active: nest a second WireMeter() in it.")
-        if not _active:
-            _library = _install()
+        _library = _library or _install()
         _active.append(meter)
 
 
@@ -233,7 +241,7 @@ def _deactivate(meter: WireMeter) -> None:
         if meter not in _active:
             raise ValueError("This WireMeter is not active: leave it once for each time entered.")
         _active.remove(meter)
-        if not _active:
+        if not _active and not _kept:
             _library._destroy()
             _library = None
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvadion.comm.background import Background
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
 from curvadion.layout.gradients import place_gradients
@@ -105,6 +106,13 @@ class ReplicaOptimizer(Optimizer):
     def sync(self) -> Sync:
         """How replicas come together. It is chosen once: state of the parameters belongs to it."""
         return self._sync
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether replicas know openings beforehand, and are silent while the gate is closed."""
+        gate = self.gate
+        silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
+        return silent and self._replicas.size > 1
 
     @property
     def apart(self) -> bool:
@@ -262,6 +270,12 @@ class ReplicaOptimizer(Optimizer):
             plan.look_up_states()
         return without
 
+    def _background(self) -> Background:
+        """Exchanges beside the training; the first call is collective over the replicas."""
+        # A meter may be entered while they communicate.
+        wire.keep_kernels()
+        return self._replicas.background(self._known_plan().device)
+
     def _place_gradients(self, plan: Plan) -> None:
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
@@ -349,6 +363,7 @@ class ReplicaOptimizer(Optimizer):
         restore_dtypes(self, fitting.state_dict)
         self.progress = fitting.progress
         self.sync.fragments_apart = fitting.fragments_apart
+        self.sync.after_load()
         self._forget()
         for text in fitting.warnings:
             warnings.warn(text, stacklevel=2)

@@ -38,8 +38,9 @@ def clip_grad_norm_(
     is one replica that is not sharded; the result is then that of torch's function. With a
     GradScaler call ``scaler.unscale_(optimizer)`` first.
 
-    If a gradient on any rank holds a NaN or an Inf, no rank scales anything, and all ranks skip the
-    optimizer's next step.
+    If a gradient on any rank holds a NaN or an Inf, all ranks skip the optimizer's next step. No
+    rank scales anything then; but under a schedule, where replicas do not hear of each other's NaN,
+    every gradient becomes NaN.
 
     Args:
         optimizer: a CurvaDion or Dion, whose parameters' gradients are clipped.
@@ -72,6 +73,9 @@ def clip_grad_norm_(
             f"error_if_nonfinite=False to leave gradients as they are and let step() skip."
         )
     factor = _factor(norm, max_norm)
+    if optimizer.scheduled:
+        # Replicas would step with what nobody has clipped: they do not hear of each other's NaN.
+        factor = torch.where(norm.isfinite(), factor, torch.nan)
     for (_, device, dtype), gradients in batches.items():
         wide = torch.promote_types(dtype, torch.float32)
         torch._foreach_mul_(gradients, factor.to(device, wide))

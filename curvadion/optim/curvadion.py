@@ -125,9 +125,7 @@ class CurvaDion(Dion):
 
     def _foresee(self, plan: Plan) -> Foreseen:
         gate = self.gate
-        scheduled = gate.follows_schedule and not gate.reads_momentum
-        # One that is always open has no step at which there is nothing to tell.
-        if not scheduled or gate.always_open or self._replicas.size == 1:
+        if not self.scheduled:
             return Foreseen()
         if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
             self._tell_costs([p.X for p in plan.parameters])

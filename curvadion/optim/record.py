@@ -29,6 +29,7 @@ class Progress:
         steps_since_exact: steps since all state was last the same on all replicas.
         uneven_steps: steps since replicas last came together at which this one may have moved
             other parameters than the others; its own.
+        looks: steps at which replicas might look whether something else averages their gradients.
     """
 
     steps: int = 0
@@ -36,6 +37,7 @@ class Progress:
     skipped_in_a_row: int = 0
     steps_since_exact: int = 0
     uneven_steps: int = 0
+    looks: int = 0
 
     @property
     def alike(self) -> dict[str, int]:

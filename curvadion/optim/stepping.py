@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, overload
 
 import torch
@@ -18,6 +17,7 @@ from curvadion.metering.report import StepReport
 from curvadion.optim.base import ReplicaOptimizer
 from curvadion.sync.base import Step
 from curvadion.sync.decision import GATE_BYTES, Decision, Moving, Notice
+from curvadion.sync.verify import GradientWatch
 from curvadion.update import hyperparameters as check
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import MomentumNorms, momentum_norms
@@ -97,7 +97,7 @@ class SteppingOptimizer(ReplicaOptimizer):
             plan,
             heard=self._foresee(plan).heard,
             delay=self.sync.delay,
-            background=partial(self._replicas.background, plan.device),
+            background=self._background,
             steps=self.progress.steps,
         )
         raise ValueError(wrong)
@@ -130,15 +130,16 @@ class SteppingOptimizer(ReplicaOptimizer):
         complete = decision.complete
         if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
             complete = self._verify(plan, new)
-        if foreseen.heard:
-            self._spend(self._agreement.look_at_gradients(plan, self.progress.steps), plan)
+        if foreseen.heard and self.progress.steps >= GradientWatch.FIRST:
+            self._spend(self._agreement.look_at_gradients(plan, self.progress.looks), plan)
+            self.progress.looks += 1
         moving = Moving(plan, gradients, None if momenta is None else momenta.after)
         progress, group = self.progress, self._replicas.process_group
         step = Step(moving, complete, group, progress.steps, progress.local_steps, decision.group)
         step = replace(
             step,
             rests=not decision.finite,
-            background=partial(self._replicas.background, plan.device),
+            background=self._background,
         )
         reason = self._take(step, decision, foreseen)
         if reason is not None:
@@ -181,7 +182,7 @@ class SteppingOptimizer(ReplicaOptimizer):
             opens=bool(foreseen.opens),
             heard=foreseen.heard,
             delay=self.sync.delay,
-            background=partial(self._replicas.background, plan.device),
+            background=self._background,
             steps=progress.steps,
             param_groups=self.param_groups,
             listing=lambda: self._listing(plan),

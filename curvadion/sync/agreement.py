@@ -33,6 +33,12 @@ _STUCK = (
 )
 
 
+_INVALID = (
+    "Another rank has an impossible value in its param_groups and raises the error that names it: "
+    "see that rank's output."
+)
+
+
 class Told(NamedTuple):
     """What replicas told each other at an opening, heard later: 16 bytes.
 
@@ -47,7 +53,7 @@ class Told(NamedTuple):
     def begin(
         cls, word: int, step: int, due: int, background: Background, device: torch.device
     ) -> Told:
-        """Tell the other replicas a word; the ranks of this one tell the same."""
+        """Tell the other replicas a word."""
         bounds = torch.tensor([word, -word], device=device)
 
         def exchange() -> Tensor:
@@ -57,9 +63,12 @@ class Told(NamedTuple):
         what = f"What replicas tell each other at step {step + 1}"
         return cls(step, due, background.begin(what, exchange))
 
-    def bounds(self) -> tuple[int, int]:
-        """The largest and the smallest word of any replica; waits for it."""
-        largest, smallest = self.exchange.result().tolist()
+    def bounds(self, inside: dist.ProcessGroup | None) -> tuple[int, int]:
+        """The largest and the smallest word of any rank; waits for it. Collective inside."""
+        bounds = self.exchange.result()
+        if inside is not None:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=inside)
+        largest, smallest = bounds.tolist()
         return largest, -smallest
 
 
@@ -78,6 +87,7 @@ class Agreement:
         self._watch: GradientWatch | None = None
         self._unread: Tensor | None = None  # the watch's last look, on the device
         self._told: list[Told] = []
+        self._unheard: list[object] = []  # keeps what is sent until others hear it
 
     def follow(self, plan: Plan) -> None:
         """Begin anew with the gradients of another plan."""
@@ -177,10 +187,7 @@ class Agreement:
         if decision.notice == Notice.STUCK:
             raise RuntimeError(_STUCK)
         if decision.notice == Notice.INVALID:
-            raise RuntimeError(
-                "Another rank has an impossible value in its param_groups and raises the error "
-                "that names it: see that rank's output."
-            )
+            raise RuntimeError(_INVALID)
         if decision.notice == Notice.DIFFERENT:
             raise_different(listing(), plan.all_ranks)
         if self._watch is not None and decision.read:
@@ -197,22 +204,33 @@ class Agreement:
         steps: int,
     ) -> None:
         """Tell the other ranks that a setting here is impossible, where they listen next."""
-        if not heard:
-            refuse(gate, plan, plan.inside)
-            if delay:
-                word = word_of(Notice.INVALID, Settings(steps, 0))
-                told = Told.begin(word, steps, steps, background(), plan.device)
-                told.bounds()
-                return
-        refuse(gate, plan, plan.all_ranks)
+        if heard:
+            refuse(gate, plan, plan.all_ranks)
+            return
+        # The others listen at their next opening. This rank raises its error without waiting.
+        refuse(gate, plan, plan.inside)
+        word = word_of(Notice.INVALID, Settings(steps, 0))
+        if delay:
+            Told.begin(word, steps, steps, background(), plan.device)
+        else:
+            words = torch.tensor([0, word], device=plan.device)
+            work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=plan.all_ranks, async_op=True)
+            self._unheard.append((work, words))
 
     def _hear(self, plan: Plan, listing: Callable[[], Listing], *, until: int) -> None:
         """Take in what replicas told at openings, as far as it is due at a step; alike on all."""
         while self._told and self._told[0].due <= until:
             told = self._told.pop(0)
-            largest, smallest = told.bounds()
+            largest, smallest = told.bounds(plan.inside)
             if notice_of(largest) == Notice.STUCK:
                 raise RuntimeError(_STUCK)
+            if notice_of(largest) == Notice.INVALID:
+                raise RuntimeError(_INVALID)
+            if notice_of(largest) == Notice.DIFFERENT:
+                raise RuntimeError(
+                    f"The ranks of some replica had different settings at step {told.step + 1}: "
+                    f"give all ranks the same values in param_groups."
+                )
             if notice_of(largest) != notice_of(smallest):
                 raise RuntimeError(
                     f"Parameters were added, frozen or regrouped, or a checkpoint was loaded, on "
@@ -235,16 +253,16 @@ class Agreement:
         )
         return complete
 
-    def look_at_gradients(self, plan: Plan, step: int) -> int:
+    def look_at_gradients(self, plan: Plan, number: int) -> int:
         """Look now and then whether something else averages gradients; return the bytes sent.
 
-        The next step reads what this look tells.
+        The next step reads what this look tells. number: as :meth:`GradientWatch.look` takes it.
         """
         if self._replicas.size == 1:
             return 0
         if self._watch is None:
             self._watch = GradientWatch(plan)
-        self._unread = self._watch.look(step)
+        self._unread = self._watch.look(number)
         return 0 if self._unread is None else GradientWatch.BYTES
 
 

@@ -112,6 +112,9 @@ class Sync(ABC):
         """Take a step at which the gate is closed; collective inside the replica."""
         step.local_update(None)
 
+    def after_load(self) -> None:
+        """Note that states and this kind's memory have been loaded."""
+
     def settle(self) -> None:
         """Wait for what is under way, so that states hold it: for copies and checkpoints."""
 

@@ -42,7 +42,16 @@ from curvadion.sync.corrections import (
     moved_since_,
     weights_of,
 )
-from curvadion.sync.under_way import DUE, LENGTH_BYTES, LR_SENT, MEAN, SENT, Lengths, UnderWay
+from curvadion.sync.under_way import (
+    DUE,
+    LENGTH_BYTES,
+    LR_SENT,
+    MEAN,
+    SENT,
+    Lengths,
+    UnderWay,
+    forget_lengths,
+)
 from curvadion.update.direction import Taken
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter, stacked
@@ -294,10 +303,13 @@ class QuantizedAverage(Sync):
                 for stack in wave.stacks()
             ]
             correct_polar_(wave, D, lengths_since_anchor(wave, LR_SENT), together=False)
+        forget_lengths(wave.parameters)
 
     def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
         """Take in all that is under way, without corrections."""
-        self._under_way.land_([p for p in parameters if DUE in p.state])
+        due = [p for p in parameters if DUE in p.state]
+        self._under_way.land_(due)
+        forget_lengths(due)
 
     def _agree(
         self,
@@ -353,6 +365,8 @@ class QuantizedAverage(Sync):
         checks.integer("next_fragment", number, 0)
         super().load_state_dict(state)
         self.next_fragment = number
+
+    def after_load(self) -> None:
         # Parameters may have been divided otherwise: prepare() then counts all fragments as apart.
         self._fragment_of = []
         self._under_way, self._expecting = UnderWay(), True

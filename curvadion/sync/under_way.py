@@ -7,14 +7,14 @@ its own. When the mean D of the D_i arrives,
 
 so that steps taken meanwhile stay, and the anchor has the same bits on every replica (the delay of
 Streaming DiLoCo, arXiv 2501.18512). D_i is held as the residual's dtype has it: what that rounds
-away stays in X_i, and is sent with the next pseudo-gradient.
+away stays in X_i, and is part of the next pseudo-gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,10 @@ class UnderWay:
         self._sent: list[_Sent] = []
         self.waiting = Stopwatch()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnderWay:
+        """Nothing: what is under way belongs to one optimizer."""
+        return UnderWay()
+
     def send(
         self,
         parameters: Sequence[Parameter],
@@ -124,7 +128,8 @@ class UnderWay:
                 p.state[LR_SINCE_ANCHOR] = 0.0
         group = background.group
         numbers = any(x.numel() for x in X)
-        message = encode(X, anchors, residuals, bits, group) if numbers else None
+        sent = [local(p.state[SENT]) for p in parameters]
+        message = encode(sent, (), residuals, bits, group) if numbers else None
 
         def exchange() -> None:
             if message is not None:
@@ -166,6 +171,12 @@ class UnderWay:
             sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
             for mean, rows in zip(means, rows_of(means), strict=True):
                 ops.decode_([mean], sent.message.codes[rows], sent.message.bits)
+
+
+def forget_lengths(parameters: Sequence[Parameter]) -> None:
+    """Of means that have been added, and corrected."""
+    for p in parameters:
+        p.state.pop(LR_SENT, None)
 
 
 def _since(anchor: Tensor, x: Tensor) -> Tensor:

@@ -295,22 +295,23 @@ class GradientWatch:
         self._plan = plan
         self._now: list[Parameter] = []
         self._alike: list[int] = []
-        self._chances = 0
 
-    def _place(self, step: int) -> tuple[int, int] | None:
+    def _place(self, number: int) -> tuple[int, int] | None:
         """Which round a step belongs to, and which of its looks it is; the same on all ranks."""
         rounds = -(-len(self._parameters) // self.AT_ONCE)
-        if rounds == 0 or step < self.FIRST:
+        if rounds == 0:
             return None
-        number, self._chances = self._chances, self._chances + 1
         if number < rounds * self.LOOKS:
             return divmod(number, self.LOOKS)
         later, look = divmod(self.FIRST + number, self.EVERY)
         return (later, look) if look < self.LOOKS else None
 
-    def look(self, step: int) -> Tensor | None:
-        """Compare gradients over all ranks: ``BYTES``, not read by the host; None if not due."""
-        place = self._place(step)
+    def look(self, number: int) -> Tensor | None:
+        """Compare gradients over all ranks: ``BYTES``, not read by the host; None if not due.
+
+        number: of the steps from the tenth on at which there was a chance to look.
+        """
+        place = self._place(number)
         if place is None:
             return None
         number, look = place

@@ -447,3 +447,102 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
         assert out.strip() == "took 9" and "terminate" not in err
+
+
+# -------------------------------------------------------------------- beside the training
+
+
+def roundings(rank):
+    """Weights move by what bfloat16 cannot hold; what it rounds away must arrive once."""
+    X = weights()
+    optimizer = build(X, FixedPeriod(2), 1, bits=8, lr=0.0)
+    for step in range(40):
+        give_gradients(X, step, rank)
+        optimizer.step()
+        with torch.no_grad():
+            for x in X:
+                x.add_(1.001)
+    optimizer.synchronize(exact=True)
+    for x, x0 in zip(X, weights(), strict=True):
+        torch.testing.assert_close(x - x0, torch.full_like(x, 40 * 1.001), rtol=0, atol=2e-3)
+
+
+def test_what_bfloat16_rounds_away_is_sent_once():
+    distributed.run(2, roundings)
+
+
+def meters(rank):
+    X = weights()
+    optimizer = build(X, FixedPeriod(2), 1)
+    for step in range(150):
+        with WireMeter():
+            train(X, optimizer, rank, [step])
+
+
+def test_meters_may_come_and_go_while_something_is_under_way():
+    distributed.run(2, meters)
+
+
+def differ_inside(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    X = [nn.Parameter(shard(weights()[0].detach(), "0", mesh["shard"]))]
+    sync = QuantizedAverage(bits=3, delay=2)
+    optimizer = CurvaDion(
+        X, gate=FixedPeriod(3), sync=sync, lr=LR, replicas=mesh["replicate"], max_local_steps=None
+    )
+    try:
+        for step in range(12):
+            if step == 5 and rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.01
+            G = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(step))
+            X[0].grad = shard(G * (1 + mesh.get_local_rank("replicate")), "0", mesh["shard"])
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_of_a_replica_that_differ_are_told():
+    for told in distributed.run(4, differ_inside):
+        assert told is not None
+
+
+def load_in_vain(rank):
+    X = weights()
+    optimizer = build(X, FixedPeriod(4), 3)
+    train(X, optimizer, rank, range(5))
+    saved = optimizer.state_dict()
+    record = saved["param_groups"][0]["progress"]
+    for group in saved["param_groups"]:
+        group["progress"] = record.replace('"next_fragment": 0', '"next_fragment": -1')
+    with pytest.raises(ValueError, match="next_fragment"):
+        optimizer.load_state_dict(saved)
+    train(X, optimizer, rank, range(5, 10))
+    optimizer.synchronize()
+    assert_all_equal(gathered(X))
+
+
+@pytest.mark.filterwarnings("ignore:state_dict:UserWarning")
+def test_a_load_that_fails_leaves_what_is_under_way():
+    distributed.run(2, load_in_vain)
+
+
+def one_sync_for_two(rank):
+    X, others = weights(), weights()
+    optimizer = build(X, FixedPeriod(2), 2)
+    train(X, optimizer, rank, range(3))
+    second = CurvaDion(
+        others[:3], gate=FixedPeriod(2), sync=optimizer.sync, replicas=dist.group.WORLD
+    )
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for step in range(6):
+        give_gradients(others[:3], step, rank)
+        second.step()
+    train(X, optimizer, rank, range(3, 8))
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    for each in (optimizer, second):
+        each.synchronize()
+        assert not any("lr_sent" in state for state in each.state.values())
+
+
+def test_optimizers_share_the_thread_of_their_replicas():
+    distributed.run(2, one_sync_for_two)
