@@ -297,14 +297,14 @@ def wire_budget(
     """CurvaDion with a budget: codes of the weights' movement as often as it allows.
 
     delayed: whether means are added later. What replicas tell each other then takes the place of
-    the gate's bytes, and each message that holds matrices brings their lengths.
+    the gate's bytes, and one message more brings the lengths of all matrices.
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     waves = waves_of_sizes(((size, False) for size in sizes), most_in_a_wave(sum(sizes)))
     sent = [GATE, Traffic("all_to_all", 2 * (waves[-1] + 1), 2 * message_bytes(sizes, bits))]
     matrices = len(shapes.matrices)
     if delayed and matrices:
-        sent.append(Traffic("all_reduce", waves[matrices - 1] + 1, LENGTH_BYTES * matrices))
+        sent.append(Traffic("all_reduce", 1, LENGTH_BYTES * matrices))
     rate = openings(shapes, share, bits, delayed=delayed)
     return total(t.times(rate) for t in sent)
 

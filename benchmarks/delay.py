@@ -197,10 +197,13 @@ def draw(spans: Sequence[Sequence[Span]], path: Path, title: str) -> None:
     start = min(begin for of_rank in spans for _, begin, _ in of_rank)
     with axes_to_save(path, (9, 0.8 + 0.9 * len(spans))) as axes:
         for rank, of_rank in enumerate(spans):
-            for kind, begin, end in of_rank:
+            for kind, begin, end in sorted(of_rank, key=lambda span: span[0] != "step"):
                 line = rank + (0.35 if kind == "exchange" else 0.0)
                 axes.broken_barh(
-                    [(begin - start, max(end - begin, 1e-3))], (line, 0.3), color=KINDS[kind]
+                    [(begin - start, max(end - begin, 1e-3))],
+                    (line, 0.3),
+                    facecolor=KINDS[kind],
+                    edgecolor="white" if kind == "step" else KINDS[kind],
                 )
         for kind, color in KINDS.items():
             axes.broken_barh([(0, 0)], (0, 0), color=color, label=kind)
@@ -209,6 +212,7 @@ def draw(spans: Sequence[Sequence[Span]], path: Path, title: str) -> None:
         )
         axes.set_xlabel("seconds")
         axes.set_title(title, fontsize=9)
+        axes.set_ylim(-0.2, len(spans) + 0.3)
         axes.legend(fontsize=7, ncols=len(KINDS), loc="upper right")
 
 
