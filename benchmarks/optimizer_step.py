@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for."""
     parser = command_line()
     options = parser.parse_args(arguments)
-    if "LOCAL_RANK" in os.environ:
+    if "LOCAL_RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     if options.shards and not dist.is_initialized():
         parser.error("--shards needs processes: run it with torchrun")
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write(options.output, torch.device(options.device), records)
     if options.plot is not None and _first():
         plot(records, options.plot)
-    if "LOCAL_RANK" in os.environ:
+    if "LOCAL_RANK" in os.environ and not dist.is_initialized():
         dist.destroy_process_group()
 
 
