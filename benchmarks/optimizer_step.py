@@ -325,7 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for."""
     parser = command_line()
     options = parser.parse_args(arguments)
-    if "LOCAL_RANK" in os.environ and not dist.is_initialized():
+    launched = "LOCAL_RANK" in os.environ and not dist.is_initialized()
+    if launched:
         dist.init_process_group("gloo")
     if options.shards and not dist.is_initialized():
         parser.error("--shards needs processes: run it with torchrun")
