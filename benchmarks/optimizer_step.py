@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write(options.output, torch.device(options.device), records)
     if options.plot is not None and _first():
         plot(records, options.plot)
-    if "LOCAL_RANK" in os.environ and not dist.is_initialized():
+    if launched:
         dist.destroy_process_group()
 
 
