@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from curvadion.comm import background
 from curvadion.sync import coded_mean, under_way
 from gpt import GPT, GPTConfig
 from measure import axes_to_save, write
-from network import network
+from network import ask, network
 from train_gpt import leave_process_group
 
 Record = dict[str, Any]
@@ -142,7 +141,7 @@ def measure(options: argparse.Namespace, link: Link) -> tuple[list[Record], list
                 for limited in (False, True):
                     net.limit(*((link.bandwidth, link.latency) if limited else (None, 0.0)))
                     for delay in options.delays:
-                        answers = _ask(workers, {"delay": delay, "steps": options.steps})
+                        answers = ask(workers, json.dumps({"delay": delay, "steps": options.steps}))
                         found.setdefault((delay, limited), []).extend(_means(answers))
                         if limited:
                             spans = [answer["spans"] for answer in answers]
@@ -175,21 +174,6 @@ def measure(options: argparse.Namespace, link: Link) -> tuple[list[Record], list
 
 def _means(answers: Sequence[Record]) -> list[Record]:
     return [{key: mean(answer[key] for answer in answers) for key in ("seconds", "waited")}]
-
-
-def _ask(workers: Sequence[subprocess.Popen[str]], order: Record) -> list[Record]:
-    for process in workers:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(order) + "\n")
-        process.stdin.flush()
-    answers = []
-    for rank, process in enumerate(workers):
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"rank {rank} ended with exit code {process.wait()}; see above")
-        answers.append(json.loads(line))
-    return answers
 
 
 def draw(spans: Sequence[Sequence[Span]], path: Path, title: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +32,7 @@ import curvadion
 from cost_model import Cost, Link, Traffic, step_seconds, total
 from gpt import GPT, GPTConfig
 from measure import write
-from network import INTERFACE, network
+from network import INTERFACE, ask, network
 from train_gpt import leave_process_group
 
 Record = dict[str, Any]
@@ -183,7 +182,7 @@ def measure(
                     net.limit(None, 0.0)
                 else:
                     net.limit(link.bandwidth, link.latency)
-                answers = _ask(workers, rounds)
+                answers = ask(workers, f"{rounds}")
                 where: Record = {
                     "ranks": ranks,
                     "bandwidth": link and link.bandwidth,
@@ -197,21 +196,6 @@ def measure(
                 process.kill()
                 process.wait()
     return collectives, steps
-
-
-def _ask(workers: Sequence[subprocess.Popen[str]], rounds: int) -> list[Any]:
-    for process in workers:
-        assert process.stdin is not None
-        process.stdin.write(f"{rounds}\n")
-        process.stdin.flush()
-    answers = []
-    for rank, process in enumerate(workers):
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"rank {rank} ended with exit code {process.wait()}; see above")
-        answers.append(json.loads(line))
-    return answers
 
 
 def _together(answers: Sequence[Any], what: str) -> list[Record]:

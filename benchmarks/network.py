@@ -8,6 +8,7 @@ namespaces, so removing them removes all.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -145,6 +146,26 @@ def network(ranks: int, congestion_control: str) -> Iterator[Network]:
     finally:
         signal.signal(signal.SIGTERM, before)
         made.remove()
+
+
+def ask(workers: Sequence[subprocess.Popen[str]], line: str) -> list[Any]:
+    """Write a line to every worker; what each answers, read as JSON.
+
+    Raises:
+        RuntimeError: if a worker has ended.
+    """
+    for process in workers:
+        assert process.stdin is not None
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+    answers = []
+    for rank, process in enumerate(workers):
+        assert process.stdout is not None
+        answer = process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"rank {rank} ended with exit code {process.wait()}; see above")
+        answers.append(json.loads(answer))
+    return answers
 
 
 def _interrupt(*_: object) -> None:

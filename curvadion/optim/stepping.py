@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import NamedTuple, overload
 
 import torch
@@ -135,23 +134,32 @@ class SteppingOptimizer(ReplicaOptimizer):
             self.progress.looks += 1
         moving = Moving(plan, gradients, None if momenta is None else momenta.after)
         progress, group = self.progress, self._replicas.process_group
-        step = Step(moving, complete, group, progress.steps, progress.local_steps, decision.group)
-        step = replace(
-            step,
+        step = Step(
+            moving,
+            complete,
+            group,
+            progress.steps,
+            progress.local_steps,
+            agreed=decision.group,
             rests=not decision.finite,
             background=self._background,
         )
         reason = self._take(step, decision, foreseen)
-        if reason is not None:
+        self._count(step, foreseen, opened=reason is not None)
+        self._report(plan, None if step.rests else decision, reason)
+        self._warn_if_stuck(tolerate=scaled)
+
+    def _count(self, step: Step, foreseen: Foreseen, *, opened: bool) -> None:
+        """Note in the run's progress that a step was taken; opened: whether the gate was open."""
+        progress = self.progress
+        if opened:
             progress.local_steps = progress.uneven_steps = 0
         else:
             progress.local_steps += 1
-            progress.uneven_steps += not foreseen.heard and (step.rests or not complete)
+            progress.uneven_steps += not foreseen.heard and (step.rests or not step.complete)
         progress.steps += 1
         progress.steps_since_exact += 1
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if step.rests else 0
-        self._report(plan, None if step.rests else decision, reason)
-        self._warn_if_stuck(tolerate=scaled)
 
     def _foresee(self, plan: Plan) -> Foreseen:
         """What is known of this step before any rank has told anything; asked once a step."""

@@ -75,14 +75,19 @@ def add_coded_mean_(
     """
     if group is None or _nothing_to_send(residuals, group):
         for x, anchor, residual in zip(X, anchors, residuals, strict=True):
-            wide = torch.promote_types(x.dtype, torch.float32)
-            moved = x.to(wide) - saturated(anchor, x.dtype).to(x.dtype).to(wide)
+            moved = moved_since(anchor, x)
             x.copy_(saturated(anchor.add_(moved.float() + _take(residual)), x.dtype))
         return
     message = encode(X, anchors, residuals, bits, group)
     message.exchange_(group)
     message.store_losses_(residuals)
     ops.decode_add_(X, anchors, message.codes, bits)
+
+
+def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
+    """x - anchor, which is taken as x's dtype holds it: the rounding to it is no movement."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide) - saturated(anchor, x.dtype).to(x.dtype).to(wide)
 
 
 def message_bytes(sizes: Iterable[int], bits: int) -> int:

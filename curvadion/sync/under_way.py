@@ -25,7 +25,7 @@ from curvadion.comm.background import Background, Exchange, Stopwatch
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import rows_of
 from curvadion.ops.tensors import saturated
-from curvadion.sync.coded_mean import Message, encode
+from curvadion.sync.coded_mean import Message, encode, moved_since
 from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
@@ -122,7 +122,7 @@ class UnderWay:
         )
         for p, x, anchor, residual in zip(parameters, X, anchors, residuals, strict=True):
             p.state[SENT] = torch.empty_like(p.X.detach(), dtype=residual.dtype)
-            local(p.state[SENT]).copy_(_since(anchor, x))
+            local(p.state[SENT]).copy_(moved_since(anchor, x))
             p.state[DUE] = due
             if LR_SINCE_ANCHOR in p.state:
                 p.state[LR_SINCE_ANCHOR] = 0.0
@@ -179,17 +179,11 @@ def forget_lengths(parameters: Sequence[Parameter]) -> None:
         p.state.pop(LR_SENT, None)
 
 
-def _since(anchor: Tensor, x: Tensor) -> Tensor:
-    """x - anchor, which is taken as x's dtype holds it: the rounding to it is no movement."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide) - saturated(anchor, x.dtype).to(x.dtype).to(wide)
-
-
 def _landed(p: Parameter) -> Arrived:
     x, anchor = p.local, local(p.state[ANCHOR])
     mean, sent = local(p.state.pop(MEAN)), local(p.state.pop(SENT))
     del p.state[DUE]
-    since = _since(anchor, x) - sent
+    since = moved_since(anchor, x) - sent
     anchor.add_(mean)
     x.copy_(saturated(anchor + since, x.dtype))
     return Arrived(mean, mean - sent)

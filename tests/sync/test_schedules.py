@@ -16,6 +16,7 @@ import distributed
 from curvadion import ByteBudget, CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.sync.coded_mean import message_bytes
 from pairwise import all_pairs
+from raised import told
 
 SHAPES = [(24, 16), (16, 12), (40,), (12,)]
 NUMBERS = sum(torch.Size(shape).numel() for shape in SHAPES)
@@ -104,16 +105,6 @@ def same(these, those):
 def same_state(this, that):
     tensors = this[0].keys() == that[0].keys() and same(this[0].values(), that[0].values())
     return tensors and this[1] == that[1]
-
-
-def told(steps, take):
-    """The step at which take(step) raises, and what."""
-    for step in range(steps):
-        try:
-            take(step)
-        except (RuntimeError, ValueError) as error:
-            return step, str(error)
-    return None
 
 
 # ------------------------------------------------------------------------ what is sent

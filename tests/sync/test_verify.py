@@ -21,6 +21,7 @@ import curvadion
 import distributed
 from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, WireMeter
 from curvadion.sync.verify import GradientWatch
+from raised import told
 from scheduled import Scheduled
 
 SHAPES = [(12, 8), (8, 12), (9, 7), (40,), (33,)]
@@ -52,16 +53,6 @@ def give_gradients(X, step, replica):
     for i, x in enumerate(X):
         generator = torch.Generator().manual_seed(1000 * step + 10 * replica + i)
         x.grad = torch.randn(x.shape, generator=generator).to(x.dtype)
-
-
-def told(steps, take):
-    """The step at which take(step) raises a RuntimeError or ValueError, and its text."""
-    for step in range(steps):
-        try:
-            take(step)
-        except (RuntimeError, ValueError) as error:
-            return step, str(error)
-    return None
 
 
 def train(X, optimizer, rank, steps, before=lambda step: None):
