@@ -17,7 +17,10 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 _Job = Callable[[], None]
-_alive: weakref.WeakSet[Background] = weakref.WeakSet()
+# By thread: it outlives its owner, who goes with the process group, while it has work.
+_queues: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Job | None]] = (
+    weakref.WeakKeyDictionary()
+)
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
 
 
@@ -101,13 +104,13 @@ class Background:
         )
         self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
         )
-        self._thread.start()
+        _queues[thread] = self._jobs
+        thread.start()
         # The thread holds the queue only, so that it ends with its owner.
         weakref.finalize(self, self._jobs.put, None)
-        _alive.add(self)
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
         """Let the thread do some work, which sends over ``group`` only.
@@ -117,11 +120,6 @@ class Background:
         exchange: Exchange[Result] = Exchange(what, self._device)
         self._jobs.put(lambda: exchange.run(work))
         return exchange
-
-    def finish(self) -> None:
-        """Wait for what has begun, and end the thread."""
-        self._jobs.put(None)
-        self._thread.join()
 
 
 class Stopwatch:
@@ -160,5 +158,11 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
 @atexit.register
 def _finish_all() -> None:
     # Others may still wait for what has begun here. A lost one ends the wait with an error.
-    for background in list(_alive):
-        background.finish()
+    for thread, jobs in list(_queues.items()):
+        jobs.put(None)
+        thread.join()
+    # The groups' own threads must end before the interpreter does, which they may still need.
+    for background in list(_of_group.values()):
+        if dist.is_initialized():
+            dist.destroy_process_group(background.group)
+    _of_group.clear()

@@ -82,6 +82,34 @@ MALFORMED = {
         "residual_dtype='bfloat16', delay=0) "
         "with zero_optimization.stage=3: one replica is sharded",
     ),
+    "delay where nothing drifts": (
+        with_params(stage=2, wire_budget=0.01, delay=1),
+        "delay=1) with zero_optimization.stage=2: one replica is sharded",
+    ),
+    "delay of no steps": (with_params(delay=-1, wire_budget=0.01), "params.delay=-1 must be >= 0"),
+    "delay that is no integer": (
+        with_params(delay=1.5, wire_budget=0.01), "TypeError: optimizer.params.delay=1.5",
+    ),
+    "delay inside the sync": (
+        with_params(sync={"type": "quantized_average", "delay": -1}),
+        "optimizer.params.sync.delay=-1",
+    ),
+    "delay without codes": (
+        with_params(threshold=0.3, delay=1),
+        "optimizer.params.delay=1 with sync=LowRank(average_weights=True): only codes",
+    ),
+    "delay of another sync": (
+        with_params(sync={"type": "low_rank"}, delay=1),
+        "optimizer.params.delay=1 with sync=LowRank(average_weights=True): only codes",
+    ),
+    "delay without codes, sharded": (
+        with_params(stage=1, threshold=0.3, delay=1), "optimizer.params.delay=1 with sync=LowRank",
+    ),
+    "two delays": (
+        with_params(sync={"type": "quantized_average", "delay": 2}, delay=1),
+        "optimizer.params.delay=1, but optimizer.params.sync.delay=2",
+    ),
+    "delay of Dion": (with_params(kind="Dion", delay=1), "optimizer.params.delay=1 is unknown"),
     "sync of Dion": (with_params(kind="Dion", sync={"type": "low_rank"}), "optimizer.params.sync="),
     "sync of no type": (with_params(sync={"bits": 3}), "optimizer.params.sync.type=None"),
     "sync as a string": (with_params(sync="low_rank"), "optimizer.params.sync='low_rank'"),

@@ -414,11 +414,12 @@ PROGRAM = """
             {ends}
         optimizer.step()
     print("took", optimizer.progress.steps)
+    {last}
 """
 
 
-def two_programs(tmp_path, stop, ends):
-    program = textwrap.dedent(PROGRAM).format(stop=stop, ends=ends)
+def two_programs(tmp_path, stop, ends, last=""):
+    program = textwrap.dedent(PROGRAM).format(stop=stop, ends=ends, last=last)
     paths = f"{ROOT}:{ROOT / 'kernels'}"
     return [
         subprocess.Popen(
@@ -441,9 +442,16 @@ def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
     assert ("RuntimeError" in err and "due at step 8, failed" in err) or "step 6 failed" in err, err
 
 
-def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
-    """The last opening is at the ninth step, and nothing takes in what it sends."""
-    for process in two_programs(tmp_path, 99, "pass"):
+@pytest.mark.parametrize(
+    "last",
+    ["pass", "dist.destroy_process_group()", "del optimizer, sync; dist.destroy_process_group()"],
+)
+def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path, last):
+    """The last opening is at the ninth step, and nothing takes in what it sends.
+
+    One replica takes this step later: the exchange of the other still waits when it ends.
+    """
+    for process in two_programs(tmp_path, 8, "time.sleep(2)", last):
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
         assert out.strip() == "took 9" and "terminate" not in err

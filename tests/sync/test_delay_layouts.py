@@ -8,7 +8,6 @@ that remains are roundings. ``test_wire_budget_layouts.py`` has models whose blo
 from __future__ import annotations
 
 import functools
-import math
 import pickle
 
 import pytest
@@ -86,9 +85,7 @@ class Placed:
             for name in self.trained
         ]
         sync = QuantizedAverage(BITS, delay=delay, residual_dtype="float32", **options)
-        return CurvaDion(
-            groups, replicas=self.replicas, gate=gate, sync=sync, max_local_steps=None
-        )
+        return CurvaDion(groups, replicas=self.replicas, gate=gate, sync=sync, max_local_steps=None)
 
     def train(self, optimizer, steps, missing=()):
         """missing: (step, replica, name) without a gradient."""
@@ -167,7 +164,9 @@ def same_codes(residuals, others):
     return all(relative_error(r, others[name]) < 1e-3 for name, r in residuals.items())
 
 
-MISSING = frozenset({(3, 0, "one"), (4, 1, "two"), (4, 1, "elementwise"), (5, 0, "one"), (7, 1, "one")})
+MISSING = frozenset(
+    {(3, 0, "one"), (4, 1, "two"), (4, 1, "elementwise"), (5, 0, "one"), (7, 1, "one")}
+)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,9 @@ def resume(rank, layout, stop):
     optimizer, its = (p.optimizer(2, FixedPeriod(3), fragments=2) for p in (placed, again))
     placed.train(optimizer, range(stop))
     saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
-    under_way = [name for name in placed.trained if "due" in optimizer.state[placed.parameter(name)]]
+    under_way = [
+        name for name in placed.trained if "due" in optimizer.state[placed.parameter(name)]
+    ]
     with torch.no_grad():
         for name in placed.shapes:
             local(again.parameter(name)).copy_(local(placed.parameter(name)))

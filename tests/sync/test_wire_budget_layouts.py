@@ -17,6 +17,7 @@ import tensor_parallel_training
 import training
 import transformer
 from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
+from curvadion.comm.background import background_of
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
@@ -27,28 +28,40 @@ STEPS = 4
 BITS = 2
 
 
-def train(rank, setup, layout):
-    """Per step the drift, and what replicas sent each other against the formula's bytes."""
+def train(rank, setup, layout, delay):
+    """Per step the drift, and what replicas sent each other against the formula's bytes.
+
+    Then the drift once replicas are asked to agree.
+    """
     model, replicas, _, reader = setup(layout)
     optimizer = CurvaDion(
         transformer.groups(model),
         replicas=replicas,
         gate=FixedPeriod(2),
-        sync=QuantizedAverage(bits=BITS),
+        sync=QuantizedAverage(bits=BITS, delay=delay),
     )
-    group = replicas.get_group()
+    between = names_between(replicas, delay)
     drifts, sent, expected = [], [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         transformer.loss_of(model, step, reader).backward()
         with WireMeter() as meter:
             optimizer.step()
+            optimizer.sync.settle()
         drifts.append(optimizer.drift())
         counts = meter.records.items()
-        records = {kind: n.sent for (name, kind), n in counts if name == group.group_name}
-        sent.append(records.get("all_to_all", 0.0))
+        codes_sent = [n.sent for (name, kind), n in counts if name in between and "all_to" in kind]
+        sent.append(sum(codes_sent))
         expected.append(codes(optimizer) if optimizer.report.gate_open else 0)
-    return drifts, sent, expected
+    optimizer.synchronize()
+    return drifts, sent, expected, optimizer.drift()
+
+
+def names_between(replicas, delay):
+    """The process groups over which replicas talk."""
+    group = replicas.get_group()
+    beside = [background_of(group, torch.device("cpu")).group] if delay else []
+    return [g.group_name for g in (group, *beside)]
 
 
 def codes(optimizer):
@@ -64,11 +77,13 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_shards_of_replicas_come_together(setup, layout):
-    ranks = distributed.run(4, train, setup, layout)
-    for drifts, _, _ in ranks:
-        assert [drift == 0 for drift in drifts] == [False, True, False, True]
+def test_shards_of_replicas_come_together(setup, layout, delay):
+    ranks = distributed.run(4, train, setup, layout, delay)
+    for drifts, _, _, last in ranks:
+        assert [drift == 0 for drift in drifts] == [False, delay == 0] * 2
+        assert last == 0
     for step in range(STEPS):
         sent, expected = (sum(rank[i][step] for rank in ranks) for i in (1, 2))
         assert sent == expected
@@ -80,18 +95,20 @@ CORRECTIONS = ["align_momentum", "polar_correction"]
 
 
 @functools.cache
-def eight_bits(fragments, correction=None):
+def eight_bits(fragments, delay, correction=None):
     """How to train with one of the corrections, or with none."""
     chosen = {name: name == correction for name in CORRECTIONS}
-    sync = QuantizedAverage(bits=8, fragments=fragments, **chosen)
+    sync = QuantizedAverage(bits=8, fragments=fragments, delay=delay, **chosen)
     return training.Setting((2, 4), (("sync", sync), ("rank_fraction", 1.0)), steps=5)
 
 
-@pytest.mark.parametrize(("case", "correction", "fragments"), all_pairs(CASES, CORRECTIONS, [1, 2]))
-def test_corrections_of_shards_are_those_of_whole_replicas(case, correction, fragments):
+@pytest.mark.parametrize(
+    ("case", "correction", "fragments", "delay"), all_pairs(CASES, CORRECTIONS, [1, 2], [0, 1])
+)
+def test_corrections_of_shards_are_those_of_whole_replicas(case, correction, fragments, delay):
     setup, layout = case
     replicas, shards, copies = COUNTS[layout]
-    corrected, kept = eight_bits(fragments, correction), eight_bits(fragments)
+    corrected, kept = eight_bits(fragments, delay, correction), eight_bits(fragments, delay)
     whole, other = (training.whole(replicas, shards, setting) for setting in (corrected, kept))
     actual = distributed.run(4, training.train, setup, layout, corrected)
     for rank, (weights, _, _) in enumerate(actual):
@@ -110,23 +127,23 @@ def apart(weights, others):
     )
 
 
-def sent_inside(rank, setup, layout, direction):
-    """Bytes that each correction adds inside a replica at an open step, and the formula's."""
+def sent_inside(rank, setup, layout, direction, delay):
+    """Bytes that each correction adds inside a replica where means arrive, and the formula's."""
     sent = {}
     for without in (None, *CORRECTIONS):
         model, replicas, _, reader = setup(layout)
-        sync = QuantizedAverage(**({without: False} if without else {}))
+        sync = QuantizedAverage(delay=delay, **({without: False} if without else {}))
         assert all(getattr(sync, name) == (name != without) for name in CORRECTIONS)
         options = dict(gate=FixedPeriod(2), sync=sync, direction=direction)
         optimizer = CurvaDion(transformer.groups(model), replicas=replicas, **options)
-        for step in range(2):
+        for step in range(2 + delay):
             optimizer.zero_grad()
             transformer.loss_of(model, step, reader).backward()
             with WireMeter() as meter:
                 optimizer.step()
-        between = replicas.get_group().group_name
+        between = names_between(replicas, delay)
         counts = meter.records.items()
-        sent[without] = sum(n.bytes for (name, _), n in counts if name != between)
+        sent[without] = sum(n.bytes for (name, _), n in counts if name not in between)
     plan = optimizer.present_plan()
     return [(sent[None] - sent[name], added_inside(plan, name)) for name in CORRECTIONS]
 
@@ -158,9 +175,9 @@ def added_inside(plan, correction):
     [(fsdp_training.setup, "hsdp 2x2"), (tensor_parallel_training.setup, "dp x tp")],
     ids=["hsdp 2x2", "dp x tp"],
 )
-@pytest.mark.parametrize("direction", ["low_rank", "polar"])
-def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, direction):
-    for corrections in distributed.run(4, sent_inside, setup, layout, direction):
+@pytest.mark.parametrize(("direction", "delay"), [("low_rank", 0), ("polar", 0), ("polar", 1)])
+def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, direction, delay):
+    for corrections in distributed.run(4, sent_inside, setup, layout, direction, delay):
         for added, expected in corrections:
             assert added == expected > 0
 

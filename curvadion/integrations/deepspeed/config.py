@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from curvadion import checks
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.layout.flat_shard import declare_flat_shard
@@ -31,6 +32,7 @@ _EXAMPLES = {
     "sync": '{"type": "quantized_average", "bits": 2}',
 }
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
+DELAY = "delay"  # short for that of the sync
 
 
 def check_spelling(name: str) -> None:
@@ -52,8 +54,11 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     _check_sections(engine._config._param_dict["optimizer"])
     _check_keys(kind, params)
     sharded = engine.zero_optimization_stage() > 0
+    delay = params.pop(DELAY, None)
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
+    if delay is not None:
+        params["sync"] = _delayed(params, delay)
     if sharded and kind is CurvaDion:
         params.setdefault("local_step", "gradient")
     routing = {key: params.pop(key) for key in ROUTING if key in params}
@@ -75,6 +80,8 @@ def _check_sections(optimizer: Mapping[str, Any]) -> None:
 
 def _check_keys(kind: type[Dion], params: Mapping[str, Any]) -> None:
     known = [*list(inspect.signature(kind.__init__).parameters)[2:], *ROUTING]
+    if kind is CurvaDion:
+        known.append(DELAY)
     for key in params:
         if key == "replicas":
             raise ValueError(
@@ -104,6 +111,28 @@ def _choice(argument: str, value: object) -> Any:
         return kinds[kind](**arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{key}.{error}") from error
+
+
+def _delayed(params: Mapping[str, Any], delay: Any) -> QuantizedAverage:
+    """The sync that the arguments choose, with a delay."""
+    key = f"optimizer.params.{DELAY}"
+    try:
+        checks.integer(DELAY, delay, 0)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"optimizer.params.{error}") from error
+    sync, gate = params.get("sync"), params.get("gate")
+    if sync is None:
+        counts_bytes = params.get("wire_budget") is not None or getattr(gate, "share", None)
+        sync = QuantizedAverage() if counts_bytes else LowRank()
+    if not isinstance(sync, QuantizedAverage):
+        raise ValueError(
+            f"{key}={delay} with sync={sync!r}: only codes can arrive later. Give a wire_budget, "
+            f'or "sync": {{"type": "quantized_average"}}, or leave {DELAY!r} out'
+        )
+    if sync.delay not in (0, delay):
+        raise ValueError(f"{key}={delay}, but optimizer.params.sync.delay={sync.delay}: drop one")
+    sync.delay = delay
+    return sync
 
 
 def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> list[dict[str, Any]]:
