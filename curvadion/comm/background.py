@@ -161,8 +161,5 @@ def _finish_all() -> None:
     for thread, jobs in list(_queues.items()):
         jobs.put(None)
         thread.join()
-    # The groups' own threads must end before the interpreter does, which they may still need.
-    for background in list(_of_group.values()):
-        if dist.is_initialized():
-            dist.destroy_process_group(background.group)
+    # Groups that nobody else holds end with their own threads, which may need the interpreter.
     _of_group.clear()
