@@ -36,16 +36,16 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 import train_gpt
 from command_line import option, parse
 from convergence_report import at_best_rates, read_records
+from corpora import text
 from curvadion import WireMeter, checks
 from curvadion.comm.collectives import mean_
 from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
 from methods import CODED, METHODS, POLAR, Method
-from token_data import Split, TrainingBatches, load, split, validation_batches
+from token_data import Split, TrainingBatches, validation_batches
 
 Batches = list[tuple[Tensor, Tensor]]
 
-VALIDATION_FRACTION = 0.05
 VALIDATION_BATCH_SIZE = 64
 POINTS = 10  # of a curve
 # CurvaDion gives up at the tenth non-finite gradient in a row; divergence is noticed before.
@@ -72,6 +72,7 @@ class Options:
     elementwise: tuple[float, ...] = option((), "these shares of them beside Dion")
     steps: int | None = option(None, "so many instead of the grid's")
     newton_schulz_steps: int | None = option(None, "of polar directions, instead of the default")
+    parts: tuple[int, ...] = option((), "only these numbers of fragments, of methods that have any")
     delay: int | None = option(None, "of methods that average in codes, instead of 0")
     best: bool = option(False, "only the rates that are the best of those that have records")
     replicas: int = option(8, "processes")
@@ -84,7 +85,7 @@ class Options:
 @lru_cache(maxsize=2)
 def data(task: Task) -> tuple[Split, Batches]:
     """Return the training split and the fixed held-out batches."""
-    training, held_out = split(load((), task.data_bytes), VALIDATION_FRACTION)
+    training, held_out = text(task.corpus, task.data_bytes)
     fixed = validation_batches(
         held_out, task.context, VALIDATION_BATCH_SIZE, task.validation_tokens
     )
@@ -298,6 +299,8 @@ def selected(options: Options) -> list[Run]:
         checks.number("budget", budget, most=1.0)
     choice = Choice(options.seed, options.lr, options.elementwise, options.steps, options.budget)
     runs = list(GRIDS[options.grid](options.replicas, choice))
+    if options.parts:
+        runs = [run for run in runs if run.settings.get("parts", options.parts[0]) in options.parts]
     if options.newton_schulz_steps:
         more = {"newton_schulz_steps": options.newton_schulz_steps}
         runs = [

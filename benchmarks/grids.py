@@ -13,9 +13,10 @@ from token_data import BYTE_VOCABULARY
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: a byte-level GPT's shape and its data, Python's standard library.
+    """What is learned: a byte-level GPT's shape and its data.
 
-    ``batch_size`` is the number of sequences that one replica reads in a step.
+    ``batch_size`` is the number of sequences that one replica reads in a step, and ``corpus`` one
+    of ``corpora.CORPORA``.
     """
 
     layers: int
@@ -25,6 +26,7 @@ class Task:
     batch_size: int = 8
     data_bytes: int = 10_000_000
     validation_tokens: int = 32_768
+    corpus: str = "python"
 
     def model(self) -> GPT:
         """Return the model with weights drawn from torch's generator."""

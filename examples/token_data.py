@@ -219,8 +219,15 @@ def load(sources: Sequence[str], limit: int, vocab_size: int | None = None) -> T
 
 
 def split(tokens: Tokens, validation_fraction: float) -> tuple[Split, Split]:
-    """Return the training split, the head of the tokens, and the held-out tail."""
+    """Return the training split, the head of the tokens, and the held-out tail.
+
+    Of several files none is in both, if the tail has room for one at least.
+    """
     if not 0 < validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1")
-    cut = round(len(tokens) * (1 - validation_fraction))
+    wanted = round(len(tokens) * (1 - validation_fraction))
+    ends = [int(end) for end in tokens.ends[:-1] if end <= wanted]
+    # The tail is at most twice as long for that.
+    room = len(tokens) - 2 * (len(tokens) - wanted)
+    cut = ends[-1] if ends and ends[-1] >= room else wanted
     return Split(tokens, 0, cut), Split(tokens, cut, len(tokens))

@@ -1,0 +1,147 @@
+"""Simulate trainings of eight replicas in one process, and record their losses and bytes.
+
+    python benchmarks/simulate.py --method muon --lr 0.02 0.04 0.08 --elementwise 0.25 0.5 1
+    python benchmarks/simulate.py --method ours --budget 0.01 --lr 0.04 0.08 --seed 0 1 2
+
+Flags that take many values span a grid. Replicas are the leading dimension of every tensor, nothing
+is sent, and bytes are computed. tests/benchmarks/test_simulation.py holds the simulation to
+trainings by real processes. What --out holds is not run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
+
+import torch
+
+from command_line import option, parse
+from demo import aligned
+from simulation.training import SYNCHRONISED, Training, train
+
+BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Simulate trainings of several replicas; record losses and computed bytes."""
+
+    method: tuple[str, ...] = option(("ours",), "see simulation/training.py")
+    lr: tuple[float, ...] = option((0.04,), "the highest learning rates of matrices")
+    elementwise: tuple[float, ...] = option((0.5,), "shares of it of all else")
+    weight_decay: tuple[float, ...] = option((0.01,), "of matrices")
+    look_ahead: tuple[float, ...] = option((), "share of the gradient in directions")
+    budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
+    bits: tuple[int, ...] = option((2,), "of codes; 0: float32")
+    fragments: tuple[int, ...] = option((1,), "of ours")
+    delay: tuple[int, ...] = option((0,), "of ours")
+    align: tuple[float, ...] = option((1.0,), "of ours: share of momentum alignment")
+    polar: tuple[float, ...] = option((1.0,), "of ours: share of the polar correction")
+    outer_lr: tuple[float, ...] = option((0.7,), "of DiLoCo and MuLoCo")
+    outer_momentum: tuple[float, ...] = option((0.9,), "of DiLoCo and MuLoCo")
+    size: tuple[str, ...] = option(("small",), "of grids.SIZES")
+    corpus: tuple[str, ...] = option(("python",), "of corpora.CORPORA")
+    batch_size: tuple[int, ...] = option((8,), "sequences of 64 tokens of a replica and a step")
+    replicas: tuple[int, ...] = option((8,), "that take steps of their own")
+    steps: tuple[int, ...] = option((300,), "optimizer steps")
+    seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
+    warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
+    workers: int = option(2, "trainings at once, each in a process of one thread")
+    out: str = option("runs/simulated.json", "the record")
+
+
+def selected(options: Options) -> Iterator[Training]:
+    """Yield the trainings of the grid; a method's own settings only where it has them."""
+    given = {f.name: getattr(options, f.name) for f in fields(Training)}
+    given["look_ahead"] = given["look_ahead"] or (None,)
+    default = {f.name: f.default for f in fields(Training)}
+    ours = ("fragments", "delay", "align", "polar")
+    seen = set()
+    for values in itertools.product(*given.values()):
+        settings = dict(zip(given, values, strict=True))
+        method, fixed = settings["method"], list[str]()
+        fixed += ours if method != "ours" else ()
+        fixed += ["budget", "bits"] if method in SYNCHRONISED else []
+        fixed += ["outer_lr", "outer_momentum"] if method not in ("diloco", "muloco") else []
+        fixed += ["bits"] if method in ("averaged_weights", "sparseloco") else []
+        fixed += ["elementwise"] if method in ("adamw", "diloco", "sparseloco") else []
+        training = Training(**{**settings, **{key: default[key] for key in fixed}})
+        if training not in seen:
+            seen.add(training)
+            yield training
+
+
+def write(file: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write a JSON object with one record a line, the whole file or nothing of it."""
+    head = f'{{"torch": {json.dumps(torch.__version__)},\n'
+    lines = ",\n".join(json.dumps(record, allow_nan=False) for record in records)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(f'{head}"records": [\n{lines}\n]}}\n')
+    unfinished.replace(file)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """One line for all seeds of the same settings, the lowest mean loss first."""
+    same: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        settings = {k: record[k] for k in Training.__dataclass_fields__ if k != "seed"}
+        same.setdefault(json.dumps(settings), []).append(record)
+    rows = []
+    for text, each in same.items():
+        settings, losses = json.loads(text), [r["loss"] for r in each]
+        mean = float("inf") if None in losses else sum(losses) / len(losses)
+        told = [f"{settings[k]}" for k in BEST_OF]
+        rest = [
+            f"{f.name}={settings[f.name]:g}"
+            for f in fields(Training)
+            if f.name not in (*BEST_OF, "seed") and settings[f.name] not in (f.default, None)
+        ]
+        rows.append((mean, [*told, " ".join(rest), f"{len(each)}", f"{each[0]['share']:.3%}"]))
+    head = [*BEST_OF, "settings", "seeds", "bytes", "loss"]
+    return aligned([head, *([*row, f"{mean:.4f}"] for mean, row in sorted(rows))])
+
+
+def map_trainings(pending: Sequence[Training], workers: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of trainings as they end."""
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap_unordered(_train, pending)
+
+
+def _train(training: Training) -> dict[str, Any]:
+    torch.set_num_threads(1)  # the tensors are small
+    return train(training)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the trainings that have no record yet, and print a table of all selected."""
+    options = parse(Options, arguments)
+    file, wanted = Path(options.out), list(selected(options))
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "benchmarks/simulate.py", *given])
+    records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
+
+    def found(training: Training) -> dict[str, Any] | None:
+        settings = asdict(training)
+        return next((r for r in records if settings.items() <= r.items()), None)
+
+    pending = [training for training in wanted if found(training) is None]
+    for number, record in enumerate(map_trainings(pending, options.workers), start=1):
+        records.append({**record, "command": command})
+        write(file, records)
+        print(f"[{number}/{len(pending)}] {record['seconds']:.0f} s", flush=True)
+    print(table(list(filter(None, map(found, wanted)))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The steps that replicas take by themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from curvadion.layout.matrix import Extent
+from curvadion.update.newton_schulz import inverse_root, polar_express
+from curvadion.update.orthonormalize import orthonormalize
+from simulation.world import Weights, World
+
+BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A replica's own optimizer.
+
+    Attributes:
+        direction: of a matrix: "polar", "low_rank" (Dion's power iteration of full rank) or
+            "adamw".
+        lr: the highest learning rate, of matrices.
+        elementwise: share of it of what takes AdamW beside directions.
+        look_ahead: share of the gradient in directions, beside the momentum.
+        mu: momentum of directions.
+        weight_decay: of matrices.
+        newton_schulz_steps: of polar directions.
+    """
+
+    direction: Literal["polar", "low_rank", "adamw"]
+    lr: float
+    elementwise: float = 1.0
+    look_ahead: float = 0.0
+    mu: float = 0.95
+    weight_decay: float = 0.01
+    newton_schulz_steps: int = 4
+
+
+class Replicas:
+    """The weights of so many replicas, and their optimizers' states.
+
+    Attributes:
+        X: weights. M: momenta of matrices with directions. U: the directions of the last step.
+        scales: sqrt(m / n), by which steps of an (m, n) matrix are longer than the learning rate.
+    """
+
+    def __init__(self, inner: Inner, world: World, count: int):
+        self.inner = inner
+        self.X = {name: x.repeat(count, *[1] * x.ndim) for name, x in world.initial.items()}
+        directed = world.matrices if inner.direction != "adamw" else []
+        self.M = {name: torch.zeros_like(self.X[name]) for name in directed}
+        self.U: Weights = {}
+        self.scales = {name: math.sqrt(M.shape[1] / M.shape[2]) for name, M in self.M.items()}
+        self._decayed = set(world.matrices)
+        self._by_shape: dict[torch.Size, list[str]] = {}
+        for name, M in self.M.items():
+            self._by_shape.setdefault(M.shape, []).append(name)
+        self._Q: dict[torch.Size, Tensor] = {}
+        others = {name: X for name, X in self.X.items() if name not in self.M}
+        self._first = {name: torch.zeros_like(X) for name, X in others.items()}
+        self._second = {name: torch.zeros_like(X) for name, X in others.items()}
+
+    def step(self, step: int, scale: float, gradients: Weights) -> None:
+        """Take step number ``step``, from 0, at a share of the highest learning rates."""
+        lr = scale * self.inner.lr
+        for names in self._by_shape.values():
+            self._directed(names, lr, gradients)
+        for name in self._first:
+            self._adamw(name, step, lr, gradients[name])
+
+    def _directed(self, names: Sequence[str], lr: float, gradients: Weights) -> None:
+        inner = self.inner
+        G = torch.stack([gradients[name] for name in names])
+        M = torch.stack([self.M[name] for name in names]) + G
+        U, missed = self._directions(M + inner.look_ahead * G)
+        # Error feedback: what the factors reach of the momentum fades, the rest stays.
+        M = inner.mu * M + (1 - inner.mu) * missed
+        for name, u, m in zip(names, U, M, strict=True):
+            self.U[name] = u
+            self.M[name].copy_(m)
+            self.X[name].mul_(1 - inner.weight_decay * lr).sub_(u, alpha=lr * self.scales[name])
+
+    def _directions(self, B: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, replicas, m, n) -> directions, and what they miss of B."""
+        shape, tall = B.shape, B.shape[-2] >= B.shape[-1]
+        B = B.flatten(0, 1)
+        oriented = B if tall else B.mT
+        if self.inner.direction == "polar":
+            gram = oriented.mT @ oriented
+            Z, _ = inverse_root(gram, polar_express(self.inner.newton_schulz_steps))
+            U, missed = oriented @ Z, torch.zeros_like(oriented)
+        else:
+            U, missed = self._power_iteration(shape[1:], oriented)
+        pair = (U, missed) if tall else (U.mT, missed.mT)
+        return pair[0].reshape(shape), pair[1].reshape(shape)
+
+    def _power_iteration(self, key: torch.Size, B: Tensor) -> tuple[Tensor, Tensor]:
+        """Dion's, of full rank; keeps Q by key."""
+        n = B.shape[-1]
+        if key not in self._Q:
+            self._Q[key] = torch.randn(n, n).expand(len(B), n, n)
+        [P] = orthonormalize([B @ self._Q[key]], [Extent(range(B.shape[-2]))])
+        R = B.mT @ P
+        self._Q[key] = R / (R.norm(dim=-2, keepdim=True) + EPSILON)
+        return P @ self._Q[key].mT, B - P @ R.mT
+
+    def _adamw(self, name: str, step: int, lr: float, G: Tensor) -> None:
+        first = self._first[name].lerp_(G, 1 - BETA1) / (1 - BETA1 ** (step + 1))
+        second = self._second[name].lerp_(G.square(), 1 - BETA2) / (1 - BETA2 ** (step + 1))
+        matrix = name in self._decayed  # where AdamW takes all
+        if matrix:
+            self.X[name].mul_(1 - self.inner.weight_decay * lr)
+        share = 1.0 if self.inner.direction == "adamw" else self.inner.elementwise
+        self.X[name].sub_(first / (second.sqrt() + EPSILON), alpha=lr * share)

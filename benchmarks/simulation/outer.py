@@ -1,0 +1,334 @@
+"""How replicas come together: our average in codes, and the outer steps of its rivals.
+
+Each counts the bytes that a rank sends, as a share of an all-reduce of all gradients in float32 at
+every step. Of n replicas' numbers an all-reduce sends 2 (n - 1) / n, and so do codes that go to
+owners and back.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvadion.comm.collectives import divide, shares
+from curvadion.gates import ByteBudget
+from curvadion.sync.codec import BLOCK, decode, encode
+from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.decision import GATE_BYTES
+from curvadion.sync.under_way import LENGTH_BYTES
+from simulation.inner import Replicas
+from simulation.world import Weights, World
+
+LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
+
+
+class Outer(ABC):
+    """Brings replicas together.
+
+    Attributes:
+        sent: bytes so far, as a share of what all gradients in float32 take at one step.
+    """
+
+    def __init__(self, world: World):
+        self.anchor = {name: x[None].clone() for name, x in world.initial.items()}
+        self.sizes = {name: x.numel() for name, x in world.initial.items()}
+        self.sent = 0.0
+
+    @abstractmethod
+    def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
+        """Come together after a step, if it is time.
+
+        lr: the learning rate of matrices at this step. last: of all steps, after which replicas
+        hold the same weights.
+        """
+
+
+class Codes:
+    """Means over replicas, exact or in codes of so many bits to owners and back.
+
+    Every replica owns an equal share of the blocks, of which it needs no codes of its own. What
+    codes lose is sent next time: by whoever sent them, and the loss of a mean by its owner.
+    """
+
+    def __init__(self, bits: int | None):
+        self.bits = bits
+        self._lost: dict[tuple[str, ...], Tensor] = {}
+
+    def means(self, moved: Weights) -> Weights:
+        """(replicas, ...) -> (1, ...); the same tensors each time."""
+        if self.bits is None:
+            return {name: x.mean(0, keepdim=True) for name, x in moved.items()}
+        rows = [_rows(x) for x in moved.values()]
+        wanted = torch.cat(rows, dim=1)  # (replicas, blocks, 256)
+        key, count = tuple(moved), len(wanted)
+        wanted = wanted + self._lost.get(key, torch.zeros_like(wanted))
+        owned = torch.zeros(wanted.shape[:2], dtype=torch.bool)
+        start = 0
+        for rank, share in enumerate(shares(wanted.shape[1], count)):
+            owned[rank, start : start + share] = True
+            start += share
+        sent = torch.where(owned[..., None], wanted, self._coded(wanted))
+        exact = sent.mean(0, keepdim=True)
+        mean = self._coded(exact)
+        self._lost[key] = wanted - sent + owned[..., None] * count * (exact - mean)
+        blocks = [each.shape[1] for each in rows]
+        return {
+            name: each.flatten(1)[:, : x[0].numel()].view_as(x[:1])
+            for (name, x), each in zip(moved.items(), mean.split(blocks, dim=1), strict=True)
+        }
+
+    def share(self, sizes: Sequence[int]) -> float:
+        """Bytes of one mean of these tensors, as a share of their float32 numbers."""
+        if self.bits is None:
+            return 1.0
+        return float(message_bytes(sizes, self.bits) / (4 * sum(sizes)))
+
+    def _coded(self, rows: Tensor) -> Tensor:
+        assert self.bits is not None
+        return decode(encode(rows.flatten(), self.bits), self.bits).view(rows.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(replicas, ...) -> (replicas, blocks, 256), filled up with zeros."""
+    flat = x.flatten(1)
+    return F.pad(flat, (0, -flat.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
+
+
+@dataclass(frozen=True)
+class Average:
+    """Settings of :class:`QuantizedAverage`; names as of the package's.
+
+    wire_budget: share of the bytes. delay: steps. align, polar: shares of the two corrections.
+    """
+
+    wire_budget: float
+    bits: int | None = 2
+    fragments: int = 1
+    delay: int = 0
+    align: float = 1.0
+    polar: float = 1.0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A mean under way: D of the D_i that a parameter had moved over steps of length L."""
+
+    due: int
+    name: str
+    D: Tensor
+    D_i: Tensor
+    L: float
+
+
+class QuantizedAverage(Outer):
+    """Local steps, then the mean pseudo-gradient in codes; momenta and weights corrected."""
+
+    def __init__(self, settings: Average, world: World):
+        super().__init__(world)
+        self.settings, self.codes = settings, Codes(settings.bits)
+        names = list(self.anchor)
+        parts = divide(list(self.sizes.values()), settings.fragments)
+        count = max(parts) + 1
+        self._fragments = [
+            [name for name, part in zip(names, parts, strict=True) if part == k]
+            for k in range(count)
+        ]
+        self._length = dict.fromkeys(names, 0.0)
+        self._next, self._apart, self._local = 0, 0, 0
+        self._under_way: list[Arrival] = []
+        self.gate = ByteBudget(settings.wire_budget)
+        lengths = LENGTH_BYTES * len(world.initial) if settings.delay else 0
+        self.gate.open_cost = self.codes.share(list(self.sizes.values())) / count
+        self.gate.open_cost += (GATE_BYTES + lengths / count) / (4 * world.parameters)
+        self.gate.openings_per_agreement = count
+
+    @property
+    def period(self) -> float:
+        """Steps from one agreement on a weight to the next."""
+        assert self.gate.open_cost is not None
+        return len(self._fragments) * self.gate.expected_period(self.gate.open_cost)
+
+    def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
+        for name in self._length:
+            self._length[name] += lr
+        self._apart = len(self._fragments)
+        opens = self.gate.opens(0.0, self._local)
+        self._local = 0 if opens else self._local + 1
+        going = set(self._fragments[self._next]) if opens else set[str]()
+        due = [a for a in self._under_way if a.due <= step or a.name in going]
+        self._under_way = [a for a in self._under_way if a not in due]
+        for arrival in due:
+            self._arrive(own, arrival, corrected=True)
+        if opens:
+            self._send(own, step)
+            if not self.settings.delay:
+                self._apart -= 1
+        if last:
+            self._finish(own, step)
+
+    def _send(self, own: Replicas, step: int, *, corrected: bool = True) -> None:
+        moved = {name: own.X[name] - self.anchor[name] for name in self._fragments[self._next]}
+        for (name, D_i), D in zip(moved.items(), self.codes.means(moved).values(), strict=True):
+            arrival = Arrival(step + self.settings.delay, name, D, D_i, self._length[name])
+            self._length[name] = 0.0
+            if self.settings.delay and corrected:
+                self._under_way.append(arrival)
+            else:
+                self._arrive(own, arrival, corrected=corrected)
+        self._next = (self._next + 1) % len(self._fragments)
+        self._spend()
+
+    def _spend(self) -> None:
+        assert self.gate.open_cost is not None
+        self.gate.spend(1)
+        self.sent += self.gate.open_cost
+
+    def _finish(self, own: Replicas, step: int) -> None:
+        for arrival in self._under_way:
+            self._arrive(own, arrival, corrected=False)
+        for _ in range(self._apart):
+            self._send(own, step, corrected=False)
+        for name, X in own.X.items():
+            X.copy_(self.anchor[name].expand_as(X))
+
+    def _arrive(self, own: Replicas, arrival: Arrival, *, corrected: bool) -> None:
+        name, D = arrival.name, arrival.D
+        anchor, missing = self.anchor[name], D - arrival.D_i
+        if name in own.M and corrected:
+            length = arrival.L * own.scales[name]
+            self._align(own, name, missing, length)
+            D = D + self._correction(D, length)
+        anchor += D
+        own.X[name] += D - arrival.D_i
+        if not self.settings.delay:
+            own.X[name].copy_(anchor.expand_as(own.X[name]))
+
+    def _align(self, own: Replicas, name: str, missing: Tensor, L: float) -> None:
+        """M <- M - (D - D_i) S / L, less where D - D_i is too long."""
+        U, M = own.U[name], own.M[name]
+        r = min(M.shape[1:])
+        squares = missing.square().sum((1, 2), keepdim=True)
+        turn = missing * (self.settings.align * L * r / squares.clamp_min(L * L * r))
+        tall = M.shape[-2] >= M.shape[-1]
+        M.sub_(turn @ (U.mT @ M) if tall else (M @ U.mT) @ turn)
+
+    def _correction(self, D: Tensor, L: float) -> Tensor:
+        """A Newton-Schulz step of D towards its polar factor, times L, bounded."""
+        V = D / L
+        change = (V - V @ V.mT @ V) * (self.settings.polar / 2)
+        limit = LARGEST_CORRECTION * math.sqrt(min(D.shape[1:]))
+        return L * change * (limit / max(limit, float(change.norm())))
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """Settings of :class:`OuterMomentum`.
+
+    period: local steps to an outer one. lr, momentum: of the outer step. bits: of codes with error
+    feedback; None: float32.
+    """
+
+    period: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    bits: int | None = None
+
+
+class OuterMomentum(Outer):
+    """An outer Nesterov step with the mean pseudo-gradient.
+
+    DiLoCo (arXiv 2311.08105) around AdamW, MuLoCo (arXiv 2505.23725) around Muon; with a rate of 1
+    and no momentum the mean of the weights.
+    """
+
+    def __init__(self, settings: OuterStep, world: World):
+        super().__init__(world)
+        self.settings, self.codes = settings, Codes(settings.bits)
+        self._velocity = {name: torch.zeros_like(x) for name, x in self.anchor.items()}
+
+    def means(self, moved: Weights) -> Weights:
+        """The means of what replicas have moved, as they arrive."""
+        return self.codes.means(moved)
+
+    @property
+    def cost(self) -> float:
+        """What an outer step sends, as a share of float32 gradients."""
+        return self.codes.share(list(self.sizes.values()))
+
+    def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
+        if (step + 1) % self.settings.period and not last:
+            return
+        self.sent += self.cost
+        momentum = self.settings.momentum
+        moved = {name: X - self.anchor[name] for name, X in own.X.items()}
+        for name, mean in self.means(moved).items():
+            X = own.X[name]
+            v = self._velocity[name].mul_(momentum).add_(mean)
+            self.anchor[name] += self.settings.lr * (mean + momentum * v)
+            X.copy_(self.anchor[name].expand_as(X))
+
+
+@dataclass(frozen=True)
+class Sparse(OuterStep):
+    """Settings of :class:`SparseAverage`; momentum is 0.
+
+    kept: of each chunk. chunk: numbers of a chunk. decay: of what was not sent.
+    """
+
+    kept: int = 64
+    chunk: int = 4096
+    decay: float = 0.95
+
+
+class SparseAverage(OuterMomentum):
+    """The largest numbers of each chunk in 2 bits with error feedback (SparseLoCo, 2508.15706).
+
+    Every replica sends its own to all others, as positions and codes.
+    """
+
+    settings: Sparse
+
+    def __init__(self, settings: Sparse, world: World):
+        super().__init__(replace(settings, momentum=0.0), world)
+        self._lost: Weights = {}
+        self._replicas = world.replicas
+
+    def means(self, moved: Weights) -> Weights:
+        return {name: self._mean(name, x) for name, x in moved.items()}
+
+    def _mean(self, name: str, moved: Tensor) -> Tensor:
+        wanted = moved + self.settings.decay * self._lost[name] if name in self._lost else moved
+        flat = wanted.flatten(1)
+        padded = F.pad(flat, (0, -flat.shape[1] % self.settings.chunk))
+        chunks = padded.view(len(moved), -1, self.settings.chunk)
+        kept = min(self.settings.kept, self.settings.chunk)
+        where = chunks.abs().topk(kept, dim=-1).indices
+        sent = torch.zeros_like(chunks).scatter(-1, where, _in_two_bits(chunks.gather(-1, where)))
+        sent = sent.flatten(1)[:, : flat.shape[1]].view_as(moved)
+        self._lost[name] = wanted - sent
+        return sent.mean(0, keepdim=True)
+
+    @property
+    def cost(self) -> float:
+        chunk, kept = self.settings.chunk, self.settings.kept
+        # The positions as the number of one of all choices of so many among the chunk.
+        choices = math.lgamma(chunk + 1) - math.lgamma(kept + 1) - math.lgamma(chunk - kept + 1)
+        bits = kept * 2 + choices / math.log(2) + 16
+        chunks = sum(-(-size // chunk) for size in self.sizes.values())
+        # All of n messages reach all: n - 1 are sent by a rank, where an all-reduce sends 2 (n-1)/n
+        return float(self._replicas / 2 * chunks * bits / 8 / (4 * sum(self.sizes.values())))
+
+
+def _in_two_bits(x: Tensor) -> Tensor:
+    """(..., k) in signs and two sizes: the means of the smaller and of the larger half."""
+    size = x.abs()
+    large = size > size.median(dim=-1, keepdim=True).values
+    high = (size * large).sum(-1, keepdim=True) / large.sum(-1, keepdim=True).clamp_min(1)
+    low = (size * ~large).sum(-1, keepdim=True) / (~large).sum(-1, keepdim=True).clamp_min(1)
+    return x.sign() * torch.where(large, high, low)

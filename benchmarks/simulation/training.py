@@ -1,0 +1,141 @@
+"""One simulated training, from its settings to its record."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from grids import SIZES, Task
+from simulation.inner import Inner, Replicas
+from simulation.outer import (
+    Average,
+    Outer,
+    OuterMomentum,
+    OuterStep,
+    QuantizedAverage,
+    Sparse,
+    SparseAverage,
+)
+from simulation.world import World
+from train_gpt import Config, lr_scale
+
+Method = Literal[
+    "adamw", "muon", "dion", "ours", "averaged_weights", "diloco", "muloco", "sparseloco"
+]
+SYNCHRONISED = ("adamw", "muon", "dion")
+DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
+    "adamw": "adamw",
+    "diloco": "adamw",
+    "sparseloco": "adamw",
+    "dion": "low_rank",
+}
+NESTEROV = 1 / 0.95  # the look-ahead that makes a momentum of 0.95 Nesterov's
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of a training; None takes what suits the method.
+
+    Attributes:
+        method: adamw, muon and dion average gradients at every step; the others keep to a budget.
+        lr, elementwise, weight_decay, look_ahead: as of :class:`Inner`.
+        budget: share of the bytes of float32 gradients at every step.
+        bits, fragments, delay, align, polar: of "ours" (:class:`Average`); bits of DiLoCo and
+            MuLoCo too, 0 for float32.
+        outer_lr, outer_momentum: of DiLoCo and MuLoCo.
+        size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
+            batch is so many sequences of a replica.
+        warmdown: share of the steps over which the learning rate falls to zero.
+    """
+
+    method: Method
+    lr: float
+    elementwise: float = 0.5
+    weight_decay: float = 0.01
+    look_ahead: float | None = None
+    budget: float = 0.0
+    bits: int = 2
+    fragments: int = 1
+    delay: int = 0
+    align: float = 1.0
+    polar: float = 1.0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    size: str = "small"
+    corpus: str = "python"
+    batch_size: int = 8
+    replicas: int = 8
+    steps: int = 300
+    seed: int = 0
+    warmdown: float = 0.2
+
+    @property
+    def task(self) -> Task:
+        """What is learned."""
+        return replace(SIZES[self.size], corpus=self.corpus, batch_size=self.batch_size)
+
+    def outer(self, world: World) -> Outer | None:
+        """How replicas come together; None if they share all gradients."""
+        if self.method in SYNCHRONISED:
+            return None
+        if self.method == "ours":
+            chosen = {k: getattr(self, k) for k in ("fragments", "delay", "align", "polar")}
+            return QuantizedAverage(Average(self.budget, self.bits or None, **chosen), world)
+        settings = OuterStep(1, self.outer_lr, self.outer_momentum, self.bits or None)
+        kind: type[OuterMomentum] = OuterMomentum
+        if self.method == "averaged_weights":
+            settings = OuterStep(1, 1.0, 0.0)
+        elif self.method == "sparseloco":
+            settings, kind = Sparse(1, 1.0, 0.0), SparseAverage
+        period = math.ceil(kind(settings, world).cost / self.budget - 1e-9)
+        return kind(replace(settings, period=max(1, period)), world)
+
+    def inner(self, outer: Outer | None) -> Inner:
+        """A replica's own optimizer."""
+        ahead = self.look_ahead
+        if ahead is None:
+            ahead = {"muon": NESTEROV, "muloco": NESTEROV}.get(self.method, 0.0)
+            if isinstance(outer, QuantizedAverage):
+                ahead = round(1.6 * math.sqrt(outer.period), 1)
+        direction = DIRECTIONS.get(self.method, "polar")
+        return Inner(direction, self.lr, self.elementwise, ahead, weight_decay=self.weight_decay)
+
+
+@torch.no_grad()
+def trained(training: Training, world: World, *, check_every: int = 20) -> tuple[Replicas, float]:
+    """Train; return the replicas and the share of the bytes. Ends early if weights diverge."""
+    outer = training.outer(world)
+    own = Replicas(training.inner(outer), world, 1 if outer is None else training.replicas)
+    schedule = Config(steps=training.steps, warmdown_fraction=training.warmdown)
+    for step in range(training.steps):
+        scale, last = lr_scale(step, schedule), step == training.steps - 1
+        own.step(step, scale, world.gradients(step, own.X))
+        if outer is not None:
+            outer.after(step, own, scale * training.lr, last=last)
+        if step % check_every == 0 and not all(x.isfinite().all() for x in own.X.values()):
+            break
+    return own, 1.0 if outer is None else outer.sent / training.steps
+
+
+def train(training: Training) -> dict[str, Any]:
+    """Return the record of a training: its settings, the held-out loss and the share of bytes.
+
+    The loss is None if weights stopped being finite.
+    """
+    begun = time.perf_counter()
+    world = World(training.task, training.seed, training.replicas)
+    own, share = trained(training, world)
+    loss = world.loss(own.X)
+    tokens = training.steps * training.replicas * training.batch_size * training.task.context
+    return {
+        **asdict(training),
+        "loss": round(loss, 5) if math.isfinite(loss) else None,
+        "share": share,
+        "parameters": world.parameters,
+        "tokens_per_parameter": round(tokens / world.parameters, 2),
+        "seconds": round(time.perf_counter() - begun, 1),
+    }

@@ -1,0 +1,75 @@
+"""What is learned, and each replica's gradients of it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from convergence import data
+from curvadion import param_groups
+from grids import Task
+from token_data import TrainingBatches
+
+Weights = dict[str, Tensor]  # (replicas, ...), by the name of the parameter
+
+
+class World:
+    """The model, its initial weights and its data, equal to those of the convergence benchmark.
+
+    Attributes:
+        initial: weights by name, in the order in which an optimizer has them, without the dimension
+            of replicas.
+        matrices: names of those that take a direction; all others take AdamW.
+    """
+
+    def __init__(self, task: Task, seed: int, replicas: int):
+        training, self.held_out = data(task)
+        self.batches = TrainingBatches(training, task.context, task.batch_size, replicas, 1, seed)
+        self.replicas = replicas
+        torch.manual_seed(seed)
+        self.model = task.model()
+        groups = param_groups(self.model)
+        named = [pair for group in groups for pair in group["params"]]
+        self.initial = {name: X.detach() for name, X in named}
+        directed = [group for group in groups if group["algorithm"] == "dion"]
+        self.matrices = [name for group in directed for name, _ in group["params"]]
+        self._each = vmap(grad(self._loss))
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(X.numel() for X in self.initial.values())
+
+    def _loss(self, X: Weights, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = functional_call(self.model, X, (tokens, targets))
+        return loss
+
+    def gradients(self, step: int, X: Weights) -> Weights:
+        """Each replica's gradient of its own batch; of all batches where there is one replica.
+
+        X: (replicas, ...) or (1, ...).
+        """
+        batches = [batch for rank in range(self.replicas) for batch in self.batches(step, rank)]
+        tokens, targets = (torch.stack(each) for each in zip(*batches, strict=True))
+        if len(next(iter(X.values()))) > 1:
+            with warnings.catch_warnings():  # attention is not batched further: that is no error
+                warnings.filterwarnings("ignore", ".*batching rule.*")
+                each: Weights = self._each(X, tokens, targets)
+            return each
+        own = {name: x[0].clone().requires_grad_() for name, x in X.items()}
+        with torch.enable_grad():
+            loss = self._loss(own, tokens.flatten(0, 1), targets.flatten(0, 1))
+        gradients = torch.autograd.grad(loss, list(own.values()))
+        return {name: G[None] for name, G in zip(X, gradients, strict=True)}
+
+    @torch.no_grad()
+    def loss(self, X: Weights) -> float:
+        """Return the held-out loss of the first replica's weights."""
+        first = {name: x[0] for name, x in X.items()}
+        losses = [float(self._loss(first, *batch)) for batch in self.held_out]
+        counts = [len(tokens) for tokens, _ in self.held_out]
+        return sum(map(math.prod, zip(losses, counts, strict=True))) / sum(counts)
