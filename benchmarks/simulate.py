@@ -44,6 +44,7 @@ class Options:
     budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
     bits: tuple[int, ...] = option((2,), "of codes; 0: float32")
     fragments: tuple[int, ...] = option((1,), "of ours")
+    strided: bool = option(False, "ours: fragments of every n-th parameter, not of equal sizes")
     delay: tuple[int, ...] = option((0,), "of ours")
     align: tuple[float, ...] = option((1.0,), "of ours: share of momentum alignment")
     polar: tuple[float, ...] = option((1.0,), "of ours: share of the polar correction")
@@ -64,8 +65,9 @@ def selected(options: Options) -> Iterator[Training]:
     """Yield the trainings of the grid; a method's own settings only where it has them."""
     given = {f.name: getattr(options, f.name) for f in fields(Training)}
     given["look_ahead"] = given["look_ahead"] or (None,)
+    given["strided"] = (given["strided"],)
     default = {f.name: f.default for f in fields(Training)}
-    ours = ("fragments", "delay", "align", "polar")
+    ours = ("fragments", "delay", "align", "polar", "strided")
     seen = set()
     for values in itertools.product(*given.values()):
         settings = dict(zip(given, values, strict=True))

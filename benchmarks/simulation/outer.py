@@ -105,6 +105,7 @@ class Average:
     """Settings of :class:`QuantizedAverage`; names as of the package's.
 
     wire_budget: share of the bytes. delay: steps. align, polar: shares of the two corrections.
+    strided: whether a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block; else fragments have about equal sizes, as the package makes them.
     """
 
     wire_budget: float
@@ -113,6 +114,7 @@ class Average:
     delay: int = 0
     align: float = 1.0
     polar: float = 1.0
+    strided: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class QuantizedAverage(Outer):
         self.settings, self.codes = settings, Codes(settings.bits)
         names = list(self.anchor)
         parts = divide(list(self.sizes.values()), settings.fragments)
+        if settings.strided:
+            parts = [i % settings.fragments for i in range(len(names))]
         count = max(parts) + 1
         self._fragments = [
             [name for name, part in zip(names, parts, strict=True) if part == k]

@@ -44,7 +44,7 @@ class Training:
         method: adamw, muon and dion average gradients at every step; the others keep to a budget.
         lr, elementwise, weight_decay, look_ahead: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
-        bits, fragments, delay, align, polar: of "ours" (:class:`Average`); bits of DiLoCo and
+        bits, fragments, strided, delay, align, polar: of "ours" (:class:`Average`); bits of DiLoCo and
             MuLoCo too, 0 for float32.
         outer_lr, outer_momentum: of DiLoCo and MuLoCo.
         size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
@@ -63,6 +63,7 @@ class Training:
     delay: int = 0
     align: float = 1.0
     polar: float = 1.0
+    strided: bool = False
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     size: str = "small"
@@ -83,7 +84,9 @@ class Training:
         if self.method in SYNCHRONISED:
             return None
         if self.method == "ours":
-            chosen = {k: getattr(self, k) for k in ("fragments", "delay", "align", "polar")}
+            chosen = {
+                k: getattr(self, k) for k in ("fragments", "delay", "align", "polar", "strided")
+            }
             return QuantizedAverage(Average(self.budget, self.bits or None, **chosen), world)
         settings = OuterStep(1, self.outer_lr, self.outer_momentum, self.bits or None)
         kind: type[OuterMomentum] = OuterMomentum
