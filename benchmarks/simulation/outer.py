@@ -105,7 +105,8 @@ class Average:
     """Settings of :class:`QuantizedAverage`; names as of the package's.
 
     wire_budget: share of the bytes. delay: steps. align, polar: shares of the two corrections.
-    strided: whether a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block; else fragments have about equal sizes, as the package makes them.
+    strided: whether a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block;
+    else fragments have about equal sizes, as the package makes them.
     """
 
     wire_budget: float

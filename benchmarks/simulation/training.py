@@ -44,8 +44,8 @@ class Training:
         method: adamw, muon and dion average gradients at every step; the others keep to a budget.
         lr, elementwise, weight_decay, look_ahead: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
-        bits, fragments, strided, delay, align, polar: of "ours" (:class:`Average`); bits of DiLoCo and
-            MuLoCo too, 0 for float32.
+        bits, fragments, strided, delay, align, polar: of "ours" (:class:`Average`); bits of DiLoCo
+            and MuLoCo too, 0 for float32.
         outer_lr, outer_momentum: of DiLoCo and MuLoCo.
         size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
             batch is so many sequences of a replica.
