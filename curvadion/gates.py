@@ -2,7 +2,8 @@
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the
 maximum over replicas, together with everything else the replicas must agree on, in one collective
-of 16 bytes, and hands it back to every replica's gate. A gate that needs no signal is a schedule:
+of 16 bytes, and hands it back to every replica's gate. With a delay of one step nobody waits for
+that collective, and the answer counts at the next step. A gate that needs no signal is a schedule:
 every replica knows its answer beforehand, and they agree at openings only.
 """
 
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from curvadion import checks
 
 
 class Gate(ABC):
@@ -33,6 +36,9 @@ class Gate(ABC):
         open_cost, closed_cost: what an open and a closed step send, as such shares. The optimizer
             sets them, if it knows them, before it asks.
         openings_per_agreement: how many openings bring all weights together; set likewise.
+        delay: at which step the answer to a signal is used: 0 for the same step, for which replicas
+            wait; 1 for the next, so that signals travel beside the training. Without effect unless
+            the gate reads momenta.
     """
 
     reason: str = "gate"
@@ -43,6 +49,12 @@ class Gate(ABC):
     open_cost: float | None = None
     closed_cost: float = 0.0
     openings_per_agreement: int = 1
+    delay: int = 0
+
+    @property
+    def late(self) -> bool:
+        """Whether the signal of a step decides on the next one."""
+        return self.reads_momentum and self.delay > 0 and not self.always_open
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """What this replica brings to the decision, one number >= 0 per matrix parameter.
@@ -60,7 +72,8 @@ class Gate(ABC):
         """Whether replicas synchronise at this step.
 
         Args:
-            signal: the largest signal of any matrix on any replica (0 without signals).
+            signal: the largest signal of any matrix on any replica (0 without signals). With a
+                delay, that of the step before (0 at the first).
             local_steps: steps taken since the replicas last synchronised.
 
         May depend only on these and on what earlier calls left behind, which is the same on every
@@ -101,20 +114,25 @@ class RMMC(Gate):
 
     Args:
         threshold: tau >= 0.
+        delay: 0, as in the paper, or 1: the change at a step opens the gate at the next one. Then
+            nobody waits for the 16 bytes that replicas tell each other at every step, and the first
+            step is closed.
 
     Raises:
-        TypeError: if ``threshold`` is not a number. ValueError: if it is negative or NaN.
+        TypeError: if ``threshold`` is not a number, or ``delay`` not an integer. ValueError: if
+            ``threshold`` is negative or NaN, or ``delay`` neither 0 nor 1.
     """
 
     reason = "threshold"
     reads_momentum = True
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, delay: int = 0) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
             raise TypeError(f"threshold={threshold!r} must be a number >= 0")
         if math.isnan(threshold) or threshold < 0:
             raise ValueError(f"threshold={threshold!r} must be >= 0")
-        self.threshold = float(threshold)
+        check_delay("delay", delay)
+        self.threshold, self.delay = float(threshold), delay
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         return relative_change(before, after)
@@ -123,7 +141,17 @@ class RMMC(Gate):
         return signal > self.threshold
 
     def __repr__(self) -> str:
-        return f"RMMC(threshold={self.threshold})"
+        return f"RMMC(threshold={self.threshold}{_shown(self.delay)})"
+
+
+def check_delay(key: str, delay: object) -> None:
+    """Raise unless a gate's delay is 0 or 1."""
+    checks.integer(key, delay, 0)
+    checks.one_of(key, delay, (0, 1))
+
+
+def _shown(delay: int) -> str:
+    return f", delay={delay}" if delay else ""
 
 
 def relative_change(before: Tensor, after: Tensor) -> Tensor:
@@ -198,10 +226,11 @@ class ByteBudget(Gate):
     Args:
         share: of the bytes of an all-reduce of all gradients in float32 at every step, in (0, 1].
         by: "period" or "rmmc".
+        delay: of by="rmmc", as of :class:`RMMC`.
 
     Raises:
-        TypeError, ValueError: if ``share`` or ``by`` is none of these. RuntimeError: when it is
-            asked to open but the optimizer cannot tell what that costs.
+        TypeError, ValueError: if ``share``, ``by`` or ``delay`` is none of these. RuntimeError:
+            when it is asked to open but the optimizer cannot tell what that costs.
     """
 
     reason = "budget"
@@ -209,14 +238,17 @@ class ByteBudget(Gate):
     SLACK = 3.0
     GAIN = 0.3
 
-    def __init__(self, share: float, by: str = "period") -> None:
+    def __init__(self, share: float, by: str = "period", delay: int = 0) -> None:
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"wire_budget={share!r} must be a number in (0, 1]")
         if not 0 < share <= 1:
             raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
         if by not in ("period", "rmmc"):
             raise ValueError(f"by={by!r} must be 'period' or 'rmmc'")
-        self.share, self.by = float(share), by
+        check_delay("delay", delay)
+        if delay and by == "period":
+            raise ValueError(f"delay={delay!r} needs by='rmmc': by='period' waits for no signal")
+        self.share, self.by, self.delay = float(share), by, delay
         self.reads_momentum, self.follows_schedule = by == "rmmc", by == "period"
         # In openings: what was earned and not spent, below 0 if more was spent; and how much of it
         # is for the next opening. The rest is kept back, or missing there.
@@ -314,4 +346,4 @@ class ByteBudget(Gate):
         self._log_threshold = state["log_threshold"]
 
     def __repr__(self) -> str:
-        return f"ByteBudget(share={self.share}, by={self.by!r})"
+        return f"ByteBudget(share={self.share}, by={self.by!r}{_shown(self.delay)})"

@@ -21,17 +21,28 @@ _Job = Callable[[], None]
 _queues: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Job | None]] = (
     weakref.WeakKeyDictionary()
 )
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Background]]
+_of_group = weakref.WeakKeyDictionary()
 
 
-def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
+def background_of(like: dist.ProcessGroup, device: torch.device, lane: str = "") -> Background:
     """That of a process group: one for all who use it. The first call is collective over it.
 
-    device: of the tensors that are sent.
+    device: of the tensors that are sent. lane: what is sent in another lane is not waited for.
     """
-    if like not in _of_group:
-        _of_group[like] = Background(like, device)
-    return _of_group[like]
+    lanes = _of_group.setdefault(like, {})
+    if lane not in lanes:
+        lanes[lane] = Background(like, device)
+    return lanes[lane]
+
+
+def no_background() -> Background:
+    """Stands for the exchanges of a step that has none.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("This step was made without replicas: it has nothing to send in background.")
 
 
 class Exchange(Generic[Result]):

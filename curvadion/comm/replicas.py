@@ -41,14 +41,14 @@ class ReplicaGroup:
     def size(self) -> int:
         return group_size(self.process_group)
 
-    def background(self, device: torch.device) -> Background:
+    def background(self, device: torch.device, lane: str = "") -> Background:
         """Exchanges between these ranks beside the training; the first call is collective.
 
-        device: of what is sent.
+        device: of what is sent. lane: what is sent in another lane is not waited for.
         """
         if self.process_group is None:
             raise RuntimeError("replicas=None: there is no other replica to send anything to.")
-        return background_of(self.process_group, device)
+        return background_of(self.process_group, device, lane)
 
     @property
     def replica(self) -> Replica:

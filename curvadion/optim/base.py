@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,7 +29,6 @@ from curvadion.sync.verify import Listing, check_alike, listing
 from curvadion.update import hyperparameters as check
 from curvadion.update.parameter import Parameter, check_parameter, names
 from curvadion.update.plan import Plan
-from curvadion.update.state import ANCHOR
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -109,10 +109,10 @@ class ReplicaOptimizer(Optimizer):
 
     @property
     def scheduled(self) -> bool:
-        """Whether replicas know openings beforehand, and are silent while the gate is closed."""
+        """Whether replicas know openings beforehand, and wait for nobody at the other steps."""
         gate = self.gate
         silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
-        return silent and self._replicas.size > 1
+        return (silent or gate.late) and self._replicas.size > 1
 
     @property
     def apart(self) -> bool:
@@ -270,27 +270,18 @@ class ReplicaOptimizer(Optimizer):
             plan.look_up_states()
         return without
 
-    def _background(self) -> Background:
-        """Exchanges beside the training; the first call is collective over the replicas."""
+    def _background(self, device: torch.device, lane: str = "") -> Background:
+        """Exchanges beside the training; the first call is collective over the replicas.
+
+        device: of what is sent. lane: what is sent in another lane is not waited for.
+        """
         # A meter may be entered while they communicate.
         wire.keep_kernels()
-        return self._replicas.background(self._known_plan().device)
+        return self._replicas.background(device, lane)
 
     def _place_gradients(self, plan: Plan) -> None:
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
-
-    def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
-        """Compare the replicas; return whether all have all gradients, and have had them.
-
-        new: the parameters that had no state before this step.
-        """
-        together = self.sync.brings_weights_together or self.progress.steps == 0
-        comparable = [p for p in plan.parameters if ANCHOR in p.state]
-        if not comparable:
-            comparable = plan.parameters if together and not self.apart else list(new)
-        uneven = self.progress.uneven_steps > 0
-        return self._agreement.verify(plan, self._listing(plan), comparable, uneven=uneven)
 
     def _listing(self, plan: Plan) -> Listing:
         """All that must be alike on all ranks of all replicas."""
@@ -330,10 +321,13 @@ class ReplicaOptimizer(Optimizer):
             group[check.RECORD] = self._record()
         return super().state_dict()
 
+    def _present_progress(self) -> Progress:
+        """With the signal that decides on the next step; waits for it."""
+        return self.progress.with_signal(self._agreement.signal)
+
     def _record(self) -> str:
-        return record(
-            self.progress, self.gate, self.sync, self._group_defaults, self._replicas.replica
-        )
+        progress, replica = self._present_progress(), self._replicas.replica
+        return record(progress, self.gate, self.sync, self._group_defaults, replica)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every tensor keeps the dtype it was saved with.
@@ -372,7 +366,8 @@ class ReplicaOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._plans.follow_rank(self.param_groups, self.state)
         self.sync.settle()
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in self._kept}}
+        kept = {key: getattr(self, key) for key in self._kept}
+        return {**super().__getstate__(), **kept, "progress": self._present_progress()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from curvadion import checks
+from curvadion.comm.background import Background
 from curvadion.comm.replicas import Replicas
-from curvadion.gates import RMMC, ByteBudget, Gate
+from curvadion.gates import RMMC, ByteBudget, Gate, check_delay
 from curvadion.optim.base import Params
 from curvadion.optim.dion import Dion
-from curvadion.optim.stepping import Foreseen, full_precision
+from curvadion.optim.stepping import full_precision
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.decision import Decision, Moving
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
+from curvadion.sync.told import Foreseen
 from curvadion.sync.verify import Listing
 from curvadion.update import hyperparameters as check
 from curvadion.update.direction import Taken
@@ -41,7 +44,8 @@ class CurvaDion(Dion):
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a step of its own, and replicas send each other the
-    gate's 16 bytes, or nothing if the gate follows a schedule, which each knows beforehand.
+    gate's 16 bytes, or nothing if the gate follows a schedule, which each knows beforehand. Nobody
+    waits for the 16 bytes of a gate with a delay, such as RMMC(0.3, delay=1).
     Parameters that are not matrices take AdamW or Lion under the same gate.
 
     Args:
@@ -124,14 +128,34 @@ class CurvaDion(Dion):
         self._construct(params, replicas, gate, _sync(sync, gate), **keys)
 
     def _foresee(self, plan: Plan) -> Foreseen:
-        gate = self.gate
-        if not self.scheduled:
+        gate, progress = self.gate, self.progress
+        listing = partial(self._listing, plan)
+        awaited = self._agreement.hear(plan, listing, until=progress.steps)
+        if not gate.late:
+            progress.signal = progress.signal_parameter = None  # of another gate
+        if not (self.scheduled or gate.late):
             return Foreseen()
         if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
             self._tell_costs([p.X for p in plan.parameters])
-        reason = self._reason_to_open(0.0)
+        if gate.late and (signal := self._agreement.signal) is not None:
+            progress.signal, progress.signal_parameter = signal
+        reason = self._reason_to_open(progress.signal or 0.0)
         opens = reason is not None
-        return Foreseen(opens, reason, heard=opens and not self.sync.delay)
+        return Foreseen(
+            opens,
+            reason,
+            heard=awaited or self._replicas.size == 1 or (opens and not self.sync.delay),
+            delay=1 if gate.late else self.sync.delay,
+            late=gate.late,
+            background=partial(self._signals_apart if gate.late else self._background, plan.device),
+        )
+
+    def _signals_apart(self, device: torch.device) -> Background:
+        """For what replicas tell at every step, which must not wait for what openings send."""
+        if self.sync.delay:
+            # At an opening a rank may be missing that would have to create it, too.
+            self._background(device)
+        return self._background(device, "signals")
 
     def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
         known = foreseen.opens is not None
@@ -261,6 +285,7 @@ def _gate(gate: Any, threshold: float | None, wire_budget: float | None) -> Gate
         raise TypeError(
             f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
         )
+    check_delay("gate.delay", gate.delay)
     return gate
 
 

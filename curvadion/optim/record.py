@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from curvadion.comm.replicas import Replica
 from curvadion.gates import Gate
 from curvadion.sync.base import Sync
+from curvadion.sync.decision import Signal
 from curvadion.update.hyperparameters import RECORD
 
 # Names of earlier versions: the values of reconcile=, and classes.
 _SYNC_OF_RECONCILE = {"average": "LowRank", "none": "LowRank", "quantized": "QuantizedAverage"}
 _RENAMED_CLASSES = {"WireBudget": "ByteBudget"}
+_KINDS_OF_SIGNAL = {"signal": float, "signal_parameter": str}
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Progress:
         uneven_steps: steps since replicas last came together at which this one may have moved
             other parameters than the others; its own.
         looks: steps at which replicas might look whether something else averages their gradients.
+        signal: the gate's largest signal of the step before, with a gate that decides one step
+            late; None if there is none. signal_parameter: the name of the parameter that had it.
     """
 
     steps: int = 0
@@ -38,9 +42,22 @@ class Progress:
     steps_since_exact: int = 0
     uneven_steps: int = 0
     looks: int = 0
+    signal: float | None = None
+    signal_parameter: str | None = None
 
     @property
-    def alike(self) -> dict[str, int]:
+    def signal_told(self) -> Signal | None:
+        """The signal, with the name of its parameter."""
+        return None if self.signal is None else Signal(self.signal, self.signal_parameter)
+
+    def with_signal(self, signal: Signal | None) -> Progress:
+        """A copy that has another signal; itself for None."""
+        if signal is None:
+            return self
+        return replace(self, signal=signal.largest, signal_parameter=signal.parameter)
+
+    @property
+    def alike(self) -> dict[str, Any]:
         """What is the same on all replicas."""
         own = {"skipped_in_a_row", "uneven_steps"}
         return {key: value for key, value in asdict(self).items() if key not in own}
@@ -235,13 +252,16 @@ def _parse(held: dict[str, Any]) -> Record:
         raise ValueError(f"this version does not know {unknown}")
     if missing := sorted({"steps", "local_steps"} - held.keys()):
         raise ValueError(f"{missing} are missing")
+    signal = {key: held.pop(key, None) for key in ("signal", "signal_parameter")}
+    if not all(isinstance(signal[k], kind | None) for k, kind in _KINDS_OF_SIGNAL.items()):
+        raise TypeError(f"{signal} must be a number and a name")
     _check_counts({**held, "fragments_apart": fragments_apart})
     _check_counts({"fragments_apart": sync.get("fragments_apart", 0)})
     for value in replica or ():
         _check_counts({"replica": value})
     whose = None if replica is None else Replica(*replica)
     return Record(
-        Progress(**held),
+        Progress(**held, **signal),
         gate,
         sync,
         replica=whose,

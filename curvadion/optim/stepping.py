@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, overload
+from functools import partial
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -15,27 +16,17 @@ from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.base import ReplicaOptimizer
 from curvadion.sync.base import Step
-from curvadion.sync.decision import GATE_BYTES, Decision, Moving, Notice
+from curvadion.sync.decision import GATE_BYTES, Decision, Moving, Notice, Signal, signal_of
+from curvadion.sync.told import Foreseen
 from curvadion.sync.verify import GradientWatch
 from curvadion.update import hyperparameters as check
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import MomentumNorms, momentum_norms
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
+from curvadion.update.state import ANCHOR
 
 MOST_SKIPS_IN_A_ROW = 10
-
-
-class Foreseen(NamedTuple):
-    """What a schedule says of a step before it begins.
-
-    opens: whether replicas come together; None if no schedule tells. reason: why they do. heard:
-    whether this rank must hear the other replicas before the step.
-    """
-
-    opens: bool | None = None
-    reason: str | None = None
-    heard: bool = True
 
 
 class SteppingOptimizer(ReplicaOptimizer):
@@ -91,29 +82,28 @@ class SteppingOptimizer(ReplicaOptimizer):
             except (KeyError, TypeError, ValueError):
                 raise ValueError(wrong) from None
         self._place_gradients(plan)
-        self._agreement.refuse(
-            self.gate,
-            plan,
-            heard=self._foresee(plan).heard,
-            delay=self.sync.delay,
-            background=self._background,
-            steps=self.progress.steps,
-        )
+        steps = self.progress.steps
+        self._agreement.refuse(self.gate, plan, self._foresee(plan), steps=steps)
         raise ValueError(wrong)
 
     def _step(self, plan: Plan, *, scaled: bool, foreseen: Foreseen | None = None) -> None:
         """foreseen: what the schedule says of this step, if it has been asked already."""
         new = self._create_state(plan)
         self._place_gradients(plan)
+        still = len(new) == len(plan.parameters) and not self._moves
+        memory = self.gate.state_dict() if still else {}
+        foreseen = self._foresee(plan) if foreseen is None else foreseen
         gradients = plan.gradients()
         reads = self.gate.reads_momentum and bool(plan.dion)
         momenta = momentum_norms(plan, gradients) if reads else None
-        memory = self.gate.state_dict()
-        foreseen = self._foresee(plan) if foreseen is None else foreseen
-        decision = self._decide(plan, gradients, momenta, new, foreseen, scaled=scaled)
+        decision = self._decide(
+            plan, gradients, momenta, foreseen, still=still, stuck=self._stuck and not scaled
+        )
         if decision.notice == Notice.CHANGED:
             for p in new:  # whose states are as the plan before wants them
                 del self.state[p.X]
+            # Ranks that have made the same change at different steps meet once more, to tell so.
+            foreseen = foreseen._replace(heard=foreseen.heard or foreseen.late)
             self._step(self._changed_plan(plan), scaled=scaled, foreseen=foreseen)
             return
         if decision.notice == Notice.NEW and decision.all_zero:
@@ -122,9 +112,7 @@ class SteppingOptimizer(ReplicaOptimizer):
         # Weights are compared before any of them has moved.
         together = foreseen.heard or not self.progress.steps
         if not decision.finite and together:
-            # Each replica may count skips of its own: an opening tells all which has many.
-            self.skip_step(tolerate=scaled or foreseen.opens is not None)
-            self._spend(GATE_BYTES if foreseen.opens else 0, plan)
+            self._skip_together(plan, foreseen, scaled=scaled)
             return
         complete = decision.complete
         if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
@@ -142,11 +130,14 @@ class SteppingOptimizer(ReplicaOptimizer):
             progress.local_steps,
             agreed=decision.group,
             rests=not decision.finite,
-            background=self._background,
+            background=partial(self._background, plan.device),
         )
         reason = self._take(step, decision, foreseen)
         self._count(step, foreseen, opened=reason is not None)
-        self._report(plan, None if step.rests else decision, reason)
+        signal = (
+            self.progress.signal_told if foreseen.late else signal_of(decision.signal_word, plan)
+        )
+        self._report(None if step.rests else signal, reason, skipped=step.rests)
         self._warn_if_stuck(tolerate=scaled)
 
     def _count(self, step: Step, foreseen: Foreseen, *, opened: bool) -> None:
@@ -170,12 +161,12 @@ class SteppingOptimizer(ReplicaOptimizer):
         plan: Plan,
         gradients: Gradients,
         momenta: MomentumNorms | None,
-        new: Sequence[Parameter],
         foreseen: Foreseen,
         *,
-        scaled: bool,
+        still: bool,
+        stuck: bool,
     ) -> Decision:
-        """What ranks agree on before a step; new: the parameters that had no state before."""
+        """What ranks agree on before a step; still, stuck: as :meth:`Agreement.decide` takes it."""
         progress = self.progress
         return self._agreement.decide(
             self.gate,
@@ -183,23 +174,47 @@ class SteppingOptimizer(ReplicaOptimizer):
             gradients,
             momenta,
             changed=self._plans.changed(self.param_groups, self.state, self.gate),
-            still=len(new) == len(plan.parameters)
-            and not any(float(g["lr"]) for g in self.param_groups),
+            still=still,
             uneven=progress.uneven_steps > 0,
-            stuck=progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW and not scaled,
-            opens=bool(foreseen.opens),
-            heard=foreseen.heard,
-            delay=self.sync.delay,
-            background=self._background,
+            stuck=stuck,
+            foreseen=foreseen,
             steps=progress.steps,
             param_groups=self.param_groups,
-            listing=lambda: self._listing(plan),
+            listing=partial(self._listing, plan),
         )
+
+    def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
+        """Compare the replicas; return whether all have all gradients, and have had them.
+
+        new: the parameters that had no state before this step.
+        """
+        together = self.sync.brings_weights_together or self.progress.steps == 0
+        comparable = [p for p in plan.parameters if ANCHOR in p.state]
+        if not comparable:
+            comparable = plan.parameters if together and not self.apart else list(new)
+        uneven = self.progress.uneven_steps > 0
+        return self._agreement.verify(plan, self._listing(plan), comparable, uneven=uneven)
 
     def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
         """Take a step that ranks have agreed on; why replicas came together, None if not."""
         self.sync.open_step(step)
         return self.gate.reason
+
+    def _skip_together(self, plan: Plan, foreseen: Foreseen, *, scaled: bool) -> None:
+        # Each replica may count skips of its own: an opening tells all which has many.
+        of_its_own = foreseen.opens is not None and self._replicas.size > 1
+        self.skip_step(tolerate=scaled or of_its_own)
+        # A gate that hears of every step has counted what they tell each other.
+        self._spend(GATE_BYTES if foreseen.opens and not foreseen.late else 0, plan)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether any learning rate is not zero."""
+        return any(float(group["lr"]) for group in self.param_groups)
+
+    @property
+    def _stuck(self) -> bool:
+        return self.progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW
 
     def _warn_if_stuck(self, *, tolerate: bool) -> None:
         progress = self.progress
@@ -220,8 +235,8 @@ class SteppingOptimizer(ReplicaOptimizer):
         """
         self.progress.steps += 1
         self.progress.skipped_in_a_row += 1
-        self._report(None, None, None)
-        if self.progress.skipped_in_a_row >= MOST_SKIPS_IN_A_ROW and not tolerate:
+        self._report(None, None, skipped=True)
+        if self._stuck and not tolerate:
             raise RuntimeError(
                 f"{self.progress.skipped_in_a_row} steps in a row had a NaN or an Inf in a "
                 f"gradient on some replica (last: step {self.progress.steps}). No state was "
@@ -229,29 +244,25 @@ class SteppingOptimizer(ReplicaOptimizer):
                 f"model, then load the last checkpoint."
             )
 
-    def _report(self, plan: Plan | None, decision: Decision | None, opened: str | None) -> None:
-        """decision: None for a skipped step. opened: why replicas came together."""
-        read = decision is not None and self.gate.reads_momentum
+    def _report(self, signal: Signal | None, opened: str | None, *, skipped: bool) -> None:
+        """signal: that decided, if one did. opened: why replicas came together."""
+        read = signal if self.gate.reads_momentum else None
         total, metered = wire.counted_bytes()
         sent = total - self._wire_bytes if metered else None
         self._wire_bytes = total
-        named = read and plan is not None and plan.dion
+        waited = self.sync.waited_seconds + self._agreement.waiting.seconds
         self.report = StepReport(
             step=self.progress.steps,
             gate_open=opened is not None,
-            reason="non-finite gradient" if decision is None else opened or "closed",
-            rmmc=decision.signal if decision is not None and read else None,
-            rmmc_parameter=(
-                plan.parameters[decision.parameter].name
-                if named and plan is not None and decision is not None
-                else None
-            ),
+            reason="non-finite gradient" if skipped else opened or "closed",
+            rmmc=None if read is None else read.largest,
+            rmmc_parameter=None if read is None else read.parameter,
             local_steps=self.progress.local_steps,
-            skipped=decision is None,
+            skipped=skipped,
             wire_bytes=sent,
-            waited_seconds=self.sync.waited_seconds - self._waited,
+            waited_seconds=waited - self._waited,
         )
-        self._waited = self.sync.waited_seconds
+        self._waited = waited
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.background import Background, Exchange
+from curvadion.comm.background import Stopwatch
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
-from curvadion.sync.decision import Decision, Notice, Settings, decide, notice_of, refuse, word_of
+from curvadion.sync.decision import (
+    Decision,
+    Notice,
+    Settings,
+    Signal,
+    decide,
+    notice_of,
+    refuse,
+    settings_of,
+    signal_of,
+    word_of,
+)
+from curvadion.sync.told import QUIET, Foreseen, Told
 from curvadion.sync.verify import (
     Checksum,
     GradientWatch,
@@ -39,44 +51,12 @@ _INVALID = (
 )
 
 
-class Told(NamedTuple):
-    """What replicas told each other at an opening, heard later: 16 bytes.
-
-    step: the opening. due: the step at which it is heard.
-    """
-
-    step: int
-    due: int
-    exchange: Exchange[Tensor]
-
-    @classmethod
-    def begin(
-        cls, word: int, step: int, due: int, background: Background, device: torch.device
-    ) -> Told:
-        """Tell the other replicas a word."""
-        bounds = torch.tensor([word, -word], device=device)
-
-        def exchange() -> Tensor:
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=background.group)
-            return bounds
-
-        what = f"What replicas tell each other at step {step + 1}"
-        return cls(step, due, background.begin(what, exchange))
-
-    def bounds(self, inside: dist.ProcessGroup | None) -> tuple[int, int]:
-        """The largest and the smallest word of any rank; waits for it. Collective inside."""
-        bounds = self.exchange.result()
-        if inside is not None:
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=inside)
-        largest, smallest = bounds.tolist()
-        return largest, -smallest
-
-
 class Agreement:
     """Asks and answers for one optimizer, on each of its ranks.
 
     Attributes:
         verified: whether replicas have been compared since the last change of the parameters.
+        waiting: measures how long was waited for what replicas told each other.
     """
 
     def __init__(self, replicas: ReplicaGroup) -> None:
@@ -86,7 +66,10 @@ class Agreement:
         self._checksum = Checksum()
         self._watch: GradientWatch | None = None
         self._unread: Tensor | None = None  # the watch's last look, on the device
+        self.waiting = Stopwatch()
         self._told: list[Told] = []
+        self._announced = False
+        self._signal: Signal | None = None  # of the last step that all ranks heard of
         self._unheard: list[object] = []  # keeps what is sent until others hear it
 
     def follow(self, plan: Plan) -> None:
@@ -104,10 +87,7 @@ class Agreement:
         still: bool,
         uneven: bool,
         stuck: bool,
-        opens: bool,
-        heard: bool,
-        delay: int,
-        background: Callable[[], Background],
+        foreseen: Foreseen,
         steps: int,
         param_groups: Sequence[Mapping[str, Any]],
         listing: Callable[[], Listing],
@@ -126,10 +106,7 @@ class Agreement:
             still: whether states have just been created here, and all learning rates are zero.
             uneven: whether replicas may have taken other steps since they last agreed.
             stuck: whether this replica has left out too many steps in a row.
-            opens: whether replicas are known to come together at this step.
-            heard: whether the other replicas must be heard before.
-            delay: how many steps later they are heard where they need not be heard before.
-            background: sends what is heard later.
+            foreseen: what is known of this step, after :meth:`hear`.
             steps: how many steps were taken before.
             param_groups: whose settings must be the same on all ranks.
             listing: all that must be the same, for errors that say what differs.
@@ -137,40 +114,63 @@ class Agreement:
         Raises:
             RuntimeError: if ranks differ, or another rank has an impossible setting.
         """
-        self._hear(plan, listing, until=steps)
         notice = self._notice(
-            stuck=stuck and opens,
-            listening=heard or opens,
-            changed=changed,
-            still=still,
-            uneven=uneven and heard,
+            foreseen, stuck=stuck, changed=changed, still=still, uneven=uneven and foreseen.heard
         )
         ask = partial(decide, gate, plan, gradients, momenta)
         settings = Settings(steps, self._checksum.of(param_groups))
         inside = None
-        if not heard:
+        if not foreseen.heard:
             inside = ask(notice=notice, settings=settings, group=plan.inside)
             self._alike &= inside.alike  # told when the others listen
-            quiet = inside.notice in (Notice.NOTHING, Notice.MISSING_GRADIENT)
-            if delay and (opens or not quiet):
-                word = word_of(Notice.NOTHING if quiet else inside.notice, settings)
-                self._told.append(Told.begin(word, steps, steps + delay, background(), plan.device))
-            if quiet or (opens and inside.notice == Notice.STUCK):
+            self._tell(inside, settings, plan, foreseen)
+            if inside.notice in (*QUIET, Notice.STUCK, Notice.DIFFERENT):
                 return inside
             # All ranks must be here; those that are not say so when they hear of it.
-            self._hear(plan, listing, until=steps + delay)
+            self.hear(plan, listing, until=steps + foreseen.delay)
             notice = inside.notice
+        else:
+            self._announce(Notice.UNVERIFIED, settings, plan, foreseen)
         unread, self._unread = self._unread, None
         decision = ask(notice=notice, settings=settings, group=plan.all_ranks, unread=unread)
         self._conclude(decision, plan, listing)
+        if foreseen.heard and decision.finite:
+            # That of an opening which was skipped would be 0: the one before counts once more.
+            self._signal = signal_of(decision.signal_word, plan) if foreseen.late else None
         return decision if inside is None else _of_one_replica(decision, inside, first=steps == 0)
 
+    def _tell(self, inside: Decision, settings: Settings, plan: Plan, foreseen: Foreseen) -> None:
+        """Tell the other replicas what this one has to say, if they hear it later."""
+        quiet = inside.notice in QUIET
+        if foreseen.late:
+            # Of all notices the highest is heard, so one that wants an answer must be above none.
+            notice = inside.notice if quiet else max(inside.notice, Notice.UNVERIFIED)
+            signal = inside.signal_word
+        elif foreseen.delay and (foreseen.opens or not quiet):
+            notice, signal = Notice.NOTHING if quiet else inside.notice, None
+        else:
+            return
+        steps = settings.steps
+        told = word_of(notice, settings), signal, steps, steps + foreseen.delay
+        self._told.append(Told.begin(*told, plan, foreseen.background()))
+
+    def _announce(self, notice: Notice, settings: Settings, plan: Plan, foreseen: Foreseen) -> None:
+        """Tell the others that this rank meets them, if it may be the only one that knows.
+
+        They need not be there: a state may have been loaded here that opens the gate.
+        """
+        self._announced = foreseen.late and not self.verified and self._replicas.size > 1
+        if self._announced:
+            steps = settings.steps
+            Told.begin(word_of(notice, settings), 0, steps, steps, plan, foreseen.background())
+
     def _notice(
-        self, *, stuck: bool, listening: bool, changed: bool, still: bool, uneven: bool
+        self, foreseen: Foreseen, *, stuck: bool, changed: bool, still: bool, uneven: bool
     ) -> Notice:
-        """The most urgent of what this rank has to tell; listening: whether others will hear it."""
-        if stuck:
+        """The most urgent of what this rank has to tell."""
+        if stuck and (foreseen.opens or foreseen.late):
             return Notice.STUCK
+        listening = foreseen.heard or foreseen.opens or foreseen.late
         if not self._alike and listening:
             return Notice.DIFFERENT
         if changed:
@@ -193,52 +193,63 @@ class Agreement:
         if self._watch is not None and decision.read:
             self._watch.conclude(decision.read)
 
-    def refuse(
-        self,
-        gate: Gate,
-        plan: Plan,
-        *,
-        heard: bool,
-        delay: int,
-        background: Callable[[], Background],
-        steps: int,
-    ) -> None:
+    def refuse(self, gate: Gate, plan: Plan, foreseen: Foreseen, *, steps: int) -> None:
         """Tell the other ranks that a setting here is impossible, where they listen next."""
-        if heard:
+        if foreseen.heard:
+            self._announce(Notice.INVALID, Settings(steps, 0), plan, foreseen)
             refuse(gate, plan, plan.all_ranks)
             return
-        # The others listen at their next opening. This rank raises its error without waiting.
+        # The others listen later. This rank raises its error without waiting.
         refuse(gate, plan, plan.inside)
         word = word_of(Notice.INVALID, Settings(steps, 0))
-        if delay:
-            Told.begin(word, steps, steps, background(), plan.device)
+        if foreseen.delay:
+            signal = 0 if foreseen.late else None
+            Told.begin(word, signal, steps, steps, plan, foreseen.background())
         else:
             words = torch.tensor([0, word], device=plan.device)
             work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=plan.all_ranks, async_op=True)
             self._unheard.append((work, words))
 
-    def _hear(self, plan: Plan, listing: Callable[[], Listing], *, until: int) -> None:
-        """Take in what replicas told at openings, as far as it is due at a step; alike on all."""
+    @property
+    def signal(self) -> Signal | None:
+        """The largest at the last step that tells it, None if none does; waits for it."""
+        for told in reversed(self._told):
+            if told.signal is not None:
+                with self.waiting:
+                    _, signal = told.heard(None)
+                return signal_of(signal, told.plan)
+        return self._signal
+
+    def hear(self, plan: Plan, listing: Callable[[], Listing], *, until: int) -> bool:
+        """Take in what replicas told, as far as it is due at a step; alike on all.
+
+        Returns whether others wait for this rank, because of something that it did not tell.
+
+        Raises:
+            RuntimeError: if ranks differ, or another rank has an impossible setting.
+        """
+        awaited = False
         while self._told and self._told[0].due <= until:
             told = self._told.pop(0)
-            largest, smallest = told.bounds(plan.inside)
-            if notice_of(largest) == Notice.STUCK:
+            with self.waiting:
+                largest, other = told.heard(plan.inside)
+            notice = notice_of(largest)
+            if notice == Notice.STUCK:
                 raise RuntimeError(_STUCK)
-            if notice_of(largest) == Notice.INVALID:
+            if notice == Notice.INVALID:
                 raise RuntimeError(_INVALID)
-            if notice_of(largest) == Notice.DIFFERENT:
-                raise RuntimeError(
-                    f"The ranks of some replica had different settings at step {told.step + 1}: "
-                    f"give all ranks the same values in param_groups."
-                )
-            if notice_of(largest) != notice_of(smallest):
-                raise RuntimeError(
-                    f"Parameters were added, frozen or regrouped, or a checkpoint was loaded, on "
-                    f"some ranks only: at step {told.step + 1} this one and others told different "
-                    f"things. Do it on all ranks before the same step."
-                )
-            if largest != smallest:
+            if told.signal is None:
+                _compare_words(told, largest, -other, plan, listing)
+                continue
+            if notice == Notice.DIFFERENT:
                 raise_different(listing(), plan.all_ranks)
+            self._signal = signal_of(other, told.plan)
+            missed = notice not in QUIET and not told.needs_answer
+            if notice != Notice.CHANGED:  # which is compared when all meet
+                unlike = settings_of(largest) != settings_of(told.word)
+                self._alike &= not (unlike or missed)
+            awaited |= missed
+        return awaited
 
     def verify(
         self, plan: Plan, listing: Listing, comparable: Sequence[Parameter], *, uneven: bool
@@ -248,6 +259,8 @@ class Agreement:
         comparable: the parameters of which replicas should hold the same weights now. uneven: as
         :meth:`decide` takes it.
         """
+        # Ranks that have announced nothing would wait for what the others have.
+        listing = [*listing, ("whether a state has just been loaded", repr(self._announced))]
         self.verified, complete = verify_replicas(
             plan, listing, comparable, replicas=self._replicas.process_group, uneven=uneven
         )
@@ -264,6 +277,25 @@ class Agreement:
             self._watch = GradientWatch(plan)
         self._unread = self._watch.look(number)
         return 0 if self._unread is None else GradientWatch.BYTES
+
+
+def _compare_words(
+    told: Told, largest: int, smallest: int, plan: Plan, listing: Callable[[], Listing]
+) -> None:
+    """Raise RuntimeError if replicas told different words at an opening; alike on all ranks."""
+    if notice_of(largest) == Notice.DIFFERENT:
+        raise RuntimeError(
+            f"The ranks of some replica had different settings at step {told.step + 1}: "
+            f"give all ranks the same values in param_groups."
+        )
+    if notice_of(largest) != notice_of(smallest):
+        raise RuntimeError(
+            f"Parameters were added, frozen or regrouped, or a checkpoint was loaded, on "
+            f"some ranks only: at step {told.step + 1} this one and others told different "
+            f"things. Do it on all ranks before the same step."
+        )
+    if largest != smallest:
+        raise_different(listing(), plan.all_ranks)
 
 
 def _of_one_replica(everywhere: Decision, inside: Decision, *, first: bool) -> Decision:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
-from curvadion.comm.background import Background
+from curvadion.comm.background import Background, no_background
 from curvadion.sync.decision import Moving
 from curvadion.update.direction import Taken
 from curvadion.update.parameter import Parameter
@@ -47,15 +47,11 @@ class Step:
     local_update: Callable[..., Taken | None] = lambda part=None: None
     directed: bool = True
     rests: bool = False
-    background: Callable[[], Background] = lambda: _no_background()
+    background: Callable[[], Background] = no_background
 
     @property
     def plan(self) -> Plan:
         return self.moving.plan
-
-
-def _no_background() -> Background:
-    raise RuntimeError("This step was made without replicas: it has nothing to send in background.")
 
 
 class Costs(NamedTuple):

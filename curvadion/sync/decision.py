@@ -24,6 +24,7 @@ from curvadion.update.plan import Plan
 
 GATE_BYTES = 16
 _NAN_BITS = 0x7FC00000
+_PARAMETER = 0x7FFFFFFF
 # The second word of the collective: a notice, the number of steps, and a checksum.
 _STEP_BITS, _CHECKSUM_BITS = 28, 32
 
@@ -55,6 +56,16 @@ class Settings(NamedTuple):
         return (self.steps % (1 << _STEP_BITS)) << _CHECKSUM_BITS | self.checksum
 
 
+class Signal(NamedTuple):
+    """The largest gate signal of a step on any replica, and the name of the parameter that had it.
+
+    parameter: None if no parameter is a matrix.
+    """
+
+    largest: float
+    parameter: str | None
+
+
 class Decision(NamedTuple):
     """What the ranks that were asked know alike after the gate's collective, but for ``alike``.
 
@@ -79,6 +90,13 @@ class Decision(NamedTuple):
     def complete(self) -> bool:
         """Whether no replica misses a gradient; False where that is not known."""
         return self.notice <= Notice.NOTHING
+
+    @property
+    def signal_word(self) -> int:
+        """A word that sorts like the signal and holds its parameter; 0 if one was not finite."""
+        if not self.finite:
+            return 0
+        return int(struct.unpack("i", struct.pack("f", self.signal))[0]) << 32 | self.parameter
 
 
 def agree(
@@ -123,12 +141,12 @@ def agree(
         words = torch.cat([words, unread])
     largest, told, *read = words.tolist()
     return Decision(
-        signal=struct.unpack("f", struct.pack("i", largest >> 32))[0],
-        parameter=largest & 0x7FFFFFFF,
+        signal=_number(largest),
+        parameter=largest & _PARAMETER,
         finite=(largest >> 32) != _NAN_BITS,
         all_zero=(largest >> 31) == 0,
         notice=notice_of(told),
-        alike=told & ((1 << (_STEP_BITS + _CHECKSUM_BITS)) - 1) == settings.word,
+        alike=settings_of(told) == settings.word,
         read=read,
         group=group,
     )
@@ -142,6 +160,22 @@ def word_of(notice: Notice, settings: Settings) -> int:
 def notice_of(word: int) -> Notice:
     """The notice of a :func:`word_of`."""
     return Notice(word >> (_STEP_BITS + _CHECKSUM_BITS))
+
+
+def settings_of(word: int) -> int:
+    """The settings of a :func:`word_of`, as :attr:`Settings.word` has them."""
+    return word & ((1 << (_STEP_BITS + _CHECKSUM_BITS)) - 1)
+
+
+def signal_of(word: int, plan: Plan) -> Signal:
+    """What a :attr:`Decision.signal_word` says of the parameters of a plan."""
+    return Signal(_number(word), plan.parameters[word & _PARAMETER].name if plan.dion else None)
+
+
+def _number(word: int) -> float:
+    """The float32 whose bits are the highest of a word."""
+    number: float = struct.unpack("f", struct.pack("i", word >> 32))[0]
+    return number
 
 
 def held_anywhere(

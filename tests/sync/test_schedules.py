@@ -2,109 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import distributed
-from curvadion import ByteBudget, CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
+from curvadion import ByteBudget, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.sync.coded_mean import message_bytes
 from pairwise import all_pairs
 from raised import told
+from two_replicas import RANKS, SHAPES, Replica, same, same_state
 
-SHAPES = [(24, 16), (16, 12), (40,), (12,)]
 NUMBERS = sum(torch.Size(shape).numel() for shape in SHAPES)
 CODES = message_bytes((torch.Size(shape).numel() for shape in SHAPES), 2)
 GATES = {"period": FixedPeriod(4), "budget": ByteBudget(0.05)}
 SYNCS = {"exact": LowRank(), "codes": QuantizedAverage(bits=2)}
-RANKS = {"whole": 2, "sharded": 4}
-
-
-class Replica:
-    """This rank's parameters and optimizer; two replicas, each of one rank or cut over two."""
-
-    def __init__(self, rank, layout, gate, sync, **options):
-        generator = torch.Generator().manual_seed(0)
-        X = [torch.randn(shape, generator=generator) for shape in SHAPES]
-        self.number, self.inside, replicas = rank, None, dist.group.WORLD
-        self.mesh = None
-        if layout == "sharded":
-            self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            X = [distribute_tensor(x, self.mesh, [Replicate(), Shard(0)]) for x in X]
-            self.number, replicas = rank // 2, self.mesh["replicate"]
-            self.inside = self.mesh.get_group("shard").group_name
-        self.X = [nn.Parameter(x) for x in X]
-        groups = [{"params": self.X[:2]}, {"params": self.X[2:], "algorithm": "adamw"}]
-        how = {"gate": copy.deepcopy(gate), "sync": sync, "max_local_steps": None} | options
-        self.optimizer = CurvaDion(groups, replicas=replicas, **how)
-
-    @property
-    def progress(self):
-        return self.optimizer.progress
-
-    def give_gradients(self, step, missing=(), spoilt=False):
-        """The replica's own; missing: which it lacks. spoilt: whether one number is not finite."""
-        for i, x in enumerate(self.X):
-            x.grad = torch.zeros_like(x) if x.requires_grad else None
-            if i in missing or x.grad is None:
-                x.grad = None
-                continue
-            local = x.grad if self.mesh is None else x.grad.to_local()
-            cut = i < len(SHAPES)  # what is added later is whole on every rank of a replica
-            seed = 1000 * step + 100 * (dist.get_rank() if cut else self.number) + i
-            local.copy_(torch.randn(local.shape, generator=torch.Generator().manual_seed(seed)))
-            if spoilt and i == 1:
-                local[0, 0] = float("nan")
-
-    def step(self, step, **how):
-        self.give_gradients(step, **how)
-        self.optimizer.step()
-        return self.optimizer.report
-
-    def loaded(self, gate, sync):
-        """Another that has loaded what this one saves; of whole replicas."""
-        other = Replica(self.number, "whole", gate, sync)
-        other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-        with torch.no_grad():
-            for x, weights in zip(other.X, self.weights(), strict=True):
-                x.copy_(weights)
-        return other
-
-    def weights(self):
-        return [self.local(x).detach().clone() for x in self.X]
-
-    def state(self):
-        held = {
-            (i, key): self.local(value).clone()
-            for i, x in enumerate(self.X)
-            for key, value in self.optimizer.state[x].items()
-            if isinstance(value, torch.Tensor)
-        }
-        numbers = {
-            (i, key): value
-            for i, x in enumerate(self.X)
-            for key, value in self.optimizer.state[x].items()
-            if not isinstance(value, torch.Tensor)
-        }
-        return held, numbers
-
-    def local(self, tensor):
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def same(these, those):
-    return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
-
-
-def same_state(this, that):
-    tensors = this[0].keys() == that[0].keys() and same(this[0].values(), that[0].values())
-    return tensors and this[1] == that[1]
 
 
 # ------------------------------------------------------------------------ what is sent
