@@ -20,16 +20,17 @@ class StepReport:
             "longest local run", or a reason that a user's gate gives), "closed", or
             "non-finite gradient".
         rmmc: the gate's largest signal over all matrices and replicas. For the RMMC gate it is the
-            relative maximum momentum change (arXiv 2512.13728). None if the gate reads no momentum
-            or the step was skipped.
+            relative maximum momentum change (arXiv 2512.13728). With a gate that decides one step
+            late, that of the step before, which decided. None if the gate reads no momentum, the
+            step was skipped, or nothing was told before it.
         rmmc_parameter: name of the parameter with this signal.
         local_steps: local steps since the replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where
             replicas hear each other before the step, any replica's.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
-        waited_seconds: how long the step waited for an exchange that was late (QuantizedAverage
-            with a delay).
+        waited_seconds: how long the step waited for an exchange that was late (QuantizedAverage or
+            a gate with a delay).
     """
 
     step: int

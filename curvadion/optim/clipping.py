@@ -39,8 +39,8 @@ def clip_grad_norm_(
     GradScaler call ``scaler.unscale_(optimizer)`` first.
 
     If a gradient on any rank holds a NaN or an Inf, all ranks skip the optimizer's next step. No
-    rank scales anything then; but under a schedule, where replicas do not hear of each other's NaN,
-    every gradient becomes NaN.
+    rank scales anything then; but where replicas know openings beforehand, and do not hear of
+    each other's NaN, every gradient becomes NaN.
 
     Args:
         optimizer: a CurvaDion or Dion, whose parameters' gradients are clipped.

@@ -27,7 +27,7 @@ class Progress:
         steps: steps taken, skipped ones included.
         local_steps: steps since the replicas last synchronised.
         skipped_in_a_row: steps skipped for a non-finite gradient since the last that was not;
-            each replica's own under a schedule.
+            each replica's own under a schedule and with a gate that decides one step late.
         steps_since_exact: steps since all state was last the same on all replicas.
         uneven_steps: steps since replicas last came together at which this one may have moved
             other parameters than the others; its own.

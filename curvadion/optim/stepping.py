@@ -46,7 +46,8 @@ class SteppingOptimizer(ReplicaOptimizer):
         Raises:
             RuntimeError: on every replica alike, if the replicas' gradients are identical although
                 this optimizer synchronises them, if their optimizers differ, or at the tenth
-                step in a row with a non-finite gradient (under a schedule, at the opening after).
+                step in a row with a non-finite gradient (under a schedule, at the opening after;
+                with a gate that decides one step late, two steps after).
         """
         loss = None
         if closure is not None:
@@ -87,18 +88,17 @@ class SteppingOptimizer(ReplicaOptimizer):
         raise ValueError(wrong)
 
     def _step(self, plan: Plan, *, scaled: bool, foreseen: Foreseen | None = None) -> None:
-        """foreseen: what the schedule says of this step, if it has been asked already."""
+        """foreseen: what is known of this step beforehand, if that has been asked already."""
         new = self._create_state(plan)
         self._place_gradients(plan)
         still = len(new) == len(plan.parameters) and not self._moves
         memory = self.gate.state_dict() if still else {}
         foreseen = self._foresee(plan) if foreseen is None else foreseen
         gradients = plan.gradients()
-        reads = self.gate.reads_momentum and bool(plan.dion)
+        reads = self.gate.reads_momentum and plan.dion
         momenta = momentum_norms(plan, gradients) if reads else None
-        decision = self._decide(
-            plan, gradients, momenta, foreseen, still=still, stuck=self._stuck and not scaled
-        )
+        stuck = self._stuck and not scaled
+        decision = self._decide(plan, gradients, momenta, foreseen, still=still, stuck=stuck)
         if decision.notice == Notice.CHANGED:
             for p in new:  # whose states are as the plan before wants them
                 del self.state[p.X]
@@ -121,13 +121,12 @@ class SteppingOptimizer(ReplicaOptimizer):
             self._spend(self._agreement.look_at_gradients(plan, self.progress.looks), plan)
             self.progress.looks += 1
         moving = Moving(plan, gradients, None if momenta is None else momenta.after)
-        progress, group = self.progress, self._replicas.process_group
         step = Step(
             moving,
             complete,
-            group,
-            progress.steps,
-            progress.local_steps,
+            self._replicas.process_group,
+            self.progress.steps,
+            self.progress.local_steps,
             agreed=decision.group,
             rests=not decision.finite,
             background=partial(self._background, plan.device),

@@ -31,7 +31,7 @@ class Step:
             closed; returns what the step of its matrices was made of, None if there was none. A
             part has matrices of one direction (:meth:`Plan.waves`); None stands for all.
         agreed: the ranks that have agreed on it: of all replicas, or, at a closed step of a
-            schedule, of this one. The others must not be waited for.
+            schedule or of a gate that decides late, of this one. The others must not be waited for.
         directed: whether local steps take the matrices' directions, not plain gradients.
         rests: whether this replica leaves its own step out, for a gradient that is not finite.
         background: does exchanges beside the training. The first call creates its process group,
