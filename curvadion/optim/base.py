@@ -383,7 +383,7 @@ class ReplicaOptimizer(Optimizer):
         """Drop what is derived from the groups; it is made again at the next use."""
         self._algorithms = []
         self._plans = Plans(self._replicas, self._check_plan, getattr(self, "param_groups", ()))
-        self._agreement = Agreement(self._replicas)
+        self._agreement = Agreement(self._replicas, getattr(self, "_agreement", None))
         self._wire_bytes, _ = wire.counted_bytes()
         self._waited = self.sync.waited_seconds
 

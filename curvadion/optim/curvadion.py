@@ -132,7 +132,8 @@ class CurvaDion(Dion):
         listing = partial(self._listing, plan)
         awaited = self._agreement.hear(plan, listing, until=progress.steps)
         if not gate.late:
-            progress.signal = progress.signal_parameter = None  # of another gate
+            self._agreement.forget_signal()  # of another gate
+            progress.signal = progress.signal_parameter = None
         if not (self.scheduled or gate.late):
             return Foreseen()
         if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now

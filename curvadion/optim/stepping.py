@@ -108,6 +108,7 @@ class SteppingOptimizer(ReplicaOptimizer):
             return
         if decision.notice == Notice.NEW and decision.all_zero:
             self.gate.load_state_dict(memory)  # no step was taken
+            self._agreement.forget_signal()
             return
         # Weights are compared before any of them has moved.
         together = foreseen.heard or not self.progress.steps
@@ -116,7 +117,7 @@ class SteppingOptimizer(ReplicaOptimizer):
             return
         complete = decision.complete
         if decision.notice in (Notice.NEW, Notice.UNVERIFIED) and self._replicas.size > 1:
-            complete = self._verify(plan, new)
+            complete = self._verify(plan, new, foreseen)
         if foreseen.heard and self.progress.steps >= GradientWatch.FIRST:
             self._spend(self._agreement.look_at_gradients(plan, self.progress.looks), plan)
             self.progress.looks += 1
@@ -182,7 +183,7 @@ class SteppingOptimizer(ReplicaOptimizer):
             listing=partial(self._listing, plan),
         )
 
-    def _verify(self, plan: Plan, new: Sequence[Parameter]) -> bool:
+    def _verify(self, plan: Plan, new: Sequence[Parameter], foreseen: Foreseen) -> bool:
         """Compare the replicas; return whether all have all gradients, and have had them.
 
         new: the parameters that had no state before this step.
@@ -192,7 +193,10 @@ class SteppingOptimizer(ReplicaOptimizer):
         if not comparable:
             comparable = plan.parameters if together and not self.apart else list(new)
         uneven = self.progress.uneven_steps > 0
-        return self._agreement.verify(plan, self._listing(plan), comparable, uneven=uneven)
+        complete = self._agreement.verify(plan, self._listing(plan), comparable, uneven=uneven)
+        if foreseen.delay:  # its group is made while all are here: later one may be ahead
+            foreseen.background()
+        return complete
 
     def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
         """Take a step that ranks have agreed on; why replicas came together, None if not."""

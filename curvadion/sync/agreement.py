@@ -25,7 +25,7 @@ from curvadion.sync.decision import (
     signal_of,
     word_of,
 )
-from curvadion.sync.told import QUIET, Foreseen, Told
+from curvadion.sync.told import ANNOUNCED, MEETING, NO_SIGNAL, QUIET, Foreseen, Told
 from curvadion.sync.verify import (
     Checksum,
     GradientWatch,
@@ -54,23 +54,35 @@ _INVALID = (
 class Agreement:
     """Asks and answers for one optimizer, on each of its ranks.
 
+    Args:
+        replicas: whose ranks agree.
+        before: the agreement that this one replaces. What was told to it is still heard, because
+            another rank may tell of a change that this one does not know.
+
     Attributes:
         verified: whether replicas have been compared since the last change of the parameters.
+        met: whether all ranks have agreed on a step, so that none has another gate or sync.
         waiting: measures how long was waited for what replicas told each other.
     """
 
-    def __init__(self, replicas: ReplicaGroup) -> None:
+    def __init__(self, replicas: ReplicaGroup, before: Agreement | None = None) -> None:
         self._replicas = replicas
         self.verified = False
+        self.met: bool = before is not None and before.met
         self._alike = True  # whether no settings but this rank's have been seen and not told
         self._checksum = Checksum()
         self._watch: GradientWatch | None = None
         self._unread: Tensor | None = None  # the watch's last look, on the device
         self.waiting = Stopwatch()
-        self._told: list[Told] = []
+        told: Sequence[Told] = () if before is None else before._told
+        self._told: list[Told] = [each._replace(stale=True) for each in told]
         self._announced = False
         self._signal: Signal | None = None  # of the last step that all ranks heard of
         self._unheard: list[object] = []  # keeps what is sent until others hear it
+
+    def forget_signal(self) -> None:
+        """The last signal is of no step that decides on another one."""
+        self._signal = None
 
     def follow(self, plan: Plan) -> None:
         """Begin anew with the gradients of another plan."""
@@ -126,7 +138,8 @@ class Agreement:
             self._tell(inside, settings, plan, foreseen)
             if inside.notice in (*QUIET, Notice.STUCK, Notice.DIFFERENT):
                 return inside
-            # All ranks must be here; those that are not say so when they hear of it.
+            # All ranks must be here. Under a late gate this tells whether they are; under a
+            # schedule those that are not come when they next agree.
             self.hear(plan, listing, until=steps + foreseen.delay)
             notice = inside.notice
         else:
@@ -134,7 +147,8 @@ class Agreement:
         unread, self._unread = self._unread, None
         decision = ask(notice=notice, settings=settings, group=plan.all_ranks, unread=unread)
         self._conclude(decision, plan, listing)
-        if foreseen.heard and decision.finite:
+        self.met = True
+        if (foreseen.heard or foreseen.late) and decision.finite:
             # That of an opening which was skipped would be 0: the one before counts once more.
             self._signal = signal_of(decision.signal_word, plan) if foreseen.late else None
         return decision if inside is None else _of_one_replica(decision, inside, first=steps == 0)
@@ -142,10 +156,13 @@ class Agreement:
     def _tell(self, inside: Decision, settings: Settings, plan: Plan, foreseen: Foreseen) -> None:
         """Tell the other replicas what this one has to say, if they hear it later."""
         quiet = inside.notice in QUIET
+        if not self.met:  # another rank may have another gate, and tell nothing; all meet now
+            return
         if foreseen.late:
             # Of all notices the highest is heard, so one that wants an answer must be above none.
             notice = inside.notice if quiet else max(inside.notice, Notice.UNVERIFIED)
-            signal = inside.signal_word
+            # The largest is heard: it is below 0 if no replica told a signal.
+            signal = inside.signal_word if quiet else NO_SIGNAL
         elif foreseen.delay and (foreseen.opens or not quiet):
             notice, signal = Notice.NOTHING if quiet else inside.notice, None
         else:
@@ -153,16 +170,18 @@ class Agreement:
         steps = settings.steps
         told = word_of(notice, settings), signal, steps, steps + foreseen.delay
         self._told.append(Told.begin(*told, plan, foreseen.background()))
+        self._told.sort(key=lambda each: each.due)  # the gate may have changed in between
 
     def _announce(self, notice: Notice, settings: Settings, plan: Plan, foreseen: Foreseen) -> None:
         """Tell the others that this rank meets them, if it may be the only one that knows.
 
         They need not be there: a state may have been loaded here that opens the gate.
         """
-        self._announced = foreseen.late and not self.verified and self._replicas.size > 1
+        others = self._replicas.size > 1 and self.met
+        self._announced = foreseen.late and not self.verified and others
         if self._announced:
-            steps = settings.steps
-            Told.begin(word_of(notice, settings), 0, steps, steps, plan, foreseen.background())
+            word, steps = word_of(notice, settings), settings.steps
+            Told.begin(word, ANNOUNCED, steps, steps, plan, foreseen.background())
 
     def _notice(
         self, foreseen: Foreseen, *, stuck: bool, changed: bool, still: bool, uneven: bool
@@ -199,8 +218,11 @@ class Agreement:
             self._announce(Notice.INVALID, Settings(steps, 0), plan, foreseen)
             refuse(gate, plan, plan.all_ranks)
             return
-        # The others listen later. This rank raises its error without waiting.
         refuse(gate, plan, plan.inside)
+        if not self.met:
+            refuse(gate, plan, plan.all_ranks)
+            return
+        # The others listen later. This rank raises its error without waiting.
         word = word_of(Notice.INVALID, Settings(steps, 0))
         if foreseen.delay:
             signal = 0 if foreseen.late else None
@@ -214,9 +236,10 @@ class Agreement:
     def signal(self) -> Signal | None:
         """The largest at the last step that tells it, None if none does; waits for it."""
         for told in reversed(self._told):
-            if told.signal is not None:
+            if told.signal is not None and not told.stale:
                 with self.waiting:
-                    _, signal = told.heard(None)
+                    largest, signal = told.heard(None)
+                _check_alone(told, largest, signal)
                 return signal_of(signal, told.plan)
         return self._signal
 
@@ -243,12 +266,15 @@ class Agreement:
                 continue
             if notice == Notice.DIFFERENT:
                 raise_different(listing(), plan.all_ranks)
+            if other == ANNOUNCED:
+                awaited = True
+                self._alike = False
+                continue
+            _check_alone(told, largest, other)
+            if told.stale or told.needs_answer:
+                continue
             self._signal = signal_of(other, told.plan)
-            missed = notice not in QUIET and not told.needs_answer
-            if notice != Notice.CHANGED:  # which is compared when all meet
-                unlike = settings_of(largest) != settings_of(told.word)
-                self._alike &= not (unlike or missed)
-            awaited |= missed
+            self._alike &= settings_of(largest) == settings_of(told.word)
         return awaited
 
     def verify(
@@ -289,13 +315,24 @@ def _compare_words(
             f"give all ranks the same values in param_groups."
         )
     if notice_of(largest) != notice_of(smallest):
-        raise RuntimeError(
-            f"Parameters were added, frozen or regrouped, or a checkpoint was loaded, on "
-            f"some ranks only: at step {told.step + 1} this one and others told different "
-            f"things. Do it on all ranks before the same step."
-        )
+        raise RuntimeError(_alone(told))
     if largest != smallest:
         raise_different(listing(), plan.all_ranks)
+
+
+def _check_alone(told: Told, largest: int, signal: int) -> None:
+    """Raise RuntimeError if some replicas told something for which all must meet, and some not."""
+    wanted = notice_of(largest) in MEETING
+    if signal != ANNOUNCED and wanted and not (told.needs_answer and signal == NO_SIGNAL):
+        raise RuntimeError(_alone(told))
+
+
+def _alone(told: Told) -> str:
+    return (
+        f"Parameters were added, frozen or regrouped, or a checkpoint was loaded, on some ranks "
+        f"only: at step {told.step + 1} this one and others told different things. Do it on all "
+        f"ranks before the same step."
+    )
 
 
 def _of_one_replica(everywhere: Decision, inside: Decision, *, first: bool) -> Decision:

@@ -235,8 +235,7 @@ def decide(
 def refuse(gate: Gate, plan: Plan, group: dist.ProcessGroup | None) -> None:
     """Take part in a step's agreement only to tell the ranks that a setting here is impossible.
 
-    The collectives are those of :func:`momentum_norms` and :func:`decide`. inside_first: whether
-    the ranks of this replica ask each other before all others.
+    The collectives are those of :func:`momentum_norms` and :func:`decide`.
     """
     zero = torch.zeros(1, dtype=torch.float32, device=plan.device)
     if gate.reads_momentum and plan.dion:

@@ -14,17 +14,25 @@ from curvadion.sync.decision import Notice, notice_of
 from curvadion.update.plan import Plan
 
 QUIET = (Notice.NOTHING, Notice.MISSING_GRADIENT)  # needs nobody's answer
+MEETING = (Notice.NEW, Notice.UNVERIFIED, Notice.CHANGED)  # for which all ranks must meet
+# In the place of a signal, which is never below 0: this replica told something else; it is at an
+# opening, of which the others may not know.
+NO_SIGNAL, ANNOUNCED = -1, 2**63 - 1
 
 
 class Foreseen(NamedTuple):
     """What is known of a step before any rank has told anything of it.
 
-    opens: whether replicas come together; None if nothing tells. reason: why they do. heard:
-    whether this rank must hear the other replicas before the step. Where it need not:
-
-    delay: how many steps later they hear what it tells now; 0 if it tells nothing now. late:
-    whether they tell each other the gate's signals at every step, and not words at openings only.
-    background: does exchanges beside the training; the first call is collective over the replicas.
+    Attributes:
+        opens: whether replicas come together; None if nothing tells.
+        reason: why they do.
+        heard: whether this rank must hear the other replicas before the step. The rest is of steps
+            where it need not.
+        delay: how many steps later they hear what it tells now; 0 if it tells nothing now.
+        late: whether they tell each other the gate's signals at every step, and not words at
+            openings only.
+        background: does exchanges beside the training; the first call is collective over the
+            replicas.
     """
 
     opens: bool | None = None
@@ -36,11 +44,17 @@ class Foreseen(NamedTuple):
 
 
 class Told(NamedTuple):
-    """Two words, of which the largest that any replica told are heard later: 16 bytes.
+    """Two words that this rank has told; the largest of any replica are heard later. 16 bytes.
 
-    word: of this rank, or the largest of its replica. signal: the gate's signal, as a word that
-    sorts like it; None if the smallest word is heard in its place. step: at which it was told.
-    due: at which it is heard. plan: of the step.
+    Attributes:
+        word: of this rank, or the largest of its replica.
+        signal: the second word: the gate's signal, as a word that sorts like it, or ``NO_SIGNAL``.
+            None if the second word is minus the first, so that the smallest is heard as well.
+        step: at which it was told.
+        due: the step at which it is heard.
+        plan: of the step.
+        exchange: gives the largest words.
+        stale: whether a state has been loaded since, so that the signal decides on nothing.
     """
 
     word: int
@@ -49,6 +63,7 @@ class Told(NamedTuple):
     due: int
     plan: Plan
     exchange: Exchange[Tensor]
+    stale: bool = False
 
     @classmethod
     def begin(
