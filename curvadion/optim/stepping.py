@@ -108,7 +108,6 @@ class SteppingOptimizer(ReplicaOptimizer):
             return
         if decision.notice == Notice.NEW and decision.all_zero:
             self.gate.load_state_dict(memory)  # no step was taken
-            self._agreement.forget_signal()
             return
         # Weights are compared before any of them has moved.
         together = foreseen.heard or not self.progress.steps

@@ -150,7 +150,8 @@ class Agreement:
         self.met = True
         if (foreseen.heard or foreseen.late) and decision.finite:
             # That of an opening which was skipped would be 0: the one before counts once more.
-            self._signal = signal_of(decision.signal_word, plan) if foreseen.late else None
+            tells = foreseen.late and not (decision.notice == Notice.NEW and decision.all_zero)
+            self._signal = signal_of(decision.signal_word, plan) if tells else None
         return decision if inside is None else _of_one_replica(decision, inside, first=steps == 0)
 
     def _tell(self, inside: Decision, settings: Settings, plan: Plan, foreseen: Foreseen) -> None:
