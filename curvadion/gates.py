@@ -37,7 +37,7 @@ class Gate(ABC):
             sets them, if it knows them, before it asks.
         openings_per_agreement: how many openings bring all weights together; set likewise.
         delay: at which step the answer to a signal is used: 0 for the same step, for which replicas
-            wait; 1 for the next, so that signals travel beside the training. Without effect unless
+            wait; 1 for the next, so that signals travel beside the training. 1 is an error unless
             the gate reads momenta.
     """
 
@@ -53,8 +53,20 @@ class Gate(ABC):
 
     @property
     def late(self) -> bool:
-        """Whether the signal of a step decides on the next one."""
-        return self.reads_momentum and self.delay > 0 and not self.always_open
+        """Whether the signal of a step decides on the next one.
+
+        Raises:
+            TypeError, ValueError: if ``delay`` is neither 0 nor 1, or has no effect.
+        """
+        check_delay("gate.delay", self.delay)
+        if self.delay and not self.reads_momentum:
+            raise ValueError(
+                f"gate={self!r} has delay={self.delay}, but reads no momentum, so it has no signal "
+                f"that could arrive later: set its delay to 0, or use a gate with "
+                f"reads_momentum = True. For means that arrive later pass "
+                f"sync=QuantizedAverage(delay=...)."
+            )
+        return self.delay > 0 and not self.always_open
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """What this replica brings to the decision, one number >= 0 per matrix parameter.
@@ -146,7 +158,8 @@ class RMMC(Gate):
 
 def check_delay(key: str, delay: object) -> None:
     """Raise unless a gate's delay is 0 or 1."""
-    checks.integer(key, delay, 0)
+    if isinstance(delay, bool) or not isinstance(delay, int):
+        raise TypeError(f"{key}={delay!r} must be 0 or 1")
     checks.one_of(key, delay, (0, 1))
 
 
@@ -247,7 +260,10 @@ class ByteBudget(Gate):
             raise ValueError(f"by={by!r} must be 'period' or 'rmmc'")
         check_delay("delay", delay)
         if delay and by == "period":
-            raise ValueError(f"delay={delay!r} needs by='rmmc': by='period' waits for no signal")
+            raise ValueError(
+                f"delay={delay!r} needs by='rmmc': by='period' waits for no signal. For means that "
+                f"arrive later give the sync a delay."
+            )
         self.share, self.by, self.delay = float(share), by, delay
         self.reads_momentum, self.follows_schedule = by == "rmmc", by == "period"
         # In openings: what was earned and not spent, below 0 if more was spent; and how much of it

@@ -226,8 +226,8 @@ def split(tokens: Tokens, validation_fraction: float) -> tuple[Split, Split]:
     if not 0 < validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1")
     wanted = round(len(tokens) * (1 - validation_fraction))
-    ends = [int(end) for end in tokens.ends[:-1] if end <= wanted]
-    # The tail is at most twice as long for that.
+    ends = [int(end) for end in tokens.ends if 0 < end <= min(wanted, len(tokens) - 1)]
+    # The tail is at most twice as long for that, and never all there is.
     room = len(tokens) - 2 * (len(tokens) - wanted)
-    cut = ends[-1] if ends and ends[-1] >= room else wanted
+    cut = ends[-1] if ends and ends[-1] >= room > 0 else wanted
     return Split(tokens, 0, cut), Split(tokens, cut, len(tokens))

@@ -14,7 +14,17 @@ from torch import nn
 
 import distributed
 import toy
-from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, LowRank
+from curvadion import (
+    RMMC,
+    AlwaysOpen,
+    ByteBudget,
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    Gate,
+    LowRank,
+    QuantizedAverage,
+)
 from curvadion.sync.decision import Notice, Settings, agree
 
 SHAPES = {"tall": (10, 4), "wide": (4, 9), "square": (6, 6)}
@@ -517,3 +527,48 @@ def test_gate_closes_and_opens_on_a_model():
     reports = toy.train(model, CurvaDion(toy.groups(model), threshold=0.3), range(12))
     assert {report.gate_open for report in reports} == {True, False}
     assert reports[0].gate_open
+
+
+# ---------------------------------------------------------------- delays that cannot work
+
+
+class EveryThird(Gate):
+    """A user's own, which reads no momentum."""
+
+    def opens(self, signal, local_steps):
+        return local_steps >= 2
+
+
+def test_a_delay_that_is_no_number_says_what_it_may_be():
+    with pytest.raises(TypeError, match="delay='1' must be 0 or 1"):
+        RMMC(0.3, delay="1")
+
+
+@pytest.mark.parametrize(
+    "gate", [FixedPeriod(3), FixedPeriod(1), AlwaysOpen(), ByteBudget(0.5), EveryThird()], ids=repr
+)
+def test_a_delay_without_a_signal_is_an_error(gate):
+    optimizer = CurvaDion(parameters(), gate=gate)
+    give_gradients([("", X) for X in optimizer.param_groups[0]["params"]], 0)
+    gate.delay = 1
+    with pytest.raises(ValueError, match=r"delay=1, but reads no momentum.*QuantizedAverage"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"delay=1, but reads no momentum.*QuantizedAverage"):
+        CurvaDion(parameters(), gate=gate)
+    gate.delay = 0
+    optimizer.step()
+
+
+def test_a_delay_of_two_steps_set_by_hand_is_an_error():
+    optimizer = CurvaDion(parameters(), gate=RMMC(0.3))
+    give_gradients([("", X) for X in optimizer.param_groups[0]["params"]], 0)
+    optimizer.gate.delay = 2
+    with pytest.raises(ValueError, match=r"gate\.delay=2 must be one of \(0, 1\)"):
+        optimizer.step()
+
+
+def test_the_delay_of_a_sync_is_checked_too():
+    sync = QuantizedAverage()
+    sync.delay = "1"
+    with pytest.raises(TypeError, match=r"sync\.delay='1' must be an integer"):
+        CurvaDion(parameters(), gate=FixedPeriod(3), sync=sync)

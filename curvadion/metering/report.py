@@ -29,8 +29,12 @@ class StepReport:
             replicas hear each other before the step, any replica's.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
-        waited_seconds: how long the step waited for an exchange that was late (QuantizedAverage or
-            a gate with a delay).
+            What a delay sends beside the training counts where it is sent, so it may fall into
+            another step in another run; totals do not change.
+        waited_seconds: how long the step waited for an exchange beside the training that was late
+            (QuantizedAverage or a gate with a delay). Other exchanges do not count: without a delay
+            it is 0, although replicas wait for each other. To judge a delay, compare the seconds of
+            whole steps.
     """
 
     step: int
@@ -51,7 +55,17 @@ class StepReport:
 
 @dataclass
 class Summary:
-    """Running totals over reports; a few numbers, however long the training runs."""
+    """Running totals over reports; a few numbers, however long the training runs.
+
+    Attributes:
+        steps: how many reports were added; skipped steps count.
+        open_steps: steps at which replicas synchronised.
+        skipped_steps: steps that this replica skipped for a non-finite gradient.
+        wire_bytes: payload in bytes, as far as a WireMeter was active.
+        longest_local_run: the most local steps in a row.
+        waited_seconds: how long steps waited for exchanges beside the training that were late;
+            0 without a delay.
+    """
 
     steps: int = 0
     open_steps: int = 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvadion import checks
 from curvadion.comm.background import Background
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
@@ -64,6 +65,8 @@ class ReplicaOptimizer(Optimizer):
         self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
     ) -> None:
         """The common end of constructors; keys: defaults of the group keys but ``algorithm``."""
+        _ = gate.late  # raises if its delay cannot work
+        checks.integer("sync.delay", sync.delay, 0)
         self.gate, self._sync = gate, sync
         self._first_memory = sync.state_dict()
         self.progress = Progress()
@@ -116,8 +119,9 @@ class ReplicaOptimizer(Optimizer):
 
     @property
     def apart(self) -> bool:
-        """Whether replicas, if there are several, hold different weights."""
-        return self.progress.local_steps > 0 or self.sync.fragments_apart > 0
+        """Whether there are several replicas and they hold different weights."""
+        moved = self.progress.local_steps > 0 or self.sync.fragments_apart > 0
+        return moved and self._replicas.size > 1
 
     # ---------------------------------------------------------------- groups
 
@@ -222,7 +226,7 @@ class ReplicaOptimizer(Optimizer):
 
     def _check_frozen(self, before: Plan) -> None:
         """Raise RuntimeError if a parameter was frozen while replicas are apart."""
-        if self._replicas.size == 1 or not (self.apart and self.sync.brings_weights_together):
+        if not (self.apart and self.sync.brings_weights_together):
             return
         kept = {id(X) for group in self.param_groups for X in group["params"]}
         for p in before.parameters:
@@ -306,7 +310,7 @@ class ReplicaOptimizer(Optimizer):
         nothing.
         """
         owed = self.sync.sends_codes and self.progress.steps_since_exact > 0
-        if (self.apart or owed) and self._replicas.size > 1:
+        if self.apart or (owed and self._replicas.size > 1):
             warnings.warn(
                 f"state_dict() while the replicas' states differ, "
                 f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "

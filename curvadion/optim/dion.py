@@ -185,7 +185,7 @@ class Dion(SteppingOptimizer):
         Collective: call it on every rank, or on none. It does nothing if the replicas agree or
         there is one. Trainer and Accelerate call it if an optimizer has it.
         """
-        if self.apart and self._replicas.size > 1:
+        if self.apart:
             self.synchronize()
 
     def train(self) -> None:

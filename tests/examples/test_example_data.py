@@ -162,6 +162,26 @@ def test_a_token_outside_the_vocabulary_is_an_error(tmp_path):
         tokens.read(0, 3)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "cut"),
+    [
+        ([60, 30, 10], 0.1, 90),  # at a file's end
+        ([60, 25, 15], 0.1, 85),  # at the end before, with a longer tail
+        ([60, 40], 0.1, 90),  # a tail of 40 would be more than twice as long
+        ([0, 100], 0.5, 50),
+        ([30, 70], 0.6, 40),
+        ([1, 99], 0.5, 50),
+        ([100, 0], 0.1, 90),
+        ([100, 0], 0.001, 100),
+    ],
+)
+def test_a_split_falls_between_files_where_both_parts_keep_some(lengths, fraction, cut):
+    parts = np.split(np.zeros(sum(lengths), np.uint8), np.cumsum(lengths)[:-1])
+    training, held_out = split(Tokens(parts, 256), fraction)
+    assert (training.start, training.stop) == (0, cut)
+    assert (held_out.start, held_out.stop) == (cut, sum(lengths))
+
+
 def test_errors_say_what_is_wrong_with_the_data(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("short")

@@ -84,7 +84,7 @@ MALFORMED = {
     ),
     "delay where nothing drifts": (
         with_params(stage=2, wire_budget=0.01, delay=1),
-        "delay=1) with zero_optimization.stage=2: one replica is sharded",
+        "optimizer.params.delay=1 with zero_optimization.stage=2: one replica is sharded",
     ),
     "delay of no steps": (with_params(delay=-1, wire_budget=0.01), "params.delay=-1 must be >= 0"),
     "delay that is no integer": (
@@ -103,11 +103,28 @@ MALFORMED = {
         "optimizer.params.delay=1 with sync=LowRank(average_weights=True): only codes",
     ),
     "delay without codes, sharded": (
-        with_params(stage=1, threshold=0.3, delay=1), "optimizer.params.delay=1 with sync=LowRank",
+        with_params(stage=1, threshold=0.3, delay=1),
+        "optimizer.params.delay=1 with zero_optimization.stage=1: one replica is sharded",
     ),
     "two delays": (
         with_params(sync={"type": "quantized_average", "delay": 2}, delay=1),
         "optimizer.params.delay=1, but optimizer.params.sync.delay=2",
+    ),
+    "a delay and explicitly none": (
+        with_params(sync={"type": "quantized_average", "delay": 0}, delay=1),
+        "optimizer.params.delay=1, but optimizer.params.sync.delay=0",
+    ),
+    "explicitly none and a delay": (
+        with_params(sync={"type": "quantized_average", "delay": 1}, delay=0),
+        "optimizer.params.delay=0, but optimizer.params.sync.delay=1",
+    ),
+    "delay of a gate that has none": (
+        with_params(gate={"type": "period", "period": 3, "delay": 1}),
+        "takes ['period']. For means that arrive later give optimizer.params.delay",
+    ),
+    "delay of a gate that is no number": (
+        with_params(gate={"type": "rmmc", "threshold": 0.3, "delay": "1"}),
+        "optimizer.params.gate.delay='1' must be 0 or 1",
     ),
     "delay of Dion": (with_params(kind="Dion", delay=1), "optimizer.params.delay=1 is unknown"),
     "sync of Dion": (with_params(kind="Dion", sync={"type": "low_rank"}), "optimizer.params.sync="),
@@ -294,6 +311,40 @@ def test_the_json_names_a_gate_and_a_sync():
     for gate, kind, opened in distributed.run(2, choices, {"type": "always"}, unaveraged):
         assert (gate, kind) == ("AlwaysOpen()", "LowRank(average_weights=False)")
         assert all(opened)
+
+
+def no_delay(rank):
+    """The syncs of engines whose JSON says that there is no delay."""
+    chosen = (
+        with_params(threshold=0.3, delay=0),
+        with_params(sync={"type": "low_rank"}, delay=0),
+        with_params(stage=1, threshold=0.3, delay=0),
+        with_params(wire_budget=0.8, delay=0),
+        with_params(sync={"type": "quantized_average", "delay": 0}, delay=0),
+    )
+    return [repr(ds.engine_of(configuration).basic_optimizer.sync) for configuration in chosen]
+
+
+def test_a_delay_of_no_steps_is_none():
+    for first, *others in distributed.run(2, no_delay):
+        assert first == "LowRank(average_weights=True)"
+        assert others[:2] == [first] * 2
+        assert all("delay=0)" in other for other in others[2:])
+
+
+def apart(rank):
+    """Whether replicas count as apart after a local step, at stages 0 and 1."""
+    gate, found = {"type": "period", "period": 3}, []
+    for stage in (0, 1):
+        engine = ds.engine_of(ds.config(stage, {"gate": gate}))
+        ds.train(engine, range(1))
+        assert engine.basic_optimizer.progress.local_steps == 1
+        found.append(engine.basic_optimizer.apart)
+    return found
+
+
+def test_one_replica_is_never_apart():
+    assert distributed.run(2, apart) == [[True, False]] * 2
 
 
 def python(program, **environment):

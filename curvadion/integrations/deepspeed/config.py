@@ -54,10 +54,13 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     _check_sections(engine._config._param_dict["optimizer"])
     _check_keys(kind, params)
     sharded = engine.zero_optimization_stage() > 0
-    delay = params.pop(DELAY, None)
+    delay, stage = params.pop(DELAY, None), engine.zero_optimization_stage()
+    given = params.get("sync")
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
     if delay is not None:
+        _check_delay(delay, given, stage)
+    if delay:
         params["sync"] = _delayed(params, delay)
     if sharded and kind is CurvaDion:
         params.setdefault("local_step", "gradient")
@@ -106,20 +109,35 @@ def _choice(argument: str, value: object) -> Any:
     known = inspect.signature(kinds[kind]).parameters
     required = {name for name, given in known.items() if given.default is given.empty}
     if not required <= arguments.keys() <= known.keys():
-        raise ValueError(f"{key}={value!r}: a {argument} of type {kind!r} takes {list(known)}")
+        hint = ""
+        if argument == "gate" and DELAY in arguments.keys() - known.keys():
+            hint = f". For means that arrive later give optimizer.params.{DELAY}"
+        raise ValueError(
+            f"{key}={value!r}: a {argument} of type {kind!r} takes {list(known)}{hint}"
+        )
     try:
         return kinds[kind](**arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{key}.{error}") from error
 
 
-def _delayed(params: Mapping[str, Any], delay: Any) -> QuantizedAverage:
+def _check_delay(delay: object, sync: object, stage: int) -> None:
+    """Raise for a delay that cannot be; sync: what the JSON says of it."""
+    key = f"optimizer.params.{DELAY}"
+    checks.integer(key, delay, 0)
+    if delay and stage > 0:
+        raise ValueError(
+            f"{key}={delay} with zero_optimization.stage={stage}: one replica is sharded over all "
+            f"ranks, so there is nothing to bring together. Use it at stage 0."
+        )
+    inside = sync.get(DELAY, delay) if isinstance(sync, Mapping) else delay
+    if inside != delay:
+        raise ValueError(f"{key}={delay}, but optimizer.params.sync.{DELAY}={inside}: drop one")
+
+
+def _delayed(params: Mapping[str, Any], delay: int) -> QuantizedAverage:
     """The sync that the arguments choose, with a delay."""
     key = f"optimizer.params.{DELAY}"
-    try:
-        checks.integer(DELAY, delay, 0)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"optimizer.params.{error}") from error
     sync, gate = params.get("sync"), params.get("gate")
     if sync is None:
         counts_bytes = params.get("wire_budget") is not None or getattr(gate, "share", None)
@@ -129,8 +147,6 @@ def _delayed(params: Mapping[str, Any], delay: Any) -> QuantizedAverage:
             f"{key}={delay} with sync={sync!r}: only codes can arrive later. Give a wire_budget, "
             f'or "sync": {{"type": "quantized_average"}}, or leave {DELAY!r} out'
         )
-    if sync.delay not in (0, delay):
-        raise ValueError(f"{key}={delay}, but optimizer.params.sync.delay={sync.delay}: drop one")
     sync.delay = delay
     return sync
 
