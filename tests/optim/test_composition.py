@@ -186,12 +186,11 @@ def test_a_sync_given_to_two_optimizers_is_nobodys():
     for each in x:
         each.grad = torch.ones_like(each)
     first.step()
-    assert first.apart and first.sync.fragments_apart == 2
+    assert first.sync.fragments_apart == 2
     first.step()
     assert first.sync.next_fragment == 1
     for untouched in (sync, second.sync):
         assert (untouched.fragments_apart, untouched.next_fragment) == (0, 0)
-    assert not second.apart
     assert (sync.bits, repr(sync)) == (2, repr(QuantizedAverage(fragments=2)))
 
 
@@ -203,9 +202,11 @@ def test_copies_of_an_optimizer_take_the_choices_along():
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert repr(twin) == repr(optimizer)
         assert twin.sync is not optimizer.sync
-        assert twin.apart and twin.sync.fragments_apart == 1
+        assert twin.progress.local_steps == twin.sync.fragments_apart == 1
         twin.synchronize()
-        assert optimizer.apart and not twin.apart
+        assert twin.progress.local_steps == twin.sync.fragments_apart == 0
+        assert optimizer.progress.local_steps == optimizer.sync.fragments_apart == 1
+        assert not (optimizer.apart or twin.apart)  # there is one replica
 
 
 # ---------------------------------------------------------------- what does not compose
