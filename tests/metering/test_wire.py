@@ -19,6 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 import distributed
 from curvadion.metering.wire import WireCount, WireMeter, counted_bytes
 
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_without_kernels():
+    """An exchange in background leaves the meter's kernels in a worker for good."""
+    distributed.shutdown()
+
+
 F32 = 4
 
 
