@@ -106,7 +106,10 @@ def worker(rank: int, ranks: int) -> None:
 def measured_collective(kind: str, payload: int, calls: int) -> Record:
     """Seconds of the fastest call, and the bytes that left this rank's interface at each."""
     ranks = dist.get_world_size()
-    whole = torch.zeros(payload // 4)
+    # So that the smallest can be cut into as many parts as there are ranks.
+    whole = torch.zeros(payload, dtype=torch.uint8)
+    if payload > SMALL:
+        whole = whole.view(torch.float32)
     other = torch.zeros_like(whole)
     parts = list(other.chunk(ranks))
     call: Callable[[], object] = {
