@@ -1,4 +1,4 @@
-"""Compare AdamW with plain DDP, Dion and CurvaDion, with a gate and with a budget of bytes.
+"""Compare AdamW with plain DDP, Muon and CurvaDion, with a gate and with a budget of bytes.
 
     python examples/demo.py
 
@@ -27,7 +27,8 @@ SHARED = (
 )
 RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
-    "Dion": "--optimizer dion --lr 0.02",
+    # The best there is at every step: Dion with the polar direction and Nesterov's momentum.
+    "Muon": "--optimizer dion --direction polar --rank-fraction 1 --nesterov 1.05 --lr 0.02",
     "CurvaDion": "--optimizer curvadion --lr 0.02 --max-local-steps 10",
     "CurvaDion-1%": "--optimizer curvadion --lr 0.03 --wire-budget 0.01",
 }

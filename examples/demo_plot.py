@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 # Okabe and Ito's palette: distinct for every kind of colour vision.
 COLOURS = {
     "AdamW-DDP": "#666666",
-    "Dion": "#0072B2",
+    "Muon": "#0072B2",
     "CurvaDion": "#D55E00",
     "CurvaDion-1%": "#009E73",
 }
