@@ -545,7 +545,9 @@ def test_a_delay_that_is_no_number_says_what_it_may_be():
 
 
 @pytest.mark.parametrize(
-    "gate", [FixedPeriod(3), FixedPeriod(1), AlwaysOpen(), ByteBudget(0.5), EveryThird()], ids=repr
+    "gate",
+    [FixedPeriod(3), FixedPeriod(1), AlwaysOpen(), ByteBudget(0.5), EveryThird()],
+    ids=lambda gate: type(gate).__name__,
 )
 def test_a_delay_without_a_signal_is_an_error(gate):
     optimizer = CurvaDion(parameters(), gate=gate)
