@@ -34,7 +34,7 @@ def bits_within(share: float) -> int:
     """Bits of a code that this share of float32 bytes pays for at every second step; 2 at least.
 
     Fewer openings with more bits are worse below, and openings at every step worse above
-    (docs/convergence.md).
+    (docs/convergence-lab.md).
     """
     return max(b for b in BITS if b <= 2 or coded_share(b) <= 2 * share)
 

@@ -73,7 +73,7 @@ class QuantizedAverage(Sync):
         fragments: parameters are divided into so many fragments of about equal size. At each
             opening one comes together, in rotation; under a byte budget the gate opens as many
             times more often. 3 gain in short runs where each weight is agreed on at every third to
-            sixteenth step (docs/convergence.md).
+            sixteenth step (docs/convergence-lab.md).
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a wave's weights meanwhile (docs/guide.md#memory).
@@ -163,7 +163,7 @@ class QuantizedAverage(Sync):
         return coded_share(self.bits) / self.fragments
 
     def look_ahead(self, period: float) -> float:
-        """1.6 sqrt(period), which did best (docs/convergence.md)."""
+        """1.6 sqrt(period), which did best (docs/convergence-lab.md)."""
         return round(1.6 * math.sqrt(period), 1)
 
     # ---------------------------------------------------------------- around steps

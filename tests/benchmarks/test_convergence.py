@@ -516,4 +516,4 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
 def test_the_document_shows_the_results():
     root = Path(convergence.__file__).resolve().parent.parent
     table, *_ = (root / "benchmarks/results/convergence/runs.md").read_text("utf-8").split("\n\n")
-    assert table in (root / "docs" / "convergence.md").read_text("utf-8")
+    assert table in (root / "docs" / "convergence-lab.md").read_text("utf-8")
