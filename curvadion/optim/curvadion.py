@@ -131,14 +131,15 @@ class CurvaDion(Dion):
         gate, progress = self.gate, self.progress
         listing = partial(self._listing, plan)
         awaited = self._agreement.hear(plan, listing, until=progress.steps)
-        if not gate.late:
+        late = gate.late
+        if not late:
             self._agreement.forget_signal()  # of another gate
             progress.signal = progress.signal_parameter = None
-        if not (self.scheduled or gate.late):
+        if not (self.scheduled or late):
             return Foreseen()
         if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
             self._tell_costs([p.X for p in plan.parameters])
-        if gate.late and (signal := self._agreement.signal) is not None:
+        if late and (signal := self._agreement.signal) is not None:
             progress.signal, progress.signal_parameter = signal
         reason = self._reason_to_open(progress.signal or 0.0)
         opens = reason is not None
@@ -146,9 +147,9 @@ class CurvaDion(Dion):
             opens,
             reason,
             heard=awaited or self._replicas.size == 1 or (opens and not self.sync.delay),
-            delay=1 if gate.late else self.sync.delay,
-            late=gate.late,
-            background=partial(self._signals_apart if gate.late else self._background, plan.device),
+            delay=1 if late else self.sync.delay,
+            late=late,
+            background=partial(self._signals_apart if late else self._background, plan.device),
         )
 
     def _signals_apart(self, device: torch.device) -> Background:

@@ -81,7 +81,7 @@ class Agreement:
         self._unheard: list[object] = []  # keeps what is sent until others hear it
 
     def forget_signal(self) -> None:
-        """The last signal is of no step that decides on another one."""
+        """Let no step be decided by the last signal."""
         self._signal = None
 
     def follow(self, plan: Plan) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -22,8 +18,8 @@ import distributed
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
 from curvadion.sync.coded_mean import message_bytes
 from shards import shard
+from two_programs import two_programs
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(20, 12), (12, 26), (1, 9), (40,)]
 LR, DECAY = 0.05, 0.01
 NEVER = FixedPeriod(10**6)
@@ -418,24 +414,9 @@ PROGRAM = """
 """
 
 
-def two_programs(tmp_path, stop, ends, last=""):
-    program = textwrap.dedent(PROGRAM).format(stop=stop, ends=ends, last=last)
-    paths = f"{ROOT}:{ROOT / 'kernels'}"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
 def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
     """It ends at the step of an opening, before it sends."""
-    one, other = two_programs(tmp_path, 5, "os._exit(3)")
+    one, other = two_programs(PROGRAM, tmp_path, stop=5, ends="os._exit(3)", last="")
     _, err = one.communicate(timeout=90)
     other.communicate(timeout=10)
     assert one.returncode == 1, err
@@ -451,7 +432,7 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path, last):
 
     One replica takes this step later: the exchange of the other still waits when it ends.
     """
-    for process in two_programs(tmp_path, 8, "time.sleep(2)", last):
+    for process in two_programs(PROGRAM, tmp_path, stop=8, ends="time.sleep(2)", last=last):
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
         assert out.strip() == "took 9" and "terminate" not in err

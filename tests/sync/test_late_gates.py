@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
 import re
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -33,9 +29,9 @@ from curvadion import (
 )
 from raised import told
 from scheduled import Scheduled
+from two_programs import two_programs
 from two_replicas import RANKS, SHAPES, Replica, same, same_state
 
-ROOT = Path(__file__).resolve().parents[2]
 SYNCS = {
     "exact": LowRank(),
     "codes": QuantizedAverage(bits=2),
@@ -738,22 +734,8 @@ PROGRAM = """
 """
 
 
-def two_programs(tmp_path, stop):
-    program, paths = textwrap.dedent(PROGRAM).format(stop=stop), f"{ROOT}:{ROOT / 'kernels'}"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-
-
 def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
-    one, other = two_programs(tmp_path, 5)
+    one, other = two_programs(PROGRAM, tmp_path, stop=5)
     _, err = one.communicate(timeout=90)
     other.communicate(timeout=10)
     assert one.returncode == 1, err
@@ -762,7 +744,7 @@ def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
 
 
 def test_a_process_ends_well_with_something_told_and_not_heard(tmp_path):
-    for process in two_programs(tmp_path, 99):
+    for process in two_programs(PROGRAM, tmp_path, stop=99):
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
         assert out.strip() == "took 9" and "terminate" not in err

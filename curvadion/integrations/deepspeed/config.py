@@ -53,9 +53,9 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     params = dict(engine.optimizer_params() or {})
     _check_sections(engine._config._param_dict["optimizer"])
     _check_keys(kind, params)
-    sharded = engine.zero_optimization_stage() > 0
-    delay, stage = params.pop(DELAY, None), engine.zero_optimization_stage()
-    given = params.get("sync")
+    stage = engine.zero_optimization_stage()
+    sharded = stage > 0
+    delay, given = params.pop(DELAY, None), params.get("sync")
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
     if delay is not None:
