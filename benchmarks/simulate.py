@@ -16,7 +16,7 @@ import multiprocessing
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ import torch
 
 from command_line import option, parse
 from demo import aligned
-from simulation.training import SYNCHRONISED, Training, train
+from simulation.training import DIRECTIONS, SPARSE, SYNCHRONISED, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
+DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Options:
     elementwise: tuple[float, ...] = option((0.5,), "shares of it of all else")
     weight_decay: tuple[float, ...] = option((0.01,), "of matrices")
     look_ahead: tuple[float, ...] = option((), "share of the gradient in directions")
+    update_scale: tuple[str, ...] = option(("spectral",), "of curvadion's UPDATE_SCALES")
     budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
     bits: tuple[int, ...] = option((2,), "of codes; 0: float32")
     fragments: tuple[int, ...] = option((1,), "of ours")
@@ -48,8 +50,9 @@ class Options:
     delay: tuple[int, ...] = option((0,), "of ours")
     align: tuple[float, ...] = option((1.0,), "of ours: share of momentum alignment")
     polar: tuple[float, ...] = option((1.0,), "of ours: share of the polar correction")
-    outer_lr: tuple[float, ...] = option((0.7,), "of DiLoCo and MuLoCo")
+    outer_lr: tuple[float, ...] = option((0.7,), "of DiLoCo, MuLoCo and SparseLoCo")
     outer_momentum: tuple[float, ...] = option((0.9,), "of DiLoCo and MuLoCo")
+    kept: tuple[int, ...] = option((64,), "of SparseLoCo, of a chunk's 4096 numbers")
     size: tuple[str, ...] = option(("small",), "of grids.SIZES")
     corpus: tuple[str, ...] = option(("python",), "of corpora.CORPORA")
     batch_size: tuple[int, ...] = option((8,), "sequences of 64 tokens of a replica and a step")
@@ -73,10 +76,12 @@ def selected(options: Options) -> Iterator[Training]:
         settings = dict(zip(given, values, strict=True))
         method, fixed = settings["method"], list[str]()
         fixed += ours if method != "ours" else ()
-        fixed += ["budget", "bits"] if method in SYNCHRONISED else []
-        fixed += ["outer_lr", "outer_momentum"] if method not in ("diloco", "muloco") else []
-        fixed += ["bits"] if method in ("averaged_weights", "sparseloco") else []
-        fixed += ["elementwise"] if method in ("adamw", "diloco", "sparseloco") else []
+        fixed += ["budget"] if method in SYNCHRONISED else []
+        fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
+        fixed += ["outer_lr"] if method not in ("diloco", "muloco", *SPARSE) else []
+        fixed += ["kept"] if method not in SPARSE else []
+        fixed += ["bits"] if method not in ("ours", "diloco", "muloco") else []
+        fixed += ["elementwise", "update_scale"] if DIRECTIONS.get(method) == "adamw" else []
         training = Training(**{**settings, **{key: default[key] for key in fixed}})
         if training not in seen:
             seen.add(training)
@@ -105,7 +110,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         mean = float("inf") if None in losses else sum(losses) / len(losses)
         told = [f"{settings[k]}" for k in BEST_OF]
         rest = [
-            f"{f.name}={settings[f.name]:g}"
+            f"{f.name}={settings[f.name]}"
             for f in fields(Training)
             if f.name not in (*BEST_OF, "seed") and settings[f.name] not in (f.default, None)
         ]
@@ -134,8 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
 
     def found(training: Training) -> dict[str, Any] | None:
-        settings = asdict(training)
-        return next((r for r in records if settings.items() <= r.items()), None)
+        settings = asdict(training).items()
+        # Records made before a setting existed are of its default.
+        return next(
+            (r for r in ({**DEFAULTS, **r} for r in records) if settings <= r.items()), None
+        )
 
     pending = [training for training in wanted if found(training) is None]
     for number, record in enumerate(map_trainings(pending, options.workers), start=1):

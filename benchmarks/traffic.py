@@ -4,6 +4,7 @@ A budget is a share of what AdamW with DDP sends: one number per parameter at ev
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -66,14 +67,16 @@ class Shapes:
         return self.parameters + 2 * self.elementwise + counters + self.dion_step()
 
     def powersgd_step(self, rank: int) -> int:
-        """Return what a compressed step of PowerSGD does; what it would not halve stays dense."""
-        numbers = 0
-        for shape in self.all:
-            rows, columns = shape[0], math.prod(shape[1:])
-            compressed = min(rank, rows, columns) * (rows + columns)
-            dense = rows * columns
-            numbers += compressed if 2 * compressed < dense else dense
-        return numbers
+        """Return what a compressed step of PowerSGD does."""
+        return sum(powersgd_numbers(shape, rank) for shape in self.all)
+
+
+def powersgd_numbers(shape: Sequence[int], rank: int) -> int:
+    """Return what PowerSGD all-reduces of a gradient; what it would not halve stays dense."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    compressed = min(rank, rows, columns) * (rows + columns)
+    dense = rows * columns
+    return compressed if 2 * compressed < dense else dense
 
 
 def period_within(budget: float, steps: int, numbers: float, parameters: int) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from curvadion.layout.matrix import Extent
+from curvadion.layout.matrix import UPDATE_SCALES, Extent
 from curvadion.update.newton_schulz import inverse_root, polar_express
 from curvadion.update.orthonormalize import orthonormalize
 from simulation.world import Weights, World
@@ -31,6 +30,8 @@ class Inner:
         mu: momentum of directions.
         weight_decay: of matrices.
         newton_schulz_steps: of polar directions.
+        update_scale: of ``UPDATE_SCALES``, by which the steps of an (m, n) matrix are longer than
+            the learning rate.
     """
 
     direction: Literal["polar", "low_rank", "adamw"]
@@ -40,6 +41,7 @@ class Inner:
     mu: float = 0.95
     weight_decay: float = 0.01
     newton_schulz_steps: int = 4
+    update_scale: str = "spectral"
 
 
 class Replicas:
@@ -47,7 +49,7 @@ class Replicas:
 
     Attributes:
         X: weights. M: momenta of matrices with directions. U: the directions of the last step.
-        scales: sqrt(m / n), by which steps of an (m, n) matrix are longer than the learning rate.
+        scales: by which the steps of a matrix are longer than the learning rate.
     """
 
     def __init__(self, inner: Inner, world: World, count: int):
@@ -56,7 +58,8 @@ class Replicas:
         directed = world.matrices if inner.direction != "adamw" else []
         self.M = {name: torch.zeros_like(self.X[name]) for name in directed}
         self.U: Weights = {}
-        self.scales = {name: math.sqrt(M.shape[1] / M.shape[2]) for name, M in self.M.items()}
+        scale = UPDATE_SCALES[inner.update_scale]
+        self.scales = {name: scale(*M.shape[1:]) for name, M in self.M.items()}
         self._decayed = set(world.matrices)
         self._by_shape: dict[torch.Size, list[str]] = {}
         for name, M in self.M.items():

@@ -1,4 +1,4 @@
-"""How replicas come together: our average in codes, and the outer steps of its rivals.
+"""How replicas come together, and our average in codes.
 
 Each counts the bytes that a rank sends, as a share of an all-reduce of all gradients in float32 at
 every step. Of n replicas' numbers an all-reduce sends 2 (n - 1) / n, and so do codes that go to
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,10 @@ class Outer(ABC):
         self.anchor = {name: x[None].clone() for name, x in world.initial.items()}
         self.sizes = {name: x.numel() for name, x in world.initial.items()}
         self.sent = 0.0
+
+    def gradients(self, step: int, own: Weights) -> Weights:
+        """Return what each replica steps with, of the gradients of its own batches."""
+        return own
 
     @abstractmethod
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
@@ -229,111 +233,3 @@ class QuantizedAverage(Outer):
         change = (V - V @ V.mT @ V) * (self.settings.polar / 2)
         limit = LARGEST_CORRECTION * math.sqrt(min(D.shape[1:]))
         return L * change * (limit / max(limit, float(change.norm())))
-
-
-@dataclass(frozen=True)
-class OuterStep:
-    """Settings of :class:`OuterMomentum`.
-
-    period: local steps to an outer one. lr, momentum: of the outer step. bits: of codes with error
-    feedback; None: float32.
-    """
-
-    period: int
-    lr: float = 0.7
-    momentum: float = 0.9
-    bits: int | None = None
-
-
-class OuterMomentum(Outer):
-    """An outer Nesterov step with the mean pseudo-gradient.
-
-    DiLoCo (arXiv 2311.08105) around AdamW, MuLoCo (arXiv 2505.23725) around Muon; with a rate of 1
-    and no momentum the mean of the weights.
-    """
-
-    def __init__(self, settings: OuterStep, world: World):
-        super().__init__(world)
-        self.settings, self.codes = settings, Codes(settings.bits)
-        self._velocity = {name: torch.zeros_like(x) for name, x in self.anchor.items()}
-
-    def means(self, moved: Weights) -> Weights:
-        """The means of what replicas have moved, as they arrive."""
-        return self.codes.means(moved)
-
-    @property
-    def cost(self) -> float:
-        """What an outer step sends, as a share of float32 gradients."""
-        return self.codes.share(list(self.sizes.values()))
-
-    def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
-        if (step + 1) % self.settings.period and not last:
-            return
-        self.sent += self.cost
-        momentum = self.settings.momentum
-        moved = {name: X - self.anchor[name] for name, X in own.X.items()}
-        for name, mean in self.means(moved).items():
-            X = own.X[name]
-            v = self._velocity[name].mul_(momentum).add_(mean)
-            self.anchor[name] += self.settings.lr * (mean + momentum * v)
-            X.copy_(self.anchor[name].expand_as(X))
-
-
-@dataclass(frozen=True)
-class Sparse(OuterStep):
-    """Settings of :class:`SparseAverage`; momentum is 0.
-
-    kept: of each chunk. chunk: numbers of a chunk. decay: of what was not sent.
-    """
-
-    kept: int = 64
-    chunk: int = 4096
-    decay: float = 0.95
-
-
-class SparseAverage(OuterMomentum):
-    """The largest numbers of each chunk in 2 bits with error feedback (SparseLoCo, 2508.15706).
-
-    Every replica sends its own to all others, as positions and codes.
-    """
-
-    settings: Sparse
-
-    def __init__(self, settings: Sparse, world: World):
-        super().__init__(replace(settings, momentum=0.0), world)
-        self._lost: Weights = {}
-        self._replicas = world.replicas
-
-    def means(self, moved: Weights) -> Weights:
-        return {name: self._mean(name, x) for name, x in moved.items()}
-
-    def _mean(self, name: str, moved: Tensor) -> Tensor:
-        wanted = moved + self.settings.decay * self._lost[name] if name in self._lost else moved
-        flat = wanted.flatten(1)
-        padded = F.pad(flat, (0, -flat.shape[1] % self.settings.chunk))
-        chunks = padded.view(len(moved), -1, self.settings.chunk)
-        kept = min(self.settings.kept, self.settings.chunk)
-        where = chunks.abs().topk(kept, dim=-1).indices
-        sent = torch.zeros_like(chunks).scatter(-1, where, _in_two_bits(chunks.gather(-1, where)))
-        sent = sent.flatten(1)[:, : flat.shape[1]].view_as(moved)
-        self._lost[name] = wanted - sent
-        return sent.mean(0, keepdim=True)
-
-    @property
-    def cost(self) -> float:
-        chunk, kept = self.settings.chunk, self.settings.kept
-        # The positions as the number of one of all choices of so many among the chunk.
-        choices = math.lgamma(chunk + 1) - math.lgamma(kept + 1) - math.lgamma(chunk - kept + 1)
-        bits = kept * 2 + choices / math.log(2) + 16
-        chunks = sum(-(-size // chunk) for size in self.sizes.values())
-        # All of n messages reach all: n - 1 are sent by a rank, where an all-reduce sends 2 (n-1)/n
-        return float(self._replicas / 2 * chunks * bits / 8 / (4 * sum(self.sizes.values())))
-
-
-def _in_two_bits(x: Tensor) -> Tensor:
-    """(..., k) in signs and two sizes: the means of the smaller and of the larger half."""
-    size = x.abs()
-    large = size > size.median(dim=-1, keepdim=True).values
-    high = (size * large).sum(-1, keepdim=True) / large.sum(-1, keepdim=True).clamp_min(1)
-    low = (size * ~large).sum(-1, keepdim=True) / (~large).sum(-1, keepdim=True).clamp_min(1)
-    return x.sign() * torch.where(large, high, low)

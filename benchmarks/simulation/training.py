@@ -11,29 +11,36 @@ import torch
 
 from grids import SIZES, Task
 from simulation.inner import Inner, Replicas
-from simulation.outer import (
-    Average,
-    Outer,
-    OuterMomentum,
-    OuterStep,
-    QuantizedAverage,
-    Sparse,
-    SparseAverage,
-)
+from simulation.outer import Average, Outer, QuantizedAverage
+from simulation.rivals import OuterMomentum, OuterStep, PowerSGD, Sparse, SparseAverage
 from simulation.world import World
+from traffic import powersgd_rank
 from train_gpt import Config, lr_scale
 
 Method = Literal[
-    "adamw", "muon", "dion", "ours", "averaged_weights", "diloco", "muloco", "sparseloco"
+    "adamw",
+    "muon",
+    "dion",
+    "ours",
+    "averaged_weights",
+    "diloco",
+    "muloco",
+    "sparseloco",
+    "sparse_muon",
+    "powersgd",
+    "powersgd_muon",
 ]
 SYNCHRONISED = ("adamw", "muon", "dion")
+SPARSE = ("sparseloco", "sparse_muon")
 DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
     "adamw": "adamw",
     "diloco": "adamw",
     "sparseloco": "adamw",
+    "powersgd": "adamw",
     "dion": "low_rank",
 }
 NESTEROV = 1 / 0.95  # the look-ahead that makes a momentum of 0.95 Nesterov's
+MUON_INSIDE = ("muon", "muloco", "sparse_muon", "powersgd_muon")  # with Nesterov's momentum
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,12 @@ class Training:
 
     Attributes:
         method: adamw, muon and dion average gradients at every step; the others keep to a budget.
-        lr, elementwise, weight_decay, look_ahead: as of :class:`Inner`.
+        lr, elementwise, weight_decay, look_ahead, update_scale: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
         bits, fragments, strided, delay, align, polar: of "ours" (:class:`Average`); bits of DiLoCo
             and MuLoCo too, 0 for float32.
-        outer_lr, outer_momentum: of DiLoCo and MuLoCo.
+        outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate of the sparse ones too.
+        kept: of a chunk's 4096 numbers, by "sparseloco" around AdamW and "sparse_muon".
         size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
             batch is so many sequences of a replica.
         warmdown: share of the steps over which the learning rate falls to zero.
@@ -57,6 +65,7 @@ class Training:
     elementwise: float = 0.5
     weight_decay: float = 0.01
     look_ahead: float | None = None
+    update_scale: str = "spectral"
     budget: float = 0.0
     bits: int = 2
     fragments: int = 1
@@ -66,6 +75,7 @@ class Training:
     strided: bool = False
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    kept: int = 64
     size: str = "small"
     corpus: str = "python"
     batch_size: int = 8
@@ -88,24 +98,35 @@ class Training:
                 k: getattr(self, k) for k in ("fragments", "delay", "align", "polar", "strided")
             }
             return QuantizedAverage(Average(self.budget, self.bits or None, **chosen), world)
+        if self.method.startswith("powersgd"):
+            rank = powersgd_rank(self.task.shapes(), self.budget, self.steps)
+            if rank is None:
+                raise ValueError(f"PowerSGD sends more than {self.budget:%}, even of rank 1")
+            return PowerSGD(rank, world)
+        if self.method in SPARSE:
+            sparse = Sparse(1, self.outer_lr, kept=self.kept)
+            return SparseAverage.within(self.budget, self.steps, sparse, world)
         settings = OuterStep(1, self.outer_lr, self.outer_momentum, self.bits or None)
-        kind: type[OuterMomentum] = OuterMomentum
         if self.method == "averaged_weights":
             settings = OuterStep(1, 1.0, 0.0)
-        elif self.method == "sparseloco":
-            settings, kind = Sparse(1, 1.0, 0.0), SparseAverage
-        period = math.ceil(kind(settings, world).cost / self.budget - 1e-9)
-        return kind(replace(settings, period=max(1, period)), world)
+        return OuterMomentum.within(self.budget, self.steps, settings, world)
 
     def inner(self, outer: Outer | None) -> Inner:
         """A replica's own optimizer."""
         ahead = self.look_ahead
         if ahead is None:
-            ahead = {"muon": NESTEROV, "muloco": NESTEROV}.get(self.method, 0.0)
+            ahead = NESTEROV if self.method in MUON_INSIDE else 0.0
             if isinstance(outer, QuantizedAverage):
                 ahead = round(1.6 * math.sqrt(outer.period), 1)
         direction = DIRECTIONS.get(self.method, "polar")
-        return Inner(direction, self.lr, self.elementwise, ahead, weight_decay=self.weight_decay)
+        return Inner(
+            direction,
+            self.lr,
+            self.elementwise,
+            ahead,
+            weight_decay=self.weight_decay,
+            update_scale=self.update_scale,
+        )
 
 
 @torch.no_grad()
@@ -116,7 +137,8 @@ def trained(training: Training, world: World, *, check_every: int = 20) -> tuple
     schedule = Config(steps=training.steps, warmdown_fraction=training.warmdown)
     for step in range(training.steps):
         scale, last = lr_scale(step, schedule), step == training.steps - 1
-        own.step(step, scale, world.gradients(step, own.X))
+        gradients = world.gradients(step, own.X)
+        own.step(step, scale, outer.gradients(step, gradients) if outer else gradients)
         if outer is not None:
             outer.after(step, own, scale * training.lr, last=last)
         if step % check_every == 0 and not all(x.isfinite().all() for x in own.X.values()):
