@@ -13,7 +13,8 @@ from torch import nn
 
 from curvadion import checks
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
-from curvadion.integrations.deepspeed.process_groups import data_parallel_group
+from curvadion.integrations.deepspeed.process_groups import Reaching, between_replicas, divided
+from curvadion.integrations.deepspeed.replicas import REPLICA_SIZE
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
@@ -33,6 +34,10 @@ _EXAMPLES = {
 }
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 DELAY = "delay"  # short for that of the sync
+NOTHING_TO_BRING_TOGETHER = (
+    f"one replica is sharded over all ranks, so there is nothing to bring together. Divide the "
+    f"ranks by optimizer.params.{REPLICA_SIZE}, or use stage 0."
+)
 
 
 def check_spelling(name: str) -> None:
@@ -48,26 +53,26 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     Raises:
         TypeError, ValueError: naming the key and the value.
     """
-    check_engine(engine)
     kind = OPTIMIZERS[engine.optimizer_name()]
     params = dict(engine.optimizer_params() or {})
     _check_sections(engine._config._param_dict["optimizer"])
     _check_keys(kind, params)
-    stage = engine.zero_optimization_stage()
-    sharded = stage > 0
+    params.pop(REPLICA_SIZE, None)
+    replicas = between_replicas(engine)
     delay, given = params.pop(DELAY, None), params.get("sync")
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
     if delay is not None:
-        _check_delay(delay, given, stage)
+        _check_delay(delay, given, one_replica=replicas is None)
     if delay:
         params["sync"] = _delayed(params, delay)
-    if sharded and kind is CurvaDion:
+    if replicas is None and kind is CurvaDion:
         params.setdefault("local_step", "gradient")
     routing = {key: params.pop(key) for key in ROUTING if key in params}
     try:
         groups = _groups(engine.module, model_parameters, routing)
-        replicas = None if sharded else data_parallel_group(engine)
+        if replicas is not None:
+            replicas = Reaching()(replicas, _device_of_weights(engine))
         return kind(groups, replicas=replicas, **params)
     except (TypeError, ValueError) as error:
         raise type(error)(f"optimizer.params: {error}") from error
@@ -82,13 +87,13 @@ def _check_sections(optimizer: Mapping[str, Any]) -> None:
 
 
 def _check_keys(kind: type[Dion], params: Mapping[str, Any]) -> None:
-    known = [*list(inspect.signature(kind.__init__).parameters)[2:], *ROUTING]
+    known = [*list(inspect.signature(kind.__init__).parameters)[2:], *ROUTING, REPLICA_SIZE]
     if kind is CurvaDion:
         known.append(DELAY)
     for key in params:
         if key == "replicas":
             raise ValueError(
-                "optimizer.params.replicas: leave it out, the engine's data-parallel group is used"
+                f"optimizer.params.replicas: leave it out, {REPLICA_SIZE!r} says who they are"
             )
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -121,15 +126,12 @@ def _choice(argument: str, value: object) -> Any:
         raise type(error)(f"{key}.{error}") from error
 
 
-def _check_delay(delay: object, sync: object, stage: int) -> None:
+def _check_delay(delay: object, sync: object, *, one_replica: bool) -> None:
     """Raise for a delay that cannot be; sync: what the JSON says of it."""
     key = f"optimizer.params.{DELAY}"
     checks.integer(key, delay, 0)
-    if delay and stage > 0:
-        raise ValueError(
-            f"{key}={delay} with zero_optimization.stage={stage}: one replica is sharded over all "
-            f"ranks, so there is nothing to bring together. Use it at stage 0."
-        )
+    if delay and one_replica:
+        raise ValueError(f"{key}={delay}: {NOTHING_TO_BRING_TOGETHER}")
     inside = sync.get(DELAY, delay) if isinstance(sync, Mapping) else delay
     if inside != delay:
         raise ValueError(f"{key}={delay}, but optimizer.params.sync.{DELAY}={inside}: drop one")
@@ -149,6 +151,14 @@ def _delayed(params: Mapping[str, Any], delay: int) -> QuantizedAverage:
         )
     sync.delay = delay
     return sync
+
+
+def _device_of_weights(engine: Any) -> torch.device:
+    """Where the optimizer's weights are: on the host if they are offloaded."""
+    offload = engine._config.zero_config.offload_optimizer
+    offloaded = offload is not None and str(offload.device).endswith("cpu")
+    device: torch.device = torch.device("cpu") if offloaded else engine.device
+    return device
 
 
 def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -190,35 +200,40 @@ def declare_shapes(module: nn.Module) -> None:
 
 
 def check_replicas(engine: Any, optimizer: Dion) -> None:
-    """Raise ValueError if the optimizer's replicas or local steps do not fit the ZeRO stage."""
-    replicas = optimizer._replicas.process_group
-    if engine.zero_optimization_stage() == 0:
-        theirs = dist.get_process_group_ranks(data_parallel_group(engine))
-        if replicas is not None and dist.get_process_group_ranks(replicas) != theirs:
-            raise ValueError(
-                f"replicas holds the ranks {dist.get_process_group_ranks(replicas)}, but the "
-                f"engine's data-parallel group {theirs}: pass that group, or None to leave the "
-                f"averaging of gradients to DeepSpeed"
-            )
+    """Raise ValueError if the optimizer's replicas or local steps do not fit the engine."""
+    stage, replicas = engine.zero_optimization_stage(), optimizer._replicas.process_group
+    between = between_replicas(engine)
+    if replicas is None and between is not None and not (stage or divided(engine)):
+        return  # DeepSpeed averages the gradients of all
+    if between is None:
+        _check_one_replica(stage, optimizer)
         return
-    if replicas is not None:
+    found = None if replicas is None else dist.get_process_group_ranks(replicas)
+    wanted = dist.get_process_group_ranks(between)
+    if found != wanted:
+        advice = "" if stage else ", or None to leave the averaging of gradients to DeepSpeed"
         raise ValueError(
-            f"replicas must be None with zero_optimization.stage="
-            f"{engine.zero_optimization_stage()}: ZeRO has averaged the gradients before the step "
-            f"and shards one replica over all ranks"
+            f"replicas holds the ranks {found}, but the engine's replicas are on {wanted}: pass "
+            f"a group of these{advice}"
+        )
+
+
+def _check_one_replica(stage: int, optimizer: Dion) -> None:
+    where = f"with zero_optimization.stage={stage}"
+    if optimizer._replicas.process_group is not None:
+        raise ValueError(
+            f"replicas must be None {where}: ZeRO has averaged the gradients before the step and "
+            f"shards one replica over all ranks. For several replicas of K ranks in a row pass the "
+            f"group of the ranks that are K apart."
         )
     if optimizer.sync.sends_codes:
-        raise ValueError(
-            f"sync={optimizer.sync!r} with zero_optimization.stage="
-            f"{engine.zero_optimization_stage()}: one replica is sharded over all ranks, so there "
-            f"is nothing to bring together. Use it (or a wire_budget) at stage 0."
-        )
+        raise ValueError(f"sync={optimizer.sync!r} {where}: {NOTHING_TO_BRING_TOGETHER}")
     local_step = optimizer.local_step if isinstance(optimizer, CurvaDion) else None
     if local_step == "dion" and not optimizer.gate.always_open:
         raise ValueError(
-            f"local_step='dion' with zero_optimization.stage={engine.zero_optimization_stage()}: "
-            f"one replica is sharded over all ranks, so its local Dion step would send all that a "
-            f"synchronised step sends. Use local_step='gradient'."
+            f"local_step='dion' {where}: one replica is sharded over all ranks, so its local Dion "
+            f"step would send all that a synchronised step sends. Use local_step='gradient', or "
+            f"optimizer.params.{REPLICA_SIZE} for several replicas."
         )
 
 
@@ -255,7 +270,12 @@ def check_engine(engine: Any) -> None:
         (engine.pipeline_parallelism, "PipelineModule", "train without pipeline stages"),
         (engine.has_moe_layers, "deepspeed.moe layers", "use dense layers"),
         (engine.autotp_size() > 1, "tensor_parallel.autotp_size", "set it to 1"),
-        (engine.mpu is not None, "mpu", "pass none: matrices may not be cut by other ranks"),
+        (
+            engine.mpu is not None,
+            "mpu",
+            f"pass none: matrices may not be cut by other ranks, and replicas are chosen by "
+            f"optimizer.params.{REPLICA_SIZE}",
+        ),
         (
             settings.compile_config.deepcompile,
             "compile.deepcompile",

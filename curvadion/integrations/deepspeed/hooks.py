@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from curvadion.integrations.deepspeed import attaching, config
+from curvadion.integrations.deepspeed import attaching, config, replicas, zero_init
+from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.optim.dion import Dion
 
 ENGINE = "deepspeed.runtime.engine"
@@ -40,7 +41,7 @@ def install() -> None:
 
 
 def _patch(module: Any) -> None:
-    """Wrap the methods of DeepSpeedEngine as they were before any patch of ours."""
+    """Wrap the methods of DeepSpeed's classes as they were before any patch of ours."""
     engine_class = module.DeepSpeedEngine
     if not hasattr(engine_class, _ORIGINALS):
         setattr(engine_class, _ORIGINALS, [getattr(engine_class, name) for name in _METHODS])
@@ -63,17 +64,26 @@ def _patch(module: Any) -> None:
     def _configure_optimizer(engine: Any, client_optimizer: Any, model_parameters: Any) -> None:
         if client_optimizer is not None and not hasattr(client_optimizer, "param_groups"):
             client_optimizer = client_optimizer(model_parameters)
-        if isinstance(client_optimizer, Dion):
-            config.check_engine(engine)
-            attaching.hold(client_optimizer)
-        configure(engine, client_optimizer, model_parameters)
-        if isinstance(engine.basic_optimizer, Dion):
-            attaching.attach(engine)
+        client = client_optimizer if isinstance(client_optimizer, Dion) else None
+        named = client_optimizer is None and engine.optimizer_name() in config.OPTIMIZERS
+        if client is None and not named:
+            configure(engine, client_optimizer, model_parameters)
+            return
+        config.check_engine(engine)
+        if client is not None:
+            attaching.hold(client)
+        replicas.divide_into_replicas(engine, client)
+        with zero_init.sharding_over(data_parallel_group(engine)):
+            configure(engine, client, model_parameters)
+        attaching.attach(engine)
 
     engine_class._do_sanity_check = _do_sanity_check
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    zero_init.patch(Init, config.OPTIMIZERS)
     # ZeRO asks for zero_allow_untested_optimizer unless it knows the class.
     from deepspeed.runtime.zero import utils
 

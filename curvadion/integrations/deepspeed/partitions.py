@@ -138,3 +138,16 @@ def _stage_3(zero: Any, reaching: Reaching) -> Iterator[Partition]:
 
 def _publish_3(zero: Any, sub_group: int) -> Callable[[], object]:
     return lambda: zero._reassign_or_swap_out_partitioned_parameters(sub_group)
+
+
+def publish(zero: Any, partitions: Sequence[Partition]) -> None:
+    """Give the model the master weights, as ZeRO's step does at its end; collective."""
+    if hasattr(zero, "update_lp_params"):
+        zero.update_lp_params()
+        return
+    zero._partition_all_parameters()
+    for partition in partitions:
+        partition.publish()
+    if persistent := zero.persistent_parameters:
+        persistent[0].all_gather(persistent)
+    zero.invalidate_secondary_tensor()

@@ -2,23 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from curvadion.comm.groups import group_of_ranks
+
+_BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
+
+
+class ReplicaGroups(NamedTuple):
+    """The groups that this rank is in where the ranks hold several replicas.
+
+    Attributes:
+        inside: the ranks of this replica, over which DeepSpeed shards and averages gradients.
+        between: the ranks that hold the same shards, one of each replica.
+    """
+
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
+
+
+def replica_groups(size: int) -> ReplicaGroups:
+    """Groups for replicas of ``size`` ranks in a row, fewer than all; collective.
+
+    All ranks must ask for the same size at the same point.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first, place = rank - rank % size, rank % size
+    return ReplicaGroups(_group(range(first, first + size)), _group(range(place, world, size)))
+
+
+def _group(ranks: range) -> dist.ProcessGroup:
+    group = group_of_ranks(ranks)
+    if group is None:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
+
 
 def data_parallel_group(engine: Any) -> dist.ProcessGroup:
-    """The ranks over which the engine averages gradients."""
+    """The ranks over which the engine averages gradients, and shards from stage 1 on."""
     group: dist.ProcessGroup = engine.seq_data_parallel_group
     return group
+
+
+def between_replicas(engine: Any) -> dist.ProcessGroup | None:
+    """The ranks with which the optimizer synchronises; None if the engine's ranks are one replica.
+
+    At stage 0 every rank is a replica unless the engine was divided otherwise.
+    """
+    whole = None if engine.zero_optimization_stage() else data_parallel_group(engine)
+    group: dist.ProcessGroup | None = getattr(engine, _BETWEEN, whole)
+    return group
+
+
+def divide(engine: Any, groups: ReplicaGroups) -> None:
+    """Let the engine shard and average inside a replica.
+
+    Batch sizes, data loaders and the first broadcast of the weights stay those of all ranks.
+    """
+    engine.seq_data_parallel_group = groups.inside
+    engine.seq_dp_world_size = groups.inside.size()
+    setattr(engine, _BETWEEN, groups.between)
+
+
+def divided(engine: Any) -> bool:
+    """Whether DeepSpeed averages gradients inside replicas, of which there are several."""
+    return hasattr(engine, _BETWEEN)
 
 
 class Reaching:
     """Groups over the same ranks as others, for tensors where those may have no backend.
 
-    A GPU's engine has NCCL groups; offloaded master weights are on the CPU. All ranks must ask for
-    the same groups in the same order.
+    A GPU's engine has NCCL groups; offloaded master weights are on the CPU. All ranks of a group
+    must ask for it at the same point.
     """
 
     def __init__(self) -> None:
@@ -30,6 +88,8 @@ class Reaching:
             return group
         if group not in self._made:
             ranks = dist.get_process_group_ranks(group)
-            made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo")
+            made: dist.ProcessGroup = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True
+            )
             self._made[group] = made
         return self._made[group]

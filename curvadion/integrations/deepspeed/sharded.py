@@ -8,17 +8,24 @@ the last partition with its gradient, scaled and clipped. Padding is in no range
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from curvadion.integrations.deepspeed.buckets import compare_before_reduction
-from curvadion.integrations.deepspeed.partitions import Partition, partitions_of
+from curvadion.integrations.deepspeed.clipping import clip
+from curvadion.integrations.deepspeed.partitions import Partition, partitions_of, publish
 from curvadion.integrations.deepspeed.process_groups import Reaching
+from curvadion.integrations.deepspeed.saving import (
+    check_shards_before_loading,
+    synchronize_before_saving,
+)
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.dion import Dion
 
@@ -30,7 +37,40 @@ def attach(engine: Any, optimizer: Dion) -> None:
     """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
     zero = engine.optimizer
     reaching = Reaching()
-    shards = Shards(optimizer, partitions_of(zero, reaching), engine.param_names)
+    partitions = partitions_of(zero, reaching)
+    replicas, then = optimizer._replicas.process_group, None
+    if replicas is not None:
+        check_apart(partitions, replicas)
+        then = partial(publish, zero, partitions)
+    shards = Shards(optimizer, partitions, engine.param_names)
+    _give_methods(optimizer, shards, then)
+    compare_before_reduction(engine, reaching)
+    check_shards_before_loading(engine)
+    if then is None:
+        _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
+        return
+    if engine.fp16_enabled():
+        setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler looks for its scale
+    _decide_with_all_replicas(engine, shards, then)
+    zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
+    synchronize_before_saving(engine, optimizer)
+
+
+def check_apart(partitions: Iterable[Partition], replicas: dist.ProcessGroup) -> None:
+    """Raise ValueError if ZeRO averages gradients over ranks that are other replicas."""
+    others = {*dist.get_process_group_ranks(replicas)} - {dist.get_rank()}
+    for group in {r.group for partition in partitions for r in partition.ranges}:
+        ranks = dist.get_process_group_ranks(group)
+        if others & {*ranks}:
+            raise ValueError(
+                f"ZeRO averages gradients over the ranks {ranks}, of which {sorted(others)} are "
+                f"other replicas, which the optimizer was told to synchronise itself: this version "
+                f"of DeepSpeed takes its groups from elsewhere. Leave replica_size out."
+            )
+
+
+def _give_methods(optimizer: Dion, shards: Shards, publish: Callable[[], None] | None) -> None:
+    """Let the optimizer's methods work on the shards; publish: gives the model what they change."""
 
     def step(self: Dion, closure: Any = None) -> None:
         shards.receive()
@@ -43,20 +83,24 @@ def attach(engine: Any, optimizer: Dion) -> None:
         type(self).load_state_dict(self, state_dict)
 
     kind = type(optimizer)
-    own = kind.synchronize, kind.drift, state_dict, load_state_dict
     setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
-    for method in own:
+    for method in (kind.drift, state_dict, load_state_dict):
         setattr(optimizer, method.__name__, MethodType(_on_shards(method, shards), optimizer))
-    compare_before_reduction(engine, reaching)
-    _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
-    if engine.zero_optimization_partition_weights():
-        _check_world_size_before_loading(engine)
+    moving: tuple[Callable[..., None], ...] = (kind.synchronize, kind.broadcast_weights)
+    for move in moving:
+        published = _on_shards(move, shards, publish)
+        setattr(optimizer, move.__name__, MethodType(published, optimizer))
 
 
-def _on_shards(method: Callable[..., Any], shards: Shards) -> Callable[..., Any]:
+def _on_shards(
+    method: Callable[..., Any], shards: Shards, then: Callable[[], None] | None = None
+) -> Callable[..., Any]:
     def on_shards(self: Dion, *args: Any, **kwargs: Any) -> Any:
         with shards.in_place():
-            return method(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
+        if then is not None:
+            then()
+        return result
 
     return on_shards
 
@@ -75,23 +119,27 @@ def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
     zero.step = MethodType(logical_step, zero)
 
 
-def _check_world_size_before_loading(engine: Any) -> None:
-    """Stage 3 cuts the files of weights too, and would fail while it reads them."""
-    load = engine.load_checkpoint
+def _decide_with_all_replicas(engine: Any, shards: Shards, publish: Callable[[], None]) -> None:
+    """ZeRO's step clips and skips by the gradients of its replica; replicas do both together."""
+    zero, optimizer = engine.optimizer, shards.optimizer
+    step = zero.step
 
-    def load_checkpoint(load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        folder, latest = Path(load_dir), Path(load_dir, "latest")
-        if tag is not None or latest.is_file():
-            folder = folder / (str(tag) if tag is not None else latest.read_text("utf-8").strip())
-        ranks = len(list(folder.glob("zero_pp_rank_*_model_states.pt")))
-        if ranks not in (0, engine.dp_world_size):
-            raise ValueError(
-                f"The checkpoint {folder} was saved with a data-parallel world size of {ranks}, "
-                f"and this one is {engine.dp_world_size}: ZeRO loads at the same world size only."
-            )
-        return load(load_dir, tag, *args, **kwargs)
+    def logical_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        max_norm, self.clip_grad = self.clip_grad, 0.0
+        shards.begin(before_step=partial(clip, engine, optimizer, max_norm) if max_norm else None)
+        try:
+            result = step(*args, **kwargs)
+        finally:
+            self.clip_grad = max_norm
+        if not shards.stepped:  # other replicas are waiting, or send what arrives now
+            shards.step_with_nan()
+            publish()
+        if max_norm:
+            self._global_grad_norm = engine._global_grad_norm
+        self.overflow = False  # learning rates follow their schedules on all replicas alike
+        return result
 
-    engine.load_checkpoint = load_checkpoint
+    zero.step = MethodType(logical_step, zero)
 
 
 class Shards:
@@ -102,6 +150,7 @@ class Shards:
     ) -> None:
         self.optimizer = optimizer
         self.stepped = False
+        self._before_step: Callable[[], object] | None = None
         self._partitions = partitions
         self._zero_groups = list(optimizer.param_groups)
         self._gradients: dict[int, Tensor | None] = {}
@@ -118,9 +167,12 @@ class Shards:
             views = [view for i in mine for view in self._views[i]]
             self._groups.append({**group, "params": views, "param_names": own})
 
-    def begin(self) -> None:
-        """A logical step begins: ZeRO's groups are complete, no gradient has been handed over."""
-        self.stepped = False
+    def begin(self, before_step: Callable[[], object] | None = None) -> None:
+        """A logical step begins: ZeRO's groups are complete, no gradient has been handed over.
+
+        before_step: called once all gradients are there.
+        """
+        self.stepped, self._before_step = False, before_step
         self._zero_groups = list(self.optimizer.param_groups)
         self._gradients.clear()
 
@@ -131,14 +183,25 @@ class Shards:
                 self._gradients[id(flat)] = flat.grad
         if len(self._gradients) < len(self._partitions):
             return
-        with self.in_place():
-            self._set_gradients()
-            type(self.optimizer).step(self.optimizer)
-            self._drop_gradients()
-        self.stepped = True
+        self._step()
         # ZeRO published the earlier ones earlier, before the step.
         for partition in self._partitions:
             partition.publish()
+
+    def step_with_nan(self) -> None:
+        """Step where ZeRO has found a gradient that is not finite, and dropped all."""
+        for partition in self._partitions:
+            self._gradients[id(partition.flat)] = torch.full_like(partition.flat, torch.nan)
+        self._step()
+
+    def _step(self) -> None:
+        with self.in_place():
+            self._set_gradients()
+            if self._before_step is not None:
+                self._before_step()
+            type(self.optimizer).step(self.optimizer)
+            self._drop_gradients()
+        self.stepped = True
 
     def held(self) -> list[tuple[str, int, int]]:
         """Name, start and stop of every range held here."""

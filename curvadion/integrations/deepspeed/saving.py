@@ -1,0 +1,84 @@
+"""Checkpoints: replicas agree before one of them is written, and all load what it wrote."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from curvadion.integrations.deepspeed.process_groups import data_parallel_group
+from curvadion.optim.dion import Dion
+
+
+def synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
+    """Only one replica's weights and state are written, and all load these: they must agree."""
+    save_checkpoint, save_weights = engine.save_checkpoint, engine.save_16bit_model
+
+    def synchronize_and_save(*args: Any, **kwargs: Any) -> Any:
+        optimizer.synchronize(exact=True)
+        if optimizer._replicas.replica.number > 0:
+            # From stage 1 on each replica would write files of the same names.
+            engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
+        return save_checkpoint(*args, **kwargs)
+
+    def meet_and_save_weights(*args: Any, **kwargs: Any) -> Any:
+        optimizer.eval()
+        return save_weights(*args, **kwargs)
+
+    engine.save_checkpoint = synchronize_and_save
+    engine.save_16bit_model = meet_and_save_weights
+    engine.module.register_state_dict_pre_hook(_warn_if_apart(optimizer))
+
+
+def _warn_if_apart(optimizer: Dion) -> Callable[..., None]:
+    """For tools that read the model's weights themselves, perhaps on one rank only."""
+
+    def hook(*_: Any) -> None:
+        if optimizer.apart:
+            warnings.warn(
+                f"The model's state_dict() while the replicas are apart, "
+                f"{optimizer.progress.local_steps} local steps after they last agreed, holds this "
+                f"rank's weights. Call engine.basic_optimizer.eval() on all ranks before.",
+                stacklevel=3,
+            )
+
+    return hook
+
+
+def check_shards_before_loading(engine: Any) -> None:
+    """Raise ValueError before ZeRO reads files that were cut for another number of ranks."""
+    load = engine.load_checkpoint
+    signature = inspect.signature(load)
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        said = given.arguments
+        states = said["load_optimizer_states"] and not said["load_module_only"]
+        # Stage 3 cuts the files of weights too.
+        if states or engine.zero_optimization_partition_weights():
+            _check_shards(
+                _folder(said["load_dir"], said["tag"]), data_parallel_group(engine).size()
+            )
+        return load(*args, **kwargs)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _folder(load_dir: Any, tag: Any) -> Path:
+    latest = Path(load_dir, "latest")
+    if tag is None and latest.is_file():
+        tag = latest.read_text("utf-8").strip()
+    return Path(load_dir) if tag is None else Path(load_dir, str(tag))
+
+
+def _check_shards(folder: Path, here: int) -> None:
+    saved = len(list(folder.glob("*zero_pp_rank_*_optim_states.pt")))
+    if saved not in (0, here):
+        raise ValueError(
+            f"The checkpoint {folder} was saved with {saved} ranks in a replica (DeepSpeed's "
+            f"data-parallel world size), and here are {here}: ZeRO loads it with the same number "
+            f"only. Set optimizer.params.replica_size={saved}, with as many replicas as you like."
+        )
