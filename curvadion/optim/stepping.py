@@ -54,7 +54,7 @@ class SteppingOptimizer(ReplicaOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if wrong := self._wrong_settings():
-            self._refuse(wrong)
+            self.refuse(wrong)
         # Ranks agree by the plan they had: what has changed here may be this rank's alone.
         plan = self._known_plan()
         scaled = self._unscale(plan.device)
@@ -72,8 +72,12 @@ class SteppingOptimizer(ReplicaOptimizer):
                 torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
         return hasattr(self, "found_inf")
 
-    def _refuse(self, wrong: str) -> None:
-        """Raise ValueError for a setting that is wrong here, and an error on the other ranks."""
+    def refuse(self, wrong: str) -> None:
+        """Raise ValueError for what is wrong here, and an error on the other ranks.
+
+        Instead of ``step``, on one rank or several; also for frameworks that find an error before
+        it. Replicas that do not wait for each other hear it when they next come together.
+        """
         plan = self._plans.known
         if plan is None:
             # The settings that are right are enough to meet the others.

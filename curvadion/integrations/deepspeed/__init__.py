@@ -6,11 +6,16 @@ imports no DeepSpeed and changes nothing.
 
     hooks           DeepSpeedEngine learns the two names
     config          from the JSON and the engine to an optimizer, or an error that names the key
-    replicated      stage 0: DeepSpeed's gradient all-reduce is off, the optimizer decides
+    replicas        DeepSpeed shards and averages inside a replica, the optimizer between them
+    zero_init       a model that is built in shards is sharded over the ranks of one replica
+    process_groups  whom an engine's ranks and tensors can reach
+    replicated      stage 0: gradients stay in their replica, the optimizer does the rest
     partitions      stages 1 to 3: which elements of which parameters a flat partition holds
+    shards          stages 1 to 3: these ranges as parameters of the optimizer
+    sharded         stages 1 to 3: one optimizer step for ZeRO's several
     buckets         stages 1 to 3: ranks reduce gradients of the same parameters
-    process_groups  whom an engine's tensors can reach
-    sharded         stages 1 to 3: one optimizer step on the partitions' ranges
+    clipping        one norm of all replicas
+    saving          replicas agree before one of them is written
 """
 
 from __future__ import annotations

@@ -18,13 +18,15 @@ from torch import Tensor
 from curvadion.comm.collectives import said_alike
 from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 
+Tell = Callable[[str], None]
 STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 
-def compare_before_reduction(engine: Any, reaching: Reaching) -> None:
+def compare_before_reduction(engine: Any, reaching: Reaching, tell: Tell | None) -> None:
     """Let ranks compare each bucket's parameters before ZeRO reduces it: 16 bytes, on the host.
 
-    BF16_Optimizer needs it not: it reduces a buffer with room for all gradients.
+    BF16_Optimizer needs it not: it reduces a buffer with room for all gradients. tell: called with
+    the error before it is raised on the ranks of this replica, for the others.
 
     Raises:
         RuntimeError: from ``engine.backward``, on all ranks, if they differ.
@@ -38,20 +40,14 @@ def compare_before_reduction(engine: Any, reaching: Reaching) -> None:
         return
     # On the host: waiting for the answer then does not wait for what a GPU has to do.
     group = reaching(data_parallel_group(engine), torch.device("cpu"))
-    _compare_first(zero, name, parameters_of, engine.param_names, group)
-
-
-def _compare_first(
-    zero: Any,
-    name: str,
-    parameters_of: Callable[..., Iterable[Tensor]],
-    names: dict[Tensor, str],
-    group: dist.ProcessGroup,
-) -> None:
-    reduce = getattr(zero, name)
+    reduce, names = getattr(zero, name), engine.param_names
 
     def reduce_alike(self: Any, *args: Any, **kwargs: Any) -> Any:
-        agree([names[p] for p in parameters_of(self, *args, **kwargs)], group)
+        wrong = unlike([names[p] for p in parameters_of(self, *args, **kwargs)], group)
+        if wrong is not None:
+            if tell is not None:
+                tell(wrong)
+            raise RuntimeError(wrong)
         return reduce(*args, **kwargs)
 
     setattr(zero, name, MethodType(reduce_alike, zero))
@@ -69,16 +65,16 @@ def _of_stage_3(zero: Any, comm_dtype: torch.dtype) -> Iterable[Tensor]:
     return sorted(parameters, key=lambda p: p.ds_id)  # as ZeRO does before it reduces them
 
 
-def agree(names: list[str], group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError on every rank of the group unless all give the same names in one order."""
+def unlike(names: list[str], group: dist.ProcessGroup) -> str | None:
+    """What is wrong on every rank of the group unless all give the same names in one order."""
     if said_alike(names, group, torch.device("cpu")):
-        return
+        return None
     told: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(told, names, group)
-    unlike = next(here for here in zip_longest(*told) if len(set(here)) > 1)
-    first = dict(zip(dist.get_process_group_ranks(group), unlike, strict=True))
-    raise RuntimeError(
+    dist.all_gather_object(told, names, group=group)
+    different = next(here for here in zip_longest(*told) if len(set(here)) > 1)
+    first = dict(zip(dist.get_process_group_ranks(group), different, strict=True))
+    return (
         f"Ranks have gradients of different parameters, or in another order (the first, by rank: "
-        f"{first}). ZeRO averages gradients over all ranks: let every rank use the same "
-        f"parameters, and multiply by zero what one shall not contribute."
+        f"{first}). ZeRO averages gradients over all ranks of a replica: let each of them use the "
+        f"same parameters, and multiply by zero what one shall not contribute."
     )

@@ -34,6 +34,9 @@ _EXAMPLES = {
 }
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 DELAY = "delay"  # short for that of the sync
+NO_OTHER_RANKS = (
+    f"matrices may not be cut by other ranks, and optimizer.params.{REPLICA_SIZE} chooses replicas"
+)
 NOTHING_TO_BRING_TOGETHER = (
     f"one replica is sharded over all ranks, so there is nothing to bring together. Divide the "
     f"ranks by optimizer.params.{REPLICA_SIZE}, or use stage 0."
@@ -63,7 +66,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
     if delay is not None:
-        _check_delay(delay, given, one_replica=replicas is None)
+        _check_delay(delay, given, engine.zero_optimization_stage() if replicas is None else None)
     if delay:
         params["sync"] = _delayed(params, delay)
     if replicas is None and kind is CurvaDion:
@@ -126,12 +129,16 @@ def _choice(argument: str, value: object) -> Any:
         raise type(error)(f"{key}.{error}") from error
 
 
-def _check_delay(delay: object, sync: object, *, one_replica: bool) -> None:
-    """Raise for a delay that cannot be; sync: what the JSON says of it."""
+def _check_delay(delay: object, sync: object, stage: int | None) -> None:
+    """Raise for a delay that cannot be.
+
+    sync: what the JSON says of it. stage: of ZeRO if it shards one replica over all ranks.
+    """
     key = f"optimizer.params.{DELAY}"
     checks.integer(key, delay, 0)
-    if delay and one_replica:
-        raise ValueError(f"{key}={delay}: {NOTHING_TO_BRING_TOGETHER}")
+    if delay and stage:
+        where = f"with zero_optimization.stage={stage}"
+        raise ValueError(f"{key}={delay} {where}: {NOTHING_TO_BRING_TOGETHER}")
     inside = sync.get(DELAY, delay) if isinstance(sync, Mapping) else delay
     if inside != delay:
         raise ValueError(f"{key}={delay}, but optimizer.params.sync.{DELAY}={inside}: drop one")
@@ -270,12 +277,7 @@ def check_engine(engine: Any) -> None:
         (engine.pipeline_parallelism, "PipelineModule", "train without pipeline stages"),
         (engine.has_moe_layers, "deepspeed.moe layers", "use dense layers"),
         (engine.autotp_size() > 1, "tensor_parallel.autotp_size", "set it to 1"),
-        (
-            engine.mpu is not None,
-            "mpu",
-            f"pass none: matrices may not be cut by other ranks, and replicas are chosen by "
-            f"optimizer.params.{REPLICA_SIZE}",
-        ),
+        (engine.mpu is not None, "mpu", f"pass none: {NO_OTHER_RANKS}"),
         (
             settings.compile_config.deepcompile,
             "compile.deepcompile",

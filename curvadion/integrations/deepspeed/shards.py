@@ -1,0 +1,172 @@
+"""The ranges of parameters that ZeRO's flat partitions hold, as parameters of an optimizer.
+
+ZeRO gives the optimizer flat partitions, and calls its step once for each of them. Every range of a
+parameter in a partition is a flat shard: here it becomes a parameter of its own, a view of the
+partition that knows what it is a part of. The optimizer steps on these, once ZeRO has handed over
+the last partition with its gradient, scaled and clipped. Padding is in no range, and so in no norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvadion.integrations.deepspeed.partitions import Partition
+from curvadion.layout.flat_shard import declare_flat_shard
+from curvadion.optim.dion import Dion
+
+NOT_HYPERPARAMETERS = ("params", "param_names")
+RANGES = "ranges"  # the key of a checkpoint that tells what its tensors are ranges of
+
+
+class Shards:
+    """The optimizer's parameters as ranges of ZeRO's partitions, and the gradients it awaits."""
+
+    def __init__(
+        self, optimizer: Dion, partitions: list[Partition], names: dict[Tensor, str]
+    ) -> None:
+        self.optimizer = optimizer
+        self.stepped = False
+        self._before_step: Callable[[], object] | None = None
+        self._partitions = partitions
+        self._zero_groups = list(optimizer.param_groups)
+        self._gradients: dict[int, Tensor | None] = {}
+        self._views = [
+            [_shard(partition, i) for i in range(len(partition.ranges))] for partition in partitions
+        ]
+        self._addresses = [partition.flat.data_ptr() for partition in partitions]
+        self._ranges = [r for partition in partitions for r in partition.ranges]
+        self._names = [names[r.parameter] for r in self._ranges]
+        self._groups: list[dict[str, Any]] = []
+        for position, group in enumerate(self._zero_groups):
+            mine = [i for i, p in enumerate(partitions) if p.param_group == position]
+            own = [names[r.parameter] for i in mine for r in partitions[i].ranges]
+            views = [view for i in mine for view in self._views[i]]
+            self._groups.append({**group, "params": views, "param_names": own})
+
+    def begin(self, before_step: Callable[[], object] | None = None) -> None:
+        """A logical step begins: ZeRO's groups are complete, no gradient has been handed over.
+
+        before_step: called once all gradients are there.
+        """
+        self.stepped, self._before_step = False, before_step
+        self._zero_groups = list(self.optimizer.param_groups)
+        self._gradients.clear()
+
+    def receive(self) -> None:
+        """Take the gradients of the partitions that are set now; step once all are there."""
+        for group in self.optimizer.param_groups:
+            for flat in group["params"]:
+                self._gradients[id(flat)] = flat.grad
+        if len(self._gradients) < len(self._partitions):
+            return
+        self._step()
+        # ZeRO published the earlier ones earlier, before the step.
+        for partition in self._partitions:
+            partition.publish()
+
+    def step_with_nan(self) -> None:
+        """Step where ZeRO has found a gradient that is not finite, and dropped all."""
+        self._all_nan()
+        self._step()
+
+    def refuse(self, wrong: str) -> None:
+        """Tell the other replicas, instead of a step, that this one raises an error."""
+        self._all_nan()
+        with self._gradients_in_place(), suppress(ValueError):
+            self.optimizer.refuse(wrong)
+
+    def _all_nan(self) -> None:
+        for partition in self._partitions:
+            self._gradients[id(partition.flat)] = torch.full_like(partition.flat, torch.nan)
+
+    def _step(self) -> None:
+        with self._gradients_in_place():
+            type(self.optimizer).step(self.optimizer)
+        self.stepped = True
+
+    @contextmanager
+    def _gradients_in_place(self) -> Iterator[None]:
+        with self.in_place():
+            self._set_gradients()
+            if self._before_step is not None:
+                self._before_step()
+            yield
+            self._drop_gradients()
+
+    def held(self) -> list[tuple[str, int, int]]:
+        """Name, start and stop of every range held here."""
+        return [(name, r.start, r.stop) for name, r in zip(self._names, self._ranges, strict=True)]
+
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint's tensors are other ranges than those held here."""
+        saved = state_dict.get(RANGES)
+        if saved != self.held():
+            here = next((s for s in self.held() if s not in (saved or ())), None)
+            raise ValueError(
+                f"The checkpoint was saved with another data-parallel world size or with other "
+                f"keys of zero_optimization: this rank holds {here}, (parameter, start, stop), "
+                f"which it lacks. Load it with the settings that it was saved with."
+            )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The optimizer's groups are those of the shards inside; hyperparameters are shared."""
+        optimizer = self.optimizer
+        during, before = optimizer.param_groups, self._zero_groups
+        if len(during) == len(before):
+            before = during
+        _share(before, self._groups)
+        for flat in (partition.flat for partition in self._partitions):
+            optimizer.state.pop(flat, None)  # ZeRO looks for state there, and so creates it
+        self._follow_moved_partitions()
+        optimizer.param_groups = self._groups
+        try:
+            yield
+        finally:
+            self._groups = optimizer.param_groups
+            _share(self._groups, before)
+            optimizer.param_groups = during
+
+    def _follow_moved_partitions(self) -> None:
+        for i, partition in enumerate(self._partitions):
+            if partition.flat.data_ptr() != self._addresses[i]:
+                for view, held in zip(
+                    self._views[i], _held(partition, partition.flat), strict=True
+                ):
+                    view.data = held
+                self._addresses[i] = partition.flat.data_ptr()
+
+    def _set_gradients(self) -> None:
+        for views, partition in zip(self._views, self._partitions, strict=True):
+            gradient = self._gradients[id(partition.flat)]
+            if gradient is not None:
+                for view, held in zip(views, _held(partition, gradient), strict=True):
+                    view.grad = held
+
+    def _drop_gradients(self) -> None:
+        self._gradients.clear()
+        for views in self._views:
+            for view in views:
+                view.grad = None
+
+
+def _held(partition: Partition, flat: Tensor) -> list[Tensor]:
+    data = flat.detach()
+    return [data[r.offset : r.offset + r.stop - r.start] for r in partition.ranges]
+
+
+def _shard(partition: Partition, place: int) -> nn.Parameter:
+    held = partition.ranges[place]
+    view = nn.Parameter(partition.flat.detach()[held.offset : held.offset + held.stop - held.start])
+    declare_flat_shard(view, held.shape, held.start, held.stop, held.group)
+    return view
+
+
+def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for given, taken in zip(source, target, strict=True):
+        taken.update({k: v for k, v in given.items() if k not in NOT_HYPERPARAMETERS})
