@@ -243,11 +243,13 @@ def masters(engine):
 class Expected:
     """What the papers' equations, in float64, make of the model's parameters on every replica.
 
-    Replicas: as many as ranks at stage 0; from stage 1 on the ranks hold one, of the mean gradient.
+    Replicas: by default as many as ranks at stage 0; from stage 1 on the ranks hold one. Each has
+    the mean gradient of its ranks, which are ``world / replicas`` in a row.
     """
 
-    def __init__(self, stage, world, local_step="gradient", local_lr=None, clip=0.0):
-        self.world, self.replicas = world, world if stage == 0 else 1
+    def __init__(self, stage, world, local_step="gradient", local_lr=None, clip=0.0, replicas=None):
+        self.world, self.replicas = world, replicas or (world if stage == 0 else 1)
+        self.ranks = self.world // self.replicas
         self.local_steps, self.clip = 0, clip
         start = {n: p.detach() for n, p in model().named_parameters() if p.requires_grad}
         self.matrices = {
@@ -281,9 +283,7 @@ class Expected:
         if gate_open and self.local_steps:
             self._average_vectors()
         self.local_steps = 0 if gate_open else self.local_steps + 1
-        each = [gradients(number, rank, self.world) for rank in range(self.world)]
-        if self.replicas == 1:
-            each = [mean_of(each)]
+        each = [replica_gradients(number, i, self.ranks, self.world) for i in range(self.replicas)]
         if self.clip:
             scale_(each, self.clip)
         for name, reference in self.matrices.items():
@@ -308,7 +308,7 @@ class Expected:
 
     def distances(self, actual, rank):
         """Relative error of every parameter as a rank holds it, by name."""
-        place = rank if self.replicas > 1 else 0
+        place = rank // self.ranks
         wanted = {name: reference.X[place] for name, reference in self.matrices.items()}
         wanted.update({name: copies[place].detach() for name, copies in self.vectors.items()})
         assert sorted(wanted) == sorted(actual)
@@ -329,6 +329,11 @@ def average_(tensors):
     mean = sum(t.detach().clone() for t in tensors) / len(tensors)
     for t in tensors:
         t.copy_(mean)
+
+
+def replica_gradients(step, replica, ranks, world):
+    """The mean of a replica's ranks' gradients."""
+    return mean_of([gradients(step, replica * ranks + i, world) for i in range(ranks)])
 
 
 def mean_of(each):

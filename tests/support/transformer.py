@@ -17,6 +17,13 @@ TEXT = (Path(__file__).parents[2] / "LICENSE").read_bytes()
 CHARACTERS = sorted(set(TEXT))
 TOKENS = torch.tensor([CHARACTERS.index(c) for c in TEXT])
 
+OPTIONS = {
+    "matrix": {"lr": 0.02},
+    "embedding": {"lr": 3e-3},
+    "head": {"lr": 2e-3},
+    "vector": {"lr": 5e-3},
+}
+
 
 class Attention(nn.Module):
     def __init__(self):
@@ -89,15 +96,8 @@ def build(dtype=torch.float32, blocks=1):
 
 def groups(model, **matrix):
     """Dion for the matrices, AdamW for all else, each with its own learning rate."""
-    return curvadion.param_groups(
-        model,
-        options={
-            "matrix": {"lr": 0.02, **matrix},
-            "embedding": {"lr": 3e-3},
-            "head": {"lr": 2e-3},
-            "vector": {"lr": 5e-3},
-        },
-    )
+    options = {**OPTIONS, "matrix": {**OPTIONS["matrix"], **matrix}}
+    return curvadion.param_groups(model, options=options)
 
 
 def batch(step, place):

@@ -1,0 +1,206 @@
+"""Replicas of two ranks under every ZeRO stage: where they go, what they hold, what they send."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import deepspeed_engines as ds
+import distributed
+from curvadion import Dion, FixedPeriod, QuantizedAverage
+from curvadion.integrations.deepspeed.partitions import partitions_of
+from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
+from deepspeed_replicas import SIZE, ByHand, by_hand_groups, engine_of
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+)
+STEPS = 6
+# The gate is open in the warm-up and then at every third step.
+SCHEDULE = {
+    "gate": {"type": "period", "period": 3},
+    "warmup_steps": 3,
+    "local_step": "gradient",
+    "local_lr": 0.005,
+}
+OPEN_STEPS = (0, 1, 2, 5)
+# Of each of DeepSpeed's classes of optimizers, and what changes how gradients or weights lie.
+NAMES = [
+    "0", "0 bf16", "0 accumulation", "1", "1 BF16_Optimizer", "2 round robin", "2 alignment",
+    "2 autocast", "2 accumulation", "2 offload", "3 sub-groups", "3 bf16", "3 offload parameters",
+]  # fmt: skip
+
+
+# -------------------------------------------------------------------- where they go
+
+
+def coverage(engine):
+    """How often each element is held inside this replica, and whether it has its value."""
+    initial = dict(ds.model().named_parameters())
+    counts = {n: torch.zeros(p.numel(), dtype=torch.int64) for n, p in initial.items()}
+    right = []
+    for partition in partitions_of(engine.optimizer, Reaching()):
+        for r in partition.ranges:
+            name = engine.param_names[r.parameter]
+            counts[name][r.start : r.stop] += 1
+            mine = partition.flat[r.offset : r.offset + r.stop - r.start]
+            right.append(torch.equal(mine, initial[name].view(-1)[r.start : r.stop]))
+    for count in counts.values():
+        dist.all_reduce(count, group=data_parallel_group(engine))
+    return counts, all(right)
+
+
+def trajectories(rank, names, size):
+    """Distances from two replicas in the float64 equations, and who holds what; by name."""
+    world, found = dist.get_world_size(), {}
+    for name in names:
+        engine = engine_of(name, SCHEDULE, size)
+        covered = coverage(engine) if ds.stage_of(engine) else None
+        replicas = world // size
+        expected = ds.Expected(0, world, local_lr=SCHEDULE["local_lr"], replicas=replicas)
+        reports = ds.train(engine, range(STEPS))
+        for step in range(STEPS):
+            expected.step(step, step in OPEN_STEPS)
+        distances = expected.distances(ds.masters(engine), rank)
+        found[name] = distances, [report.gate_open for report in reports], covered
+        assert engine.train_batch_size() == world * engine.gradient_accumulation_steps()
+        assert engine.global_samples == STEPS * engine.train_batch_size()
+    return found
+
+
+def check_trajectories(names, world, size):
+    for found in distributed.run(world, trajectories, names, size):
+        for name, (distances, opened, covered) in found.items():
+            assert max(distances.values()) < 1e-5, (name, distances)
+            assert opened == [step in OPEN_STEPS for step in range(STEPS)], name
+            if covered is None:
+                continue
+            counts, right = covered
+            assert right, name
+            for parameter, count in counts.items():
+                wanted = 0 if parameter.startswith("frozen") else 1
+                assert count.eq(wanted).all(), (name, parameter)
+
+
+def test_prescribed_openings_are_those_of_two_replicas():
+    check_trajectories(NAMES, 4, SIZE)
+
+
+def test_replicas_of_three_ranks_and_of_one():
+    """Sizes that no number of ranks divides; one rank holds all that it steps on."""
+    check_trajectories(["1", "2 round robin", "3"], 6, 3)
+    check_trajectories(["1", "2 offload", "3"], 2, 1)
+
+
+def like_ddp(rank, names):
+    """Distances from four ranks of plain DDP with the gate always open."""
+    plain = DistributedDataParallel(ds.model(), find_unused_parameters=True)
+    groups = by_hand_groups(plain.module)
+    optimizer = Dion(groups, ds.LR, rank_fraction=ds.FRACTION, replicas="single")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        plain(ds.gradients(step, rank, dist.get_world_size())).backward()
+        optimizer.step()
+    wanted = dict(plain.module.named_parameters())
+    found = {}
+    for name in names:
+        engine = engine_of(name, {})
+        ds.train(engine, range(STEPS))
+        found[name] = max(
+            ds.relative_error(W, wanted[n].detach()) for n, W in ds.masters(engine).items()
+        )
+    return found
+
+
+def test_a_gate_that_is_always_open_is_plain_ddp():
+    for found in distributed.run(4, like_ddp, ["0", "0 bf16", "1", "2 bf16", "2", "3", "3 bf16"]):
+        assert max(found.values()) < 1e-5, found
+
+
+SYNCS = {
+    "codes": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=2)},
+    "fragments": {"gate": FixedPeriod(2), "sync": QuantizedAverage(bits=3, fragments=2)},
+    "delay": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=3, fragments=2, delay=2)},
+    "budget": {"wire_budget": 0.8, "sync": QuantizedAverage(delay=1)},
+    "low rank": {"gate": FixedPeriod(3), "local_step": "dion", "direction": "polar"},
+}
+JSON = {
+    "codes": {
+        "gate": {"type": "period", "period": 3},
+        "sync": {"type": "quantized_average", "bits": 2},
+    },
+    "fragments": {
+        "gate": {"type": "period", "period": 2},
+        "sync": {"type": "quantized_average", "bits": 3, "fragments": 2},
+    },
+    "delay": {
+        "gate": {"type": "period", "period": 3},
+        "sync": {"type": "quantized_average", "bits": 3, "fragments": 2},
+        "delay": 2,
+    },
+    "budget": {"wire_budget": 0.8, "delay": 1},
+    "low rank": {
+        "gate": {"type": "period", "period": 3}, "local_step": "dion", "direction": "polar",
+    },
+}  # fmt: skip
+LONG = 11
+SPOILED = {(4, 1), (7, 0), (8, 2)}
+
+
+def by_hand(rank, cases):
+    """What differs from the optimizer made in code, and drifts, openings, skips; by case."""
+    found = {}
+    for name, how, spoil in cases:
+        engine = engine_of(name, JSON[how])
+        other = ByHand(engine, **SYNCS[how])
+        ours, theirs = engine.basic_optimizer, other.optimizer
+        assert repr(ours.sync) == repr(theirs.sync) and repr(ours.gate) == repr(theirs.gate)
+        unlike, told = set(), []
+        for step in range(LONG):
+            (report,) = ds.train(engine, [step], spoil=spoil)
+            other.step(step, spoil)
+            assert (report.gate_open, report.skipped) == (
+                theirs.report.gate_open, theirs.report.skipped,
+            )  # fmt: skip
+            if step in (5, LONG - 1):
+                unlike |= other.unlike(ds.masters(engine))
+            told.append((report.gate_open, report.skipped))
+        drifts = [ours.drift()]
+        assert drifts[0] == theirs.drift()
+        for each in (ours, theirs):
+            each.synchronize()
+        drifts.append(ours.drift())
+        unlike |= other.unlike(ds.masters(engine))
+        found[name, how] = unlike, told, drifts, ds.masters(engine)
+    return found
+
+
+CASES = [
+    ("1", "codes", ()),
+    ("2", "fragments", SPOILED),
+    ("2 offload", "delay", ()),
+    ("2 round robin", "low rank", ()),
+    ("1 BF16_Optimizer", "delay", SPOILED),
+    ("3 sub-groups", "codes", SPOILED),
+    ("3 bf16", "low rank", SPOILED),
+    ("3 offload", "budget", ()),
+]
+
+
+def test_every_sync_goes_where_flat_shards_declared_in_code_go():
+    """Bitwise, with and without NaNs on single ranks, and what all agree on in the end."""
+    first, *others = distributed.run(4, by_hand, CASES)
+    for name, how, spoil in CASES:
+        unlike, told, (apart, together), weights = first[name, how]
+        for found in others:
+            assert all(torch.equal(W, found[name, how][3][n]) for n, W in weights.items())
+            unlike |= found[name, how][0]
+        assert not unlike, (name, how)
+        assert apart > 0 and together == 0, (name, how)
+        assert 0 < sum(opened for opened, _ in told) < LONG, (name, how)
+        skipped = any(s for each in (first, *others) for _, s in each[name, how][1])
+        assert skipped == bool(spoil), (name, how)

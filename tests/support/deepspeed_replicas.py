@@ -1,0 +1,100 @@
+"""Engines on 2 x 2 ranks, the optimizer that they should equal, and what crosses between replicas.
+
+The optimizer is made in code, on flat shards that are declared here, without DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import curvadion
+import deepspeed_engines as ds
+from curvadion import CurvaDion
+from curvadion.integrations.deepspeed.partitions import partitions_of
+from curvadion.integrations.deepspeed.process_groups import (
+    Reaching,
+    data_parallel_group,
+    replica_groups,
+)
+from curvadion.layout.flat_shard import declare_flat_shard
+
+SIZE = 2
+
+
+def engine_of(name, params, size=SIZE, of=None, **settings):
+    """A new engine whose ranks are divided into replicas."""
+    configuration = ds.changed(name, {"replica_size": size, **params}, **settings)
+    if not {"gate"} & params.keys() and {"threshold", "wire_budget"} & params.keys():
+        del configuration["optimizer"]["params"]["gate"]
+    return ds.engine_of(configuration, of)
+
+
+def ranges_of(engine):
+    """The ranges of parameters that this rank holds; of whole parameters at stage 0."""
+    if ds.stage_of(engine):
+        partitions = partitions_of(engine.optimizer, Reaching())
+        return [
+            (engine.param_names[r.parameter], r.shape, r.start, r.stop)
+            for partition in partitions
+            for r in partition.ranges
+        ]
+    return []
+
+
+class ByHand:
+    """The same optimizer on flat shards with the ranges of an engine, and their gradients."""
+
+    def __init__(self, engine, **chosen):
+        self.groups = replica_groups(SIZE)
+        whole = dict(ds.model().named_parameters())
+        self.held, kinds = [], ([], [])
+        for name, shape, start, stop in ranges_of(engine):
+            shard = nn.Parameter(whole[name].detach().reshape(-1)[start:stop].clone())
+            declare_flat_shard(shard, shape, start, stop, self.groups.inside)
+            self.held.append((name, start, stop, shard))
+            kinds[len(shape) == 1].append((name, shard))
+        groups = [
+            {"params": kinds[0]},
+            {"params": kinds[1], "algorithm": "adamw", "lr": ds.ELEMENTWISE_LR, "weight_decay": 0},
+        ]
+        self.optimizer = CurvaDion(
+            groups, ds.LR, rank_fraction=ds.FRACTION, replicas=self.groups.between, **chosen
+        )
+
+    def step(self, number, spoil=()):
+        world, replica = dist.get_world_size(), dist.get_rank() // SIZE
+        G = ds.replica_gradients(number, replica, SIZE, world)
+        if {(number, rank) for rank in range(replica * SIZE, (replica + 1) * SIZE)} & {*spoil}:
+            G["tall"]["weight"][1, 1] = float("nan")
+        for name, start, stop, shard in self.held:
+            owner, kind = name.split(".")
+            shard.grad = G[owner][kind].reshape(-1)[start:stop].clone()
+        self.optimizer.step()
+
+    def unlike(self, weights):
+        """The names of parameters of which an engine has other weights than are held here."""
+        return {
+            name
+            for name, start, stop, shard in self.held
+            if not torch.equal(weights[name].reshape(-1)[start:stop], shard.detach())
+        }
+
+
+def crossing(engine, meter, *, counts=False):
+    """Of a meter's bytes, or counts, those over groups that span replicas, by group and how."""
+    inside = {*dist.get_process_group_ranks(data_parallel_group(engine))}
+    ranks = {
+        group.group_name: {*dist.get_process_group_ranks(group)}
+        for group in dist.distributed_c10d._world.pg_map
+    }
+    return {
+        key: count if counts else count.bytes
+        for key, count in meter.records.items()
+        if count.bytes and not ranks[key[0]] <= inside
+    }
+
+
+def by_hand_groups(of):
+    return curvadion.param_groups(of, options={"vector": {"lr": ds.ELEMENTWISE_LR}})
