@@ -34,9 +34,6 @@ _EXAMPLES = {
 }
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 DELAY = "delay"  # short for that of the sync
-NO_OTHER_RANKS = (
-    f"matrices may not be cut by other ranks, and optimizer.params.{REPLICA_SIZE} chooses replicas"
-)
 NOTHING_TO_BRING_TOGETHER = (
     f"one replica is sharded over all ranks, so there is nothing to bring together. Divide the "
     f"ranks by optimizer.params.{REPLICA_SIZE}, or use stage 0."
@@ -267,9 +264,20 @@ def check_precision(engine: Any) -> None:
         )
 
 
+def check_mpu(engine: Any) -> None:
+    """Raise ValueError if DeepSpeed was given a model-parallel unit."""
+    if engine.mpu is not None:
+        raise ValueError(
+            f"mpu={type(engine.mpu).__name__} does not work with CurvaDion and Dion: matrices may "
+            f"not be cut by other ranks, and optimizer.params.{REPLICA_SIZE} chooses replicas. "
+            f"Pass none."
+        )
+
+
 def check_engine(engine: Any) -> None:
     """Raise ValueError, naming the key, for a mode of DeepSpeed in which no update is right."""
     check_precision(engine)
+    check_mpu(engine)
     zero, settings = engine._config.zero_config, engine._config
     stage = engine.zero_optimization_stage()
     autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype()
@@ -277,7 +285,6 @@ def check_engine(engine: Any) -> None:
         (engine.pipeline_parallelism, "PipelineModule", "train without pipeline stages"),
         (engine.has_moe_layers, "deepspeed.moe layers", "use dense layers"),
         (engine.autotp_size() > 1, "tensor_parallel.autotp_size", "set it to 1"),
-        (engine.mpu is not None, "mpu", f"pass none: {NO_OTHER_RANKS}"),
         (
             settings.compile_config.deepcompile,
             "compile.deepcompile",
