@@ -22,7 +22,7 @@ CODES = {
     "sync": {"type": "quantized_average", "bits": 2, "fragments": 2},
 }
 DELAY = {**CODES, "delay": 2}
-RMMC = {"threshold": 0.3, "local_step": "gradient"}
+RMMC = {"threshold": 0.4, "max_local_steps": 3, "local_step": "gradient"}
 CASES = {
     "0": CODES,
     "1": DELAY,
