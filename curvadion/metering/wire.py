@@ -153,6 +153,21 @@ class WireMeter:
         """Number of calls by collective, over all groups."""
         return {name: count.calls for name, count in self._by_collective().items()}
 
+    def between(self, replica_size: int) -> WireCount:
+        """The count of groups with ranks of several replicas, which are so many ranks in a row.
+
+        Raises:
+            ValueError: if replica_size is no integer of at least 1.
+        """
+        if not isinstance(replica_size, int) or replica_size < 1:
+            raise ValueError(f"replica_size={replica_size!r} must be an integer >= 1")
+        ranks = _ranks_by_group()
+        crossing = WireCount()
+        for (group, _), count in self.records.items():
+            if len({rank // replica_size for rank in ranks.get(group, ())}) > 1:
+                crossing += count
+        return crossing
+
     def snapshot(self) -> Snapshot:
         """Remember this moment for :meth:`since`. A snapshot costs nothing once it is deleted."""
         snapshot = Snapshot()
@@ -201,20 +216,41 @@ class WireMeter:
         return totals
 
 
-def counted_bytes() -> tuple[int, bool]:
-    """Payload bytes that the innermost active meter counted so far, and whether a meter is active.
+class Reading:
+    """What the innermost active meter counts from one reading to the next, whichever it is."""
 
-    The number never decreases, even if meters are entered and left between two readings.
-    """
-    with _lock:
-        return _counted, bool(_active)
+    def __init__(self) -> None:
+        with _lock:
+            self._before = dict(_counted)
+
+    def take(self) -> dict[str, int] | None:
+        """Payload bytes since the last reading by the ranks that shared them, as "0, 1".
+
+        None if no meter is active.
+        """
+        with _lock:
+            before, self._before, metered = self._before, dict(_counted), bool(_active)
+        if not metered:
+            return None
+        ranks, sent = _ranks_by_group(), dict[str, int]()
+        for group, counted in self._before.items():
+            if new := counted - before.get(group, 0):
+                key = ", ".join(map(str, ranks[group])) if group in ranks else f"group {group}"
+                sent[key] = sent.get(key, 0) + new
+        return sent
+
+
+def _ranks_by_group() -> dict[str, list[int]]:
+    """The ranks of every process group that there is, by its name."""
+    groups = dist.distributed_c10d._world.pg_map
+    return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
 
 
 # One set of kernels serves all active meters, which are listed from the outermost to the innermost.
 # The lock is re-entrant, because garbage collection during counting may communicate.
 _lock = threading.RLock()
 _active: list[WireMeter] = []
-_counted = 0
+_counted: dict[str, int] = {}  # by the group's name
 _library: Any = None
 _kept = False  # whether the kernels stay although no meter is active
 
@@ -247,12 +283,11 @@ def _deactivate(meter: WireMeter) -> None:
 
 
 def _count(key: tuple[str, str], call: WireCount) -> None:
-    global _counted
     with _lock:
         for meter in _active:
             meter._count(key, call)
         if _active and not _active[-1]._pauses:
-            _counted += call.bytes
+            _counted[key[0]] = _counted.get(key[0], 0) + call.bytes
 
 
 class _Operator(NamedTuple):

@@ -388,7 +388,7 @@ class ReplicaOptimizer(Optimizer):
         self._algorithms = []
         self._plans = Plans(self._replicas, self._check_plan, getattr(self, "param_groups", ()))
         self._agreement = Agreement(self._replicas, getattr(self, "_agreement", None))
-        self._wire_bytes, _ = wire.counted_bytes()
+        self._wire = wire.Reading()
         self._waited = self.sync.waited_seconds
 
     def __repr__(self) -> str:

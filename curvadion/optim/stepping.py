@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from curvadion.layout.dtensor import local
-from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.base import ReplicaOptimizer
 from curvadion.sync.base import Step
@@ -253,9 +252,7 @@ class SteppingOptimizer(ReplicaOptimizer):
     def _report(self, signal: Signal | None, opened: str | None, *, skipped: bool) -> None:
         """signal: that decided, if one did. opened: why replicas came together."""
         read = signal if self.gate.reads_momentum else None
-        total, metered = wire.counted_bytes()
-        sent = total - self._wire_bytes if metered else None
-        self._wire_bytes = total
+        sent = self._wire.take()
         waited = self.sync.waited_seconds + self._agreement.waiting.seconds
         self.report = StepReport(
             step=self.progress.steps,
@@ -265,7 +262,8 @@ class SteppingOptimizer(ReplicaOptimizer):
             rmmc_parameter=None if read is None else read.parameter,
             local_steps=self.progress.local_steps,
             skipped=skipped,
-            wire_bytes=sent,
+            wire_bytes=None if sent is None else sum(sent.values()),
+            wire_bytes_by_ranks=sent,
             waited_seconds=waited - self._waited,
         )
         self._waited = waited

@@ -172,6 +172,19 @@ def test_wire_bytes_are_exact_and_none_without_a_meter():
         assert after is None
 
 
+def ranks_of_bytes(rank):
+    optimizer = Dion(matrix_and_bias(), replicas=dist.group.WORLD)
+    with WireMeter():
+        step(optimizer, rank, 0)
+        step(optimizer, rank, 1)
+        return optimizer.report
+
+
+def test_reports_tell_which_ranks_shared_the_bytes():
+    for report in distributed.run(2, ranks_of_bytes):
+        assert report.wire_bytes_by_ranks == {"0, 1": report.wire_bytes}
+
+
 @pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(2), 0), (Scheduled((2, 4, 6)), GATE)])
 def test_closed_steps_send_the_gate_alone_or_nothing_under_a_schedule(gate, closed):
     for _, metered, total, _ in distributed.run(2, bytes_of_steps, gate):

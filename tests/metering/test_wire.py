@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
-from curvadion.metering.wire import WireCount, WireMeter, counted_bytes
+from curvadion.metering.wire import Reading, WireCount, WireMeter
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -416,7 +416,7 @@ def test_a_call_that_raises_is_not_counted():
 
 
 def pause(rank):
-    start, _ = counted_bytes()
+    reading = Reading()
     with WireMeter() as outer, WireMeter() as inner:
         reduce()
         with inner.paused():
@@ -424,37 +424,60 @@ def pause(rank):
             with inner.paused():
                 reduce()
             reduce()
-            while_paused = counted_bytes()[0] - start
+            while_paused = reading.take()
         reduce()
     return outer.total_calls, inner.total_calls, while_paused
 
 
 def test_paused_meter_leaves_out_and_others_do_not():
-    assert distributed.run(2, pause) == [(5, 2, 40)] * 2
+    assert distributed.run(2, pause) == [(5, 2, {"0, 1": 40})] * 2
 
 
-def ask_for_counted_bytes(rank):
-    start, _ = counted_bytes()
-    answers = [counted_bytes()]
+def read_meters(rank):
+    reading = Reading()
+    answers = [reading.take()]
     with WireMeter():
         reduce()
-        answers.append(counted_bytes())
+        answers.append(reading.take())
         with WireMeter():
             reduce(2)
-            answers.append(counted_bytes())
-        answers.append(counted_bytes())
+            answers.append(reading.take())
+        answers.append(reading.take())
     reduce()
-    answers.append(counted_bytes())
+    answers.append(reading.take())
     with WireMeter():
-        answers.append(counted_bytes())
+        answers.append(reading.take())
         reduce()
-        answers.append(counted_bytes())
-    return [(total - start, active) for total, active in answers]
+        answers.append(reading.take())
+    return answers
 
 
-def test_counted_bytes_only_grow_whichever_meters_come_and_go():
-    expected = [(0, False), *[(n, True) for n in (40, 48, 48)], (48, False), (48, True), (88, True)]
-    assert distributed.run(2, ask_for_counted_bytes) == [expected] * 2
+def test_readings_go_on_whichever_meters_come_and_go():
+    bytes_read = [None, 40, 8, 0, None, 0, 40]
+    expected = [None if n is None else {"0, 1": n} if n else {} for n in bytes_read]
+    assert distributed.run(2, read_meters) == [expected] * 2
+
+
+def of_groups(rank):
+    """A meter's counts between replicas of one, two and four ranks, and a reading."""
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    reading = Reading()
+    with WireMeter() as meter:
+        dist.all_reduce(ones(8), group=inside)
+        dist.all_reduce(ones(2), group=across)
+        dist.all_reduce(ones(1))
+        counts = [meter.between(size) for size in (1, 2, 4)]
+        with pytest.raises(ValueError, match="replica_size=0 must"):
+            meter.between(0)
+        return [(count.calls, count.bytes, count.sent) for count in counts], reading.take()
+
+
+def test_bytes_inside_replicas_are_told_from_those_between():
+    for rank, (counts, read) in enumerate(distributed.run(4, of_groups)):
+        assert counts == [(3, 44, 46.0), (2, 12, 14.0), (0, 0, 0.0)]
+        here, there = f"{rank // 2 * 2}, {rank // 2 * 2 + 1}", f"{rank % 2}, {rank % 2 + 2}"
+        assert read == {here: 32, there: 8, "0, 1, 2, 3": 4}
 
 
 def take_steps(rank):
