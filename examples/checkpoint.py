@@ -34,6 +34,8 @@ class Progress:
     """Payloads of the first rank's collectives in training."""
     sent_bytes: float = 0.0
     """Bytes that a rank must send at least for them."""
+    crossing_bytes: float = 0.0
+    """The same of those that ranks of several nodes share."""
     optimizer_bytes: int = 0
     """Payloads of the optimizer's."""
     seconds: float = 0.0

@@ -1,10 +1,11 @@
-"""Compare DeepSpeed's four ZeRO stages with plain DDP: same model, data, seed and tokens.
+"""Compare DeepSpeed's ZeRO stages with plain DDP, and replicas under them with HSDP.
 
     python examples/demo_deepspeed.py
 
-The gate is always open in one run of each stage, which then trains as DDP with Dion does, and
-opens by the RMMC in another. The table goes to the screen, and ``summary.json`` below ``--out``.
-Further flags go to all runs.
+Model, data, seed and tokens are the same. With the gate always open every stage trains as DDP with
+Dion does. With replicas of two ranks, as ``replica_size`` makes them, and 1 % of the bytes between
+them, stages 1 to 3 train as HSDP does. The table goes to the screen, and ``summary.json`` below
+``--out``. Further flags go to all runs.
 """
 
 import argparse
@@ -20,6 +21,7 @@ SHARED = (
     "--validation-tokens 16384"
 )
 STAGES = range(4)
+NODE = 2  # ranks of a node and of a replica
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -28,27 +30,50 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo-deepspeed"))
-    parser.add_argument("--processes", type=int, default=2, help="ranks; default: 2")
+    parser.add_argument("--processes", type=int, default=4, help="ranks; default: 4")
     options, flags = parser.parse_known_args(arguments)
-    ddp = "Dion, DDP"
-    programs = {ddp: ("train_gpt.py", ["--optimizer", "dion", "--batch-size", "8"])}
-    for kind, gate in (("Dion", "always"), ("CurvaDion", "rmmc")):
-        for stage in STAGES:
-            json_file = str(EXAMPLES / f"ds_config_zero{stage}.json")
-            own = ["--deepspeed-config", json_file, "--gate", gate]
-            programs[f"{kind}, ZeRO {stage}"] = "train_gpt_deepspeed.py", own
-    runs: list[dict[str, Any]] = []
+    every_step, few_bytes = at_every_step(), at_one_percent()
+    programs = every_step | few_bytes
+    runs: dict[str, dict[str, Any]] = {}
     for number, (name, (program, own)) in enumerate(programs.items(), start=1):
         print(f"[{number}/{len(programs)}] {name}", flush=True)
-        every = [*SHARED.split(), *own, *flags]
+        every = [*SHARED.split(), "--node-size", str(NODE), *own, *flags]
         run = train(name, options.out, options.processes, every, program)
-        runs.append(compare(run, runs[0] if runs else run))
-    summaries = [run["summary"] for run in runs]
+        reference = next(iter(every_step if name in every_step else few_bytes))
+        runs[name] = compare(run, runs.get(reference, run))
+    summaries = [run["summary"] for run in runs.values()]
     (options.out / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
-    apart = max(each["largest_difference"] for each in summaries if each["open_gate_share"] == 1)
     print(f"\n{table(summaries)}\n\n{options.out}/summary.json")
-    print(f"Gate always open: no loss of any step is further from DDP's than {apart:.1e} of it.")
+    for names, first in ((every_step, "DDP's"), (few_bytes, "HSDP's")):
+        apart = max(runs[name]["summary"]["largest_difference"] for name in names)
+        print(f"{len(names)} runs: no loss of any step is further from {first} than {apart:.1e}.")
     return summaries
+
+
+def at_every_step() -> dict[str, tuple[str, list[str]]]:
+    """Return programs and flags by name of the run: DDP and each stage, with Dion."""
+    of_ddp = ["--optimizer", "dion", "--batch-size", "8"]
+    runs = {"Dion, DDP": ("train_gpt.py", of_ddp)}
+    return runs | {
+        f"Dion, ZeRO {stage}": of_json(f"ds_config_zero{stage}.json", "always") for stage in STAGES
+    }
+
+
+def at_one_percent() -> dict[str, tuple[str, list[str]]]:
+    """Return the same of replicas that may send a hundredth of their gradients' bytes."""
+    of_hsdp = "--optimizer curvadion --lr 0.03 --wire-budget 0.01 --parallel hsdp --batch-size 8"
+    runs = {"1 %, HSDP": ("train_gpt.py", [*of_hsdp.split(), "--shards", str(NODE)])}
+    return runs | {
+        f"1 %, ZeRO {stage}": of_json(f"ds_config_zero{stage}_replicas.json", "json")
+        for stage in STAGES
+        if stage > 0
+    }
+
+
+def of_json(name: str, gate: str) -> tuple[str, list[str]]:
+    """Return the program and the flags of a run with one of DeepSpeed's configurations."""
+    flags = ["--deepspeed-config", str(EXAMPLES / name), "--gate", gate]
+    return "train_gpt_deepspeed.py", flags
 
 
 def compare(run: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +85,14 @@ def compare(run: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
     """Return the runs as text, one a line."""
-    heads = ["run", "held out", "difference", "all kB/step", "optimizer kB/step", "gate open", "s"]
+    heads = ["run", "held out", "difference", "sent kB/step", "crossing", "gate open", "s"]
     rows = [
         [
             summary["name"],
             f"{summary['val_loss']:.4f}",
             f"{summary['largest_difference']:.1e}",
-            f"{summary['wire_bytes_per_step'] / 1e3:.1f}",
-            f"{summary['optimizer_bytes_per_step'] / 1e3:.1f}",
+            f"{summary['sent_bytes_per_step'] / 1e3:.1f}",
+            f"{summary['crossing_bytes_per_step'] / 1e3:.1f}",
             f"{summary['open_gate_share']:.1%}",
             f"{summary['seconds']:.0f}",
         ]

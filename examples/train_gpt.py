@@ -80,6 +80,7 @@ class Config:
     parallel: Parallel = option("ddp", "how the model is laid out over the processes")
     shards: int | None = option(None, "hsdp, hsdp_tp: FSDP shards of a replica; default: 2")
     tensor: int | None = option(None, "fsdp_tp, hsdp_tp: ranks that share a layer; default: 2")
+    node_size: int = option(1, "ranks of a node, to count what crosses between nodes")
 
     # Steps
     steps: int = option(1000, "optimizer steps")
@@ -333,17 +334,22 @@ class Counted(NamedTuple):
 
     payload: int
     sent: float
+    crossing: float
+    node_size: int
 
     @classmethod
-    def by(cls, meter: curvadion.WireMeter) -> "Counted":
+    def by(cls, meter: curvadion.WireMeter, node_size: int) -> "Counted":
         """Return what it has counted by now."""
-        return cls(meter.total_bytes, meter.total_sent)
+        crossing = meter.between(node_size).sent
+        return cls(meter.total_bytes, meter.total_sent, crossing, node_size)
 
     def add_to(self, progress: Progress, meter: curvadion.WireMeter) -> int:
         """Add what it has counted since, and return the payload of that."""
-        progress.wire_bytes += meter.total_bytes - self.payload
-        progress.sent_bytes += meter.total_sent - self.sent
-        return meter.total_bytes - self.payload
+        now = Counted.by(meter, self.node_size)
+        progress.wire_bytes += now.payload - self.payload
+        progress.sent_bytes += now.sent - self.sent
+        progress.crossing_bytes += now.crossing - self.crossing
+        return now.payload - self.payload
 
 
 class Trainer:
@@ -435,7 +441,7 @@ class Trainer:
     def save(self, progress: Progress) -> None:
         """Bring the replicas together, where they may differ, and write a checkpoint."""
         if isinstance(self.optimizer, Dion):
-            counted = Counted.by(self.meter)
+            counted = Counted.by(self.meter, self.config.node_size)
             # A checkpoint keeps one replica's optimizer state, which all of them load.
             self.optimizer.synchronize(exact=True)
             progress.optimizer_bytes += counted.add_to(progress, self.meter)
@@ -475,7 +481,8 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
 
 def train_step(trainer: Trainer, progress: Progress) -> dict[str, Any]:
     """Take one step, bring the progress up to date and return what to log."""
-    started, counted = time.perf_counter(), Counted.by(trainer.meter)
+    counted = Counted.by(trainer.meter, trainer.config.node_size)
+    started = time.perf_counter()
     record = trainer.step(progress.step)
     with trainer.meter.paused():
         record["loss"] = mean_over_ranks(record["loss"])
@@ -518,6 +525,7 @@ def summarise(config: Config, progress: Progress) -> dict[str, Any]:
         "tokens_per_step": config.tokens_per_step,
         "wire_bytes_per_step": progress.wire_bytes / steps,
         "sent_bytes_per_step": progress.sent_bytes / steps,
+        "crossing_bytes_per_step": progress.crossing_bytes / steps,
         "optimizer_bytes_per_step": progress.optimizer_bytes / steps,
         "open_gate_share": progress.open_gates / steps,
         "drift": progress.drift,

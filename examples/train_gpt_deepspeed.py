@@ -37,6 +37,7 @@ class Config:
         str(EXAMPLES / "ds_config_zero2.json"), "DeepSpeed's JSON: optimizer, stage, batch size"
     )
     gate: Literal["json", "always", "rmmc"] = option("json", "the JSON's, or another instead")
+    node_size: int = option(1, "ranks of a node, to count what crosses between nodes")
     out: str = option("runs/gpt-deepspeed", "folder of the log and the summary")
     seed: int = option(0, "of the weights and of the data order")
     data: tuple[str, ...] = option((), "text files and folders; default: Python's library")
@@ -56,7 +57,8 @@ class Config:
         settings: dict[str, Any] = json.loads(Path(self.deepspeed_config).read_text("utf-8"))
         params = settings["optimizer"]["params"]
         if self.gate != "json":
-            params.pop("threshold", None)
+            for key in ("threshold", "wire_budget"):
+                params.pop(key, None)
             gates = {"always": {"type": "always"}, "rmmc": {"type": "rmmc", "threshold": 0.3}}
             params["gate"] = gates[self.gate]
         return settings
@@ -87,15 +89,20 @@ class Trainer:
         self.batches, self.held_out, vocab_size = train_gpt.load_data(self.config)
         torch.manual_seed(config.seed)
         shape = GPTConfig(vocab_size, config.layers, config.heads, config.dim, tie=False)
-        self.engine = deepspeed.initialize(model=GPT(shape), config=config.json())[0]
+        settings = config.json()
+        self.replica_size: int | None = settings["optimizer"]["params"].get("replica_size")
+        self.engine = deepspeed.initialize(model=GPT(shape), config=settings)[0]
         self.optimizer: curvadion.Dion = self.engine.basic_optimizer
         self.highest_lr = train_gpt.learning_rates(self.optimizer)
 
     def layout(self) -> dict[str, Any]:
         """Return who holds what, for the summary."""
         stage, world = self.engine.zero_optimization_stage(), dist.get_world_size()
-        replicas, shards = (1, world) if stage else (world, 1)
-        name = f"ZeRO {stage}"
+        size = self.replica_size or (world if stage else 1)
+        replicas, shards = world // size, size if stage else 1
+        name = (
+            f"ZeRO {stage}" if self.replica_size is None else f"ZeRO {stage}, {replicas} x {size}"
+        )
         return {"name": name, "parallel": name, "replicas": replicas, "shards": shards}
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -143,7 +150,8 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
     with log, curvadion.WireMeter() as meter:
         count_steps(trainer.optimizer, meter, progress)
         while progress.step < config.steps:
-            started, counted = time.perf_counter(), train_gpt.Counted.by(meter)
+            counted = train_gpt.Counted.by(meter, config.node_size)
+            started = time.perf_counter()
             record = trainer.step(progress.step)
             progress.step += 1
             progress.seconds += time.perf_counter() - started
