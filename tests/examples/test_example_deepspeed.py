@@ -54,6 +54,31 @@ def test_every_stage_trains_as_plain_ddp(tmp_path):
     assert sent[0] < min(sent[1:])
 
 
+def with_replicas(rank, out):
+    """Summaries of the stages with replicas, and of HSDP."""
+    ds.prepare()
+    shared = [*TINY, "--steps", "20", "--node-size", "2", "--out"]
+    hsdp = "--optimizer curvadion --lr 0.03 --wire-budget 0.01 --parallel hsdp --batch-size 8"
+    summaries = [train_gpt.main([*shared, f"{out}/hsdp", *hsdp.split()])]
+    for stage in (1, 2, 3):
+        json_file = str(train_gpt_deepspeed.EXAMPLES / f"ds_config_zero{stage}_replicas.json")
+        flags = ["--deepspeed-config", json_file]
+        summaries.append(train_gpt_deepspeed.main([*shared, f"{out}/{stage}", *flags]))
+    return summaries
+
+
+def test_replicas_train_as_those_of_hsdp(tmp_path):
+    hsdp, *stages = distributed.run(4, with_replicas, str(tmp_path))[0]
+    for summary in stages:
+        assert (summary["replicas"], summary["shards"], summary["steps"]) == (2, 2, 20)
+        assert summary["val_loss"] == pytest.approx(hsdp["val_loss"], rel=2e-3)
+        assert summary["tokens"] == hsdp["tokens"]
+        assert 0 < summary["open_gate_share"] == hsdp["open_gate_share"] < 0.5
+        crossing = summary["crossing_bytes_per_step"]
+        assert 0 < crossing < 0.1 * summary["sent_bytes_per_step"]
+    assert [summary["name"] for summary in stages] == [f"ZeRO {s}, 2 x 2" for s in (1, 2, 3)]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_json_files_have_a_gate_where_it_saves_gradients(stage, tmp_path):
     flags = ("--steps", "12", "--gate", "json")
@@ -65,7 +90,7 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(tmp_path, ca
     real = demo.follow
 
     def follow(command, environment, output):
-        how = real if output.parent.name == "Dion, ZeRO 2" else follow_in_workers
+        how = real if output.parent.name == "1 %, ZeRO 2" else follow_in_workers
         return how(command, environment, output)
 
     monkeypatch.setattr(demo, "follow", follow)
@@ -73,9 +98,12 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(tmp_path, ca
     summaries = demo_deepspeed.main(["--out", str(tmp_path), *TINY])
     assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == summaries
     names = [summary["name"] for summary in summaries]
-    assert names == ["Dion, DDP", "Dion, ZeRO 2", "CurvaDion, ZeRO 2"]
-    assert all(summary["largest_difference"] < 1e-5 for summary in summaries[:2])
-    assert "Gate always open: no loss" in capsys.readouterr().out
+    assert names == ["Dion, DDP", "Dion, ZeRO 2", "1 %, HSDP", "1 %, ZeRO 2"]
+    assert all(summary["largest_difference"] < 1e-4 for summary in summaries)
+    assert all(summary["drift"] == 0.0 for summary in summaries[:2])
+    printed = capsys.readouterr().out
+    assert "no loss of any step is further from DDP's than" in printed
+    assert "no loss of any step is further from HSDP's than" in printed
 
 
 def test_deepspeeds_launcher_runs_it(tmp_path):
