@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed_engines as ds
 import distributed
@@ -204,3 +205,58 @@ def test_every_sync_goes_where_flat_shards_declared_in_code_go():
         assert 0 < sum(opened for opened, _ in told) < LONG, (name, how)
         skipped = any(s for each in (first, *others) for _, s in each[name, how][1])
         assert skipped == bool(spoil), (name, how)
+
+
+# -------------------------------------------------------------------- what stays DeepSpeed's
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Each of 24 samples is its number."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, place):
+        return torch.tensor(float(place))
+
+
+def loaded(rank):
+    """The batch settings, and the samples that this rank reads."""
+    batches = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3}
+    engine = engine_of("3", {}, **batches)
+    loader = engine.deepspeed_io(Numbers(), pin_memory=False, num_local_io_workers=0)
+    read = [int(x) for batch in loader for x in batch]
+    return engine.gradient_accumulation_steps(), engine.train_batch_size(), read
+
+
+def test_batches_and_data_loaders_count_all_ranks():
+    each = distributed.run(4, loaded)
+    assert all((accumulation, batch) == (2, 24) for accumulation, batch, _ in each)
+    assert sorted(sample for *_, read in each for sample in read) == list(range(24))
+
+
+class Recomputed(ds.Model):
+    """Computes its activations again in the backward."""
+
+    def forward(self, G, skip=()):
+        return checkpoint(super().forward, G, use_reentrant=False)
+
+
+def recomputed(rank, names):
+    """Whether weights are the same bits where activations are computed twice."""
+    found = {}
+    for name in names:
+        weights = []
+        for kind in (ds.Model, Recomputed):
+            of = kind()
+            of.load_state_dict(ds.model().state_dict())
+            engine = engine_of(name, JSON["codes"], of=of)
+            ds.train(engine, range(4))
+            weights.append(ds.masters(engine))
+        found[name] = all(torch.equal(W, weights[1][n]) for n, W in weights[0].items())
+    return found
+
+
+def test_activation_checkpointing_changes_nothing():
+    for found in distributed.run(4, recomputed, ["2", "3"]):
+        assert all(found.values()), found
