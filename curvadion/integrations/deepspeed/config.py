@@ -274,10 +274,18 @@ def check_mpu(engine: Any) -> None:
         )
 
 
+def check_early(engine: Any) -> None:
+    """Raise ValueError before DeepSpeed does, naming no key, or remembers an mpu for others."""
+    if engine.client_optimizer is None and engine.optimizer_name() not in OPTIMIZERS:
+        return
+    if engine.client_optimizer is None or isinstance(engine.client_optimizer, Dion):
+        check_precision(engine)
+        check_mpu(engine)
+
+
 def check_engine(engine: Any) -> None:
     """Raise ValueError, naming the key, for a mode of DeepSpeed in which no update is right."""
     check_precision(engine)
-    check_mpu(engine)
     zero, settings = engine._config.zero_config, engine._config
     stage = engine.zero_optimization_stage()
     autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype()
@@ -321,6 +329,7 @@ def check_engine(engine: Any) -> None:
     for is_set, key, advice in refused:
         if is_set:
             raise ValueError(f"{key} does not work with CurvaDion and Dion: {advice}.")
+    check_mpu(engine)  # autotp_size brings one of its own
 
 
 def _refused_offloads(zero: Any) -> list[tuple[bool, str, str]]:

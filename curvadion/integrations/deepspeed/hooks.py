@@ -48,11 +48,7 @@ def _patch(module: Any) -> None:
     check, is_supported, configure_basic, configure = getattr(engine_class, _ORIGINALS)
 
     def _do_sanity_check(engine: Any) -> None:
-        named = engine.client_optimizer is None and engine.optimizer_name() in config.OPTIMIZERS
-        if named or isinstance(engine.client_optimizer, Dion):
-            # Before DeepSpeed, which names no key and remembers an mpu.
-            config.check_precision(engine)
-            config.check_mpu(engine)
+        config.check_early(engine)
         check(engine)
 
     def _is_supported_optimizer(engine: Any, name: str) -> bool:
