@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import warnings
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from curvadion import Dion, FixedPeriod, QuantizedAverage
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 from deepspeed_replicas import SIZE, ByHand, by_hand_groups, engine_of
+from quantized_reference import Follower, QuantizedReference, spacing_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
@@ -205,6 +208,104 @@ def test_every_sync_goes_where_flat_shards_declared_in_code_go():
         assert 0 < sum(opened for opened, _ in told) < LONG, (name, how)
         skipped = any(s for each in (first, *others) for _, s in each[name, how][1])
         assert skipped == bool(spoil), (name, how)
+
+
+# -------------------------------------------------------------------- codes, in float64
+
+IN_CODES = {
+    "gate": {"type": "period", "period": 3},
+    "sync": {
+        "type": "quantized_average", "bits": 4, "fragments": 2, "residual_dtype": "float32",
+    },
+    "direction": "low_rank", "rank_fraction": 1.0, "right_factor": "qr", "nesterov": 2.0,
+    "weight_decay": 0.0,
+}  # fmt: skip
+NAME_OF = {"momentum": "M", "Q": "Q", "anchor": "anchor", "exp_avg": "m", "exp_avg_sq": "v"}
+
+
+def held_of(engine):
+    """Of each range that this rank holds, where it lies, its weights and its state."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # replicas are apart
+        saved = copy.deepcopy(engine.basic_optimizer.state_dict())
+    names = [n for group in saved["param_groups"] for n in group["param_names"]]
+    places = [i for group in saved["param_groups"] for i in group["params"]]
+    states = {n: saved["state"][i] for n, i in zip(names, places, strict=True)}
+    found = {}
+    for partition in partitions_of(engine.optimizer, Reaching()):
+        for r in partition.ranges:
+            name, length = engine.param_names[r.parameter], r.stop - r.start
+            X = partition.flat[r.offset : r.offset + length].detach().clone()
+            found[name] = r.start, r.stop, X, states[name]
+    return found
+
+
+def steps_in_codes(rank, names):
+    found = {}
+    for name in names:
+        engine = engine_of(name, IN_CODES)
+        found[name] = []
+        for step in range(LONG):
+            (report,) = ds.train(engine, [step])
+            found[name].append((report.gate_open, held_of(engine)))
+    return found
+
+
+def of_replica(ranks, start):
+    """What the ranks of a replica hold together, as the reference takes it."""
+    whole = {}
+    for name, X0 in start.items():
+        pieces = [held[name] for held in ranks]
+        state = {"X": filled(X0, [(a, b, X) for a, b, X, _ in pieces])}
+        for key, own in NAME_OF.items():
+            # A range of a matrix has the whole of the right factor, which its shards share.
+            if key in pieces[0][3] and key != "Q":
+                state[own] = filled(X0, [(a, b, held[key]) for a, b, _, held in pieces])
+        if "step" in pieces[0][3]:
+            state["t"] = float(pieces[0][3]["step"])
+        state["residual"] = [held["residual"].flatten() for *_, held in pieces]
+        whole[name] = state
+    return whole
+
+
+def filled(like, pieces):
+    full = torch.full((like.numel(),), torch.nan)
+    for start, stop, piece in pieces:
+        full[start:stop] = piece.flatten()
+    return full.view(like.shape)
+
+
+def test_codes_of_replicas_follow_a_float64_simulation():
+    """It goes on from what the engines hold after openings, where codes may fall on either side."""
+    each = distributed.run(4, steps_in_codes, ["1", "3 sub-groups"])
+    start = {n: p.detach() for n, p in ds.model().named_parameters() if p.requires_grad}
+    for name in each[0]:
+        shards = [
+            {n: torch.arange(a, b) for n, (a, b, *_) in each[rank][name][0][1].items()}
+            for rank in range(SIZE)
+        ]
+        vectors = {n: "adamw" for n, X in start.items() if X.dim() == 1}
+        reference = QuantizedReference(
+            start, 2, bits=4, fragments=2, algorithms=vectors, shards=shards, lr=ds.LR, wd=0.0,
+            nesterov=2.0, scheduled=True,
+        )  # fmt: skip
+        for vector in vectors:
+            reference.leaves[vector].lr = ds.ELEMENTWISE_LR
+        follower = Follower(reference, spacing_of(torch.float32))
+        for step in range(LONG):
+            opened = each[0][name][step][0]
+            assert opened == (step % 3 == 2)
+            held = [
+                of_replica([each[rank][name][step][1] for rank in (first, first + 1)], start)
+                for first in (0, SIZE)
+            ]
+            G = [flat_names(ds.replica_gradients(step, i, SIZE, 4)) for i in range(2)]
+            assert not follower.step(G, opened, held, feed_back=opened), (name, step)
+        assert follower.compared > 500, follower.compared
+
+
+def flat_names(G):
+    return {f"{owner}.{kind}": t for owner, own in G.items() for kind, t in own.items()}
 
 
 # -------------------------------------------------------------------- what stays DeepSpeed's

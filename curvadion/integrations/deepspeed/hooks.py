@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from curvadion.integrations.deepspeed import attaching, config, replicas, zero_init
-from curvadion.integrations.deepspeed.process_groups import data_parallel_group
+from curvadion.integrations.deepspeed.process_groups import data_parallel_group, divided
 from curvadion.optim.dion import Dion
 
 ENGINE = "deepspeed.runtime.engine"
@@ -72,7 +72,8 @@ def _patch(module: Any) -> None:
         if client is not None:
             attaching.hold(client)
         replicas.divide_into_replicas(engine, client)
-        with zero_init.sharding_over(data_parallel_group(engine)):
+        inside = data_parallel_group(engine) if divided(engine) else None
+        with zero_init.sharding_over(inside):
             configure(engine, client, model_parameters)
         attaching.attach(engine)
 

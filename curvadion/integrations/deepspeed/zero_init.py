@@ -15,12 +15,12 @@ from curvadion.integrations.deepspeed.replicas import size_in
 
 _ORIGINAL = "_curvadion_original_init"
 # DeepSpeed shards a whole model by itself, and does not tell Init the engine's group.
-_engines: list[dist.ProcessGroup] = []
+_engines: list[dist.ProcessGroup | None] = []
 
 
 @contextmanager
-def sharding_over(group: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, models are sharded over these ranks if nothing else is said."""
+def sharding_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside, models are sharded over these ranks if nothing else is said; None: over all."""
     _engines.append(group)
     try:
         yield
@@ -55,7 +55,7 @@ def patch(init_class: Any, names: Any) -> None:
 
 
 def _group_in(configuration: Any, names: Any) -> dist.ProcessGroup | None:
-    """The ranks of this replica; None if a configuration divides them not."""
+    """The ranks of this replica; None if the configuration does not divide them."""
     from deepspeed import init_distributed
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
