@@ -1,6 +1,6 @@
 # make demo               train four small GPTs on this machine and compare them: runs/demo/
 # make demo-layouts       train one small GPT under every layout: runs/demo-layouts/
-# make demo-deepspeed     the same GPT with DeepSpeed's four ZeRO stages: runs/demo-deepspeed/
+# make demo-deepspeed     the same GPT with DeepSpeed's ZeRO stages and replicas: runs/demo-deepspeed/
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations

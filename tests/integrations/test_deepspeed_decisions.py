@@ -266,6 +266,7 @@ def refused(rank):
         told[case] = error_of(ds.config(stage, params, **settings))
     told["unlike"] = error_of(ds.config(2, {"replica_size": 2 if rank else 4}))
     told["only here"] = error_of(ds.config(2, {"replica_size": 2} if rank == 2 else {}))
+    told["wrong here"] = error_of(ds.config(2, {"replica_size": 3 if rank == 2 else 2}))
     told["mpu"] = error_of(ds.config(1, {"replica_size": 2}), mpu=OwnUnit())
     from deepspeed.utils import groups
 
@@ -282,11 +283,13 @@ def error_of(configuration, **arguments):
 
 
 def test_configurations_that_cannot_work_are_errors_on_all_ranks():
-    for told in distributed.run(4, refused):
+    for rank, told in enumerate(distributed.run(4, refused)):
         for case, (_, _, part) in INVALID.items():
             assert part in told[case], case
         for case in ("unlike", "only here"):
             assert "give all ranks the same configuration" in told[case], case
+        own = "replica_size=3 must divide" if rank == 2 else "the same configuration"
+        assert own in told["wrong here"]
         assert told["mpu"].startswith("ValueError: mpu=OwnUnit does not work with"), told["mpu"]
         assert "optimizer.params.replica_size chooses replicas" in told["mpu"]
 

@@ -52,6 +52,8 @@ def resumed(rank, cases, folder):
         ds.train(engine, range(4))
         apart = engine.basic_optimizer.drift()
         engine.save_checkpoint(to, tag="here")
+        if rank >= SIZE:  # it would write files of the same names
+            assert not (engine.save_non_zero_checkpoint or engine.save_zero_checkpoint)
         agreed = ds.masters(engine), engine.basic_optimizer.drift()
         runs = [(ds.train(engine, range(4, 9)), ds.masters(engine))]
         again = engine_of(name, params)

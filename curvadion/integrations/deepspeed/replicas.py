@@ -37,12 +37,16 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
         TypeError, ValueError: on all ranks, naming the key and its value.
     """
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
-    if client is None:
-        size = size_in(engine.optimizer_params(), world)
-    else:
-        size = _size_of_replicas(client)
+    size, wrong = None, None
+    try:
+        size = size_in(engine.optimizer_params(), world) if client is None else _size_of(client)
+    except (TypeError, ValueError) as error:
+        wrong = error  # the others must not wait for this rank
     # A rank that differs would create other groups than those that the rest waits for.
-    if not said_alike((stage, size), dist.group.WORLD, engine.device):
+    alike = said_alike((stage, size, wrong is None), dist.group.WORLD, engine.device)
+    if wrong is not None:
+        raise wrong
+    if not alike:
         raise ValueError(
             f"{KEY}={size} and zero_optimization.stage={stage} on this rank, and others on "
             f"another: give all ranks the same configuration and optimizer"
@@ -71,7 +75,7 @@ def size_in(params: Any, world: int) -> int | None:
     return int(size)
 
 
-def _size_of_replicas(client: Dion) -> int | None:
+def _size_of(client: Dion) -> int | None:
     """Ranks of a replica if the optimizer's replicas divide all ranks like the key would."""
     replicas, rank, world = client._replicas.process_group, dist.get_rank(), dist.get_world_size()
     if replicas is None or not 1 < replicas.size() < world:
