@@ -31,7 +31,7 @@ class StepReport:
             optimizer's and others'. None if no WireMeter is active.
             What a delay sends beside the training counts where it is sent, so it may fall into
             another step in another run; totals do not change.
-        wire_bytes_by_ranks: the same by the ranks that shared them, as {"0, 1": 1024, "0, 2": 16}.
+        wire_bytes_by_ranks: the same by the ranks that shared them, as {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for an exchange beside the training that was late
             (QuantizedAverage or a gate with a delay). Other exchanges do not count: without a delay
             it is 0, although replicas wait for each other. To judge a delay, compare the seconds of

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -224,9 +225,9 @@ class Reading:
             self._before = dict(_counted)
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading by the ranks that shared them, as "0, 1".
+        """Payload bytes since the last reading by the ranks that shared them.
 
-        None if no meter is active.
+        Ranks are named as "0, 8", "0-7" or "0-56 by 8". None if no meter is active.
         """
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)
@@ -235,9 +236,17 @@ class Reading:
         ranks, sent = _ranks_by_group(), dict[str, int]()
         for group, counted in self._before.items():
             if new := counted - before.get(group, 0):
-                key = ", ".join(map(str, ranks[group])) if group in ranks else f"group {group}"
+                key = _named(ranks[group]) if group in ranks else f"group {group}"
                 sent[key] = sent.get(key, 0) + new
         return sent
+
+
+def _named(ranks: list[int]) -> str:
+    strides = {b - a for a, b in pairwise(ranks)}
+    if len(ranks) <= 2 or len(strides) > 1:
+        return ", ".join(map(str, ranks))
+    (stride,) = strides
+    return f"{ranks[0]}-{ranks[-1]}" + (f" by {stride}" if stride != 1 else "")
 
 
 def _ranks_by_group() -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
-from curvadion.metering.wire import Reading, WireCount, WireMeter
+from curvadion.metering.wire import Reading, WireCount, WireMeter, _named
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -477,7 +477,16 @@ def test_bytes_inside_replicas_are_told_from_those_between():
     for rank, (counts, read) in enumerate(distributed.run(4, of_groups)):
         assert counts == [(3, 44, 46.0), (2, 12, 14.0), (0, 0, 0.0)]
         here, there = f"{rank // 2 * 2}, {rank // 2 * 2 + 1}", f"{rank % 2}, {rank % 2 + 2}"
-        assert read == {here: 32, there: 8, "0, 1, 2, 3": 4}
+        assert read == {here: 32, there: 8, "0-3": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [([3], "3"), ([0, 8], "0, 8"), ([0, 1, 2], "0-2"), ([1, 9, 17], "1-17 by 8"),
+     ([0, 1, 5], "0, 1, 5")],
+)  # fmt: skip
+def test_ranks_have_short_names(ranks, name):
+    assert _named(ranks) == name
 
 
 def take_steps(rank):
