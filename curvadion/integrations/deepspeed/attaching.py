@@ -25,11 +25,11 @@ def hold(optimizer: Dion) -> Dion:
 def attach(engine: Any) -> Any:
     """Make an engine and its CurvaDion or Dion work together; ``deepspeed.initialize`` does it.
 
-    Stage 0: the engine no longer reduces gradients, unless the optimizer has
-    ``replicas="single"`` and leaves that to it; norms for ``gradient_clipping`` are taken over
-    all replicas; and ``save_checkpoint`` and ``save_16bit_model`` first bring the replicas
-    together. Stages 1 to 3: the optimizer steps on the ranges of parameters that the flat
-    partitions hold, once per ``engine.step()``.
+    Stage 0: the engine no longer reduces gradients, or inside replicas only, unless the optimizer
+    has ``replicas="single"`` and leaves that to it. Stages 1 to 3: the optimizer steps on the
+    ranges of parameters that the flat partitions hold, once per ``engine.step()``. Where there are
+    several replicas, norms for ``gradient_clipping`` are taken over all of them, and
+    ``save_checkpoint`` and ``save_16bit_model`` first bring them together.
 
     Args:
         engine: a DeepSpeedEngine. Attached engines are left as they are.
