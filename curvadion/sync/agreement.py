@@ -46,8 +46,9 @@ _STUCK = (
 
 
 _INVALID = (
-    "Another rank has an impossible value in its param_groups, or gradients that its replica "
-    "cannot average, and raises the error that names it: see that rank's output."
+    "Another rank has an impossible value in its param_groups, gradients that its replica "
+    "cannot average or a loss scale that cannot become smaller, and raises the error that names "
+    "it: see that rank's output."
 )
 
 

@@ -87,6 +87,33 @@ def test_nans_that_do_not_end_stop_all_replicas(name, params):
     assert {steps for steps, _ in told} <= {10, 11}
 
 
+def at_the_smallest_scale(rank, cases):
+    """What ends a run where the last rank's gradients never fit into float16."""
+    told = {}
+    for stage, how, clip in cases:
+        fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
+        params = {"replica_size": 1, **{"always": ALWAYS, "codes": CODES}[how]}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DS_ACCELERATOR", "cpu")
+            from deepspeed.accelerator import get_accelerator
+
+            # Not all CPUs have its arithmetic; these gradients need none.
+            patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+            engine = ds.engine_of(ds.config(stage, params, fp16=fp16, gradient_clipping=clip))
+        with pytest.raises(Exception, match="minimum|see that rank's output") as error:
+            ds.train(engine, range(8), spoil={(step, 1) for step in range(2, 8)})
+        told[stage, how, clip] = str(error.value)
+    return told
+
+
+def test_a_loss_scale_that_cannot_shrink_stops_all_replicas():
+    cases = [(1, "always", 0.0), (2, "always", 10.0), (3, "codes", 0.0)]
+    other, own = distributed.run(2, at_the_smallest_scale, cases)
+    for case in cases:
+        assert "loss scale already at minimum" in own[case], case
+        assert "a loss scale that cannot become smaller" in other[case], case
+
+
 # -------------------------------------------------------------------- gradients that are missing
 
 

@@ -122,6 +122,11 @@ def _decide_with_all_replicas(engine: Any, shards: Shards, publish: Callable[[],
         shards.begin(before_step=partial(clip, engine, optimizer, max_norm) if max_norm else None)
         try:
             result = step(*args, **kwargs)
+        except Exception as error:
+            # What a loss scaler raises at its smallest scale, on all ranks of this replica only.
+            if self.overflow and not shards.stepped:
+                shards.refuse(str(error))
+            raise
         finally:
             self.clip_grad = max_norm
         if not shards.stepped:  # other replicas are waiting, or send what arrives now

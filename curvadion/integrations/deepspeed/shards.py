@@ -86,8 +86,8 @@ class Shards:
 
     def _step(self) -> None:
         with self._gradients_in_place():
+            self.stepped = True  # also where it raises, which it does on all replicas
             type(self.optimizer).step(self.optimizer)
-        self.stepped = True
 
     @contextmanager
     def _gradients_in_place(self) -> Iterator[None]:
