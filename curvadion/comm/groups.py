@@ -24,15 +24,23 @@ def group_of_ranks(ranks: Iterable[int]) -> Group | None:
     wanted = sorted(set(ranks))
     if len(wanted) == 1:
         return None
+    if (existing := existing_group(wanted)) is not None:
+        return existing
+    created = dist.new_group(wanted, use_local_synchronization=True)
+    if not isinstance(created, Group):
+        raise RuntimeError(f"torch.distributed.new_group({wanted}) gave no group on a member")
+    return created
+
+
+def existing_group(ranks: Iterable[int]) -> Group | None:
+    """A process group of these global ranks that has the default group's backends, if any."""
+    wanted = sorted(ranks)
     for group in dist.distributed_c10d._world.pg_map:
         if sorted(dist.get_process_group_ranks(group)) == wanted and (
             dist.get_backend_config(group) == dist.get_backend_config()
         ):
             return group
-    created = dist.new_group(wanted, use_local_synchronization=True)
-    if not isinstance(created, Group):
-        raise RuntimeError(f"torch.distributed.new_group({wanted}) gave no group on a member")
-    return created
+    return None
 
 
 def same_ranks(one: Group | None, other: Group | None) -> bool:

@@ -247,9 +247,8 @@ def test_tensor_parallelism_of_deepspeed_is_refused():
 
 def refuse_clients(rank):
     messages = []
-    half = dist.new_group([0])
-    half = half if rank == 0 else dist.group.WORLD
-    for stage, replicas in ((2, dist.group.WORLD), (0, half)):
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    for stage, replicas in ((2, alone), (0, dist.group.WORLD if rank else alone)):
         of = ds.model()
         configuration = ds.config(stage)
         del configuration["optimizer"]

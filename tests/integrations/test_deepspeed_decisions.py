@@ -236,6 +236,7 @@ def zero_over_all_ranks(rank):
         check_apart(partitions, replica_groups(SIZE).between)
     divided = engine_of("2", {})
     check_apart(partitions_of(divided.optimizer, Reaching()), replica_groups(SIZE).between)
+    assert replica_groups(1) == replica_groups(1)  # of one rank too, none is made twice
     switched = engine_of("0", {})
     switched.enable_backward_allreduce = False
     with pytest.raises(RuntimeError, match="enable_backward_allreduce is False"):
@@ -265,6 +266,14 @@ INVALID = {
     "local files": (
         {"replica_size": 2}, {"checkpoint": {"use_node_local_storage": True}},
         "checkpoint.use_node_local_storage does not work with optimizer.params.replica_size=2",
+    ),
+    "parallel writers": (
+        {"replica_size": 2}, {"checkpoint": {"writer": {"data_parallel": "replica"}}},
+        "checkpoint.writer.data_parallel does not work with optimizer.params.replica_size=2",
+    ),
+    "one after another": (
+        {"replica_size": 2}, {"zero": {"pipeline_loading_checkpoint": True}},
+        "zero_optimization.pipeline_loading_checkpoint does not work with optimizer.params.repl",
     ),
     "one replica": (
         {"replica_size": 4, "gate": {"type": "budget", "share": 0.01}}, {},
@@ -324,11 +333,12 @@ def test_configurations_that_cannot_work_are_errors_on_all_ranks():
 # -------------------------------------------------------------------- from code, and under Init
 
 
-def clients(rank, stages):
+def clients(rank, cases):
     """Distances of engines whose optimizer, made in code, says who the replicas are."""
     found = {}
-    for stage in stages:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for stage, replicas in cases:
+        grid = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
         of, configuration = ds.model(), ds.config(stage)
         del configuration["optimizer"]
         optimizer = CurvaDion(
@@ -336,17 +346,18 @@ def clients(rank, stages):
             rank_fraction=ds.FRACTION,
         )  # fmt: skip
         engine = ds.engine_of(configuration, of, optimizer=optimizer)
-        expected = ds.Expected(0, 4, replicas=2)
+        expected = ds.Expected(0, 4, replicas=replicas)
         ds.train(engine, range(4))
         for step in range(4):
             expected.step(step, True)
         assert curvadion.deepspeed.attach(engine) is engine
-        found[stage] = max(expected.distances(ds.masters(engine), rank).values())
+        found[stage, replicas] = max(expected.distances(ds.masters(engine), rank).values())
     return found
 
 
 def test_an_optimizer_made_in_code_may_have_replicas():
-    for found in distributed.run(4, clients, [0, 1, 2, 3]):
+    cases = [(0, 2), (1, 2), (2, 2), (3, 2), (0, 4), (1, 4), (3, 4)]
+    for found in distributed.run(4, clients, cases):
         assert max(found.values()) < 1e-5, found
 
 

@@ -134,6 +134,28 @@ def test_other_numbers_of_replicas_load_and_other_sizes_are_refused(tmp_path):
                 assert f"here are {here}" in found[name] and "replica_size=2" in found[name]
 
 
+def used_again(rank, names, folder):
+    """Whether a checkpoint loads from where one of larger replicas was, and that is refused."""
+    found = {}
+    for name in names:
+        to = f"{folder}/{name}"
+        whole, engine = ds.engine_of(ds.changed(name, {})), engine_of(name, PERIOD)
+        for each in (whole, engine):
+            ds.train(each, range(2))
+            each.save_checkpoint(to, tag="here")
+        engine_of(name, PERIOD).load_checkpoint(to, tag="here")
+        with pytest.raises(ValueError) as error:
+            whole.load_checkpoint(to, tag="here")
+        found[name] = len([*Path(to, "here").glob("*_optim_states.pt")]), str(error.value)
+    return found
+
+
+def test_a_tag_may_be_used_again_by_smaller_replicas(tmp_path):
+    for found in distributed.run(4, used_again, ["1", "3 bf16"], str(tmp_path)):
+        for files, told in found.values():
+            assert files == 4 and "saved with 2 ranks in a replica" in told
+
+
 # -------------------------------------------------------------------- weights alone
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from curvadion.comm.groups import group_of_ranks
+from curvadion.comm.groups import existing_group
 
 _BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
 
@@ -35,7 +35,8 @@ def replica_groups(size: int) -> ReplicaGroups:
 
 
 def _group(ranks: range) -> dist.ProcessGroup:
-    group = group_of_ranks(ranks)
+    """The same at every call; also of one rank, which DeepSpeed wants a group of."""
+    group = existing_group(ranks)
     if group is None:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
     return group

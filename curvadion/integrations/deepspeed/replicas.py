@@ -39,7 +39,8 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
     size, wrong = None, None
     try:
-        size = size_in(engine.optimizer_params(), world) if client is None else _size_of(client)
+        params = engine.optimizer_params()
+        size = size_in(params, world) if client is None else _size_of(client, stage)
     except (TypeError, ValueError) as error:
         wrong = error  # the others must not wait for this rank
     # A rank that differs would create other groups than those that the rest waits for.
@@ -75,12 +76,14 @@ def size_in(params: Any, world: int) -> int | None:
     return int(size)
 
 
-def _size_of(client: Dion) -> int | None:
+def _size_of(client: Dion, stage: int) -> int | None:
     """Ranks of a replica if the optimizer's replicas divide all ranks like the key would."""
     replicas, rank, world = client._replicas.process_group, dist.get_rank(), dist.get_world_size()
-    if replicas is None or not 1 < replicas.size() < world:
+    if replicas is None or not 1 < replicas.size() <= world:
         return None
     size = world // replicas.size()
+    if size == 1 and stage == 0:
+        return None  # as it is without the key
     alike = dist.get_process_group_ranks(replicas) == [*range(rank % size, world, size)]
     return size if alike else None
 
@@ -108,6 +111,16 @@ def _check_modes(engine: Any, size: int) -> None:
             engine.use_node_local_storage(),
             "checkpoint.use_node_local_storage",
             "set it to false: one replica writes for all, into a folder that all can read",
+        ),
+        (
+            (engine._config.checkpoint_config["writer"] or {}).get("data_parallel") is not None,
+            "checkpoint.writer.data_parallel",
+            "leave it out: the ranks of one replica write for all",
+        ),
+        (
+            zero.pipeline_loading_checkpoint,
+            "zero_optimization.pipeline_loading_checkpoint",
+            "set it to false: ranks of one replica would wait for those of another",
         ),
     ]
     for is_set, key, advice in refused:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.optim.dion import Dion
@@ -57,11 +60,10 @@ def check_shards_before_loading(engine: Any) -> None:
         given.apply_defaults()
         said = given.arguments
         states = said["load_optimizer_states"] and not said["load_module_only"]
-        # Stage 3 cuts the files of weights too.
-        if states or engine.zero_optimization_partition_weights():
-            _check_shards(
-                _folder(said["load_dir"], said["tag"]), data_parallel_group(engine).size()
-            )
+        cuts_weights = engine.zero_optimization_partition_weights()  # stage 3, in the files too
+        if states or cuts_weights:
+            folder = _folder(said["load_dir"], said["tag"])
+            _check_shards(folder, data_parallel_group(engine).size(), cuts_weights=cuts_weights)
         return load(*args, **kwargs)
 
     engine.load_checkpoint = load_checkpoint
@@ -74,11 +76,26 @@ def _folder(load_dir: Any, tag: Any) -> Path:
     return Path(load_dir) if tag is None else Path(load_dir, str(tag))
 
 
-def _check_shards(folder: Path, here: int) -> None:
-    saved = len(list(folder.glob("*zero_pp_rank_*_optim_states.pt")))
-    if saved not in (0, here):
+def _check_shards(folder: Path, here: int, *, cuts_weights: bool) -> None:
+    saved = _saved_ranks(folder, cuts_weights=cuts_weights)
+    if saved not in (None, here):
         raise ValueError(
             f"The checkpoint {folder} was saved with {saved} ranks in a replica (DeepSpeed's "
             f"data-parallel world size), and here are {here}: ZeRO loads it with the same number "
             f"only. Set optimizer.params.replica_size={saved}, with as many replicas as you like."
         )
+
+
+def _saved_ranks(folder: Path, *, cuts_weights: bool) -> int | None:
+    """Among how many ranks ZeRO cut what a folder holds; None if it holds nothing of ZeRO.
+
+    The files are no more than a hint: those of more ranks stay where a tag is used again.
+    """
+    first = folder / f"{'zero_pp_rank_0_' if cuts_weights else ''}mp_rank_00_model_states.pt"
+    if not (first.is_file() and any(folder.glob("*zero_pp_rank_*_optim_states.pt"))):
+        return None
+    # Tensors stay on the disk, except in the format that torch wrote long ago.
+    mapped = zipfile.is_zipfile(first)
+    states = torch.load(first, map_location="cpu", mmap=mapped, weights_only=False)
+    ranks: int | None = states.get("dp_world_size")
+    return ranks
