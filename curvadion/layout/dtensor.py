@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -210,3 +211,20 @@ def shard_count(X: Tensor, dimension: DimensionShard) -> int:
     if not isinstance(X, DTensor):
         return 1
     return math.prod(X.device_mesh.size(axis) for axis in dimension.axes)
+
+
+def lengths_of_shards(X: Tensor) -> list[list[int]]:
+    """Of each dimension, how many indices its shards hold; one shard if X is not a DTensor."""
+    return [
+        [len(held) for held in _held_by_all(size, X, d.axes)]
+        for size, d in zip(X.shape, dimension_shards(X), strict=True)
+    ]
+
+
+def _held_by_all(size: int, X: Tensor, axes: Sequence[int]) -> list[range]:
+    """The indices of a dimension at every coordinate of the axes that shard it."""
+    if not isinstance(X, DTensor):
+        return [range(size)]
+    mesh = X.device_mesh
+    counts = [range(mesh.size(axis)) if axis in axes else (0,) for axis in range(mesh.ndim)]
+    return [_held(size, mesh, axes, coordinate) for coordinate in product(*counts)]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
-from curvadion.layout.dtensor import dimension_shards, group_over, is_shard, placements_of
+from curvadion.layout.dtensor import (
+    dimension_shards,
+    group_over,
+    is_shard,
+    lengths_of_shards,
+    placements_of,
+)
 from curvadion.layout.flat_shard import flat_shard
 
 _REPLICAS = "curvadion_replicas"
@@ -17,6 +27,20 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
     """Shape of the whole parameter, of which this rank may hold only a shard."""
     declared = flat_shard(parameter)
     return tuple(parameter.shape) if declared is None else declared.shape
+
+
+def shard_sizes(X: Tensor) -> list[int]:
+    """Numbers in each shard of the parameter, alike on all ranks.
+
+    Each rank knows where its own flat shard is cut. One with all numbers but one for each other
+    shard fills as many blocks, of any length, as any cut could.
+    """
+    declared = flat_shard(X)
+    if declared is not None:
+        numbers = math.prod(declared.shape)
+        small = max(min(group_size(declared.group), numbers) - 1, 0)
+        return [numbers - small, *[1] * small]
+    return [math.prod(lengths) for lengths in product(*lengths_of_shards(X))]
 
 
 def groups_of(X: Tensor) -> list[Group]:

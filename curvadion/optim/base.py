@@ -16,6 +16,7 @@ from curvadion.comm.background import Background
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
 from curvadion.layout.gradients import place_gradients
+from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
@@ -96,7 +97,7 @@ class ReplicaOptimizer(Optimizer):
                 for x in group["params"]
                 if x.requires_grad
             ]
-            self._tell_costs([x for _, x in sorted(trained, key=lambda each: each[0])])
+            self._tell_costs([x for _, x in sorted(trained, key=lambda each: each[0])], cut=False)
             period = self.gate.openings_per_agreement * self.gate.expected_period(
                 self.gate.open_cost or self.sync.typical_cost
             )
@@ -236,19 +237,21 @@ class ReplicaOptimizer(Optimizer):
                     f"its own: set requires_grad_(True), call synchronize() and freeze it then."
                 )
 
-    def _tell_costs(self, X: Sequence[Tensor]) -> None:
-        """Tell the gate what steps send, alike on all ranks, whatever shards they hold.
+    def _tell_costs(self, X: Sequence[Tensor], *, cut: bool = True) -> None:
+        """Tell the gate what all ranks of a replica send, alike on each, whatever shards it holds.
 
-        X: the parameters that are trained, in the order of a plan.
+        X: the parameters that are trained, in the order of a plan. cut: whether in shards.
         """
         each = sizes(X)
         if not sum(each) or (costs := self.sync.prepare(each)) is None:
             return
         dense = 4 * sum(each)
+        shards = [shard_sizes(x) for x in X] if cut else [[n] for n in each]
         # What replicas tell each other at every step, unless they know beforehand.
-        told = GATE_BYTES / dense
+        told = GATE_BYTES * max(map(len, shards)) / dense
         at_openings = told if self.gate.follows_schedule else 0.0
-        self.gate.open_cost = costs.opening_bytes / dense + at_openings
+        opening_bytes = costs.opening_bytes + self.sync.added_by_shards(shards)
+        self.gate.open_cost = opening_bytes / dense + at_openings
         self.gate.closed_cost = told - at_openings
         self.gate.openings_per_agreement = costs.openings_per_agreement
 

@@ -135,6 +135,13 @@ class Sync(ABC):
         """
         return None
 
+    def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
+        """Bytes of an opening beside those of :meth:`prepare`, as the parameters are in shards.
+
+        shards: numbers in each shard of every parameter, in the order of :meth:`prepare`.
+        """
+        return 0.0
+
     @property
     def typical_cost(self) -> float:
         """What an opening sends, as a share of dense gradients, if parameters are unknown."""

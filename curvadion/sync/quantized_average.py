@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -157,6 +158,13 @@ class QuantizedAverage(Sync):
         # With a delay, what replicas count as a matrix's length travels with the codes.
         lengths = LENGTH_BYTES * len(sizes) if self.delay else 0
         return Costs((codes + lengths) / count, count)
+
+    def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
+        # Each has blocks of its own, and its rank sends the lengths too.
+        whole, each = map(sum, shards), chain.from_iterable(shards)
+        codes = message_bytes(each, self.bits) - message_bytes(whole, self.bits)
+        lengths = sum(len(s) - 1 for s in shards) if self.delay else 0
+        return (codes + LENGTH_BYTES * lengths) / max(1, self.count)
 
     @property
     def typical_cost(self) -> float:

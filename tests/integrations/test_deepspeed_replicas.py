@@ -129,7 +129,7 @@ SYNCS = {
     "codes": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=2)},
     "fragments": {"gate": FixedPeriod(2), "sync": QuantizedAverage(bits=3, fragments=2)},
     "delay": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=3, fragments=2, delay=2)},
-    "budget": {"wire_budget": 0.8, "sync": QuantizedAverage(delay=1)},
+    "budget": {"wire_budget": 0.8, "sync": QuantizedAverage(bits=1, delay=1)},
     "low rank": {"gate": FixedPeriod(3), "local_step": "dion", "direction": "polar"},
 }
 JSON = {
@@ -146,7 +146,9 @@ JSON = {
         "sync": {"type": "quantized_average", "bits": 3, "fragments": 2},
         "delay": 2,
     },
-    "budget": {"wire_budget": 0.8, "delay": 1},
+    "budget": {
+        "wire_budget": 0.8, "delay": 1, "sync": {"type": "quantized_average", "bits": 1},
+    },
     "low rank": {
         "gate": {"type": "period", "period": 3}, "local_step": "dion", "direction": "polar",
     },

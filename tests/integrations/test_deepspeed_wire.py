@@ -136,12 +136,28 @@ class Wide(nn.Module):
         return (self.down(torch.relu(self.up(x))) - x.roll(1, dims=1)).square().mean()
 
 
-def of_a_budget(rank, names, share, steps):
+class Narrow(nn.Module):
+    """Matrices and biases of which whole ones would fill half as many blocks as their shards."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        y = x[:, :16]
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        return (y - x[:, 16:32]).square().mean()
+
+
+def of_a_budget(rank, names, kind, share, steps):
     """By name, bytes that the ranks of a replica sent to the others, of those of the gradients."""
     found = {}
     for name in names:
         params = {"replica_size": SIZE, "wire_budget": share}
-        engine, meter = ds.engine_of(with_params(name, params), Wide()), WireMeter()
+        engine, meter = ds.engine_of(with_params(name, params), kind()), WireMeter()
+        numbers = sum(p.numel() for p in kind().parameters())
         for step in range(steps):
             x = torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * step + rank))
             with meter:
@@ -150,7 +166,7 @@ def of_a_budget(rank, names, share, steps):
         sent = torch.tensor(sum(n.sent for n in crossing(engine, meter, counts=True).values()))
         if ds.stage_of(engine):  # of all shards of a replica; at stage 0 each rank has all
             dist.all_reduce(sent, group=data_parallel_group(engine))
-        found[name] = sent.item() / (steps * 4 * 2 * 96 * 128)
+        found[name] = sent.item() / (steps * 4 * numbers)
     return found
 
 
@@ -161,9 +177,15 @@ def with_params(name, params):
 
 
 def test_a_budget_is_met_at_every_stage():
-    for found in distributed.run(4, of_a_budget, ["0", "1", "2 bf16", "3"], 0.01, 40):
+    for found in distributed.run(4, of_a_budget, ["0", "1", "2 bf16", "3"], Wide, 0.01, 40):
         for name, sent in found.items():
             assert 0.005 < sent <= 0.01, name
+
+
+def test_a_budget_holds_where_shards_are_smaller_than_blocks():
+    for found in distributed.run(4, of_a_budget, ["1", "2", "3"], Narrow, 0.08, 40):
+        for name, sent in found.items():
+            assert 0.03 < sent <= 0.08, (name, sent)
 
 
 # -------------------------------------------------------------------- beside HSDP

@@ -20,6 +20,7 @@ from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMet
 from curvadion.comm.background import background_of
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
+from curvadion.layout.parameters import shard_sizes
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.exact_average import bytes_of_everything, sizes
 from pairwise import all_pairs
@@ -180,6 +181,31 @@ def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, direction,
     for corrections in distributed.run(4, sent_inside, setup, layout, direction, delay):
         for added, expected in corrections:
             assert added == expected > 0
+
+
+def held(rank, setup, layout):
+    """What this rank holds of each parameter, and what it takes the shards of all ranks to be."""
+    model, replicas, *_ = setup(layout)
+    optimizer = CurvaDion(transformer.groups(model), replicas=replicas)
+    return [(p.local.numel(), shard_sizes(p.X)) for p in optimizer.present_plan().parameters]
+
+
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+def test_a_budget_counts_the_blocks_of_shards(setup, layout):
+    ranks = distributed.run(4, held, setup, layout)
+    replicas, *_ = COUNTS[layout]
+    for of_parameter in zip(*ranks, strict=True):
+        (shards, *others), here = [s for _, s in of_parameter], [n for n, _ in of_parameter]
+        assert all(other == shards for other in others)
+        copies = len(here) // len(shards)
+        if "FSDP1" in layout:  # each rank knows its own range only
+            assert sum(shards) * copies == sum(here)
+            for block in (1, 7, 256):
+                blocks = [sum(-(-n // block) for n in numbers) for numbers in (shards, here)]
+                assert 0 <= blocks[0] - blocks[1] / copies <= len(shards) - 1
+        else:
+            assert sorted(shards * copies) == sorted(here)
+        assert copies % replicas == 0
 
 
 def synchronize_exactly(rank, setup, layout):
