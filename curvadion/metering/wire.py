@@ -157,6 +157,8 @@ class WireMeter:
     def between(self, replica_size: int) -> WireCount:
         """The count of groups with ranks of several replicas, which are so many ranks in a row.
 
+        A group that was destroyed since is counted too, as its ranks are not known any more.
+
         Raises:
             ValueError: if replica_size is no integer of at least 1.
         """
@@ -165,7 +167,8 @@ class WireMeter:
         ranks = _ranks_by_group()
         crossing = WireCount()
         for (group, _), count in self.records.items():
-            if len({rank // replica_size for rank in ranks.get(group, ())}) > 1:
+            held = ranks.get(group)
+            if held is None or len({rank // replica_size for rank in held}) > 1:
                 crossing += count
         return crossing
 
@@ -227,7 +230,8 @@ class Reading:
     def take(self) -> dict[str, int] | None:
         """Payload bytes since the last reading by the ranks that shared them.
 
-        Ranks are named as "0, 8", "0-7" or "0-56 by 8". None if no meter is active.
+        Ranks are named as "0, 8", "0-7" or "0-56 by 8", and those of a group that was destroyed
+        since by the group's own name. None if no meter is active.
         """
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)

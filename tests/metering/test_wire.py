@@ -480,6 +480,20 @@ def test_bytes_inside_replicas_are_told_from_those_between():
         assert read == {here: 32, there: 8, "0-3": 4}
 
 
+def of_a_group_that_is_gone(rank):
+    group, reading = dist.new_group([0, 1]), Reading()
+    name = f"group {group.group_name}"
+    with WireMeter() as meter:
+        dist.all_reduce(ones(2), group=group)
+        assert meter.between(2).bytes == 0
+        dist.destroy_process_group(group)
+        return meter.between(2).bytes, reading.take() == {name: 8}
+
+
+def test_bytes_of_a_group_that_is_gone_are_not_lost():
+    assert distributed.run(2, of_a_group_that_is_gone) == [(8, True)] * 2
+
+
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [([3], "3"), ([0, 8], "0, 8"), ([0, 1, 2], "0-2"), ([1, 9, 17], "1-17 by 8"),
