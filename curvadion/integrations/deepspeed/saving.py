@@ -6,6 +6,7 @@ import inspect
 import warnings
 import zipfile
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from curvadion.optim.dion import Dion
 def synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
     """Only one replica's weights and state are written, and all load these: they must agree."""
     save_checkpoint, save_weights = engine.save_checkpoint, engine.save_16bit_model
+    # Accelerate calls it instead of save_16bit_model, also on all ranks.
+    gather_weights = engine._zero3_consolidated_16bit_state_dict
 
+    # Trainer reads which arguments save_checkpoint takes.
+    @wraps(save_checkpoint)
     def synchronize_and_save(*args: Any, **kwargs: Any) -> Any:
         optimizer.synchronize(exact=True)
         if optimizer._replicas.replica.number > 0:
@@ -26,10 +31,17 @@ def synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
             engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
         return save_checkpoint(*args, **kwargs)
 
+    @wraps(save_weights)
     def meet_and_save_weights(*args: Any, **kwargs: Any) -> Any:
         optimizer.eval()
         return save_weights(*args, **kwargs)
 
+    @wraps(gather_weights)
+    def meet_and_gather(*args: Any, **kwargs: Any) -> Any:
+        optimizer.eval()
+        return gather_weights(*args, **kwargs)
+
+    engine._zero3_consolidated_16bit_state_dict = meet_and_gather
     engine.save_checkpoint = synchronize_and_save
     engine.save_16bit_model = meet_and_save_weights
     engine.module.register_state_dict_pre_hook(_warn_if_apart(optimizer))
@@ -55,6 +67,7 @@ def check_shards_before_loading(engine: Any) -> None:
     load = engine.load_checkpoint
     signature = inspect.signature(load)
 
+    @wraps(load)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
