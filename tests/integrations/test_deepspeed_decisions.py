@@ -361,6 +361,102 @@ def test_an_optimizer_made_in_code_may_have_replicas():
         assert max(found.values()) < 1e-5, found
 
 
+class Applied(ds.Model):
+    """Fills its weights as GPTs do, here from a generator that differs from rank to rank."""
+
+    def __init__(self, fill=True):
+        super().__init__()
+        if fill:
+            self.apply(self.fill)
+
+    @staticmethod
+    def fill(module):
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight)
+
+
+def gathered(of):
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([*of.parameters()]):
+        return {n: p.detach().clone() for n, p in of.named_parameters()}
+
+
+def applied(rank):
+    """Weights that ``apply`` has filled, with the JSON or a group given; what this rank draws."""
+    import deepspeed
+
+    ds.prepare()
+    configuration = ds.config(3, {"replica_size": SIZE})
+    found = {}
+    for way in ("configuration", "group"):
+        said = {"config_dict_or_path": configuration}
+        if way == "group":
+            inside = replica_groups(SIZE).inside
+            said = {"config_dict_or_path": ds.config(3), "data_parallel_group": inside}
+        torch.manual_seed(rank)
+        with deepspeed.zero.Init(**said):
+            of = Applied()
+        found[way] = gathered(of)
+        if way == "group":
+            deepspeed.initialize(model=of, config=configuration)
+            found["engine"] = gathered(of)
+    assert torch.nn.Module.apply is torch.nn.Module._old_apply
+    torch.manual_seed(rank)
+    drawn = Applied()
+    return found, {n: p.detach() for n, p in drawn.named_parameters()}
+
+
+def test_apply_under_zero_init_starts_from_the_first_rank():
+    each = distributed.run(4, applied)
+    for rank, (found, _) in enumerate(each):
+        for way, weights in found.items():
+            drawn = each[rank - rank % SIZE if way == "group" else 0][1]
+            for name in ds.MATRICES:
+                weight = f"{name}.weight"
+                assert torch.equal(weights[weight], drawn[weight]), (way, rank, name)
+
+
+def changed_by_hand(rank):
+    """What replicas hold once one rank of all has changed it; for inference, and in a training."""
+    import deepspeed
+
+    configuration = ds.config(3, {"replica_size": SIZE, **CODES}, **{"bf16": {"enabled": True}})
+    ds.prepare()
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init(config_dict_or_path=configuration):
+        loaded = ds.Model()
+    for modifier, p in enumerate(loaded.parameters()):
+        with deepspeed.zero.GatheredParameters(p, modifier_rank=modifier % 4), torch.no_grad():
+            if rank == modifier % 4:
+                p.fill_(modifier)
+    # Without an optimizer no engine divides the ranks.
+    inference = {k: v for k, v in configuration.items() if k != "optimizer"}
+    read = gathered(deepspeed.initialize(model=loaded, config=inference)[0].module)
+
+    of = engine_of("3 bf16", CODES).module
+    some = (of.frozen.weight, of.tall.weight)
+    with deepspeed.zero.GatheredParameters((p for p in some), modifier_rank=3), torch.no_grad():
+        if rank == 3:
+            for p in some:
+                p.fill_(0.5)
+    other = torch.nn.Linear(2, 2)
+    deepspeed.zero.Init(module=other, dtype=torch.float32)
+    with pytest.raises(ValueError, match="modifier_rank=4 must be one of the ranks 0 to 3"):
+        deepspeed.zero.GatheredParameters(some, modifier_rank=4)
+    with pytest.raises(ValueError, match="modifier_rank=2 with parameters of which some are"):
+        deepspeed.zero.GatheredParameters([other.weight, *some], modifier_rank=2)
+    after = gathered(of)
+    return read, after["frozen.weight"], after["tall.weight"]
+
+
+def test_weights_changed_by_hand_on_one_rank_are_those_of_all_replicas():
+    for read, *trained in distributed.run(4, changed_by_hand):
+        for place, (name, weight) in enumerate(read.items()):
+            assert weight.eq(place).all(), (name, weight)
+        assert all(weight.eq(0.5).all() for weight in trained)
+
+
 def under_init(rank):
     """Distance of a model built under zero.Init, of other weights on each rank; errors."""
     import deepspeed

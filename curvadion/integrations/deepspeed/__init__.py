@@ -8,6 +8,7 @@ imports no DeepSpeed and changes nothing.
     config          from the JSON and the engine to an optimizer, or an error that names the key
     replicas        DeepSpeed shards and averages inside a replica, the optimizer between them
     zero_init       a model that is built in shards is sharded over the ranks of one replica
+    gathering       weights of such shards that are changed by hand become those of all replicas
     process_groups  whom an engine's ranks and tensors can reach
     replicated      stage 0: gradients stay in their replica, the optimizer does the rest
     partitions      stages 1 to 3: which elements of which parameters a flat partition holds

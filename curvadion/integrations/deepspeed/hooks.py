@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from curvadion.integrations.deepspeed import attaching, config, replicas, zero_init
+from curvadion.integrations.deepspeed import attaching, config, gathering, replicas, zero_init
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group, divided
 from curvadion.optim.dion import Dion
 
@@ -81,9 +81,10 @@ def _patch(module: Any) -> None:
     engine_class._is_supported_optimizer = _is_supported_optimizer
     engine_class._configure_basic_optimizer = _configure_basic_optimizer
     engine_class._configure_optimizer = _configure_optimizer
-    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
     zero_init.patch(Init, config.OPTIMIZERS)
+    gathering.patch(GatheredParameters)
     # ZeRO asks for zero_allow_untested_optimizer unless it knows the class.
     from deepspeed.runtime.zero import utils
 

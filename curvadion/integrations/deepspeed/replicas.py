@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import said_alike
+from curvadion.integrations.deepspeed import gathering
 from curvadion.integrations.deepspeed.process_groups import (
     Reaching,
     data_parallel_group,
@@ -52,11 +53,14 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
             f"{KEY}={size} and zero_optimization.stage={stage} on this rank, and others on "
             f"another: give all ranks the same configuration and optimizer"
         )
+    groups = None
     if size is not None and size != (world if stage else 1):
         _check_modes(engine, size)
         groups = replica_groups(size)
         divide(engine, groups)
         _average_inside(engine)
+    if groups is not None and stage == 3:
+        gathering.remember(engine.module.parameters(), groups.between)
         _start_alike(engine, groups.between)
     _check_shards(engine)
 
