@@ -14,6 +14,7 @@ import curvadion
 import deepspeed_engines as ds
 import distributed
 from curvadion import AlwaysOpen, CurvaDion
+from curvadion.integrations.deepspeed import declare_shapes
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching, replica_groups
 from curvadion.integrations.deepspeed.sharded import check_apart
@@ -483,12 +484,31 @@ def under_init(rank):
         alike = torch.equal(frozen, wanted.frozen.weight)
     with deepspeed.zero.Init():  # without the configuration: over all ranks
         other = ds.Model()
-    with pytest.raises(ValueError) as error:
-        deepspeed.initialize(model=other, config=configuration)
-    return max(expected.distances(ds.masters(engine), rank).values()), alike, str(error.value)
+    before = gathered(other)
+    told = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    declare_shapes(other)
+    made = CurvaDion(by_hand_groups(other), ds.LR, replicas=mesh["replicate"])
+    keyless = {k: v for k, v in configuration.items() if k != "optimizer"}
+    undivided = ds.config(3)
+    for model, said in (
+        (other, {"config": configuration}),
+        (other, {"config": keyless, "optimizer": made}),
+        (of, {"config": undivided}),
+    ):
+        with pytest.raises(ValueError) as error:
+            deepspeed.initialize(model=model, **said)
+        told.append(str(error.value))
+    unchanged = all(torch.equal(W, before[n]) for n, W in gathered(other).items())
+    error = max(expected.distances(ds.masters(engine), rank).values())
+    return error, alike, unchanged, told
 
 
 def test_a_model_built_under_zero_init_starts_alike_on_all_replicas():
-    for error, alike, told in distributed.run(4, under_init):
-        assert error < 1e-5 and alike
-        assert re.search(r"sharded over the ranks \[0, 1, 2, 3\].*config_dict_or_path", told)
+    for error, alike, unchanged, told in distributed.run(4, under_init):
+        assert error < 1e-5 and alike and unchanged
+        by_key, by_code, keyless = told
+        over_all = r"sharded over the ranks \[0, 1, 2, 3\].*"
+        assert re.search(f"{over_all}replica_size says .*config_dict_or_path", by_key)
+        assert re.search(f"{over_all}of the optimizer.*data_parallel_group", by_code)
+        assert "has no optimizer.params.replica_size, shards over [0, 1, 2, 3]" in keyless

@@ -59,10 +59,10 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
         groups = replica_groups(size)
         divide(engine, groups)
         _average_inside(engine)
+    _check_shards(engine, client)
     if groups is not None and stage == 3:
         gathering.remember(engine.module.parameters(), groups.between)
         _start_alike(engine, groups.between)
-    _check_shards(engine)
 
 
 def size_in(params: Any, world: int) -> int | None:
@@ -132,7 +132,7 @@ def _check_modes(engine: Any, size: int) -> None:
             raise ValueError(f"{key} does not work with {KEY}={size}: {advice}.")
 
 
-def _check_shards(engine: Any) -> None:
+def _check_shards(engine: Any, client: Dion | None) -> None:
     """Raise ValueError if a model built under zero.Init is sharded over other ranks."""
     wanted = dist.get_process_group_ranks(data_parallel_group(engine))
     for name, p in engine.module.named_parameters():
@@ -141,9 +141,27 @@ def _check_shards(engine: Any) -> None:
             continue
         raise ValueError(
             f"{name} was sharded over the ranks {found} when it was built under "
-            f"deepspeed.zero.Init, but {KEY} says {wanted}. Import curvadion.deepspeed before, and "
-            f"pass the configuration: deepspeed.zero.Init(config_dict_or_path=...)"
+            f"deepspeed.zero.Init, but {_why_sharded_over(wanted, engine, client)}"
         )
+
+
+def _why_sharded_over(ranks: list[int], engine: Any, client: Dion | None) -> str:
+    """What the engine's ranks come from, and how to build a model for them."""
+    if client is not None:
+        return (
+            f"by the replicas of the optimizer the engine shards over {ranks}. Build the model "
+            f"under deepspeed.zero.Init(data_parallel_group=...) with the group of these ranks."
+        )
+    if (engine.optimizer_params() or {}).get(REPLICA_SIZE) is None:
+        return (
+            f"the engine, whose configuration has no {KEY}, shards over {ranks}. Pass the same "
+            f"configuration to deepspeed.zero.Init(config_dict_or_path=...) and to "
+            f"deepspeed.initialize(config=...)."
+        )
+    return (
+        f"{KEY} says {ranks}. Import curvadion.deepspeed before, and pass the configuration: "
+        f"deepspeed.zero.Init(config_dict_or_path=...)"
+    )
 
 
 def _average_inside(engine: Any) -> None:
