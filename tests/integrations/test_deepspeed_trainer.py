@@ -1,0 +1,151 @@
+"""Hugging Face's Trainer with DeepSpeed's replicas; skipped where transformers is not installed."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepspeed_engines as ds
+import distributed
+from deepspeed_replicas import SIZE
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+)
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SAVED, STEPS = 4, 6
+PERIOD = {"gate": {"type": "period", "period": 3}}
+CODES = {**PERIOD, "sync": {"type": "quantized_average", "bits": 2}}
+CASES = {1: CODES, 3: PERIOD}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_workers():
+    """Accelerate and transformers keep state in their modules, which later tests must not meet."""
+    yield
+    distributed.shutdown()
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, place):
+        drawn = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(place))
+        # Trainer divides by the number of labels; the first is nobody's next token.
+        return {"input_ids": drawn, "labels": torch.cat((torch.tensor([-100]), drawn[1:]))}
+
+
+def configuration(stage, params):
+    """A JSON as users of Trainer write it."""
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    automatic = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping")
+    return {
+        "optimizer": {"type": "CurvaDion", "params": {"replica_size": SIZE, **params}},
+        "zero_optimization": zero,
+        **dict.fromkeys(automatic, "auto"),
+    }
+
+
+def gpt():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+
+
+def trainer_of(stage, folder, start, **settings):
+    """A trainer, and where its callback notes whether replicas were apart when it saved."""
+    from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    class Agree(TrainerCallback):
+        def __init__(self):
+            self.apart = []
+
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            if control.should_save:
+                self.apart.append(trainer.deepspeed.basic_optimizer.apart)
+                if stage < 3:
+                    optimizer.eval()
+
+    # Arguments come first: from_pretrained builds in shards once they have named stage 3.
+    arguments = TrainingArguments(
+        output_dir=folder, deepspeed=copy.deepcopy(configuration(stage, CASES[stage])),
+        max_steps=STEPS, save_steps=SAVED, logging_steps=1, per_device_train_batch_size=2,
+        lr_scheduler_type="constant", report_to=[], disable_tqdm=True, log_level="error",
+        dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+    agree, model = Agree(), GPT2LMHeadModel.from_pretrained(start)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens(),
+        callbacks=[agree],
+    )  # fmt: skip
+    return trainer, agree.apart
+
+
+def losses_of(trainer):
+    return [told["loss"] for told in trainer.state.log_history if "loss" in told]
+
+
+def trained(rank, stages, folder):
+    """By stage: losses, those of a run that resumes, and weights at the end."""
+    from accelerate.state import DistributedType, PartialState
+
+    ds.prepare()
+    # Accelerate knows DeepSpeed on accelerators only.
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.NO)
+    found = {}
+    for stage in stages:
+        torch.manual_seed(rank)
+        to = f"{folder}/{stage}"
+        trainer, apart = trainer_of(stage, to, f"{folder}/start")
+        before = trainer.evaluate()["eval_loss"] if stage == 3 else None
+        if stage == 3:  # which has taken the optimizer out of the arguments
+            trainer, apart = trainer_of(stage, to, f"{folder}/start")
+        trainer.train()
+        trainer.save_model(f"{to}/final")
+        optimizer = trainer.deepspeed.basic_optimizer
+        again, _ = trainer_of(stage, f"{to}/again", f"{folder}/start")
+        again.train(resume_from_checkpoint=f"{to}/checkpoint-{SAVED}")
+        runs = losses_of(trainer), losses_of(again)
+        found[stage] = before, runs, apart, optimizer.drift(), ds.masters(trainer.deepspeed)
+    return found
+
+
+def test_trainer_saves_what_replicas_agree_on_and_resumes(tmp_path):
+    from safetensors.torch import load_file
+
+    torch.manual_seed(7)
+    start, tokens = gpt(), torch.stack([Tokens()[i]["input_ids"] for i in range(64)])
+    start.save_pretrained(tmp_path / "start")
+    wanted = start(tokens, labels=tokens).loss.item()
+    first, *others = distributed.run(4, trained, [*CASES], str(tmp_path), timeout=120.0)
+    for stage, (before, (losses, resumed), apart, drift, weights) in first.items():
+        assert losses[0] == pytest.approx(wanted, abs=0.1)
+        if stage == 3:
+            assert before == pytest.approx(wanted, abs=1e-4)
+        assert len(losses) == STEPS and resumed == losses, stage
+        assert drift == 0 and apart[0], stage
+        written = load_file(tmp_path / str(stage) / "final" / "model.safetensors")
+        for name, W in written.items():
+            held = "transformer.wte.weight" if name == "lm_head.weight" else name  # they are tied
+            assert torch.equal(W, weights[held]), (stage, name)
+            assert all(torch.equal(W, found[stage][4][held]) for found in others), (stage, name)
+        if stage == 3:  # codes agree exactly when the engine saves, after Trainer
+            check_checkpoint(tmp_path / str(stage) / f"checkpoint-{SAVED}", load_file)
+
+
+def check_checkpoint(folder: Path, load_file):
+    """Trainer's file and the engine's hold the same weights."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    held = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    for name, W in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(W, held[name].to(W.dtype), rtol=0, atol=1e-6)
