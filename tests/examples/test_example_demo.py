@@ -46,6 +46,7 @@ def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
             "wire_bytes_per_step": float,
             "sent_bytes": float,
             "sent_bytes_per_step": float,
+            "crossing_bytes_per_step": float,
             "optimizer_bytes_per_step": float,
             "open_gate_share": float,
             "drift": float,
@@ -53,6 +54,7 @@ def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
             "steps": int,
             "tokens": int,
         }
+        assert summary["crossing_bytes_per_step"] == summary["sent_bytes_per_step"]
         assert summary["steps"] == 4
         assert summary["tokens"] == 4 * 2 * 2 * 16
         assert summary["wire_bytes_per_step"] == summary["wire_bytes"] / 4
