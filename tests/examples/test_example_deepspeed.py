@@ -97,7 +97,7 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(tmp_path, ca
     real = demo.follow
 
     def follow(command, environment, output):
-        how = real if output.parent.name == "1 %, ZeRO 2" else follow_in_workers
+        how = real if output.parent.name == "Dion, DDP" else follow_in_workers
         return how(command, environment, output)
 
     monkeypatch.setattr(demo, "follow", follow)
