@@ -21,31 +21,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
 )
 STEPS = 6
-# The gate is open in the warm-up and then at every third step.
-SCHEDULE = {
-    "gate": {"type": "period", "period": 3},
-    "warmup_steps": 3,
-    "local_step": "gradient",
-    "local_lr": 0.005,
-}
-OPEN_STEPS = (0, 1, 2, 5)
-
-
-def coverage(engine):
-    """How often each element is held by some rank, and whether it has the element's value."""
-    initial = dict(ds.model().named_parameters())
-    counts = {n: torch.zeros(p.numel(), dtype=torch.int64) for n, p in initial.items()}
-    values = []
-    for partition in partitions_of(engine.optimizer, Reaching()):
-        for r in partition.ranges:
-            parameter = engine.param_names[r.parameter]
-            counts[parameter][r.start : r.stop] += 1
-            mine = partition.flat[r.offset : r.offset + r.stop - r.start]
-            assert r.shape == initial[parameter].shape
-            values.append(torch.equal(mine, initial[parameter].view(-1)[r.start : r.stop]))
-    for count in counts.values():
-        dist.all_reduce(count)
-    return counts, all(values)
 
 
 def trajectory(rank, configuration):
@@ -53,11 +28,11 @@ def trajectory(rank, configuration):
     world = dist.get_world_size()
     engine = ds.engine_of(configuration)
     stage = ds.stage_of(engine)
-    covered = coverage(engine) if stage else None
-    expected = ds.Expected(stage, world, local_lr=SCHEDULE["local_lr"])
+    covered = ds.coverage(engine) if stage else None
+    expected = ds.Expected(stage, world, local_lr=ds.SCHEDULE["local_lr"])
     reports = ds.train(engine, range(STEPS))
     for step in range(STEPS):
-        expected.step(step, step in OPEN_STEPS)
+        expected.step(step, step in ds.OPEN_STEPS)
     gates = [(report.step, report.gate_open) for report in reports]
     state = engine.basic_optimizer.state_dict()["state"]
     keys = {frozenset(held) - {"flat_shard_start"} for held in state.values()}
@@ -74,13 +49,13 @@ WORLDS = [
 
 @pytest.mark.parametrize(("name", "world"), WORLDS)
 def test_partitions_cover_all_elements_once_and_follow_the_equations(name, world):
-    configuration = ds.changed(name, SCHEDULE)
+    configuration = ds.changed(name, ds.SCHEDULE)
     if "fp16" in configuration and not ds.supports_fp16():
         pytest.skip("this CPU has no float16 arithmetic")  # refused: test_deepspeed_config
     for kind, distances, gates, keys, covered in distributed.run(world, trajectory, configuration):
         assert (kind == "BF16_Optimizer") == name.endswith("BF16_Optimizer")
         assert max(distances.values()) < 1e-5, distances
-        assert gates == [(step + 1, step in OPEN_STEPS) for step in range(STEPS)]
+        assert gates == [(step + 1, step in ds.OPEN_STEPS) for step in range(STEPS)]
         assert keys == {
             frozenset({"momentum", "Q", "momentum_norm", "R_scale"}),
             frozenset({"step", "exp_avg", "exp_avg_sq"}),

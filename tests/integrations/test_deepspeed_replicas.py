@@ -16,7 +16,7 @@ import deepspeed_engines as ds
 import distributed
 from curvadion import Dion, FixedPeriod, QuantizedAverage
 from curvadion.integrations.deepspeed.partitions import partitions_of
-from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
+from curvadion.integrations.deepspeed.process_groups import Reaching
 from deepspeed_replicas import SIZE, ByHand, by_hand_groups, engine_of
 from quantized_reference import Follower, QuantizedReference, spacing_of
 
@@ -24,14 +24,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
 )
 STEPS = 6
-# The gate is open in the warm-up and then at every third step.
-SCHEDULE = {
-    "gate": {"type": "period", "period": 3},
-    "warmup_steps": 3,
-    "local_step": "gradient",
-    "local_lr": 0.005,
-}
-OPEN_STEPS = (0, 1, 2, 5)
 # Of each of DeepSpeed's classes of optimizers, and what changes how gradients or weights lie.
 NAMES = [
     "0", "0 bf16", "0 accumulation", "1", "1 BF16_Optimizer", "2 round robin", "2 alignment",
@@ -42,33 +34,17 @@ NAMES = [
 # -------------------------------------------------------------------- where they go
 
 
-def coverage(engine):
-    """How often each element is held inside this replica, and whether it has its value."""
-    initial = dict(ds.model().named_parameters())
-    counts = {n: torch.zeros(p.numel(), dtype=torch.int64) for n, p in initial.items()}
-    right = []
-    for partition in partitions_of(engine.optimizer, Reaching()):
-        for r in partition.ranges:
-            name = engine.param_names[r.parameter]
-            counts[name][r.start : r.stop] += 1
-            mine = partition.flat[r.offset : r.offset + r.stop - r.start]
-            right.append(torch.equal(mine, initial[name].view(-1)[r.start : r.stop]))
-    for count in counts.values():
-        dist.all_reduce(count, group=data_parallel_group(engine))
-    return counts, all(right)
-
-
 def trajectories(rank, names, size):
     """Distances from two replicas in the float64 equations, and who holds what; by name."""
     world, found = dist.get_world_size(), {}
     for name in names:
-        engine = engine_of(name, SCHEDULE, size)
-        covered = coverage(engine) if ds.stage_of(engine) else None
+        engine = engine_of(name, ds.SCHEDULE, size)
+        covered = ds.coverage(engine) if ds.stage_of(engine) else None
         replicas = world // size
-        expected = ds.Expected(0, world, local_lr=SCHEDULE["local_lr"], replicas=replicas)
+        expected = ds.Expected(0, world, local_lr=ds.SCHEDULE["local_lr"], replicas=replicas)
         reports = ds.train(engine, range(STEPS))
         for step in range(STEPS):
-            expected.step(step, step in OPEN_STEPS)
+            expected.step(step, step in ds.OPEN_STEPS)
         distances = expected.distances(ds.masters(engine), rank)
         found[name] = distances, [report.gate_open for report in reports], covered
         assert engine.train_batch_size() == world * engine.gradient_accumulation_steps()
@@ -80,7 +56,7 @@ def check_trajectories(names, world, size):
     for found in distributed.run(world, trajectories, names, size):
         for name, (distances, opened, covered) in found.items():
             assert max(distances.values()) < 1e-5, (name, distances)
-            assert opened == [step in OPEN_STEPS for step in range(STEPS)], name
+            assert opened == [step in ds.OPEN_STEPS for step in range(STEPS)], name
             if covered is None:
                 continue
             counts, right = covered

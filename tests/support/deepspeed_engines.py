@@ -15,10 +15,20 @@ import torch.distributed as dist
 from torch import nn
 
 from curvadion import CurvaDion, WireMeter
+from curvadion.integrations.deepspeed.partitions import partitions_of
+from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 from reference import DionReference, relative_error
 
 FRACTION = 0.3
 LR, ELEMENTWISE_LR = 0.02, 0.01
+# The gate is open in the warm-up and then at every third step.
+SCHEDULE = {
+    "gate": {"type": "period", "period": 3},
+    "warmup_steps": 3,
+    "local_step": "gradient",
+    "local_lr": 0.005,
+}
+OPEN_STEPS = (0, 1, 2, 5)  # of the first six
 # Shapes that no world size divides, both orientations, matrices smaller than a padding.
 MATRICES = {"tall": (11, 7), "wide": (5, 13), "square": (6, 6), "row": (1, 9), "two": (2, 3)}
 
@@ -238,6 +248,23 @@ def masters(engine):
         list(parameters.values()), enabled=stage_of(engine) == 3
     ):
         return {n: p.detach().clone() for n, p in parameters.items() if p.requires_grad}
+
+
+def coverage(engine):
+    """How often the ranks of a replica hold each element, and whether with its first value."""
+    initial = dict(model().named_parameters())
+    counts = {n: torch.zeros(p.numel(), dtype=torch.int64) for n, p in initial.items()}
+    right = []
+    for partition in partitions_of(engine.optimizer, Reaching()):
+        for r in partition.ranges:
+            name = engine.param_names[r.parameter]
+            counts[name][r.start : r.stop] += 1
+            mine = partition.flat[r.offset : r.offset + r.stop - r.start]
+            assert r.shape == initial[name].shape
+            right.append(torch.equal(mine, initial[name].view(-1)[r.start : r.stop]))
+    for count in counts.values():
+        dist.all_reduce(count, group=data_parallel_group(engine))
+    return counts, all(right)
 
 
 class Expected:

@@ -18,9 +18,7 @@ from curvadion.optim.dion import Dion
 
 def synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
     """Only one replica's weights and state are written, and all load these: they must agree."""
-    save_checkpoint, save_weights = engine.save_checkpoint, engine.save_16bit_model
-    # Accelerate calls it instead of save_16bit_model, also on all ranks.
-    gather_weights = engine._zero3_consolidated_16bit_state_dict
+    save_checkpoint = engine.save_checkpoint
 
     # Trainer reads which arguments save_checkpoint takes.
     @wraps(save_checkpoint)
@@ -31,20 +29,20 @@ def synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
             engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
         return save_checkpoint(*args, **kwargs)
 
-    @wraps(save_weights)
-    def meet_and_save_weights(*args: Any, **kwargs: Any) -> Any:
-        optimizer.eval()
-        return save_weights(*args, **kwargs)
-
-    @wraps(gather_weights)
-    def meet_and_gather(*args: Any, **kwargs: Any) -> Any:
-        optimizer.eval()
-        return gather_weights(*args, **kwargs)
-
-    engine._zero3_consolidated_16bit_state_dict = meet_and_gather
     engine.save_checkpoint = synchronize_and_save
-    engine.save_16bit_model = meet_and_save_weights
+    # Accelerate gathers weights without save_16bit_model, also on all ranks.
+    for name in ("save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
+        setattr(engine, name, _after_meeting(getattr(engine, name), optimizer))
     engine.module.register_state_dict_pre_hook(_warn_if_apart(optimizer))
+
+
+def _after_meeting(method: Callable[..., Any], optimizer: Dion) -> Callable[..., Any]:
+    @wraps(method)
+    def meet_first(*args: Any, **kwargs: Any) -> Any:
+        optimizer.eval()
+        return method(*args, **kwargs)
+
+    return meet_first
 
 
 def _warn_if_apart(optimizer: Dion) -> Callable[..., None]:

@@ -114,12 +114,12 @@ def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
 
 def _decide_with_all_replicas(engine: Any, shards: Shards, publish: Callable[[], None]) -> None:
     """ZeRO's step clips and skips by the gradients of its replica; replicas do both together."""
-    zero, optimizer = engine.optimizer, shards.optimizer
+    zero = engine.optimizer
     step = zero.step
 
     def logical_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         max_norm, self.clip_grad = self.clip_grad, 0.0
-        shards.begin(before_step=partial(clip, engine, optimizer, max_norm) if max_norm else None)
+        _begin(engine, shards, max_norm)
         try:
             result = step(*args, **kwargs)
         except Exception as error:
@@ -142,8 +142,11 @@ def _decide_with_all_replicas(engine: Any, shards: Shards, publish: Callable[[],
 
 def _tell_replicas(engine: Any, shards: Shards, wrong: str) -> None:
     """Let the other replicas, which step or will, raise an error too."""
-    max_norm = engine.optimizer.clip_grad
-    shards.begin(
-        before_step=partial(clip, engine, shards.optimizer, max_norm) if max_norm else None
-    )
+    _begin(engine, shards, engine.optimizer.clip_grad)
     shards.refuse(wrong)
+
+
+def _begin(engine: Any, shards: Shards, max_norm: float) -> None:
+    """Begin a logical step; gradients are clipped once all are there. A norm of 0: they are not."""
+    clipping = partial(clip, engine, shards.optimizer, max_norm) if max_norm else None
+    shards.begin(before_step=clipping)
