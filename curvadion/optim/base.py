@@ -19,6 +19,7 @@ from curvadion.layout.gradients import place_gradients
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
+from curvadion.optim import saving
 from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.optim.conversion import Loading, convert, in_present_names, wrong_algorithm
 from curvadion.optim.plans import Plans, check_one_replica, members
@@ -306,27 +307,24 @@ class ReplicaOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's; every group also holds ``progress``: what the run, gate and sync remember.
 
-        Replicas hold momenta and, after local steps, weights of their own. A distributed
-        checkpoint, or a file that one rank writes, keeps those of one replica: call
-        ``synchronize(exact=True)`` before. A warning says so if weights are apart, or if codes owe
-        them something. Ignore it if each rank saves its own state and loads it again, which loses
-        nothing.
+        Replicas hold momenta and, after local steps, weights of their own. A file that one rank
+        writes keeps those of one replica: call ``synchronize(exact=True)`` before. A warning says
+        so if weights are apart, or if codes owe them something. Ignore it if each rank saves and
+        loads its own state, which loses nothing. ``torch.distributed.checkpoint.save`` raises then
+        for what ``get_state_dict`` returned, and warns if only momenta differ.
         """
-        owed = self.sync.sends_codes and self.progress.steps_since_exact > 0
-        if self.apart or (owed and self._replicas.size > 1):
-            warnings.warn(
-                f"state_dict() while the replicas' states differ, "
-                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
-                f"of one replica loses what the others hold. Call "
-                f"optimizer.synchronize(exact=True) on all ranks before, or let each rank save and "
-                f"load its own.",
-                stacklevel=2,
-            )
+        together, differ = self._replicas.process_group, None
+        if together is not None:
+            differ = saving.difference(self.progress, self.sync, self.param_groups)
+        saving.warn_of_weights(differ, self.progress.steps_since_exact)
         self._plans.follow_rank(self.param_groups, self.state)
         self.sync.settle()
         for group in self.param_groups:
             group[check.RECORD] = self._record()
-        return super().state_dict()
+        held = super().state_dict()
+        if together is not None and differ is not None:
+            saving.mark(held, together, differ)
+        return held
 
     def _present_progress(self) -> Progress:
         """With the signal that decides on the next step; waits for it."""

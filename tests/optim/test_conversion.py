@@ -80,9 +80,18 @@ def write(rank, folder, together):
             torch.save(saved, f"{folder}/{kind}.{rank}.pt")
             for name, how in {"dcp": None, "flat": FLAT}.items():
                 weights, state = get_state_dict(model, optimizer, options=how)
-                held = {"model": weights, "optimizer": state}
+                held = {"model": weights, "optimizer": unmarked(state)}
                 dcp.save(held, checkpoint_id=f"{folder}/{kind}.{name}")
     return apart
+
+
+def unmarked(state):
+    """Without what keeps torch from saving replicas that differ: versions before wrote these."""
+    if isinstance(state, dict):
+        return {key: unmarked(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [unmarked(value) for value in state]
+    return str(state) if isinstance(state, str) else state
 
 
 def load(model, optimizer, folder, kind, way, rank):

@@ -1,0 +1,163 @@
+"""Replicas that differ: what torch.distributed.checkpoint may write of them, and what is said."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+import distributed
+import toy
+from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, param_groups
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+CODES = {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=8)}
+
+
+def build(kind, replicas):
+    model = toy.model()
+    groups = param_groups(model)
+    if kind == "codes":
+        return model, CurvaDion(groups, replicas=replicas, **copy.deepcopy(CODES))
+    direction = "polar" if kind == "polar" else "low_rank"
+    return model, Dion(groups, replicas=replicas, direction=direction)
+
+
+def outcome(function, *args, **kwargs):
+    """The error's or warnings' texts."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            function(*args, **kwargs)
+        except dcp.api.CheckpointException as error:
+            assert len(error.failures) == dist.get_world_size()
+            return " ".join(str(failure) for failure, _ in error.failures.values())
+    return " ".join(str(w.message) for w in told if "mix the" in str(w.message))
+
+
+def save(model, optimizer, folder, options=None, how=dcp.save, **kwargs):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"state_dict\(\) while the replicas' states differ")
+        weights, state = get_state_dict(model, optimizer, options=options)
+    result = how({"model": weights, "optimizer": state}, checkpoint_id=folder, **kwargs)
+    if result is not None and how is dcp.async_save:
+        result.result()
+
+
+def train(rank, folder, kind, steps):
+    """What comes of saving after so many steps: together, by one, and once all agree."""
+    model, optimizer = build(kind, dist.group.WORLD)
+    toy.train(model, optimizer, range(steps), rank)
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    texts = {
+        "all": outcome(save, model, optimizer, f"{folder}/all"),
+        "flat": outcome(save, model, optimizer, f"{folder}/flat", FLAT),
+        "async": outcome(save, model, optimizer, f"{folder}/async", how=dcp.async_save),
+        "no_dist": outcome(save, model, optimizer, f"{folder}/own{rank}", no_dist=True),
+        "group of one": outcome(
+            save, model, optimizer, f"{folder}/group{rank}", process_group=alone
+        ),
+    }
+    optimizer.synchronize(exact=True)
+    texts["agreed"] = outcome(save, model, optimizer, f"{folder}/agreed")
+    return texts
+
+
+FORBIDDEN = ["all", "flat", "async"]
+ALLOWED = ["no_dist", "group of one", "agreed"]
+
+
+# Of codes after four steps: weights have moved since the opening; after three: codes owe something.
+@pytest.mark.parametrize("steps", [4, 3])
+def test_weights_that_differ_are_not_mixed(tmp_path, steps):
+    for texts in distributed.run(2, train, str(tmp_path), "codes", steps):
+        for name in FORBIDDEN:
+            assert "would mix the weights and momenta of replicas" in texts[name], name
+            assert "synchronize(exact=True)" in texts[name]
+        assert [texts[name] for name in ALLOWED] == [""] * len(ALLOWED)
+
+
+def test_momenta_that_differ_are_told_of(tmp_path):
+    for texts in distributed.run(2, train, str(tmp_path), "low_rank", 2):
+        assert texts["all"].startswith("torch.distributed.checkpoint would mix the momenta of")
+        assert [texts[name] for name in ALLOWED] == [""] * len(ALLOWED)
+
+
+def test_replicas_with_one_state_are_saved_in_silence(tmp_path):
+    for texts in distributed.run(2, train, str(tmp_path), "polar", 2):
+        assert set(texts.values()) == {""}
+
+
+def recover(rank, folder):
+    """Load a checkpoint into an optimizer whose replicas are apart; the distance from the saved."""
+    model, optimizer = build("codes", dist.group.WORLD)
+    toy.train(model, optimizer, range(4), rank)
+    optimizer.synchronize(exact=True)
+    save(model, optimizer, folder)
+    saved = copy.deepcopy(model.state_dict())
+    toy.train(model, optimizer, range(4, 8), rank)
+    assert optimizer.apart
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights, state = get_state_dict(model, optimizer)
+    held = {"model": weights, "optimizer": copy.deepcopy(state)}
+    dcp.load(held, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
+    )
+    equal = all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
+    return equal, optimizer.apart, optimizer.progress.steps
+
+
+def test_replicas_that_are_apart_may_load(tmp_path):
+    for equal, apart, steps in distributed.run(2, recover, str(tmp_path)):
+        assert equal and not apart and steps == 4
+
+
+def pickled(rank, folder):
+    """Types of the record after torch.save and torch.load of what torch has asked for."""
+    model, optimizer = build("codes", dist.group.WORLD)
+    toy.train(model, optimizer, range(4), rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, state = get_state_dict(model, optimizer)
+    file = f"{folder}/{rank}.pt"
+    torch.save(state, file)
+    loaded = torch.load(file, weights_only=True)
+    records = [group["progress"] for group in loaded["param_groups"]]
+    return [type(r) for r in records], [r == optimizer._record() for r in records]
+
+
+def test_a_marked_state_is_pickled_as_a_plain_one(tmp_path):
+    for types, same in distributed.run(2, pickled, str(tmp_path)):
+        assert set(types) == {str} and all(same)
+
+
+def save_in_shards(rank, folder):
+    """Two replicas of two shards: all ranks together, and each replica by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    from curvadion.integrations.fsdp import keep_gradients_local
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = toy.model()
+    fully_shard(model, mesh=mesh)
+    keep_gradients_local(model)
+    optimizer = CurvaDion(param_groups(model), replicas=mesh["replicate"], **copy.deepcopy(CODES))
+    toy.train(model, optimizer, range(4), rank)
+    return outcome(save, model, optimizer, f"{folder}/all")
+
+
+def test_replicas_in_shards_are_not_mixed(tmp_path):
+    for text in distributed.run(4, save_in_shards, str(tmp_path)):
+        assert "would mix the weights and momenta" in text
