@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from curvadion.layout.parameters import declare_replicas
+from curvadion.integrations.own_weights import warn_of_own_weights
+from curvadion.layout.parameters import KeptApart, declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -95,8 +97,9 @@ def _replace_reduction(ddp: DistributedDataParallel) -> bool:
     except RuntimeError as error:  # a built-in hook, which only DDP's C++ side knows of
         ddp._comm_hooks.clear()
         raise _hooked("built-in") from error
-    for parameter in ddp.module.parameters():
-        declare_replicas(parameter, ddp.process_group.size())
+    kept = KeptApart(ddp.process_group.size(), WeakSet())
+    declare_replicas(ddp.module.parameters(), kept)
+    warn_of_own_weights(ddp.module, kept.optimizers)
     return True
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from curvadion.integrations.own_weights import warn_of_own_weights
 from curvadion.layout.flat_shard import declare_flat_shard
-from curvadion.layout.parameters import declare_replicas
+from curvadion.layout.parameters import KeptApart, declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -51,9 +53,10 @@ def keep_gradients_local(model: Model) -> Model:
             f"fully_shard(model, mesh=...) first. (FullyShardedDataParallel, FSDP1: build it with "
             f"process_group= the shards of one replica, and it keeps to them.)"
         )
-    for module in sharded:
-        for group in _parameter_groups(module):
-            _reduce_over_shards_only(group)
+    optimizers: WeakSet[Any] = WeakSet()
+    groups = [group for module in sharded for group in _parameter_groups(module)]
+    if any([_reduce_over_shards_only(group, optimizers) for group in groups]):
+        warn_of_own_weights(model, optimizers)
     return model
 
 
@@ -107,15 +110,18 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     return [] if single is None else [single]
 
 
-def _reduce_over_shards_only(group: Any) -> None:
-    """Give one of FSDP's parameter groups the same mesh without the meaning of its replicas."""
+def _reduce_over_shards_only(group: Any, optimizers: WeakSet[Any]) -> bool:
+    """Give one of FSDP's parameter groups the same mesh without the meaning of its replicas.
+
+    False if it has none. optimizers: where those that train its parameters will be found.
+    """
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
     except ImportError as error:
         raise _elsewhere("_fsdp_common") from error
     mesh_info = _private(group, "mesh_info")
     if not isinstance(mesh_info, _private(fsdp, "DDPMeshInfo")):
-        return
+        return False
     if getattr(group, "_all_reduce_hook", None) is not None:
         raise RuntimeError(
             "model has an all-reduce hook, which reduces gradients: do not call "
@@ -126,9 +132,9 @@ def _reduce_over_shards_only(group: Any) -> None:
             "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
             "has not handed out: call keep_gradients_local before the first backward."
         )
-    replicas = _private(mesh_info, "replicate_mesh_size")
-    for parameter in _private(group, "fsdp_params"):
-        declare_replicas(_private(parameter, "sharded_param"), replicas)
+    kept = KeptApart(_private(mesh_info, "replicate_mesh_size"), optimizers)
+    shards = [_private(parameter, "sharded_param") for parameter in _private(group, "fsdp_params")]
+    declare_replicas(shards, kept)
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
     local: Any
@@ -142,6 +148,7 @@ def _reduce_over_shards_only(group: Any) -> None:
     if _private(group, "post_forward_mesh_info") is mesh_info:
         group.post_forward_mesh_info = local
     group.mesh_info = local
+    return True
 
 
 # -------------------------------------------------------------------- FSDP1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import product
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +23,7 @@ from curvadion.layout.dtensor import (
 )
 from curvadion.layout.flat_shard import flat_shard
 
-_REPLICAS = "curvadion_replicas"
+_KEPT = "curvadion_kept_apart"
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -54,9 +57,27 @@ def groups_of(X: Tensor) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
-def declare_replicas(parameter: Tensor, count: int) -> None:
-    """Note that an integration keeps the gradients of ``count`` replicas of the parameter apart."""
-    setattr(parameter, _REPLICAS, count)
+class KeptApart(NamedTuple):
+    """What an integration says of parameters whose gradients it keeps apart.
+
+    replicas: how many there are. optimizers: who trains the parameters, from the first step on.
+    """
+
+    replicas: int
+    optimizers: WeakSet[Any]
+
+
+def declare_replicas(parameters: Iterable[Tensor], kept: KeptApart) -> None:
+    """Note that an integration keeps the replicas' gradients of the parameters apart."""
+    for parameter in parameters:
+        setattr(parameter, _KEPT, kept)
+
+
+def note_optimizer(parameters: Iterable[Tensor], optimizer: object) -> None:
+    """Let integrations know who trains the parameters."""
+    for parameter in parameters:
+        if (kept := getattr(parameter, _KEPT, None)) is not None:
+            kept.optimizers.add(optimizer)
 
 
 def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
@@ -67,11 +88,12 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
             None although an integration keeps the gradients of several replicas apart.
     """
     if replicas is None:
-        if (count := getattr(X, _REPLICAS, 1)) > 1:
+        kept = getattr(X, _KEPT, None)
+        if kept is not None and kept.replicas > 1:
             raise ValueError(
-                f"replicas=None, but keep_gradients_local keeps the gradients of {count} replicas "
-                f"of {name} apart, and nothing would ever average them: pass replicas=, the "
-                f"process group of the replicas, or 'single' to train each one by itself."
+                f"replicas=None, but keep_gradients_local keeps the gradients of {kept.replicas} "
+                f"replicas of {name} apart, and nothing would ever average them: pass replicas=, "
+                f"the process group of the replicas, or 'single' to train each one by itself."
             )
         return
     members = set(dist.get_process_group_ranks(replicas))

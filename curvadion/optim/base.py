@@ -16,7 +16,7 @@ from curvadion.comm.background import Background
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
 from curvadion.layout.gradients import place_gradients
-from curvadion.layout.parameters import shard_sizes
+from curvadion.layout.parameters import note_optimizer, shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim import saving
@@ -218,6 +218,7 @@ class ReplicaOptimizer(Optimizer):
                 f"use gate=FixedPeriod(...) or AlwaysOpen()."
             )
         check_one_replica(self.gate, self._replicas, plan)
+        note_optimizer([p.X for p in plan.parameters], self)
         self._tell_costs([p.X for p in plan.parameters])
         if plan.parameters:
             self._check_gate()

@@ -161,3 +161,46 @@ def save_in_shards(rank, folder):
 def test_replicas_in_shards_are_not_mixed(tmp_path):
     for text in distributed.run(4, save_in_shards, str(tmp_path)):
         assert "would mix the weights and momenta" in text
+
+
+# -------------------------------------------------------------------- weights alone
+
+
+def read_weights(rank, layout):
+    """What is said of model.state_dict() before the first step, apart, and together again."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from curvadion.integrations import ddp, fsdp
+
+    model, replicas = toy.model(), dist.group.WORLD
+    if layout == "ddp":
+        model = ddp.keep_gradients_local(DistributedDataParallel(model))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        fsdp.keep_gradients_local(fsdp.keep_gradients_local(model))
+        replicas = mesh["replicate"]
+    inner = model.module if layout == "ddp" else model
+    optimizer = CurvaDion(param_groups(inner), replicas=replicas, **copy.deepcopy(CODES))
+
+    def said():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model.state_dict()
+        return [str(w.message) for w in told]
+
+    texts = [said()]
+    toy.train(inner, optimizer, range(4), rank)
+    texts.append(said())
+    optimizer.eval()
+    return [*texts, said()]
+
+
+@pytest.mark.parametrize(("layout", "world"), [("ddp", 2), ("hsdp", 4)])
+def test_reading_weights_of_replicas_that_are_apart_is_told(layout, world):
+    for before, apart, together in distributed.run(world, read_weights, layout):
+        assert before == together == []
+        [text] = apart
+        assert text.startswith("The model's state_dict() while the replicas are apart (local")
+        assert "optimizer.eval()" in text

@@ -1,0 +1,36 @@
+"""Tools that read a model's weights while replicas are apart get those of one replica."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from curvadion.optim.dion import Dion
+
+
+def warn_of_own_weights(
+    model: nn.Module, optimizers: Iterable[Dion], call: str = "optimizer.eval()"
+) -> None:
+    """Let the model's ``state_dict()`` warn while replicas are apart.
+
+    Args:
+        model: the outermost module that others save.
+        optimizers: those that train it, looked at each time.
+        call: what brings replicas together, as the user calls it.
+    """
+
+    def hook(*_: Any) -> None:
+        for optimizer in optimizers:
+            if optimizer.apart:
+                warnings.warn(
+                    f"The model's state_dict() while the replicas are apart (local steps since "
+                    f"they last agreed: {optimizer.progress.local_steps}) holds this rank's "
+                    f"weights. Call {call} on all ranks before, unless each rank saves and loads "
+                    f"its own.",
+                    stacklevel=3,
+                )
+
+    model.register_state_dict_pre_hook(hook)
