@@ -31,11 +31,13 @@ class ReplicaGroup:
     Attributes:
         process_group: the ranks; None for one replica.
         single: whether the user has said that there is one replica only.
+        own_norms: whether each replica has last clipped its gradients by their own norm.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self.single = isinstance(replicas, str) and replicas == SINGLE
         self.process_group = None if self.single else _process_group(replicas)
+        self.own_norms = False
 
     @property
     def size(self) -> int:

@@ -290,8 +290,9 @@ class Agreement:
         # Ranks that have announced nothing would wait for what the others have.
         listing = [*listing, ("whether a state has just been loaded", repr(self._announced))]
         self.verified, complete = verify_replicas(
-            plan, listing, comparable, replicas=self._replicas.process_group, uneven=uneven
-        )
+            plan, listing, comparable, replicas=self._replicas.process_group, uneven=uneven,
+            own_norms=self._replicas.own_norms,
+        )  # fmt: skip
         return complete
 
     def look_at_gradients(self, plan: Plan, number: int) -> int:

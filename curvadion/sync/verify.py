@@ -17,6 +17,7 @@ from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.parameters import global_shape
 from curvadion.ops.tensors import norm_and_sum
+from curvadion.switches import how_to_keep_gradients_local
 from curvadion.update.hyperparameters import SETTINGS
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
@@ -30,12 +31,10 @@ GRADIENT_TOLERANCE = 1e-5
 FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # numbers of a gradient that are looked at
-AVERAGED = (
-    ", but this optimizer was told to synchronise them itself: something else has already averaged "
-    "them. With DDP call curvadion.integrations.ddp.keep_gradients_local(model), with FSDP that of "
-    "curvadion.integrations.fsdp; with another framework switch its gradient all-reduce off; or "
-    "pass replicas='single' to leave the averaging to it. If every replica reads the same batch, "
-    "give each its own."
+OTHER_WEIGHTS = (
+    "The replicas hold different weights and would never agree. Start all replicas from the same "
+    "weights (the same seed, or the same checkpoint), or call optimizer.broadcast_weights() on "
+    "every rank before the first step."
 )
 
 Listing = list[tuple[str, str]]
@@ -143,6 +142,7 @@ def verify_replicas(
     *,
     replicas: dist.ProcessGroup | None,
     uneven: bool,
+    own_norms: bool,
 ) -> Verdict:
     """Raise on every rank if the replicas cannot work together.
 
@@ -152,6 +152,7 @@ def verify_replicas(
         comparable: the parameters of which replicas should hold the same weights now.
         replicas: the ranks that hold the same shards; more than one.
         uneven: whether this replica may have missed a gradient since replicas came together.
+        own_norms: whether each replica's gradients are meant to be divided by their own norm.
 
     Raises:
         RuntimeError: if the replicas' optimizers or weights differ, or if the gradients of the
@@ -159,7 +160,9 @@ def verify_replicas(
             to rounding: then something else has averaged them, or every replica reads the same
             batch, and nothing would be saved.
 
-    A collective of 72 bytes over the replicas, and one of 20 over all ranks where replicas are
+    Warns if gradients that differ have equal norms: torch's clip_grad_norm_ leaves them so.
+
+    A collective of 88 bytes over the replicas, and one of 20 over all ranks where replicas are
     sharded.
     """
     told_by = plan.dion or plan.elementwise
@@ -168,13 +171,14 @@ def verify_replicas(
             _checksum(plan, own),
             fingerprint(comparable, plan.device),
             *_summary(told_by, plan.device),
+            _norm(plan),
         ]
     )
     missing = uneven or any(p.G is None and p.local.numel() for p in plan.parameters)
     bounds = torch.cat([values, -values, values.new_tensor([missing])])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
     *extremes, missing_anywhere = bounds.tolist()
-    largest, smallest = extremes[:4], [-x for x in extremes[4:]]
+    largest, smallest = extremes[:5], [-x for x in extremes[5:]]
     norm, near = largest[2], GRADIENT_TOLERANCE * largest[2]
     same = all(_close(largest[i], smallest[i], near) for i in (2, 3))
     verdict = [
@@ -193,20 +197,39 @@ def verify_replicas(
     if built_differently:
         raise_different(own, plan.all_ranks)
     if other_weights:
-        raise RuntimeError(
-            "The replicas hold different weights and would never agree. Start all replicas from "
-            "the same weights (the same seed, or the same checkpoint), or call "
-            "optimizer.broadcast_weights() on every rank before the first step."
-        )
+        raise RuntimeError(OTHER_WEIGHTS)
     if identical and not different:
         raise_identical("the matrices" if plan.dion else "the parameters")
+    if different and not own_norms and group_size(plan.inside) == 1:
+        _warn_of_own_norms(largest[4], smallest[4])
     few = sum(p.local.numel() for p in told_by) < FEWEST_NUMBERS  # which never tell anything
     return Verdict(decided=identical or different or few, complete=not missing)
 
 
+def _warn_of_own_norms(largest: float, smallest: float) -> None:
+    if not _close(largest, smallest, GRADIENT_TOLERANCE * largest):
+        return
+    warnings.warn(
+        f"The gradients of all replicas have the norm {largest:.6g}, although they differ: each "
+        f"replica has probably divided them by its own norm, as torch.nn.utils.clip_grad_norm_ "
+        f"does. Clip with curvadion.clip_grad_norm_(optimizer, max_norm), or with its "
+        f"across_replicas=False if this is meant.",
+        stacklevel=6,
+    )
+
+
 def raise_identical(of: str) -> None:
     """Raise the RuntimeError for gradients that something else has averaged."""
-    raise RuntimeError(f"The gradients of {of} are identical on all replicas{AVERAGED}")
+    raise RuntimeError(f"The gradients of {of} are identical on all replicas{_averaged()}")
+
+
+def _averaged() -> str:
+    return (
+        f", but this optimizer was told to synchronise them itself: something else has already "
+        f"averaged them. To stop it, {how_to_keep_gradients_local()}; with anything else switch "
+        f"its gradient all-reduce off; or pass replicas='single' to leave the averaging to it. If "
+        f"every replica reads the same batch, give each its own."
+    )
 
 
 def _checksum(plan: Plan, own: Listing) -> Tensor:
@@ -246,6 +269,15 @@ def _summary(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
         result += torch.stack([norm.square(), sample @ _signs(sample)]).to(device)
     result[0].sqrt_()
     return result
+
+
+def _norm(plan: Plan) -> Tensor:
+    """Norm of all gradients held here; float64."""
+    square = torch.zeros((), dtype=torch.float64, device=plan.device)
+    for p in plan.parameters:
+        if (G := p.G) is not None:
+            square += norm_and_sum(G)[0].square().to(plan.device)
+    return square.sqrt()
 
 
 def _sample(G: Tensor) -> Tensor:
@@ -348,7 +380,7 @@ class GradientWatch:
             warnings.warn(
                 f"The gradients of {', '.join(averaged)} had the same direction on all replicas at "
                 f"{self.LOOKS} steps. If they do not depend on the data, ignore this. "
-                f"Otherwise they were identical{AVERAGED}",
+                f"Otherwise they were identical{_averaged()}",
                 stacklevel=6,
             )
 

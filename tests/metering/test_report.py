@@ -142,7 +142,7 @@ def matrix_and_bias():
 GATE = 16
 LOW_RANK = 4 * 2 * (8 + 4)  # P and R in float32, rank 2
 DENSE = 4 * 5  # the bias's gradient
-FIRST_CHECK = 72
+FIRST_CHECK = 88
 MEAN_OF_ALL = 4 * (8 * 4 + 5 + 2 * 5) + 4  # weights, AdamW's moments, its counter
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import curvadion
@@ -211,6 +213,60 @@ def test_a_bad_gradient_is_an_error_on_all_ranks_if_asked_for():
         assert "error_if_nonfinite" in raised
 
 
+def clip_each(rank, shards):
+    """Ratios of norms to this replica's own, and bytes; replicas are 30 times apart."""
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    model, mine = model_of(), mesh.get_local_rank("replicate")
+    set_gradients(model, mine, 30.0**mine)
+    wanted = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
+    if shards > 1:
+        whole = {name: p.grad for name, p in model.named_parameters()}
+        fully_shard(model, mesh=mesh["shard"])
+        for name, p in model.named_parameters():
+            p.grad = shard(whole[name], ("0",), mesh["shard"])
+    optimizer = Dion(curvadion.param_groups(model), replicas=mesh["replicate"])
+    curvadion.clip_grad_norm_(optimizer, math.inf)  # makes process groups
+    with WireMeter() as meter:
+        norm = curvadion.clip_grad_norm_(optimizer, 0.5, across_replicas=False)
+    after = curvadion.clip_grad_norm_(optimizer, math.inf, across_replicas=False)
+    with pytest.raises(ValueError) as refused:
+        curvadion.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True, across_replicas=False)
+    optimizer.step()
+    ratios = (norm / wanted).item(), after.item() / min(0.5, wanted.item())
+    return ratios, meter.total_bytes, str(refused.value)
+
+
+def clip_and_step(rank, how):
+    """What the first step tells of gradients that are clipped."""
+    model = model_of()
+    set_gradients(model, rank, 30.0**rank)
+    optimizer = Dion(curvadion.param_groups(model), replicas=dist.group.WORLD)
+    if how == "torch":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    else:
+        curvadion.clip_grad_norm_(optimizer, 0.5, across_replicas=how == "all")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(w.message) for w in told]
+
+
+def test_torchs_function_is_told_of_where_it_takes_each_replicas_norm():
+    for told in distributed.run(2, clip_and_step, "torch"):
+        [text] = told
+        assert "torch.nn.utils.clip_grad_norm_ does" in text and "norm 0.5," in text
+    assert distributed.run(2, clip_and_step, "all") == [[], []]
+    assert distributed.run(2, clip_and_step, "own") == [[], []]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_each_replica_may_take_its_own_norm(shards):
+    for ratios, sent, refused in distributed.run(2 * shards, clip_each, shards):
+        assert ratios == pytest.approx((1.0, 1.0), rel=1e-5)
+        assert sent == (0 if shards == 1 else 8)  # inside the replica
+        assert "error_if_nonfinite=True needs across_replicas=True" in refused
+
+
 def bad_arguments():
     model = model_of()
     optimizer = Dion(curvadion.param_groups(model))
@@ -224,10 +280,11 @@ def bad_arguments():
         ((optimizer, "1"), {}, TypeError, "max_norm='1'"),
         ((optimizer, 1.0), {"foreach": 3}, TypeError, "foreach=3"),
         ((optimizer, 1.0), {"error_if_nonfinite": None}, TypeError, "error_if_nonfinite=None"),
+        ((optimizer, 1.0), {"across_replicas": 1}, TypeError, "across_replicas=1"),
     ]
 
 
-@pytest.mark.parametrize("case", range(9))
+@pytest.mark.parametrize("case", range(10))
 def test_errors_name_the_argument(case):
     arguments, keywords, kind, message = bad_arguments()[case]
     with pytest.raises(kind, match=message):

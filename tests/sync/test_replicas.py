@@ -173,7 +173,7 @@ def test_bytes_of_every_step_equal_the_formula(replicas, average_weights, gate, 
     """closed: what a closed step sends. Of a user's own gate nobody knows what it will say."""
     synchronized = GATE_BYTES + low_rank_bytes() + 4 * VECTOR_NUMBERS
     weights_and_moments = 4 * (NUMBERS + 2 * VECTOR_NUMBERS + len(VECTORS))
-    verification = 72
+    verification = 88
     for sent, reported in distributed.run(replicas, run_bytes, average_weights, gate):
         extra = weights_and_moments if average_weights else 0
         assert [count for count, _ in sent] == [

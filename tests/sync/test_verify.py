@@ -604,7 +604,7 @@ def train_few_numbers(rank, gate):
 @pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(9), 0), (Scheduled(()), 16)])
 def test_few_numbers_are_compared_once(gate, closed):
     sent = distributed.run(2, train_few_numbers, gate)
-    assert sent == [[16 + 72, closed, closed, closed]] * 2
+    assert sent == [[16 + 88, closed, closed, closed]] * 2
 
 
 # ---------------------------------------------------------------- what is alike after all
