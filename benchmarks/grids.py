@@ -85,7 +85,13 @@ class Variant:
     budget: float | None = None
 
 
-SIZES = {"small": Task(layers=2, dim=64), "medium": Task(layers=4, dim=96)}
+SIZES = {
+    "small": Task(layers=2, dim=64),  # 0.13 million parameters
+    "medium": Task(layers=4, dim=96),  # 0.5 million
+    "large": Task(layers=6, dim=160),  # 2 million
+    "largest": Task(layers=8, dim=320),  # 10 million
+}
+IN_FULL = ("small", "medium")
 ELEMENTWISE = "elementwise"  # the setting that is tuned together with the learning rate
 BUDGETS = (0.1, 0.03, 0.01, 0.003)
 IN_PARTS = (0.01,)  # budgets at which it may gain to agree on one fragment at a time
@@ -186,7 +192,8 @@ def full(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
     """Yield both sizes, every method and budget; seeds outermost, so that all advance together."""
     steps = choice.steps or STEPS["full"]
     for seed in choice.seeds or (0, 1, 2):
-        for size, task in SIZES.items():
+        for size in IN_FULL:
+            task = SIZES[size]
             for variant in every_variant(task.shapes(), steps, choice.budgets or BUDGETS):
                 for lr, rates in choice.rates(variant.method, middle=False):
                     yield _run(size, variant, lr, rates, seed, steps, replicas)

@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from demo import aligned
 from simulation.training import DIRECTIONS, SPARSE, SYNCHRONISED, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
+RECORDS = "runs/simulated.json"
 DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISSING}
 
 
@@ -61,7 +63,8 @@ class Options:
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
     warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
     workers: int = option(2, "trainings at once, each in a process of one thread")
-    out: str = option("runs/simulated.json", "the record")
+    device: str = option("cpu", "of the trainings; cuda takes one worker")
+    out: str = option(RECORDS, "the records")
 
 
 def selected(options: Options) -> Iterator[Training]:
@@ -119,38 +122,49 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return aligned([head, *([*row, f"{mean:.4f}"] for mean, row in sorted(rows))])
 
 
-def map_trainings(pending: Sequence[Training], workers: int) -> Iterator[dict[str, Any]]:
+def map_trainings(
+    pending: Sequence[Training], workers: int, device: str
+) -> Iterator[dict[str, Any]]:
     """Yield the records of trainings as they end."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(_train, pending)
+        yield from pool.imap_unordered(partial(_train, device=device), pending)
 
 
-def _train(training: Training) -> dict[str, Any]:
+def _train(training: Training, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)  # the tensors are small
-    return train(training)
+    return train(training, device)
+
+
+def known(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the defaults of settings that did not exist when it was made."""
+    return {**DEFAULTS, **record}
+
+
+def add_missing(
+    wanted: Sequence[Training], file: Path, command: str, workers: int, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """Run the trainings that have no record in a file, and add them; return all wanted records."""
+    records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
+
+    def found(training: Training) -> dict[str, Any] | None:
+        settings = asdict(training).items()
+        return next((r for r in map(known, records) if settings <= r.items()), None)
+
+    pending = [training for training in wanted if found(training) is None]
+    for number, record in enumerate(map_trainings(pending, workers, device), start=1):
+        records.append({**record, "command": command})
+        write(file, records)
+        print(f"[{number}/{len(pending)}] {record['seconds']:.0f} s", flush=True)
+    return list(filter(None, map(found, wanted)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the trainings that have no record yet, and print a table of all selected."""
     options = parse(Options, arguments)
-    file, wanted = Path(options.out), list(selected(options))
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "benchmarks/simulate.py", *given])
-    records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
-
-    def found(training: Training) -> dict[str, Any] | None:
-        settings = asdict(training).items()
-        # Records made before a setting existed are of its default.
-        return next(
-            (r for r in ({**DEFAULTS, **r} for r in records) if settings <= r.items()), None
-        )
-
-    pending = [training for training in wanted if found(training) is None]
-    for number, record in enumerate(map_trainings(pending, options.workers), start=1):
-        records.append({**record, "command": command})
-        write(file, records)
-        print(f"[{number}/{len(pending)}] {record['seconds']:.0f} s", flush=True)
-    print(table(list(filter(None, map(found, wanted)))))
+    wanted = list(selected(options))
+    print(table(add_missing(wanted, Path(options.out), command, options.workers, options.device)))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Replicas:
         """Dion's, of full rank; keeps Q by key."""
         n = B.shape[-1]
         if key not in self._Q:
-            self._Q[key] = torch.randn(n, n).expand(len(B), n, n)
+            self._Q[key] = torch.randn(n, n).to(B.device).expand(len(B), n, n)
         [P] = orthonormalize([B @ self._Q[key]], [Extent(range(B.shape[-2]))])
         R = B.mT @ P
         self._Q[key] = R / (R.norm(dim=-2, keepdim=True) + EPSILON)

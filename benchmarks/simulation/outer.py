@@ -72,7 +72,7 @@ class Codes:
         wanted = torch.cat(rows, dim=1)  # (replicas, blocks, 256)
         key, count = tuple(moved), len(wanted)
         wanted = wanted + self._lost.get(key, torch.zeros_like(wanted))
-        owned = torch.zeros(wanted.shape[:2], dtype=torch.bool)
+        owned = torch.zeros(wanted.shape[:2], dtype=torch.bool, device=wanted.device)
         start = 0
         for rank, share in enumerate(shares(wanted.shape[1], count)):
             owned[rank, start : start + share] = True

@@ -153,7 +153,10 @@ class PowerSGD(Outer):
         numbers = {name: powersgd_numbers(x.shape, rank) for name, x in world.initial.items()}
         self.cost = sum(numbers.values()) / world.parameters
         low = {name: x for name, x in world.initial.items() if numbers[name] < x.numel()}
-        self._Q = {name: torch.randn(x.shape[1], min(rank, *x.shape)) for name, x in low.items()}
+        self._Q = {
+            name: torch.randn(x.shape[1], min(rank, *x.shape)).to(x.device)
+            for name, x in low.items()
+        }
         self._lost: Weights = {}
 
     def gradients(self, step: int, own: Weights) -> Weights:

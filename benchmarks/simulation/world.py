@@ -26,12 +26,14 @@ class World:
         matrices: names of those that take a direction; all others take AdamW.
     """
 
-    def __init__(self, task: Task, seed: int, replicas: int):
-        training, self.held_out = data(task)
+    def __init__(self, task: Task, seed: int, replicas: int, device: str = "cpu"):
+        training, held_out = data(task)
+        self.device = torch.device(device)
+        self.held_out = [(x.to(device), y.to(device)) for x, y in held_out]
         self.batches = TrainingBatches(training, task.context, task.batch_size, replicas, 1, seed)
         self.replicas = replicas
         torch.manual_seed(seed)
-        self.model = task.model()
+        self.model = task.model().to(device)  # the same weights on every device
         groups = param_groups(self.model)
         named = [pair for group in groups for pair in group["params"]]
         self.initial = {name: X.detach() for name, X in named}
@@ -54,7 +56,7 @@ class World:
         X: (replicas, ...) or (1, ...).
         """
         batches = [batch for rank in range(self.replicas) for batch in self.batches(step, rank)]
-        tokens, targets = (torch.stack(each) for each in zip(*batches, strict=True))
+        tokens, targets = (torch.stack(x).to(self.device) for x in zip(*batches, strict=True))
         if len(next(iter(X.values()))) > 1:
             with warnings.catch_warnings():  # attention is not batched further: that is no error
                 warnings.filterwarnings("ignore", ".*batching rule.*")

@@ -11,6 +11,7 @@ import torch
 import convergence
 import corpora
 import distributed
+import ladder
 import simulate
 from curvadion import WireMeter
 from grids import SIZES, Run, Task
@@ -184,7 +185,7 @@ def test_the_grid_has_each_training_once_and_records_are_not_run_again(tmp_path,
     assert [t.method for t in simulate.selected(options)] == ["muon"] * 2 + ["ours"] * 4
     file = tmp_path / "records.json"
     arguments = ["--size", "tiny", "--steps", "2", "--workers", "1", "--out", str(file)]
-    monkeypatch.setattr(simulate, "map_trainings", lambda pending, workers: map(fake, pending))
+    monkeypatch.setattr(simulate, "map_trainings", lambda pending, *_: map(fake, pending))
     simulate.main([*arguments, "--lr", "0.1"])
     simulate.main([*arguments, "--lr", "0.1", "0.2"])
     records = json.loads(file.read_text("utf-8"))["records"]
@@ -194,3 +195,43 @@ def test_the_grid_has_each_training_once_and_records_are_not_run_again(tmp_path,
 
 def fake(training):
     return {**training.__dict__, "loss": 1.0, "share": 0.01, "seconds": 0.0}
+
+
+def test_the_ladder_runs_each_rung_and_tells_the_gap(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(simulate, "map_trainings", lambda pending, *_: map(ended, pending))
+    out, picture = tmp_path / "records.json", tmp_path / "gaps.png"
+    ladder.main(["--size", "small", "--tokens", "20", "5", "--out", str(out)])
+    table = capsys.readouterr().out.splitlines()[-2:]
+    for line, steps in zip(table, (160, 642), strict=True):
+        assert f" {steps} " in line
+        # The lowest of dion's is 1.02, of ours 1.54, and of the rival 2.04.
+        assert line.split()[-6:] == ["1", "1.0200", "1.5400", "2.0400", "+51.0", "%"]
+    ladder.main(["--out", str(out), "--draw", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def ended(training):
+    """A record whose loss tells the method and the rate."""
+    loss = {"dion": 1.0, "ours": 1.5, "muloco": 2.0}[training.method] + training.lr
+    task = training.task
+    tokens = training.steps * training.replicas * task.batch_size * task.context
+    parameters = sum(p.numel() for p in task.model().parameters())
+    return {
+        **training.__dict__, "loss": loss, "share": 0.01, "seconds": 0.0,
+        "tokens_per_parameter": round(tokens / parameters, 2),
+    }  # fmt: skip
+
+
+def test_gaps_are_of_the_settings_with_most_seeds():
+    place = {"size": "small", "corpus": "python", "batch_size": 8, "replicas": 8, "steps": 640,
+             "tokens_per_parameter": 20.0}  # fmt: skip
+    said = [
+        ("dion", 0.04, 0.0, 0, 1.0), ("dion", 0.04, 0.0, 1, 1.2), ("dion", 0.02, 0.0, 0, 0.9),
+        ("ours", 0.08, 0.01, 0, 1.3), ("ours", 0.08, 0.03, 0, 1.0), ("muloco", 0.04, 0.01, 0, None),
+    ]  # fmt: skip
+    records = [
+        {**place, "method": m, "lr": lr, "budget": b, "seed": s, "loss": loss}
+        for m, lr, b, s, loss in said
+    ]
+    [(_, gap)] = ladder.gaps(records).items()
+    assert (gap.baseline, gap.ours, gap.rival, gap.seeds) == (1.1, 1.3, None, 1)
