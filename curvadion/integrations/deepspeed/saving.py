@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import zipfile
 from collections.abc import Callable
 from functools import wraps
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
+from curvadion.integrations.saving import warn_if_apart
 from curvadion.optim.dion import Dion
 
 
@@ -33,7 +33,9 @@ def synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
     # Accelerate gathers weights without save_16bit_model, also on all ranks.
     for name in ("save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
         setattr(engine, name, _after_meeting(getattr(engine, name), optimizer))
-    engine.module.register_state_dict_pre_hook(_warn_if_apart(optimizer))
+    # For tools that read the weights themselves, perhaps on one rank only.
+    say = "engine.basic_optimizer.eval() on all ranks before"
+    warn_if_apart(engine.module, optimizer, say)
 
 
 def _after_meeting(method: Callable[..., Any], optimizer: Dion) -> Callable[..., Any]:
@@ -43,21 +45,6 @@ def _after_meeting(method: Callable[..., Any], optimizer: Dion) -> Callable[...,
         return method(*args, **kwargs)
 
     return meet_first
-
-
-def _warn_if_apart(optimizer: Dion) -> Callable[..., None]:
-    """For tools that read the model's weights themselves, perhaps on one rank only."""
-
-    def hook(*_: Any) -> None:
-        if optimizer.apart:
-            warnings.warn(
-                f"The model's state_dict() while the replicas are apart, "
-                f"{optimizer.progress.local_steps} local steps after they last agreed, holds this "
-                f"rank's weights. Call engine.basic_optimizer.eval() on all ranks before.",
-                stacklevel=3,
-            )
-
-    return hook
 
 
 def check_shards_before_loading(engine: Any) -> None:
