@@ -174,11 +174,13 @@ def _take_over(accelerator: Any) -> None:
     known: _Known = getattr(accelerator, _STATE)
     _check_order(accelerator, known)
     sharded = accelerator._models if accelerator.is_fsdp2 else ()
-    for model in {*known.prepared, *sharded} - {*known.taken_over}:
+    for model in {*known.prepared, *sharded}:
         for optimizer in _of_model(accelerator, model):
             if optimizer._replicas.single or not _has_replicas(accelerator, model):
                 continue
             _check_replicas(accelerator, model, optimizer)
+            if model in known.taken_over:
+                continue
             wrapper = _inside_ddp(model)
             if wrapper is not None:
                 ddp.keep_gradients_local(model)

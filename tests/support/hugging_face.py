@@ -38,9 +38,12 @@ def launch(device_kind="cpu"):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    if dist.is_initialized():
-        rank, world = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if (world := dist.get_world_size()) > 1:
+        rank = str(dist.get_rank())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500", OMP_NUM_THREADS="1")
     if device_kind == "gpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
