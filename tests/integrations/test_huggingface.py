@@ -229,7 +229,8 @@ def sharded(rank, folder, replicas):
     )
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 2)], ids=["fsdp", "hsdp"])
+# (2, 2), HSDP, takes longer than all others; test_accelerate.py has it.
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 2)])
 def test_shards_resume_bitwise(tmp_path, replicas, shards):
     for whole, again, end, other, gates in distributed.run(
         replicas * shards, sharded, str(tmp_path), replicas, timeout=120.0
@@ -237,3 +238,152 @@ def test_shards_resume_bitwise(tmp_path, replicas, shards):
         assert len(whole) == STEPS and whole == again
         assert_same(end, other)
         assert (sum(gates) < STEPS) == (replicas > 1)
+
+
+# -------------------------------------------------------------------- the best model
+
+
+def best(rank, folder):
+    """Losses of the evaluations, and of the best model at the end, with replicas apart between."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 12
+
+    hf.launch()
+    args = {
+        "save_steps": 5, "eval_steps": 5, "eval_strategy": "steps", "save_strategy": "best",
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # so the first is the best
+    }  # fmt: skip
+    trainer = trainer_of(folder, args=args, gate=curvadion.FixedPeriod(4), sync=CODES["sync"])
+    trainer.add_callback(Stop)
+    trainer.train()
+    seen = logged(trainer, "eval_loss")
+    held = weights(trainer.model)
+    again = trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{folder}/final")
+    dist.barrier()
+    return seen, again, held, trainer.state.best_model_checkpoint, weights(trainer.model)
+
+
+def test_best_model_is_loaded_and_stays(tmp_path):
+    from safetensors.torch import load_file
+
+    results = distributed.run(2, best, str(tmp_path), timeout=120.0)
+    for seen, again, held, checkpoint, after in results:
+        assert len(seen) == 2 and seen[0] > seen[1]
+        assert again == pytest.approx(seen[0], rel=1e-6)
+        assert_same(held, after)
+        for folder in (checkpoint, tmp_path / "final"):
+            written = load_file(Path(folder) / "model.safetensors")
+            for name, W in results[0][2].items():
+                assert torch.equal(written[name], W) and torch.equal(held[name], W), name
+
+
+# -------------------------------------------------------------------- one process, mistakes
+
+
+def alone(rank, folder):
+    """Trainings of one process: attached, and with what Trainer offers by itself."""
+    from transformers import Trainer
+
+    def of(**given):
+        hf.launch()
+        torch.manual_seed(5)
+        model = hf.gpt()
+        args = arguments(folder, max_steps=5, save_strategy="no", ddp_find_unused_parameters=None)
+        made = {key: make(model) for key, make in given.items()}
+        return Trainer(model=model, args=args, train_dataset=hf.Tokens(), **made)
+
+    from curvadion.integrations.huggingface import attach
+
+    options = {"lr": LR, "weight_decay": 0.01}
+    trainers = [
+        attach(of(), curvadion.Dion),
+        of(
+            optimizers=lambda model: (
+                curvadion.Dion(curvadion.param_groups(model), **options),
+                None,
+            )
+        ),
+        of(
+            optimizer_cls_and_kwargs=lambda model: (
+                curvadion.Dion,
+                {"params": curvadion.param_groups(model), **options},
+            )
+        ),
+    ]
+    for trainer in trainers:
+        hf.launch()
+        trainer.create_accelerator_and_postprocess()
+        trainer.train()
+    return [(logged(trainer, "loss"), weights(trainer.model)) for trainer in trainers]
+
+
+def test_one_process_needs_no_attach(tmp_path):
+    [(attached, *others)] = distributed.run(1, alone, str(tmp_path), timeout=120.0)
+    assert len(attached[0]) == 5
+    for losses, end in others:
+        assert losses == attached[0]
+        assert_same(end, attached[1])
+
+
+def mistakes(rank, folder):
+    from transformers import Trainer
+
+    from curvadion.integrations.huggingface import attach
+
+    def raised(function, *args, **kwargs):
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as error:
+            function(*args, **kwargs)
+        return f"{error.type.__name__}: {error.value}"
+
+    def fresh(optimizer=None, **args):
+        hf.launch()
+        torch.manual_seed(5)
+        model = hf.gpt()
+        given = {} if optimizer is None else {"optimizers": (optimizer(model), None)}
+        args = {"learning_rate": LR, **args}
+        return Trainer(
+            model=model, args=arguments(folder, **args), train_dataset=hf.Tokens(), **given
+        )
+
+    def ours(model):
+        groups = curvadion.param_groups(model)
+        return curvadion.Dion(groups, replicas=dist.group.WORLD)
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters())
+
+    with pytest.warns(UserWarning, match="learning_rate=5e-05"):
+        attach(fresh(learning_rate=5e-5))
+    return {
+        "not attached": raised(fresh(ours).train),
+        "twice": raised(attach, attach(fresh())),
+        "misspelt": raised(attach, fresh(), wire_budgt=0.01),
+        "not Dion's": raised(attach, fresh(), curvadion.Dion, wire_budget=0.01),
+        "another optimizer": raised(attach, fresh(sgd)),
+        "settings of another": raised(attach, fresh(ours), lr=0.01),
+        "no trainer": raised(attach, torch.nn.Linear(1, 1)),
+        "no class": raised(attach, fresh(), curvadion.param_groups),
+    }
+
+
+MISTAKES = {
+    "not attached": ("RuntimeError", "identical on all replicas"),
+    "twice": ("RuntimeError", "attached already"),
+    "misspelt": ("TypeError", "wire_budgt", "wire_budget"),
+    "not Dion's": ("TypeError", "neither Dion nor param_groups has ['wire_budget']"),
+    "another optimizer": ("ValueError", "optimizer SGD already"),
+    "settings of another": ("ValueError", "['lr']", "has an optimizer already"),
+    "no trainer": ("TypeError", "transformers.Trainer, got Linear"),
+    "no class": ("TypeError", "must be the class CurvaDion or Dion"),
+}
+
+
+def test_mistakes_are_errors_on_all_ranks(tmp_path):
+    for messages in distributed.run(2, mistakes, str(tmp_path), timeout=120.0):
+        for name, parts in MISTAKES.items():
+            assert all(part in messages[name] for part in parts), (name, messages[name])

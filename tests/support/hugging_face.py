@@ -38,13 +38,18 @@ def launch(device_kind="cpu"):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name in [*os.environ]:
+        if name in ranks or name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
+            del os.environ[name]
     if (world := dist.get_world_size()) > 1:
         rank = str(dist.get_rank())
         os.environ.update(RANK=rank, LOCAL_RANK=rank)
         os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500", OMP_NUM_THREADS="1")
+    if not hasattr(PartialState, "before_tests"):
+        PartialState.before_tests = PartialState._prepare_backend
+    PartialState._prepare_backend = PartialState.before_tests
     if device_kind == "gpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
