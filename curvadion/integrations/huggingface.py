@@ -50,7 +50,8 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     * Evaluation is at weights on which replicas agree, as Trainer calls ``optimizer.eval()``. So
       are the weights at the end of ``train()``, and what ``save_model()`` writes then.
     * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
-      resumes bitwise. ``save_model()`` in between, of a callback say, warns if replicas are apart.
+      resumes bitwise; if the same step evaluates, this comes before, and the metric is that of the
+      written weights. ``save_model()`` in between, of a callback say, warns if replicas are apart.
     * Trainer's logs get what happened since the last one: ``curvadion/wire_bytes`` (the mean
       payload of a step, of all collectives of this process), ``curvadion/open_gates`` (the share of
       steps), ``curvadion/skipped``, ``curvadion/waited_seconds``, and of the last step
@@ -214,6 +215,14 @@ def _save_checkpoint(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwa
     return theirs(*args, **kwargs)
 
 
+def _agree_before_evaluation(trainer: Any, control: Any) -> None:
+    """Evaluate the weights that the checkpoint of this step will hold, if there may be one."""
+    saves = control.should_save or trainer.args.save_strategy == "best"
+    optimizer = optimizer_of(trainer)
+    if control.should_evaluate and saves and optimizer and not trainer.is_deepspeed_enabled:
+        agree_exactly(optimizer)
+
+
 def _load_best_model(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # While replicas count as apart, the next evaluation would average what has been loaded.
     if (optimizer := optimizer_of(trainer)) is not None:
@@ -233,6 +242,10 @@ def _report(trainer: Any) -> None:
             optimizer = optimizer_of(trainer)
             if optimizer is not None and optimizer.report is not None:
                 self.since_last.add(optimizer.report)
+            _agree_before_evaluation(trainer, control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _agree_before_evaluation(trainer, control)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if (optimizer := optimizer_of(trainer)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -42,6 +43,9 @@ class Run:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     drifts: list[float] = field(default_factory=list)
+    whole_weights_are_gone: bool = False
+    apart: tuple[bool, ...] = ()  # before the weights were gathered, and after
+    gathered: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def model_and_optimizer(kind=curvadion.CurvaDion, **options):
@@ -105,6 +109,7 @@ def with_accelerate(rank, made, folder, *, first=0, options=None):
         accelerator = made()
         options = {} if options is None else options(accelerator)
         model, optimizer = model_and_optimizer(**options)
+        first_weight = weakref.ref(next(model.parameters()))
         model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
         torch.manual_seed(rank)
         each = endless(accelerator, batches, first)
@@ -119,7 +124,14 @@ def with_accelerate(rank, made, folder, *, first=0, options=None):
             note(run, optimizer.optimizer, loss, norm)
             if len(run.losses) == SAVED and not first:
                 accelerator.save_state(folder)
-    return ended(run, model, optimizer.optimizer, meter)
+    run.whole_weights_are_gone = first_weight() is None
+    ended(run, model, optimizer.optimizer, meter)
+    if accelerator.is_fsdp2:
+        before = optimizer.optimizer.apart
+        run.gathered = accelerator.get_state_dict(model)  # on rank 0 only
+        run.apart = before, optimizer.optimizer.apart
+        run.weights = run.weights | {"agreed": whole(model)["transformer.wte.weight"]}
+    return run
 
 
 def endless(accelerator, batches, skip):
@@ -222,7 +234,11 @@ def test_shards_resume_bitwise(tmp_path, replicas, shards, kind):
     results = distributed.run(
         replicas * shards, fsdp_runs, str(tmp_path), replicas, kind, timeout=120.0
     )
+    gathered = results[0][0].gathered
     for run, resumed in results:
+        assert run.whole_weights_are_gone
+        assert run.apart == (replicas > 1, False)
+        assert torch.equal(run.weights["agreed"], gathered["transformer.wte.weight"])
         assert resumed.losses[SAVED:] == run.losses[SAVED:]
         assert len(run.losses) == STEPS and max(run.norms) > MAX_NORM
         assert (max(run.drifts) > 0) == (replicas > 1) and resumed.drifts == run.drifts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import warnings
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def trained(rank, stages, folder):
     from accelerate.state import DistributedType, PartialState
 
     ds.prepare()
+    warnings.filterwarnings("error", message=".*while the replicas are apart")
     # Accelerate knows DeepSpeed on accelerators only.
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.NO)
     found = {}
