@@ -53,7 +53,7 @@ soak: .venv/installed
 .venv/installed: constraints.txt setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test,deepspeed]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test,deepspeed,test-frameworks]'
 	touch $@
 
 clean:

@@ -22,6 +22,7 @@ COMPILE = os.environ.get("CURVADION_COMPILE", "0") not in ("", "0")
 TRITON = ["triton; platform_system == 'Linux'"]
 TRAIN = ["tqdm", "tensorboard", "matplotlib"]
 RUNNER = ["pytest", "pytest-timeout", "pytest-xdist"]
+FRAMEWORKS = ["transformers", "accelerate", "lightning"]  # with which integrations are tested
 TEST = [*RUNNER, "hypothesis", "mypy", "ruff", "ninja", *TRAIN, *TRITON]
 
 
@@ -132,6 +133,7 @@ setup(
         "deepspeed": ["deepspeed"],
         "train": TRAIN,
         "test": TEST,
+        "test-frameworks": FRAMEWORKS,
     },
     classifiers=[
         "Intended Audience :: Developers",

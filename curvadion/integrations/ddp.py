@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from curvadion.integrations.own_weights import warn_of_own_weights
+from curvadion.integrations.saving import warn_of_own_weights
 from curvadion.layout.parameters import KeptApart, declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)

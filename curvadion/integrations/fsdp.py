@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from curvadion.integrations.own_weights import warn_of_own_weights
+from curvadion.integrations.saving import warn_of_own_weights
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.parameters import KeptApart, declare_replicas
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import deepspeed_engines as ds
 import distributed
+import hugging_face as hf
 from deepspeed_replicas import SIZE
 
 pytestmark = pytest.mark.skipif(
@@ -32,16 +34,6 @@ def own_workers():
     distributed.shutdown()
 
 
-class Tokens(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, place):
-        drawn = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(place))
-        # Trainer divides by the number of labels; the first is nobody's next token.
-        return {"input_ids": drawn, "labels": torch.cat((torch.tensor([-100]), drawn[1:]))}
-
-
 def configuration(stage, params):
     """A JSON as users of Trainer write it."""
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
@@ -53,27 +45,19 @@ def configuration(stage, params):
     }
 
 
-def gpt():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
-
-
 def trainer_of(stage, folder, start, **settings):
     """A trainer, and where its callback notes whether replicas were apart when it saved."""
     from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-    class Agree(TrainerCallback):
+    from curvadion.integrations.huggingface import attach
+
+    class Note(TrainerCallback):
         def __init__(self):
             self.apart = []
 
-        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        def on_step_end(self, args, state, control, **kwargs):
             if control.should_save:
                 self.apart.append(trainer.deepspeed.basic_optimizer.apart)
-                if stage < 3:
-                    optimizer.eval()
 
     # Arguments come first: from_pretrained builds in shards once they have named stage 3.
     arguments = TrainingArguments(
@@ -82,16 +66,22 @@ def trainer_of(stage, folder, start, **settings):
         lr_scheduler_type="constant", report_to=[], disable_tqdm=True, log_level="error",
         dataloader_pin_memory=False, **settings,
     )  # fmt: skip
-    agree, model = Agree(), GPT2LMHeadModel.from_pretrained(start)
+    note, model = Note(), GPT2LMHeadModel.from_pretrained(start)
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens(),
-        callbacks=[agree],
+        model=model, args=arguments, train_dataset=hf.Tokens(), eval_dataset=hf.Tokens(),
+        callbacks=[note],
     )  # fmt: skip
-    return trainer, agree.apart
+    with pytest.raises(ValueError, match=r"got \['lr'\], but DeepSpeed's JSON names the optimizer"):
+        attach(trainer, lr=0.01)
+    return attach(trainer), note.apart
 
 
 def losses_of(trainer):
-    return [told["loss"] for told in trainer.state.log_history if "loss" in told]
+    told = [told for told in trainer.state.log_history if "loss" in told]
+    assert all(each["curvadion/wire_bytes"] > 0 for each in told)
+    if len(told) == STEPS:  # the first opening; a checkpoint shifts those after it
+        assert [each["curvadion/open_gates"] for each in told[:SAVED]] == [0, 0, 1, 0]
+    return [each["loss"] for each in told]
 
 
 def trained(rank, stages, folder):
@@ -99,6 +89,7 @@ def trained(rank, stages, folder):
     from accelerate.state import DistributedType, PartialState
 
     ds.prepare()
+    warnings.filterwarnings("error", message=".*while the replicas are apart")
     # Accelerate knows DeepSpeed on accelerators only.
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.NO)
     found = {}
@@ -123,7 +114,7 @@ def test_trainer_saves_what_replicas_agree_on_and_resumes(tmp_path):
     from safetensors.torch import load_file
 
     torch.manual_seed(7)
-    start, tokens = gpt(), torch.stack([Tokens()[i]["input_ids"] for i in range(64)])
+    start, tokens = hf.gpt(), torch.stack([hf.Tokens()[i]["input_ids"] for i in range(64)])
     start.save_pretrained(tmp_path / "start")
     wanted = start(tokens, labels=tokens).loss.item()
     first, *others = distributed.run(4, trained, [*CASES], str(tmp_path), timeout=120.0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from curvadion.integrations.deepspeed.process_groups import data_parallel_group
-from curvadion.integrations.own_weights import warn_of_own_weights
+from curvadion.integrations.saving import warn_of_own_weights
 from curvadion.optim.dion import Dion
 
 

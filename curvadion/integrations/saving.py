@@ -1,4 +1,4 @@
-"""Tools that read a model's weights while replicas are apart get those of one replica."""
+"""Before something writes one replica's weights or state for all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any
 from torch import nn
 
 from curvadion.optim.dion import Dion
+
+
+def agree_exactly(optimizer: Dion) -> None:
+    """Average weights and state of all replicas, unless they are the same already; collective."""
+    if optimizer._replicas.size > 1 and optimizer.progress.steps_since_exact:
+        optimizer.synchronize(exact=True)
 
 
 def warn_of_own_weights(

@@ -1,0 +1,305 @@
+"""Hugging Face Accelerate: gradients stay in their replica, and replicas agree before it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, wraps
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from curvadion.integrations import ddp, fsdp
+from curvadion.integrations.saving import agree_exactly
+from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.dion import Dion
+
+Accelerator = TypeVar("Accelerator")
+
+_STATE = "_curvadion"  # an attribute of accelerators
+
+
+class _Known:
+    """What an Accelerator has prepared since it was attached; it keeps DDP's wrappers nowhere."""
+
+    def __init__(self) -> None:
+        self.given: WeakSet[nn.Module] = WeakSet()
+        self.prepared: WeakSet[nn.Module] = WeakSet()
+        self.taken_over: WeakSet[nn.Module] = WeakSet()
+
+
+def attach(accelerator: Accelerator) -> Accelerator:
+    """Let an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
+
+    Call it right after ``Accelerator(...)``, which makes the process group. Afterwards:
+
+    * ``prepare`` stops DDP, and FSDP2 on a mesh with replicas, from averaging the gradients that
+      the optimizer synchronises (``keep_gradients_local``), whichever of model and optimizer is
+      prepared first.
+    * ``clip_grad_norm_(model.parameters(), c)`` takes one factor for all replicas, as
+      :func:`curvadion.clip_grad_norm_` does.
+    * ``save_state`` first calls ``synchronize(exact=True)``, because one copy of weights and state
+      is written; ``load_state`` then resumes bitwise.
+    * ``get_state_dict`` and ``save_model`` under FSDP2, which all ranks must call anyway, first
+      bring weights together as ``optimizer.eval()`` does. Under DDP they may be called on one rank,
+      so they write this rank's weights and warn if replicas are apart: call ``optimizer.eval()`` on
+      all ranks before.
+    * ``join_uneven_inputs`` raises an error, because replicas step together.
+
+    Gradient accumulation, bf16, a GradScaler, schedulers and ``clip_grad_value_`` work as they are.
+    A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
+    not tell of it; ``report.skipped`` does. With one process nothing changes.
+
+    Args:
+        accelerator: an Accelerator. Attached ones are left as they are.
+
+    Returns:
+        ``accelerator`` itself.
+
+    Raises:
+        TypeError: if it is not an Accelerator.
+        ValueError: under DeepSpeed, Megatron-LM and FSDP1, saying what to do. ``prepare`` raises it
+            for an optimizer that has no ``replicas`` although there are several, one that has
+            stepped before FSDP2 shards its parameters, and for a model of which another optimizer
+            holds some parameters.
+        RuntimeError: if DDP already wraps a model of a prepared CurvaDion or Dion.
+    """
+    from accelerate import Accelerator
+
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"accelerator must be an accelerate.Accelerator, got {accelerator!r}")
+    _check_kind(accelerator)
+    if not hasattr(accelerator, _STATE):
+        setattr(accelerator, _STATE, _Known())
+        wrap_method(accelerator, "prepare", partial(_prepare, accelerator))
+        wrap_method(accelerator, "prepare_model", partial(_prepare_model, accelerator))
+        wrap_method(accelerator, "prepare_optimizer", partial(_prepare_optimizer, accelerator))
+        wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
+        wrap_method(accelerator, "save_state", partial(_save_state, accelerator))
+        wrap_method(accelerator, "get_state_dict", partial(_get_state_dict, accelerator))
+        wrap_method(accelerator, "join_uneven_inputs", partial(_join_uneven_inputs, accelerator))
+    _take_over(accelerator)
+    return accelerator
+
+
+def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by ``around``, which gets the method before and its arguments."""
+    theirs = getattr(owner, name)
+
+    @wraps(theirs)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return around(theirs, *args, **kwargs)
+
+    setattr(owner, name, ours)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrappers."""
+    while not isinstance(optimizer, Dion) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _check_kind(accelerator: Any) -> None:
+    kind = accelerator.distributed_type.value
+    if kind == "DEEPSPEED":
+        raise ValueError(
+            "accelerator runs DeepSpeed, whose engine needs no attach: import curvadion.deepspeed, "
+            "and name the optimizer in DeepSpeed's JSON or pass it to accelerator.prepare."
+        )
+    if kind == "MEGATRON_LM":
+        raise ValueError(
+            "accelerator runs Megatron-LM, which has optimizers of its own: use DDP or FSDP2."
+        )
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise ValueError(
+            "accelerator runs FSDP1, which flattens parameters before their optimizer is known: "
+            "set fsdp_version=2 (FullyShardedDataParallelPlugin, or accelerate's configuration)."
+        )
+
+
+# -------------------------------------------------------------------- preparing
+
+
+def _prepare(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    resharded = _about_to_be_sharded(args) if accelerator.is_fsdp2 else []
+    for optimizer in resharded:
+        if optimizer.state:
+            raise ValueError(
+                f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and FSDP2 "
+                f"is about to give it other parameters, without their state: call accelerator."
+                f"prepare(model, optimizer) before the first step and before loading a state."
+            )
+    result = theirs(*args, **kwargs)
+    for optimizer in resharded:
+        optimizer._forget()  # it would keep the whole weights alive
+    _take_over(accelerator)
+    return result
+
+
+def _about_to_be_sharded(args: Iterable[Any]) -> list[Dion]:
+    """The optimizers among what FSDP2 prepares, if the model among it is not sharded yet."""
+    args = list(args)
+    models = [each for each in args if isinstance(each, nn.Module)]
+    if any(isinstance(module, FSDPModule) for model in models for module in model.modules()):
+        return []
+    each = [unwrapped(one) for one in args if isinstance(one, Optimizer)]
+    return [optimizer for optimizer in each if isinstance(optimizer, Dion)]
+
+
+def _prepare_model(
+    accelerator: Any, theirs: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    result = theirs(model, *args, **kwargs)
+    known: _Known = getattr(accelerator, _STATE)
+    known.given.add(model)
+    known.prepared.add(result)
+    _take_over(accelerator)
+    return result
+
+
+def _prepare_optimizer(
+    accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    result = theirs(*args, **kwargs)
+    _take_over(accelerator)
+    return result
+
+
+def _take_over(accelerator: Any) -> None:
+    """Let optimizers synchronise the models that are prepared by now."""
+    known: _Known = getattr(accelerator, _STATE)
+    _check_order(accelerator, known)
+    sharded = accelerator._models if accelerator.is_fsdp2 else ()
+    for model in {*known.prepared, *sharded}:
+        for optimizer in _of_model(accelerator, model):
+            if optimizer._replicas.single or not _has_replicas(accelerator, model):
+                continue
+            _check_replicas(accelerator, model, optimizer)
+            if model in known.taken_over:
+                continue
+            wrapper = _inside_ddp(model)
+            if wrapper is not None:
+                ddp.keep_gradients_local(model)
+            else:
+                fsdp.keep_gradients_local(model)
+            known.taken_over.add(model)
+
+
+def _check_order(accelerator: Any, known: _Known) -> None:
+    """Raise RuntimeError if DDP has wrapped a model before :func:`attach`."""
+    if accelerator.num_processes == 1 or accelerator.is_fsdp2:
+        return
+    for model in accelerator._models:
+        ours = (each for each in _of_model(accelerator, model) if not each._replicas.single)
+        if model not in known.given and any(ours):
+            raise RuntimeError(
+                "accelerator has prepared the model before curvadion.integrations.accelerate."
+                "attach(accelerator), so DDP averages its gradients: call attach right after "
+                "Accelerator(...)."
+            )
+
+
+def _inside_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper, which torch.compile may have wrapped; None if there is none."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _has_replicas(accelerator: Any, model: nn.Module) -> bool:
+    """Whether the framework would average this model's gradients over replicas."""
+    if _inside_ddp(model) is not None:
+        return True
+    parallelism = accelerator.parallelism_config
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return sharded and parallelism is not None and parallelism.dp_replicate_enabled
+
+
+def _check_replicas(accelerator: Any, model: nn.Module, optimizer: Dion) -> None:
+    if optimizer._replicas.process_group is None:
+        hybrid = _inside_ddp(model) is None
+        where = 'accelerator.torch_device_mesh["dp_replicate"]' if hybrid else "dist.group.WORLD"
+        raise ValueError(
+            f"replicas=None in {type(optimizer).__name__}, but accelerator runs several replicas: "
+            f"pass replicas={where} once the Accelerator has been made (before, dist.group.WORLD "
+            f"is None), or replicas='single' to leave averaging of all gradients to the framework."
+        )
+    own = {id(p) for p in model.parameters()}
+    for other in map(unwrapped, accelerator._optimizers):
+        if not isinstance(other, Dion) and own & _ids(other):
+            raise ValueError(
+                f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of one "
+                f"model, of which only the latter synchronises its own: give it all of them "
+                f"(curvadion.param_groups has AdamW and Lion for what is no matrix)."
+            )
+
+
+def _optimizers(accelerator: Any) -> list[Dion]:
+    each = map(unwrapped, accelerator._optimizers)
+    return [optimizer for optimizer in each if isinstance(optimizer, Dion)]
+
+
+def _of_model(accelerator: Any, model: nn.Module) -> Iterator[Dion]:
+    own = {id(p) for p in model.parameters()}
+    return (each for each in _optimizers(accelerator) if own & _ids(each))
+
+
+def _ids(optimizer: Any) -> set[int]:
+    """Of the parameters that are trained."""
+    each = (X for group in optimizer.param_groups for X in group["params"])
+    return {id(X) for X in each if X.requires_grad}
+
+
+# -------------------------------------------------------------------- clipping, saving
+
+
+def _clip_grad_norm_(
+    accelerator: Any,
+    theirs: Callable[..., Any],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = {id(p) for p in parameters}
+    several = [each for each in _optimizers(accelerator) if each._replicas.size > 1]
+    asked = [each for each in several if given & _ids(each)]
+    if not asked:
+        return theirs(parameters, max_norm, norm_type=norm_type)
+    if len(asked) > 1 or not _ids(asked[0]) <= given:
+        raise ValueError(
+            f"parameters hold some of those of {len(asked)} optimizers with replicas, which need "
+            f"one norm over all of an optimizer: pass all parameters of one, or call "
+            f"curvadion.clip_grad_norm_(optimizer, max_norm) for each."
+        )
+    accelerator.unscale_gradients(asked[0])
+    return clip_grad_norm_(asked[0], max_norm, norm_type)
+
+
+def _save_state(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for optimizer in _optimizers(accelerator):
+        agree_exactly(optimizer)
+    return theirs(*args, **kwargs)
+
+
+def _get_state_dict(
+    accelerator: Any, theirs: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    if accelerator.is_fsdp2:  # gathers shards, on all ranks
+        for optimizer in _of_model(accelerator, model):
+            optimizer.eval()
+    return theirs(model, *args, **kwargs)
+
+
+def _join_uneven_inputs(
+    accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if any(optimizer._replicas.size > 1 for optimizer in _optimizers(accelerator)):
+        raise RuntimeError(
+            "join_uneven_inputs lets ranks stop at different steps, but replicas step together: "
+            "give all ranks as many batches (even_batches=True, or drop_last=True)."
+        )
+    return theirs(*args, **kwargs)

@@ -1,0 +1,287 @@
+"""Hugging Face's Trainer: builds the optimizer, agrees before files are written, logs reports."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from curvadion.integrations import accelerate
+from curvadion.integrations.accelerate import unwrapped, wrap_method
+from curvadion.integrations.saving import agree_exactly
+from curvadion.metering.report import Summary
+from curvadion.metering.wire import WireMeter
+from curvadion.optim.curvadion import CurvaDion
+from curvadion.optim.dion import Dion
+from curvadion.optim.param_groups import param_groups
+
+Trainer = TypeVar("Trainer")
+
+TRAINERS_RATE = 5e-5
+"""The learning rate of TrainingArguments that name none: one for fine-tuning with AdamW."""
+_ATTACHED = "_curvadion_attached"  # an attribute of trainers
+_FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
+
+
+def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any) -> Trainer:
+    """Let a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
+
+    Call it before ``train()``::
+
+        trainer = Trainer(model=model, args=args, train_dataset=data)
+        attach(trainer, wire_budget=0.01)
+        trainer.train()
+
+    When Trainer creates its optimizer it gets ``optimizer(param_groups(model), ...)``, with ``lr``
+    and ``weight_decay`` of TrainingArguments and the replicas that Trainer runs: all ranks under
+    DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. ``adam_beta1``, ``optim`` and
+    their kin are not read. Its accelerator is attached
+    (:func:`curvadion.integrations.accelerate.attach`), so that DDP or FSDP2 leaves gradients in
+    their replica and ``max_grad_norm`` takes one factor for all replicas. Also:
+
+    * Evaluation is at weights on which replicas agree, as Trainer calls ``optimizer.eval()``. So
+      are the weights at the end of ``train()``, and what ``save_model()`` writes then.
+    * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
+      resumes bitwise; if the same step evaluates, this comes before, and the metric is that of the
+      written weights. ``save_model()`` in between, of a callback say, warns if replicas are apart.
+    * Trainer's logs get what happened since the last one: ``curvadion/wire_bytes`` (the mean
+      payload of a step, of all collectives of this process), ``curvadion/open_gates`` (the share of
+      steps), ``curvadion/skipped``, ``curvadion/waited_seconds``, and of the last step
+      ``curvadion/rmmc`` (if the gate has one) and ``curvadion/local_steps``.
+
+    With DeepSpeed's JSON the optimizer is built there, and engines agree before they save. Then
+    give no settings: this adds the logs, and agreement before Trainer's own files of weights.
+
+    In one process there is nothing to synchronise, so ``Trainer(optimizers=(optimizer, None))``
+    suffices, or ``optimizer_cls_and_kwargs=(Dion, {"params": param_groups(model)})``.
+
+    Args:
+        trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
+        optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
+        settings: arguments of the optimizer, such as ``wire_budget``, ``gate``, ``sync``, ``mu``,
+            or ``lr``, ``weight_decay`` and ``replicas`` in place of those above; and those of
+            :func:`curvadion.param_groups`, such as ``elementwise_lr``, ``options``, ``patterns``.
+
+    Returns:
+        ``trainer`` itself.
+
+    Raises:
+        TypeError: if it is not a Trainer, ``optimizer`` is no class of ours, or a setting is
+            unknown.
+        ValueError: if settings are given where the optimizer exists already or is DeepSpeed's, and
+            what :func:`curvadion.integrations.accelerate.attach` raises.
+        RuntimeError: if it is attached already.
+
+    Warns:
+        UserWarning: if the learning rate is the one that TrainingArguments have by default.
+    """
+    from transformers import Trainer
+
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
+    if hasattr(trainer, _ATTACHED):
+        raise RuntimeError("trainer is attached already: call attach(trainer, ...) once.")
+    of_deepspeed = trainer.is_deepspeed_enabled
+    _check_settings(trainer, optimizer, settings)
+    if of_deepspeed or trainer.optimizer is not None:
+        _check_given(trainer, settings)
+    else:
+        wanted = _wanted(trainer, settings)
+        wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, wanted))
+    if not of_deepspeed:
+        _attach_accelerator(trainer)
+    wrap_method(trainer, "_save_checkpoint", partial(_save_checkpoint, trainer))
+    wrap_method(trainer, "_load_best_model", partial(_load_best_model, trainer))
+    _report(trainer)
+    setattr(trainer, _ATTACHED, True)
+    return trainer
+
+
+def optimizer_of(trainer: Any) -> Dion | None:
+    """The CurvaDion or Dion that a Trainer steps, inside all wrappers; None before it has one."""
+    engine = getattr(trainer, "deepspeed", None)
+    found = unwrapped(trainer.optimizer) if engine is None else engine.basic_optimizer
+    return found if isinstance(found, Dion) else None
+
+
+# -------------------------------------------------------------------- the optimizer
+
+
+def _check_settings(trainer: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Dion)):
+        raise TypeError(f"optimizer={optimizer!r} must be the class CurvaDion or Dion")
+    known = {*inspect.signature(optimizer).parameters, *_FOR_GROUPS} - {"params"}
+    if unknown := sorted(settings.keys() - known):
+        raise TypeError(
+            f"attach(trainer, {', '.join(f'{key}=...' for key in unknown)}): neither "
+            f"{optimizer.__name__} nor param_groups has {unknown}. There are {sorted(known)}."
+        )
+
+
+def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
+    """Where the optimizer comes from elsewhere."""
+    if trainer.is_deepspeed_enabled:
+        if settings:
+            raise ValueError(
+                f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer "
+                f"and its arguments: write them under optimizer.params there."
+            )
+    elif optimizer_of(trainer) is None:
+        raise ValueError(
+            f"trainer has the optimizer {type(trainer.optimizer).__name__} already: leave "
+            f"optimizers= out, and attach before train(), which makes one."
+        )
+    elif settings:
+        raise ValueError(
+            f"attach(trainer) got {sorted(settings)}, but trainer has an optimizer already: give "
+            f"them to that one, or leave optimizers= out."
+        )
+
+
+def _wanted(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with those of TrainingArguments."""
+    args = trainer.args
+    if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
+        warnings.warn(
+            f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW. "
+            f"It becomes that of the matrices, for which Dion's default is 0.02: set "
+            f"TrainingArguments(learning_rate=...), or attach(trainer, lr=...) to keep "
+            f"{TRAINERS_RATE}.",
+            stacklevel=3,
+        )
+    return {"lr": args.learning_rate, "weight_decay": args.weight_decay, **settings}
+
+
+def _create(
+    trainer: Any,
+    kind: type[Dion],
+    wanted: Mapping[str, Any],
+    theirs: Callable[..., Any],
+    model: nn.Module | None = None,
+) -> Any:
+    if trainer.optimizer is None:
+        # A gate has a memory, and a search of hyperparameters makes several optimizers.
+        mine = {
+            key: value if key == "replicas" else copy.deepcopy(value)
+            for key, value in wanted.items()
+        }
+        of_groups = {key: mine.pop(key) for key in _FOR_GROUPS if key in mine}
+        mine.setdefault("replicas", _replicas(trainer.accelerator))
+        groups = param_groups(trainer.model if model is None else model, **of_groups)
+        trainer.optimizer = kind(groups, **mine)
+    return trainer.optimizer
+
+
+def _replicas(accelerator: Any) -> Any:
+    """The ranks that hold replicas, as Trainer is about to lay out its model."""
+    parallelism = accelerator.parallelism_config
+    if accelerator.is_fsdp2:
+        several = parallelism is not None and parallelism.dp_replicate_enabled
+        return accelerator.torch_device_mesh["dp_replicate"] if several else None
+    by_ddp = parallelism is None or not parallelism.tp_enabled
+    return dist.group.WORLD if accelerator.num_processes > 1 and by_ddp else None
+
+
+# -------------------------------------------------------------------- around training
+
+
+def _attach_accelerator(trainer: Any) -> None:
+    accelerate.attach(trainer.accelerator)
+
+    def make(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        theirs(*args, **kwargs)
+        accelerate.attach(trainer.accelerator)
+
+    # Trials of a search have accelerators of their own.
+    wrap_method(trainer, "create_accelerator_and_postprocess", make)
+    # Trainer's norm over several meshes, not asking the accelerator, knows one replica only.
+    trainer._has_mixed_mesh_grads = lambda model: False
+
+
+def _save_checkpoint(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if (optimizer := optimizer_of(trainer)) is not None:
+        if trainer.is_deepspeed_enabled:
+            optimizer.eval()  # for Trainer's own file; the engine's agree exactly
+        else:
+            agree_exactly(optimizer)
+    return theirs(*args, **kwargs)
+
+
+def _agree_before_evaluation(trainer: Any, control: Any) -> None:
+    """Evaluate the weights that the checkpoint of this step will hold, if there may be one."""
+    saves = control.should_save or trainer.args.save_strategy == "best"
+    optimizer = optimizer_of(trainer)
+    if control.should_evaluate and saves and optimizer and not trainer.is_deepspeed_enabled:
+        agree_exactly(optimizer)
+
+
+def _load_best_model(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # While replicas count as apart, the next evaluation would average what has been loaded.
+    if (optimizer := optimizer_of(trainer)) is not None:
+        optimizer.eval()
+    return theirs(*args, **kwargs)
+
+
+def _report(trainer: Any) -> None:
+    """Log what steps report, and bring replicas together at the end of the training."""
+    from transformers import TrainerCallback
+
+    class Reports(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.since_last = Summary()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = optimizer_of(trainer)
+            if optimizer is not None and optimizer.report is not None:
+                self.since_last.add(optimizer.report)
+            _agree_before_evaluation(trainer, control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            _agree_before_evaluation(trainer, control)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if (optimizer := optimizer_of(trainer)) is not None:
+                optimizer.eval()
+
+    reports = Reports()
+    trainer.add_callback(reports)
+
+    def log(theirs: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        optimizer = optimizer_of(trainer)
+        if optimizer is not None and "loss" in logs and reports.since_last.steps:
+            logs.update(_scalars(optimizer, reports.since_last))
+            reports.since_last = Summary()
+        return theirs(logs, *args, **kwargs)
+
+    def train(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with WireMeter() if dist.is_initialized() else nullcontext():
+            return theirs(*args, **kwargs)
+
+    wrap_method(trainer, "log", log)
+    wrap_method(trainer, "train", train)
+
+
+def _scalars(optimizer: Dion, since_last: Summary) -> dict[str, float]:
+    """What Trainer logs, which writes it as JSON."""
+    report = optimizer.report
+    values = {
+        "wire_bytes": since_last.wire_bytes / since_last.steps,
+        "open_gates": since_last.open_gate_share,
+        "skipped": since_last.skipped_steps,
+        "waited_seconds": since_last.waited_seconds,
+        "rmmc": None if report is None else report.rmmc,
+        "local_steps": optimizer.progress.local_steps,
+    }
+    return {
+        f"curvadion/{name}": value
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
+    }
