@@ -1,4 +1,4 @@
-"""torchtitan: a container of CurvaDion or Dion, and a trainer that clips, saves and evaluates by it.
+"""torchtitan: a container of CurvaDion or Dion, and a trainer that clips and saves by it.
 
     # config_registry.py of your package
     from torchtitan.models.llama3.config_registry import llama3_8b
