@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -39,16 +40,14 @@ class Model(LightningModule):
         self.losses, self.reports, self.validated = [], [], []
 
     def configure_model(self):
-        if self.sharded and not isinstance(next(self.parameters()), DTensor):
-            hybrid = self.sharded == "hybrid"
-            fully_shard(self.toy, mesh=self.device_mesh if hybrid else self.data_mesh)
-
-    @property
-    def data_mesh(self):
-        return self.device_mesh["data_parallel"]
+        if self.sharded:
+            names, shards = ("replicate", "shard"), dist.get_world_size() // 2
+            self.mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=names)
+            mesh = self.device_mesh["data_parallel"] if self.shards else self.mesh
+            fully_shard(self.toy, mesh=mesh)
 
     def configure_optimizers(self):
-        replicas = self.data_mesh if self.sharded == "hybrid" else dist.group.WORLD
+        replicas = dist.group.WORLD if not self.sharded else self.mesh["replicate"]
         self.optimizer = self.make(toy.groups(self.toy), None if self.shards else replicas)
         return self.optimizer
 
@@ -87,8 +86,10 @@ class ManualModel(Model):
         optimizer.zero_grad()
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
-        if self.clip is not None:
+        if self.clip is not None and batch_idx % 2:
             curvadion.clip_grad_norm_(optimizer, self.clip)
+        elif self.clip is not None:
+            self.clip_gradients(optimizer, self.clip, "norm")
         optimizer.step()
 
 

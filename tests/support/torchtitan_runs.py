@@ -49,7 +49,7 @@ def on_processors(rank):
         distributed_utils.set_pg_timeouts = lambda **_: None
 
 
-def configuration(folder, *, steps, degree, warmup=0, **settings):
+def configuration(folder, *, steps, degree, warmup=0, backend="partial_dtensor", **settings):
     """A small llama's trainer configuration; degree: of replicas, the other ranks being shards."""
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.loss import CrossEntropyLoss
@@ -74,9 +74,7 @@ def configuration(folder, *, steps, degree, warmup=0, **settings):
         tokenizer=components().Nothing.Config(),
         dataloader=components().Tokens.Config(),
         metrics=MetricsProcessor.Config(log_freq=1),
-        parallelism=ParallelismConfig(
-            data_parallel_replicate_degree=degree, spmd_backend="partial_dtensor"
-        ),
+        parallelism=ParallelismConfig(data_parallel_replicate_degree=degree, spmd_backend=backend),
         checkpoint=CheckpointManager.Config(**settings.pop("checkpoint", {})),
         activation_checkpoint=None,
         dump_folder=folder,
