@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -217,6 +219,28 @@ def validated(rank):
 def test_validation_and_the_end_see_weights_that_replicas_agree_on():
     for seen, apart in distributed.run(2, validated):
         assert seen == [(False, 0.0)] * 2 and not apart
+
+
+def saved(rank, folder):
+    """Weights of a file of weights only, and at the end; warnings where all is saved after fit."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    when = {"every_n_train_steps": FEW, "save_weights_only": True, "filename": "weights"}
+    callbacks = [Replicas(), ModelCheckpoint(folder, **when)]
+    model = runs.Model()
+    trainer = runs.fit(rank, model, steps=FEW, callbacks=callbacks, enable_checkpointing=True)
+    written = torch.load(f"{folder}/weights.ckpt", weights_only=True)["state_dict"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.save_checkpoint(f"{folder}/after.ckpt")
+    found = {name.removeprefix("toy."): W for name, W in written.items()}
+    return found, toy.weights(model.toy), [str(warning.message) for warning in caught]
+
+
+def test_what_is_saved_without_state_is_agreed_and_what_is_saved_too_late_warns(tmp_path):
+    for written, weights, warned in distributed.run(2, saved, str(tmp_path)):
+        toy.assert_bitwise_equal(written, weights)
+        assert any("synchronize(exact=True)" in text for text in warned)
 
 
 def logged(rank):
