@@ -1,0 +1,250 @@
+"""torchtitan: a container of CurvaDion or Dion, and a trainer that clips and saves by it.
+
+    # config_registry.py of your package
+    from torchtitan.models.llama3.config_registry import llama3_8b
+    from curvadion.integrations.torchtitan import with_curvadion
+
+    def llama3_8b_replicas():
+        return with_curvadion(llama3_8b(), lr=0.02, wire_budget=0.01)
+
+    torchrun ... -m torchtitan.train --module your_package --config llama3_8b_replicas \
+        --parallelism.data_parallel_replicate_degree 2
+
+This module needs torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torchtitan.trainer
+import tyro
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
+
+from curvadion.integrations.fsdp import keep_gradients_local
+from curvadion.integrations.saving import agree_exactly
+from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.curvadion import CurvaDion
+from curvadion.optim.dion import Dion
+from curvadion.optim.param_groups import param_groups
+
+KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
+REPLICATE = "dp_replicate"  # torchtitan's name of the dimension of meshes along which replicas lie
+
+
+class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
+    """One CurvaDion or Dion for each model part, in place of torchtitan's container.
+
+    Replicas lie along the ``dp_replicate`` dimension of the parts' meshes. FSDP then averages over
+    a replica's shards only, as :func:`curvadion.integrations.fsdp.keep_gradients_local` has it.
+    torchtitan's loss is a sum over the tokens of all ranks, divided by their number; gradients are
+    multiplied by the number of replicas, so that their mean over replicas is the whole gradient.
+
+    A trainer must be told of it, with :func:`attach`; :class:`Trainer` does it.
+
+    Attributes:
+        max_norm: what each step clips gradients to, by one norm over all replicas; infinite for no
+            clipping.
+
+    Raises:
+        ValueError, TypeError: for a wrong configuration.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
+        """What to build.
+
+        Attributes:
+            kind: "CurvaDion" or "Dion".
+            options: its keyword arguments. ``replicas`` follows from the mesh; "single" leaves the
+                averaging to FSDP.
+            groups: keyword arguments of ``curvadion.param_groups``, such as ``patterns``.
+        """
+
+        kind: str = "CurvaDion"
+        options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(
+            default_factory=dict
+        )
+        groups: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(
+            default_factory=dict
+        )
+
+    def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
+        if config.kind not in KINDS:
+            raise ValueError(f"kind={config.kind!r} must be one of {sorted(KINDS)}")
+        if config.param_groups:
+            raise ValueError(
+                f"param_groups={config.param_groups!r} are torchtitan's: leave them empty, and say "
+                f"in groups={{'patterns': ...}} which parameters are matrices."
+            )
+        self.model_parts = model_parts
+        self.max_norm: float | None = None
+        self.optimizers = [_build(config, part) for part in model_parts]
+        trained = [
+            x for one in self.optimizers for group in one.param_groups for x in group["params"]
+        ]
+        self._validate_params(trained)
+        self._post_init(trained)
+
+    def step(self, closure: None = None) -> None:
+        """Clip gradients and take a step; collective over the replicas.
+
+        Raises:
+            RuntimeError: if no trainer clips, saves and evaluates by this container.
+        """
+        if self.max_norm is None:
+            raise RuntimeError(
+                "no trainer knows of these optimizers, so it would clip each replica's gradients "
+                "by its own norm and save replicas that differ: take the configuration from "
+                "curvadion.integrations.torchtitan.with_curvadion, or call attach(trainer)."
+            )
+        if self.max_norm != math.inf:
+            for optimizer in self.optimizers:
+                clip_grad_norm_(optimizer, self.max_norm)
+        super().step(closure)
+
+    def agree(self, *, exact: bool) -> None:
+        """Bring replicas together: in all state for a checkpoint, else in weights; collective."""
+        for optimizer in self.optimizers:
+            if exact:
+                agree_exactly(optimizer)
+            else:
+                optimizer.eval()
+
+
+def _build(config: Any, part: nn.Module) -> Dion:
+    """The optimizer of one model part, whose gradients stay in their replica."""
+    options = {"replicas": _replicas(part), **config.options}
+    optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
+    if (size := optimizer._replicas.size) > 1:
+        keep_gradients_local(part)
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1 / size)
+    return optimizer
+
+
+def _replicas(part: nn.Module) -> DeviceMesh | None:
+    """The ranks that hold what this one does, by the names of the parameters' meshes."""
+    for x in part.parameters():
+        if isinstance(x, DTensor) and REPLICATE in (x.device_mesh.mesh_dim_names or ()):
+            mesh: DeviceMesh = x.device_mesh[REPLICATE]
+            return mesh
+    return None
+
+
+def attach(trainer: Any) -> None:
+    """Let a trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
+
+    Gradients are clipped by ``training.max_norm`` in the container's ``step``; the trainer's own
+    clipping only measures, and logs the norm of its replica. Before a checkpoint is written all
+    state becomes the same on all replicas (``synchronize(exact=True)``), before one of weights only
+    and before a validation the weights do.
+
+    Args:
+        trainer: a torchtitan Trainer, or one of a subclass, before ``train``.
+
+    Raises:
+        TypeError: if its optimizers are others.
+        RuntimeError: under pipeline parallelism, where each stage would have a norm and a gate of
+            its own, or if this version of torchtitan decides elsewhere what it saves.
+    """
+    optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
+    if not isinstance(optimizers, ReplicaOptimizers):
+        raise TypeError(
+            f"trainer.optimizers is a {type(optimizers).__name__}: build it with "
+            f"optimizer=ReplicaOptimizers.Config(...)."
+        )
+    if trainer.parallel_dims.pp_enabled:
+        raise RuntimeError(
+            "parallelism.pipeline_parallel_degree must be 1: each stage would have a norm and a "
+            "gate of its own."
+        )
+    if not hasattr(checkpointer, "_should_save"):
+        raise RuntimeError(
+            f"{type(checkpointer).__name__} has no _should_save, before which replicas would come "
+            f"together: use a version of torchtitan that this release of curvadion was tested with."
+        )
+    training = trainer.config.training
+    optimizers.max_norm = training.max_norm
+    trainer.config = dataclasses.replace(
+        trainer.config, training=dataclasses.replace(training, max_norm=math.inf)
+    )
+    checkpointer._should_save = _before_saving(checkpointer, optimizers)
+    if trainer.config.validator.enable:
+        trainer.validator.validate = _before_validation(trainer.validator.validate, optimizers)
+
+
+def _before_saving(checkpointer: Any, optimizers: ReplicaOptimizers) -> Callable[..., bool]:
+    decide = checkpointer._should_save
+
+    def should_save(curr_step: int, last_step: bool = False) -> bool:
+        saves = bool(decide(curr_step, last_step))
+        if saves:
+            weights_only = last_step and getattr(checkpointer, "last_save_model_only", False)
+            optimizers.agree(exact=not weights_only)
+        return saves
+
+    return should_save
+
+
+def _before_validation(
+    validate: Callable[..., None], optimizers: ReplicaOptimizers
+) -> Callable[..., None]:
+    def agreed(*args: Any, **keywords: Any) -> None:
+        optimizers.agree(exact=False)
+        validate(*args, **keywords)
+
+    return agreed
+
+
+class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
+    """torchtitan's trainer with :func:`attach`."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.trainer.Trainer.Config):  # type: ignore[misc, unused-ignore]
+        """As torchtitan's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        attach(self)
+
+
+def with_curvadion(
+    config: Any,
+    *,
+    kind: str = "CurvaDion",
+    groups: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A trainer's configuration with CurvaDion or Dion in place of its optimizers.
+
+    Args:
+        config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
+        kind: "CurvaDion" or "Dion".
+        groups: keyword arguments of ``curvadion.param_groups``.
+        options: keyword arguments of the optimizer, such as ``lr`` and ``wire_budget``.
+
+    Returns:
+        A :class:`Trainer.Config`.
+
+    Raises:
+        TypeError: if ``config`` is that of a subclass of torchtitan's trainer: give that one
+            ``optimizer=ReplicaOptimizers.Config(...)``, and call :func:`attach` in its constructor.
+    """
+    if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
+        raise TypeError(
+            f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: give "
+            f"another trainer optimizer=ReplicaOptimizers.Config(...), and call "
+            f"curvadion.integrations.torchtitan.attach(self) at the end of its constructor."
+        )
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})
+    return Trainer.Config(**values)

@@ -1,0 +1,224 @@
+"""torchtitan's trainer with replicas; skipped where torchtitan, or what it needs, is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import curvadion
+import distributed
+import torchtitan_runs as runs
+import toy
+
+NEEDS = ("torchtitan", "torchdata", "tyro", "spmd_types", "datasets")
+LACKING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}")
+
+STEPS, SAVED, FEW = 30, 17, 6
+CODES = {
+    "gate": curvadion.FixedPeriod(4),
+    "sync": curvadion.QuantizedAverage(bits=2),
+    "lr": 0.02,
+}
+CLIP = 0.8  # some gradients' norms are above it, and all are below it times two
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_workers():
+    """torchtitan keeps what it knows of its device in its modules."""
+    yield
+    distributed.shutdown()
+
+
+def trainer_of(rank, folder, *, degree=2, kind="CurvaDion", options=CODES, steps=STEPS, **settings):
+    """A trainer on ranks of which ``degree`` are replicas, the others shards."""
+    runs.on_processors(rank)
+    from curvadion.integrations.torchtitan import with_curvadion
+
+    given = runs.configuration(folder, steps=steps, degree=degree, **settings)
+    return with_curvadion(given, kind=kind, **options).build()
+
+
+# -------------------------------------------------------------------- saving, resuming
+
+
+def trained_and_resumed(rank, folder, degree, kind, options):
+    """Losses and state of a whole run and of a resumed one; whether replicas are apart after it."""
+    saved = {"enable": True, "interval": SAVED}
+    how = {"degree": degree, "kind": kind, "options": options}
+    found = []
+    for more in ({}, {"load_step": SAVED}):
+        trainer = trainer_of(rank, folder, checkpoint={**saved, **more}, **how)
+        losses, _ = runs.noting(trainer)
+        trainer.train()
+        found.append((losses, runs.held(trainer)))
+        trainer.close()
+    optimizer = trainer.optimizers.optimizers[0]
+    return found, optimizer.apart, optimizer.drift()
+
+
+@pytest.mark.parametrize(
+    ("degree", "kind", "options"), [(2, "CurvaDion", CODES), (1, "Dion", {"lr": 0.02})]
+)
+def test_a_run_resumes_bitwise_from_a_distributed_checkpoint(tmp_path, degree, kind, options):
+    results = distributed.run(
+        2, trained_and_resumed, str(tmp_path), degree, kind, options, timeout=100.0
+    )
+    for found, apart, drift in results:
+        (losses, state), (rest, again) = found
+        assert len(losses) == STEPS and rest == losses[SAVED:]
+        toy.assert_bitwise_equal(state, again)
+        assert not apart and drift == 0  # the last checkpoint keeps weights only, of one replica
+    assert results[0][0][0][0] != results[1][0][0][0]  # each reads batches of its own
+
+
+# -------------------------------------------------------------------- a step
+
+
+def compared(rank, folder, degree, backend):
+    """Losses, weights and reports with the trainer and by hand, with whole replicas."""
+    kind, options = ("CurvaDion", CODES) if degree > 1 else ("Dion", {"lr": 0.02})
+    if dist.get_world_size() > degree > 1:  # codes of shards round otherwise
+        options = {**CODES, "sync": curvadion.LowRank()}
+    how = {"training": {"max_norm": CLIP}, "steps": FEW, "warmup": 0, "backend": backend}
+    with curvadion.WireMeter():
+        trainer = trainer_of(rank, folder, degree=degree, kind=kind, options=options, **how)
+        before = runs.whole_weights(trainer)
+        losses, reports = runs.noting(trainer)
+        trainer.train()
+        trainer.optimizers.agree(exact=False)
+        after = runs.whole_weights(trainer)
+        shards = dist.get_world_size() // degree
+        replica, shard = divmod(rank, shards)
+        groups = [dist.new_group([i + j * shards for j in range(degree)]) for i in range(shards)]
+
+        def make(of):
+            replicas = groups[shard] if degree > 1 else "single"
+            return getattr(curvadion, kind)(of, replicas=replicas, **options)
+
+        readers = range(replica * shards, (replica + 1) * shards)
+        wanted, by_hand, weights = runs.by_hand(before, make, steps=FEW, clip=CLIP, readers=readers)
+    told = trainer.optimizers.max_norm, trainer.config.training.max_norm
+    sent = [[r.wire_bytes for r in each] for each in (reports, by_hand)]
+    return losses, wanted[shard::shards], (after, weights), sent, told
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degree", "backend"),
+    [(2, 2, "partial_dtensor"), (2, 1, "partial_dtensor"), (4, 2, "full_dtensor")],
+)
+def test_replicas_and_shards_train_and_clip_as_whole_replicas(tmp_path, ranks, degree, backend):
+    results = distributed.run(ranks, compared, str(tmp_path), degree, backend)
+    for losses, wanted, (after, weights), (sent, by_hand), told in results:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        if degree == 1:
+            for name, W in after.items():
+                torch.testing.assert_close(W, weights[name], rtol=1e-4, atol=1e-5)
+        assert told == (CLIP, math.inf)
+        if ranks == degree:
+            # The trainer adds up tokens and losses at every step.
+            assert len({a - b for a, b in zip(sent[2:], by_hand[2:], strict=True)}) == 1
+            assert sent[3] - sent[2] == by_hand[3] - by_hand[2] > 0  # an opening
+
+
+# -------------------------------------------------------------------- evaluation
+
+
+def validated(rank, folder):
+    """What replicas were while the validator evaluated."""
+    from torchtitan.components.validate import Validator
+
+    runs.on_processors(rank)
+    tokens = runs.components().Tokens.Config()
+    validator = Validator.Config(enable=True, freq=3, steps=1, dataloader=tokens)
+    trainer = trainer_of(rank, folder, steps=FEW, validator=validator)
+    [model], [optimizer] = trainer.model_parts, trainer.optimizers.optimizers
+    seen = []
+
+    def note(module, _):
+        if not module.training:
+            seen.append((optimizer.apart, optimizer.drift()))
+
+    model.register_forward_pre_hook(note)
+    trainer.train()
+    return seen
+
+
+def test_the_validator_sees_weights_that_replicas_agree_on(tmp_path):
+    for seen in distributed.run(2, validated, str(tmp_path)):
+        assert len(seen) >= 2 and set(seen) == {(False, 0.0)}
+
+
+# -------------------------------------------------------------------- configurations
+
+
+def not_attached(rank, folder):
+    """What the first step raises where torchtitan's own trainer has the container."""
+    runs.on_processors(rank)
+    from curvadion.integrations.torchtitan import ReplicaOptimizers
+
+    config = runs.configuration(folder, steps=FEW, degree=2)
+    config.optimizer = ReplicaOptimizers.Config(options=dict(CODES))
+    trainer = config.build()
+    with pytest.raises(RuntimeError, match=r"attach\(trainer\)") as error:
+        trainer.train()
+    return str(error.value)
+
+
+def test_a_trainer_that_was_not_told_is_an_error(tmp_path):
+    assert len(distributed.run(2, not_attached, str(tmp_path))) == 2
+
+
+def wrong(rank, folder):
+    """Configurations that cannot work."""
+    runs.on_processors(rank)
+    from torchtitan.components.optimizer import default_adamw
+
+    from curvadion.integrations.torchtitan import ReplicaOptimizers, attach, with_curvadion
+
+    config = runs.configuration(folder, steps=FEW, degree=2)
+    parts = [toy.model()]
+    with pytest.raises(ValueError, match="kind='Muon'"):
+        ReplicaOptimizers.Config(kind="Muon").build(model_parts=parts)
+    with pytest.raises(ValueError, match=r"param_groups=.*patterns"):
+        groups = default_adamw().param_groups
+        ReplicaOptimizers.Config(param_groups=groups).build(model_parts=parts)
+    with pytest.raises(TypeError, match=r"OptimizersContainer.*ReplicaOptimizers"):
+        attach(config.build())
+    with pytest.raises(TypeError, match=r"config=ReplicaOptimizers\.Config"):
+        with_curvadion(ReplicaOptimizers.Config())
+    trainer = with_curvadion(config, wire_budget=0.2).build()
+    trainer.parallel_dims = type("Stages", (), {"pp_enabled": True})()
+    with pytest.raises(RuntimeError, match="pipeline_parallel_degree"):
+        attach(trainer)
+    return True
+
+
+def test_wrong_configurations_are_named(tmp_path):
+    assert distributed.run(2, wrong, str(tmp_path)) == [True, True]
+
+
+def from_the_command_line(rank):
+    """The configuration that torchtitan's command line finds by its name, and changes."""
+    runs.on_processors(rank)
+    from torchtitan.config import ConfigManager
+
+    sys.argv = ["train"]
+    words = "--module torchtitan_runs --config tiny --training.max_norm 2.0 --optimizer.kind Dion"
+    config = ConfigManager().parse_args(words.split())
+    return (
+        type(config).__module__,
+        config.training.max_norm,
+        config.optimizer.kind,
+        config.optimizer.options,
+    )
+
+
+def test_the_command_line_knows_the_configuration():
+    wanted = ("curvadion.integrations.torchtitan", 2.0, "Dion", {"wire_budget": 0.01})
+    assert distributed.run(1, from_the_command_line) == [wanted]
