@@ -288,8 +288,8 @@ def _save_state(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwar
 def _get_state_dict(
     accelerator: Any, theirs: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    if accelerator.is_fsdp2:  # gathers shards, on all ranks
-        for optimizer in _of_model(accelerator, model):
+    if accelerator.is_fsdp2:  # has one model, and gathers its shards on all ranks
+        for optimizer in _optimizers(accelerator):
             optimizer.eval()
     return theirs(model, *args, **kwargs)
 
