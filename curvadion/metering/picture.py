@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -51,8 +52,8 @@ def draw(runs: Sequence[Run], path: str | Path) -> None:
         raise ValueError(f"{len(runs)} runs: draw 1 to {len(PALETTE)} in one picture.")
     coloured = list(zip(runs, PALETTE, strict=False))
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(2, 3, figsize=(16, 8.4), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+        around = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        figure, axes = plt.subplots(2, 3, figsize=(16, 8.4), layout=around)
         panels: Sequence[Callable[[Axes, Sequence[tuple[Run, str]]], None]] = (
             _loss_by_bytes, _loss_by_steps, _drift, _momentum_change, _openings, _waiting,
         )  # fmt: skip
