@@ -22,12 +22,21 @@ import torch
 from measure import write
 
 TIMED = """
-import json, time
-begin = time.perf_counter()
+import gc, json, time
+collecting = 0.0
+def collect(phase, info):
+    global collecting
+    now = time.process_time()
+    collecting += now if phase == "stop" else -now
+def now():
+    return [time.perf_counter(), time.process_time(), collecting]
+gc.callbacks.append(collect)
+begin = now()
 import torch
-middle = time.perf_counter()
+middle = now()
 import curvadion
-print(json.dumps([middle - begin, time.perf_counter() - middle]))
+end = now()
+print(json.dumps([[b - a for a, b in zip(begin, middle)], [b - a for a, b in zip(middle, end)]]))
 """
 
 
@@ -62,14 +71,19 @@ def main() -> None:
         pairs = [json.loads(measured(TIMED, cache=cache).stdout) for _ in range(options.processes)]
         code = "import sys, torch; print('=====', file=sys.stderr); import curvadion"
         said = measured(code, "-X", "importtime", cache=cache).stderr
-    torch_seconds, own_seconds = zip(*pairs, strict=True)
+    of_torch, own = (
+        [statistics.median(row) for row in zip(*part, strict=True)]
+        for part in zip(*pairs, strict=True)
+    )
     record = {
         "processes": options.processes,
-        "torch_seconds": statistics.median(torch_seconds),
-        "curvadion_seconds_beyond_torch": statistics.median(own_seconds),
-        "fastest": min(own_seconds),
-        "slowest": max(own_seconds),
-        "slowest_modules": slowest(said, 8),
+        "torch, seconds": of_torch[0],
+        "torch, CPU seconds": of_torch[1],
+        "curvadion beyond torch, seconds": own[0],
+        "curvadion beyond torch, fastest": min(pair[1][0] for pair in pairs),
+        "curvadion beyond torch, CPU seconds": own[1],
+        "of these, one collection of garbage among torch's objects": own[2],
+        "slowest modules": slowest(said, 8),
     }
     write(options.output, torch.device("cpu"), [record])
     print(json.dumps(record, indent=1))

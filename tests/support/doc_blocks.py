@@ -233,6 +233,7 @@ AROUND = {
 }  # fmt: skip
 
 # These cannot run here: they must compile, and what they import must be there.
+OWN_MODEL = "it takes a model and data of one's own; {} trains with such"
 NOT_RUN = {
     "docs/deepspeed.md#1": "its JSON asks for replicas of 8 ranks; "
     "tests/integrations/test_deepspeed_training.py makes such engines",
@@ -240,6 +241,12 @@ NOT_RUN = {
     "tests/integrations/test_deepspeed_trainer.py trains with one of its own",
     "docs/several-nodes.md#1": "it needs NCCL and GPUs; "
     "tests/integrations/test_fsdp.py does the same with gloo",
+    **{
+        f"docs/{page}.md#{number}": OWN_MODEL.format(f"tests/integrations/test_{page}.py")
+        for page, count in (("huggingface", 3), ("lightning", 3), ("torchtitan", 2))
+        for number in range(1, count + 1)
+        if (ROOT / "docs" / f"{page}.md").exists()
+    },
 }
 
 
