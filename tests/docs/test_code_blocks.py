@@ -15,6 +15,8 @@ import doc_blocks
 from curvadion import ops
 
 PYTHON = {block.name: block for block in doc_blocks.blocks("python")}
+ENTRIES = {name: doc_blocks.entry_of(block) for name, block in PYTHON.items()}
+NOT_RUN = [name for name, entry in ENTRIES.items() if entry in doc_blocks.NOT_RUN]
 SHELL = doc_blocks.blocks("bash", "sh")
 
 
@@ -39,15 +41,15 @@ def require(package):
         pytest.skip(f"needs {package}")
 
 
-@pytest.mark.parametrize("name", [name for name in PYTHON if name not in doc_blocks.NOT_RUN])
+@pytest.mark.parametrize("name", [name for name in PYTHON if name not in NOT_RUN])
 def test_runs(name, tmp_path):
-    around = doc_blocks.AROUND.get(name, doc_blocks.Around())
+    around = doc_blocks.AROUND.get(ENTRIES[name], doc_blocks.Around())
     for package in around.needs:
         require(package)
     distributed.run(around.ranks, doc_blocks.run, PYTHON[name], str(tmp_path), free_port())
 
 
-@pytest.mark.parametrize("name", doc_blocks.NOT_RUN)
+@pytest.mark.parametrize("name", NOT_RUN)
 def test_one_that_cannot_run_here_compiles_and_imports_what_there_is(name):
     for node in ast.walk(ast.parse(PYTHON[name].code)):
         if isinstance(node, ast.Import):
@@ -63,8 +65,13 @@ def test_one_that_cannot_run_here_compiles_and_imports_what_there_is(name):
             assert attribute is None or hasattr(imported, attribute), f"{module}.{attribute}"
 
 
-def test_what_is_listed_is_there():
-    assert {*doc_blocks.AROUND, *doc_blocks.NOT_RUN} <= PYTHON.keys()
+@pytest.mark.parametrize("entry", [*doc_blocks.AROUND, *doc_blocks.NOT_RUN])
+def test_an_entry_is_about_one_block_or_a_whole_page(entry):
+    count = [*ENTRIES.values()].count(entry)
+    assert count == 1 or (count > 1 and entry.endswith(": "))
+
+
+def test_blocks_are_found():
     assert len(PYTHON) > 20 and len(SHELL) > 8
 
 

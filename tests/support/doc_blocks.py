@@ -1,8 +1,8 @@
 """The code blocks of the documents, and what has to be there before one of them runs.
 
-A block runs in a folder of its own on every rank of a gloo group, after COMMON and the preamble of
-its page and its own. A name is "docs/guide.md#3": the third block in Python of that page. A block
-that is not listed here runs after COMMON alone, in one process.
+A block runs in a folder of its own on every rank of a gloo group, after COMMON and the code of its
+entry in AROUND. A key, "docs/guide.md: delay=1", is the page and what only that block of the page
+holds. A block without an entry runs after COMMON alone, in one process.
 """
 
 from __future__ import annotations
@@ -173,86 +173,103 @@ class Around:
 
 
 AROUND = {
-    "README.md#1": Around(after="assert optimizer.report.step == len(data)"),
-    "README.md#2": Around(
+    "README.md: curvadion.Dion(groups, lr=0.02)": Around(
+        after="assert optimizer.report.step == len(data)"
+    ),
+    "README.md: wire_budget=0.01": Around(
         after="assert optimizer.report.step == len(data)" + "\n" + TOGETHER, ranks=2, launched=True
     ),
-    "CONTRIBUTING.md#1": Around(
+    "CONTRIBUTING.md: class Growing": Around(
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, gate=Growing())\n"
         "train(steps=6)\nassert optimizer.gate.wait == 3 and optimizer.report.reason == 'growing'",
         ranks=2,
     ),
-    "CONTRIBUTING.md#2": Around(
+    "CONTRIBUTING.md: class Mean": Around(
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, sync=Mean(),\n"
         "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert optimizer.drift() < 1e-6",
         ranks=2,
     ),
-    "docs/deepspeed.md#2": Around(before="import deepspeed", needs=("deepspeed",)),
-    "docs/deepspeed.md#4": Around(
+    "docs/deepspeed.md: deepspeed_shm_comm": Around(
+        before="import deepspeed", needs=("deepspeed",)
+    ),
+    "docs/deepspeed.md: class Agree": Around(
         CALLBACK, CALLED.format("Agree") + TOGETHER, 2, ("transformers", "accelerate")
     ),
-    "docs/getting-started.md#1": Around(
+    "docs/getting-started.md: first.jsonl": Around(
         after="lines = open('first.jsonl').readlines() if rank == 0 else [0] * 100\n"
         "assert len(lines) == 100 and loss.item() < 4.5 and meter.total_sent < 0.011 * 400 * sum(\n"
         "    p.numel() for p in model.parameters())",
-        ranks=2, launched=True,
+        ranks=2,
+        launched=True,
     ),
-    "docs/guide.md#1": Around(
+    "docs/guide.md: load_state_dict": Around(
         "optimizer = Dion(groups)\ntrain()\nstate = optimizer.state_dict()",
         STEPS.replace("3", "6") + "assert optimizer.param_groups[0]['direction'] == 'polar'",
     ),
-    "docs/guide.md#3": Around(after=STEPS, ranks=2),
-    "docs/guide.md#4": Around(after=STEPS, ranks=2),
-    "docs/guide.md#5": Around(TRAINED, "assert meter.total_bytes > 0", ranks=2),
-    "docs/kernels.md#1": Around(
+    "docs/guide.md: dist.group.WORLD, wire_budget=0.01)": Around(after=STEPS, ranks=2),
+    "docs/guide.md: delay=1": Around(after=STEPS, ranks=2),
+    "docs/guide.md: WireMeter": Around(TRAINED, "assert meter.total_bytes > 0", ranks=2),
+    "docs/kernels.md: use_backend": Around(
         after="assert curvadion.ops.backend_for(torch.device('cpu')) == 'cpu'\n"
         "curvadion.ops.use_backend(None)",
         needs=("the compiled library",),
     ),
-    "docs/layouts.md#1": Around(after=STEPS, ranks=2),
-    "docs/layouts.md#2": Around(MESH + 'mesh = init_device_mesh("cpu", (2,))', STEPS, 2),
-    "docs/layouts.md#3": Around(
+    "docs/layouts.md: # DDP": Around(after=STEPS, ranks=2),
+    "docs/layouts.md: # FSDP2": Around(MESH + 'mesh = init_device_mesh("cpu", (2,))', STEPS, 2),
+    "docs/layouts.md: # HSDP": Around(
         MESH + 'mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))',
-        STEPS, 2,
+        STEPS,
+        2,
     ),
-    "docs/layouts.md#4": Around(MESH + TENSOR_PARALLEL, STEPS, 2),
-    "docs/layouts.md#5": Around(MESH + FSDP1, STEPS, 2),
-    "docs/layouts.md#6": Around(
+    "docs/layouts.md: # Tensor parallel": Around(MESH + TENSOR_PARALLEL, STEPS, 2),
+    "docs/layouts.md: # FSDP1": Around(MESH + FSDP1, STEPS, 2),
+    "docs/layouts.md: patterns=": Around(
         EXPERTS, "kinds = {g['stack_dims'] for g in groups if 'stack_dims' in g}\nassert 1 in kinds"
     ),
-    "docs/layouts.md#7": Around(BUDGETED, TOGETHER, 2),
-    "docs/layouts.md#8": Around(
+    "docs/layouts.md: # collective; nothing to do": Around(BUDGETED, TOGETHER, 2),
+    "docs/layouts.md: class Synchronize": Around(
         CALLBACK, CALLED.format("Synchronize") + TOGETHER, 2, ("transformers",)
     ),
-    "docs/layouts.md#9": Around(SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2),
-    "docs/reading-a-report.md#1": Around(
+    "docs/layouts.md: fit_to_checkpoint": Around(
+        SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
+    ),
+    "docs/reading-a-report.md: write_json_line": Around(
         "optimizer = Dion(groups)", "assert len(open('run.jsonl').readlines()) == len(data)"
     ),
-    "docs/reading-a-report.md#2": Around(REPORTED, "writer.close()", needs=("tensorboard",)),
-    "docs/reading-a-report.md#3": Around(REPORTED, needs=("wandb",)),
-}  # fmt: skip
+    "docs/reading-a-report.md: write_scalars": Around(
+        REPORTED, "writer.close()", needs=("tensorboard",)
+    ),
+    "docs/reading-a-report.md: write_wandb": Around(REPORTED, needs=("wandb",)),
+}
 
 # These cannot run here: they must compile, and what they import must be there.
 OWN_MODEL = "it takes a model and data of one's own; {} trains with such"
 NOT_RUN = {
-    "docs/deepspeed.md#1": "its JSON asks for replicas of 8 ranks; "
+    "docs/deepspeed.md: deepspeed.initialize(": "its JSON asks for replicas of 8 ranks; "
     "tests/integrations/test_deepspeed_training.py makes such engines",
-    "docs/deepspeed.md#3": "it downloads a model; "
+    "docs/deepspeed.md: TrainingArguments(": "it downloads a model; "
     "tests/integrations/test_deepspeed_trainer.py trains with one of its own",
-    "docs/several-nodes.md#1": "it needs NCCL and GPUs; "
+    "docs/several-nodes.md: nccl": "it needs NCCL and GPUs; "
     "tests/integrations/test_fsdp.py does the same with gloo",
-    **{
-        f"docs/{page}.md#{number}": OWN_MODEL.format(f"tests/integrations/test_{page}.py")
-        for page, count in (("huggingface", 3), ("lightning", 3), ("torchtitan", 2))
-        for number in range(1, count + 1)
+    **{  # of whole pages
+        f"docs/{page}.md: ": OWN_MODEL.format(f"tests/integrations/test_{page}.py")
+        for page in ("huggingface", "lightning", "torchtitan")
         if (ROOT / "docs" / f"{page}.md").exists()
     },
 }
 
 
+def entry_of(block: Block) -> str | None:
+    """The key of AROUND or NOT_RUN that is about a block; None if it needs nothing."""
+    split = ((key, *key.split(": ", 1)) for key in (*AROUND, *NOT_RUN))
+    found = [key for key, page, part in split if page == block.page and part in block.code]
+    assert len(found) <= 1, f"{block.name} has several entries: {found}"
+    return found[0] if found else None
+
+
 def run(rank: int, block: Block, folder: str, port: int) -> None:
     """Run a block on this rank, in a folder; what it writes stays there."""
-    around = AROUND.get(block.name, Around())
+    around = AROUND.get(entry_of(block) or "", Around())
     here, environment = os.getcwd(), dict(os.environ)
     own = Path(folder) if around.launched or around.ranks > 1 else Path(folder) / str(rank)
     own.mkdir(parents=True, exist_ok=True)
