@@ -4,6 +4,7 @@
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations
+# make docs               the documentation site: site/index.html
 # make soak               20 minutes of random trials beside references: docs/soak.md
 # make clean              remove the environment and whatever was built or run
 
@@ -19,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain soak clean
+.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain docs soak clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -43,6 +44,9 @@ test: .venv/installed
 test-plain: .venv/installed
 	CURVADION_BACKEND=torch $(PYTEST)
 
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 MINUTES ?= 20
 SEED ?= 0
 
@@ -50,12 +54,13 @@ soak: .venv/installed
 	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 # torch goes first and alone, so that a CPU build offered locally is taken without resolving the rest.
-.venv/installed: constraints.txt setup.py pyproject.toml
+.venv/installed: constraints.txt requirements-torchtitan.txt setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test,deepspeed,test-frameworks]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test,docs,deepspeed,test-frameworks]'
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-torchtitan.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist runs site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

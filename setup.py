@@ -21,6 +21,7 @@ PROJECT = "https://pypi.org/project/curvadion/"
 COMPILE = os.environ.get("CURVADION_COMPILE", "0") not in ("", "0")
 TRITON = ["triton; platform_system == 'Linux'"]
 TRAIN = ["tqdm", "tensorboard", "matplotlib"]
+DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 RUNNER = ["pytest", "pytest-timeout", "pytest-xdist"]
 FRAMEWORKS = ["transformers", "accelerate", "lightning"]  # with which integrations are tested
 TEST = [*RUNNER, "hypothesis", "mypy", "ruff", "ninja", *TRAIN, *TRITON]
@@ -132,6 +133,8 @@ setup(
         "triton": TRITON,
         "deepspeed": ["deepspeed"],
         "train": TRAIN,
+        "wandb": ["wandb"],
+        "docs": DOCS,
         "test": TEST,
         "test-frameworks": FRAMEWORKS,
     },

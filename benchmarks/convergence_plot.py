@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from demo_plot import STYLE
+from curvadion.metering.picture import STYLE
 
 # Okabe and Ito's palette: distinct for every kind of colour vision; and a marker each.
 LOOKS = {

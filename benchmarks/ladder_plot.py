@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from demo_plot import STYLE
+from curvadion.metering.picture import STYLE
 
 if TYPE_CHECKING:
     from ladder import Gap, Place

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from demo_plot import FAINT, STYLE
+from curvadion.metering.picture import FAINT, STYLE
 
 # Okabe and Ito's palette; the first run is what the others are compared with.
 COLOURS = ("#bbbbbb", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

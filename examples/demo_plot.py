@@ -1,38 +1,20 @@
 """The demo's picture: loss over tokens, loss over bytes, and when the gate opened."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-# Okabe and Ito's palette: distinct for every kind of colour vision.
+from curvadion.metering.picture import STYLE, label_ends, mark_threshold, scatter_signals, write
+
 COLOURS = {
     "AdamW-DDP": "#666666",
     "Muon": "#0072B2",
     "CurvaDion": "#D55E00",
     "CurvaDion-1%": "#009E73",
-}
-FAINT = "#9a9a9a"
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": "#333333",
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "xtick.color": "#555555",
-    "ytick.color": "#555555",
-    "lines.solid_capstyle": "round",
 }
 
 
@@ -43,7 +25,12 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
             1, 3, figsize=(15, 4.6), layout="constrained", width_ratios=(1, 1, 1.2)
         )
         held_out_loss(by_tokens, runs, "tokens")
-        label_ends(by_tokens, runs)
+        by_tokens.margins(x=0.02)
+        summaries = ((run["summary"], colour(run)) for run in runs)
+        label_ends(
+            by_tokens,
+            [(f"{s['name']}  {s['val_loss']:.3f}", s["val_loss"], mine) for s, mine in summaries],
+        )
         by_tokens.set(title="Held-out loss by tokens", xlabel="training tokens")
         by_tokens.set_ylabel("nats per token")
         held_out_loss(by_bytes, runs, "sent_bytes")
@@ -67,18 +54,6 @@ def held_out_loss(axes: Axes, runs: Sequence[dict[str, Any]], abscissa: str) -> 
     axes.set_axisbelow(True)
 
 
-def label_ends(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
-    """Write names and losses beside the curves' ends, spread where they would overlap."""
-    axes.margins(x=0.02)
-    low, high = axes.get_ylim()
-    line, placed = 0.06 * (high - low), -math.inf
-    for run in sorted(runs, key=lambda run: run["summary"]["val_loss"]):
-        summary = run["summary"]
-        placed = max(summary["val_loss"], placed + line)
-        end = f"{summary['name']}  {summary['val_loss']:.3f}"
-        write(axes, run, end, (1, placed), (4, 0), xycoords=axes.get_yaxis_transform())
-
-
 def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     """Write names above the curves' beginnings, and below their ends what share was sent."""
     axes.margins(x=0.15, y=0.14)
@@ -90,30 +65,9 @@ def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
         start, summary = run["validation"][0], run["summary"]
         beginning = (start["sent_bytes"], start["val_loss"])
         end = (summary["sent_bytes"], summary["val_loss"])
-        write(axes, run, summary["name"], beginning, (0, 10), ha=side)
-        write(axes, run, f"{end[0] / reference:.0%}", end, (0, -12), ha=side)
-
-
-def write(
-    axes: Axes,
-    run: dict[str, Any],
-    text: str,
-    where: tuple[float, float],
-    offset: tuple[float, float],
-    **options: Any,
-) -> None:
-    """Write in a run's colour, ``offset`` points away from a place."""
-    axes.annotate(
-        text,
-        where,
-        xytext=offset,
-        textcoords="offset points",
-        va="center",
-        color=colour(run),
-        weight="bold",
-        annotation_clip=False,
-        **options,
-    )
+        share = f"{end[0] / reference:.0%}"
+        write(axes, summary["name"], beginning, (0, 10), colour(run), ha=side, weight="bold")
+        write(axes, share, end, (0, -12), colour(run), ha=side, weight="bold")
 
 
 def measured(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -124,16 +78,7 @@ def measured(run: dict[str, Any]) -> list[dict[str, Any]]:
 def momentum_change(axes: Axes, run: dict[str, Any]) -> None:
     """Draw a run's RMMC by step, the threshold, and the steps at which its gate was open."""
     name, records, known = run["summary"]["name"], run["train"], measured(run)
-    for is_open, size in ((False, 7), (True, 16)):
-        shown = [r for r in known if r["gate_open"] == is_open]
-        axes.scatter(
-            [r["step"] for r in shown],
-            [r["rmmc"] for r in shown],
-            s=size,
-            color=colour(run) if is_open else FAINT,
-            lw=0,
-            zorder=2 + is_open,
-        )
+    scatter_signals(axes, [(r["step"], r["rmmc"], r["gate_open"]) for r in known], colour(run))
     opened = [r["step"] for r in records if r["gate_open"]]
     across = axes.get_xaxis_transform()
     axes.vlines(opened, 0, 0.04, transform=across, color=colour(run), lw=1, alpha=0.8)
@@ -142,22 +87,8 @@ def momentum_change(axes: Axes, run: dict[str, Any]) -> None:
         xlabel="step (marks: gate open)",
         ylabel="relative momentum change (RMMC)",
     )
-    if known:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        axes.yaxis.set_major_formatter("{x:g}")
     if known and run["config"]["period"] is None:
-        threshold = run["config"]["threshold"]
-        axes.axhline(threshold, color="#333333", lw=1, ls=(0, (4, 3)))
-        axes.annotate(
-            f"threshold\n{threshold:g}",
-            (1, threshold),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            color="#333333",
-        )
+        mark_threshold(axes, run["config"]["threshold"])
 
 
 def colour(run: dict[str, Any]) -> str:

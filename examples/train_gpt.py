@@ -326,7 +326,9 @@ def held_out_loss(
 def decision(report: StepReport) -> dict[str, Any]:
     """Return what a log keeps of an optimizer's report: what its gate did."""
     kept = report.as_dict()
-    return {key: kept[key] for key in ("gate_open", "rmmc", "local_steps", "skipped")}
+    return {
+        key: kept[key] for key in ("gate_open", "rmmc", "local_steps", "skipped", "waited_seconds")
+    }
 
 
 class Counted(NamedTuple):
@@ -410,7 +412,13 @@ class Trainer:
     def gate(self) -> dict[str, Any]:
         """Return what the last step's gate did; with AdamW every step synchronises."""
         if not isinstance(self.optimizer, Dion) or self.optimizer.report is None:
-            return {"gate_open": True, "rmmc": None, "local_steps": 0, "skipped": False}
+            return {
+                "gate_open": True,
+                "rmmc": None,
+                "local_steps": 0,
+                "skipped": False,
+                "waited_seconds": 0.0,
+            }
         return decision(self.optimizer.report)
 
     def validation_loss(self) -> float:

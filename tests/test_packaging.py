@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def archives(tmp_path_factory):
         held = {name: packed.read(name) for name in packed.namelist()}
     with tarfile.open(sdist) as packed:
         files = {name.partition("/")[2] for name in packed.getnames()}
-    return wheel.name, held, files
+    return wheel, held, files
 
 
 def metadata(held):
@@ -54,8 +56,8 @@ def metadata(held):
 
 
 def test_the_wheel_is_for_every_platform_and_holds_the_sources(archives):
-    name, held, _ = archives
-    assert name.endswith("-py3-none-any.whl")
+    wheel, held, _ = archives
+    assert wheel.name.endswith("-py3-none-any.whl")
     assert not [file for file in held if file.endswith((".so", ".sha256"))]
     for folder in ("cpu", "cuda"):
         for source in (ROOT / "csrc" / folder).iterdir():
@@ -84,6 +86,70 @@ def test_the_sdist_holds_what_the_tests_read(archives):
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix in (".py", ".md", ".json", ".csv", ".cpp", ".cu", ".h")
     }
-    single = {"Makefile", "constraints.txt", "pyproject.toml", "LICENSE", "README.md", ".ci/run"}
+    single = {
+        "Makefile",
+        "mkdocs.yml",
+        "constraints.txt",
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        ".ci/run",
+    }
     assert not (here | single) - files
     assert not [file for file in files if file.endswith((".so", ".pyc"))]
+
+
+# What uses each package of an extra: a file of the checkout, and what in it needs the package.
+USES = {
+    "triton": ("kernels/curvadion_kernels/momentum.py", "import triton"),
+    "deepspeed": ("curvadion/integrations/deepspeed/__init__.py", "import deepspeed"),
+    "tqdm": ("examples/train_gpt.py", 'need("tqdm"'),
+    "tensorboard": ("examples/run_log.py", 'need("torch.utils.tensorboard"'),
+    "matplotlib": ("curvadion/metering/picture.py", "import matplotlib"),
+    "wandb": ("curvadion/metering/report.py", "wandb.init()"),
+    "mkdocs-material": ("mkdocs.yml", "name: material"),
+    "mkdocstrings": ("mkdocs.yml", "- mkdocstrings:"),
+    "pytest": ("Makefile", "-m pytest"),
+    "pytest-timeout": ("pyproject.toml", "timeout = "),
+    "pytest-xdist": ("Makefile", "-n 2"),
+    "hypothesis": ("tests/optim/test_param_groups.py", "hypothesis"),
+    "mypy": ("Makefile", "$(BIN)/mypy"),
+    "ruff": ("Makefile", "$(BIN)/ruff check"),
+    "ninja": ("curvadion/ops/native.py", 'which("ninja")'),
+}
+
+
+def test_extras_install_what_is_used(archives):
+    page = metadata(archives[1])
+    named = [re.split(r"[\s;\[<>=]", line)[0] for line in page.get_all("Requires-Dist")]
+    assert {"train", "triton", "deepspeed", "docs", "wandb", "test"} <= {
+        *page.get_all("Provides-Extra")
+    }
+    assert {*named} - {"torch", "numpy"} == {*USES}
+    for package, (file, text) in USES.items():
+        assert text in (ROOT / file).read_text("utf-8"), package
+
+
+def test_the_wheel_works_in_a_clean_environment_without_a_compiler(archives, tmp_path):
+    """No network, no compiler; torch comes from the environment of the tests."""
+    clean = tmp_path / "clean"
+    venv.create(clean, with_pip=False, symlinks=True)
+    python = clean / "bin" / "python"
+    (packages,) = clean.glob("lib/python*/site-packages")
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
+    install = [sys.executable, "-m", "pip", "-q", "--python", python, "install"]
+    subprocess.run([*install, "--no-deps", "--no-index", archives[0]], check=True, timeout=60)
+    kept = ("HOME", "LANG", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    environment |= {"PATH": str(clean / "bin"), "CURVADION_CACHE": str(tmp_path / "cache")}
+    said = subprocess.run(
+        [python, "-m", "curvadion.info"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert f"({packages / 'curvadion'})" in said.stdout
+    lacking = "cpu     not available: no C++ compiler was found: install g++ or set CXX"
+    assert lacking in said.stdout
+    assert "tensors on cpu take 'torch'" in said.stdout
+    assert said.stdout.count("both hold the same weights") == 2
+    assert said.stdout.splitlines()[-1] == "Everything works."

@@ -6,21 +6,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from curvadion.comm.groups import Group, group_of_ranks
+from curvadion.layout.lazy import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def local(tensor: Tensor) -> Tensor:
     """The shard that this rank holds, sharing memory with the tensor; other tensors as they are."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
         shard: Tensor = tensor.to_local()
         # Autograd's collectives may still be running; fused operations need the memory itself.
         return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
@@ -29,11 +33,14 @@ def local(tensor: Tensor) -> Tensor:
 
 def placements_of(X: Tensor) -> tuple[Placement, ...]:
     """The placements of a DTensor, one per mesh axis; () for other tensors."""
-    return tuple(X.placements) if isinstance(X, DTensor) else ()
+    return tuple(X.placements) if is_dtensor(X) else ()
 
 
 def is_shard(placement: Placement) -> bool:
     """Whether a placement splits a dimension, in order (Shard) or after others (_StridedShard)."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     return isinstance(placement, (Shard, _StridedShard))
 
 
@@ -72,7 +79,7 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     Raises:
         ValueError: if the local shard does not have the shape that torch.chunk would give it.
     """
-    if not isinstance(X, DTensor):
+    if not is_dtensor(X):
         return [DimensionShard(range(size), ()) for size in X.shape]
     shards = []
     for d, size in enumerate(X.shape):
@@ -90,7 +97,7 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
 
 def held_by_rank(X: Tensor, dimension: int, axes: Sequence[int], group: Group) -> list[range]:
     """The indices of a DTensor's dimension that each rank of a group over ``axes`` holds."""
-    if not isinstance(X, DTensor):
+    if not is_dtensor(X):
         raise TypeError(f"a {type(X).__name__} of shape {tuple(X.shape)} is sharded over no mesh")
     mesh, held = X.device_mesh, []
     for rank in dist.get_process_group_ranks(group):
@@ -120,7 +127,7 @@ def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int
     """
     order = []
     for axis, placement in enumerate(placements):
-        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dimension:
+        if is_shard(placement) and getattr(placement, "dim", None) == dimension:
             order.append((_split_factor(placement), axis))
     return tuple(axis for _, axis in sorted(order))
 
@@ -132,6 +139,9 @@ def _split_factor(placement: Placement) -> int:
 
 def _on_dimension(placement: Placement, dimension: int) -> Placement:
     """The same kind of shard, of another dimension."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     if factor := _split_factor(placement):
         strided: Placement = _StridedShard(dimension, split_factor=factor)
         return strided
@@ -142,7 +152,7 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
     """A view of X in which ``dimension`` and the next one have changed places."""
     other = {dimension: dimension + 1, dimension + 1: dimension}
     X = X.detach()
-    if not isinstance(X, DTensor):
+    if not is_dtensor(X):
         return X.transpose(dimension, dimension + 1)
     placements = [
         _on_dimension(placement, other.get(dim, dim))
@@ -153,7 +163,7 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
     shape, stride = list(X.shape), list(X.stride())
     for sizes in (shape, stride):
         sizes[dimension], sizes[dimension + 1] = sizes[dimension + 1], sizes[dimension]
-    view: Tensor = DTensor.from_local(
+    view: Tensor = X.from_local(
         local(X).transpose(dimension, dimension + 1),
         X.device_mesh,
         placements,
@@ -174,7 +184,11 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
             dimension. X's other dimensions are replicated in the state.
     """
     placements: list[Placement] = []
-    for placement in placements_of(X):
+    if not is_dtensor(X):
+        return placements
+    from torch.distributed.tensor import Replicate
+
+    for placement in X.placements:
         sharded = getattr(placement, "dim", None)
         if sharded is not None and sharded < stack_dims:
             placements.append(placement)
@@ -189,13 +203,13 @@ def zeros(
     X: Tensor, shape: Sequence[int], placements: Sequence[Placement], dtype: torch.dtype
 ) -> Tensor:
     """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
-    if not isinstance(X, DTensor):
+    if not is_dtensor(X):
         return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
     held = [
         len(_held(size, X.device_mesh, _axes_in_order(placements, d), _coordinate(X)))
         for d, size in enumerate(shape)
     ]
-    whole: Tensor = DTensor.from_local(
+    whole: Tensor = X.from_local(
         torch.zeros(held, dtype=dtype, device=local(X).device),
         X.device_mesh,
         placements,
@@ -208,7 +222,7 @@ def zeros(
 
 def shard_count(X: Tensor, dimension: DimensionShard) -> int:
     """Into how many shards a dimension of X is split."""
-    if not isinstance(X, DTensor):
+    if not is_dtensor(X):
         return 1
     return math.prod(X.device_mesh.size(axis) for axis in dimension.axes)
 
@@ -223,7 +237,7 @@ def lengths_of_shards(X: Tensor) -> list[list[int]]:
 
 def _held_by_all(size: int, X: Tensor, axes: Sequence[int]) -> list[range]:
     """The indices of a dimension at every coordinate of the axes that shard it."""
-    if not isinstance(X, DTensor):
+    if not is_dtensor(X):
         return [range(size)]
     mesh = X.device_mesh
     counts = [range(mesh.size(axis)) if axis in axes else (0,) for axis in range(mesh.ndim)]

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.layout.blocks import block_sizes, intersection, starts
+from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.shard_views import FlatRange
 
 FLAT_SHARD_START = "flat_shard_start"  # key of a state
@@ -60,7 +60,7 @@ def declare_flat_shard(
         ValueError: if the parameter is not 1-D, or if the range lies outside the tensor or has
             another length than the parameter.
     """
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         raise TypeError(
             f"the parameter is a DTensor of placements {parameter.placements}, which already tell "
             f"what it holds: do not declare it"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.comm.groups import Group, same_ranks
 from curvadion.layout.dtensor import group_over, local
+from curvadion.layout.lazy import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
@@ -35,7 +38,7 @@ def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | 
     partial_sums = []
     for X in parameters:
         gradient = X.grad
-        if not isinstance(gradient, DTensor) or not isinstance(X, DTensor):
+        if not is_dtensor(gradient) or not is_dtensor(X):
             continue
         if gradient.placements == X.placements:
             continue
@@ -82,6 +85,8 @@ def _own(gradient: DTensor, groups: _Groups) -> DTensor:
 
     The sum of these partial sums would be the mean of the replicas' own gradients.
     """
+    from torch.distributed.tensor import Replicate
+
     mesh = gradient.device_mesh
     placements = [
         Replicate() if _is_partial_sum(placement) and groups.replicate(mesh, axis) else placement
@@ -99,13 +104,15 @@ def _axes_to_sum(gradient: DTensor, X: DTensor) -> list[int]:
     axes = []
     for axis, (given, wanted) in enumerate(zip(gradient.placements, X.placements, strict=True)):
         if given != wanted:
-            if not (_is_partial_sum(given) and isinstance(wanted, Replicate)):
+            if not (_is_partial_sum(given) and wanted.is_replicate()):
                 return []
             axes.append(axis)
     return axes
 
 
 def _is_partial_sum(placement: Placement) -> bool:
+    from torch.distributed.tensor import Partial
+
     return type(placement) is Partial and placement.reduce_op == "sum"
 
 
@@ -125,7 +132,7 @@ def _sum_(partial_sums: Sequence[_PartialSum]) -> None:
 
 
 def _placed(shard: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
-    placed: DTensor = DTensor.from_local(
+    placed: DTensor = like.from_local(
         shard,
         like.device_mesh,
         placements,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
@@ -30,6 +29,7 @@ from curvadion.layout.flat_shard import (
     ranges_of_all_ranks,
     shared_rows,
 )
+from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.layout.right_factors import QSlot, QSlots, flat_key
 from curvadion.layout.shard_views import Block, FlatRange, ShardView
@@ -81,7 +81,7 @@ def _of_tensor(
 ) -> Iterator[MatrixShard]:
     """The matrices of a whole tensor or a DTensor."""
     matrices = blocked(X, options)
-    mesh = X.device_mesh if isinstance(X, DTensor) else None
+    mesh = X.device_mesh if is_dtensor(X) else None
     rows_group = group_over(mesh, matrices.rows.axes) if mesh is not None else None
     columns_group = group_over(mesh, matrices.columns.axes) if mesh is not None else None
     dimension = options["stack_dims"]

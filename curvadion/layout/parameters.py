@@ -10,7 +10,6 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
@@ -22,6 +21,7 @@ from curvadion.layout.dtensor import (
     placements_of,
 )
 from curvadion.layout.flat_shard import flat_shard
+from curvadion.layout.lazy import is_dtensor
 
 _KEPT = "curvadion_kept_apart"
 
@@ -51,7 +51,7 @@ def groups_of(X: Tensor) -> list[Group]:
     declared = flat_shard(X)
     if declared is not None:
         return [declared.group] if declared.group is not None else []
-    if not isinstance(X, DTensor):
+    if not is_dtensor(X):
         return []
     groups = [group_over(X.device_mesh, d.axes) for d in dimension_shards(X)]
     return [group for group in groups if group is not None]
@@ -113,7 +113,7 @@ def check_placements(X: Tensor, name: str) -> None:
         ValueError: if X is a DTensor with placements other than Shard and Replicate.
     """
     for placement in placements_of(X):
-        if not (is_shard(placement) or isinstance(placement, Replicate)):
+        if not (is_shard(placement) or placement.is_replicate()):
             raise ValueError(
                 f"{name} has the placements {placements_of(X)}: {placement!r} is not supported. "
                 f"Redistribute it to Shard or Replicate placements first."

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Placement
 
 from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of
 from curvadion.layout.dtensor import local, state_placements, zeros
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
 from curvadion.layout.matrix import MatrixLayout
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -104,6 +105,12 @@ class ScalarWriter(Protocol):
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 
 
+class DictionaryLogger(Protocol):
+    """The method of a run of Weights & Biases (``wandb.init()``) that is used here."""
+
+    def log(self, data: dict[str, Any], step: int) -> None: ...
+
+
 def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any) -> None:
     """Append a report as one line of JSON.
 
@@ -121,8 +128,38 @@ def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any)
         file.write(line)
 
 
-def write_scalars(writer: ScalarWriter, report: StepReport, prefix: str = "curvadion") -> None:
-    """Write a report's numbers to TensorBoard, as ``prefix/name``; an infinite RMMC is left out."""
+def write_scalars(
+    writer: ScalarWriter, report: StepReport, prefix: str = "curvadion", **extra: float
+) -> None:
+    """Write a report's numbers to TensorBoard, as ``prefix/name``; an infinite RMMC is left out.
+
+    Args:
+        writer: a torch.utils.tensorboard.SummaryWriter.
+        report: the report.
+        prefix: what names begin with.
+        extra: more numbers, such as ``loss=loss.item()``; those that are not finite are left out.
+    """
+    for name, value in _scalars(report, extra).items():
+        writer.add_scalar(f"{prefix}/{name}", value, report.step)
+
+
+def write_wandb(
+    run: DictionaryLogger, report: StepReport, prefix: str = "curvadion", **extra: float
+) -> None:
+    """Write a report's numbers to Weights & Biases; the arguments are those of write_scalars.
+
+    Args:
+        run: what ``wandb.init()`` returned; ``wandb.init(mode="offline")`` needs no network.
+        report: the report; its step is that of the run.
+        prefix: what names begin with.
+        extra: more numbers; those that are not finite are left out.
+    """
+    values = {f"{prefix}/{name}": value for name, value in _scalars(report, extra).items()}
+    run.log(values, step=report.step)
+
+
+def _scalars(report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
+    """The finite numbers of a report and further ones, by name."""
     values: dict[str, float | None] = {
         "gate_open": report.gate_open,
         "rmmc": report.rmmc,
@@ -130,7 +167,10 @@ def write_scalars(writer: ScalarWriter, report: StepReport, prefix: str = "curva
         "skipped": report.skipped,
         "wire_bytes": report.wire_bytes,
         "waited_seconds": report.waited_seconds,
+        **extra,
     }
-    for name, value in values.items():
-        if value is not None and math.isfinite(value):
-            writer.add_scalar(f"{prefix}/{name}", float(value), report.step)
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
+    }

@@ -5,19 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
+from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.parameters import global_shape
 from curvadion.optim.conversion import OLD_LR_AT_AGREEMENT, OLD_LR_SUM, OLD_NAMES
 from curvadion.sync.base import Sync
@@ -25,6 +21,9 @@ from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.parameter import names
 from curvadion.update.state import R_SCALE, is_right_factor, like_parameter
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
 
 
 def check_fits(optimizer: Optimizer, sync: Sync, saved: Mapping[str, Any]) -> None:
@@ -112,6 +111,10 @@ def fit_to_checkpoint(
     Raises:
         ValueError: if neither of the two is given.
     """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     if storage_reader is None:
         if checkpoint_id is None:
             raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
@@ -144,6 +147,8 @@ def _take_old_names(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
     ``load_state_dict`` gives them their present names again.
     """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
     renamed = {new: old for old, new in OLD_NAMES.items()}
     renamed[LR_SINCE_ANCHOR] = OLD_LR_AT_AGREEMENT
     _, paths = flatten_state_dict(state)
@@ -205,11 +210,11 @@ def _with_columns(Q: Tensor, columns: int) -> Tensor:
         return Q
     shard = local(Q)
     resized = shard.new_zeros(*shard.shape[:-1], columns)
-    if not isinstance(Q, DTensor):
+    if not is_dtensor(Q):
         return resized
     shape = torch.Size((*Q.shape[:-1], columns))
     stride = torch.empty(shape, device="meta").stride()
-    whole: Tensor = DTensor.from_local(
+    whole: Tensor = Q.from_local(
         resized, Q.device_mesh, Q.placements, run_check=False, shape=shape, stride=stride
     )
     return whole
@@ -262,4 +267,4 @@ def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
 
 def _placements(tensor: Tensor) -> tuple[object, ...] | None:
     """None for a tensor that is no DTensor."""
-    return tuple(tensor.placements) if isinstance(tensor, DTensor) else None
+    return tuple(tensor.placements) if is_dtensor(tensor) else None

@@ -62,9 +62,9 @@ class CurvaDion(Dion):
         max_local_steps: longest run of local steps; None for no bound. A byte budget that keeps or
             pays something back may take twice as many.
         warmup_steps: that many first steps are always synchronised.
-        mu, betas, eps, weight_decay, rank_multiple_of, stack_dims, row_blocks, input_first,
-            momentum_rule, newton_schulz, newton_schulz_steps, update_scale, momentum_dtype,
-            q_dtype, stochastic_rounding: as of Dion.
+        mu, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims, row_blocks,
+            input_first, momentum_rule, newton_schulz, newton_schulz_steps, update_scale,
+            momentum_dtype, q_dtype and stochastic_rounding.
         nesterov, direction, rank_fraction, right_factor: as of Dion; None takes the sync's default.
             LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6 times the
             root of the number of steps from one agreement on a weight to the next, as the gate can

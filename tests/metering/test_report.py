@@ -16,7 +16,7 @@ from torch import nn
 import distributed
 import toy
 from curvadion import CurvaDion, Dion, FixedPeriod, StepReport, Summary, WireMeter
-from curvadion.metering.report import write_json_line, write_scalars
+from curvadion.metering.report import write_json_line, write_scalars, write_wandb
 from scheduled import Scheduled
 
 CLOSED = StepReport(
@@ -377,8 +377,41 @@ def test_scalars_in_tensorboard(tmp_path):
     }
 
 
+def test_further_scalars_that_are_finite(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        write_scalars(writer, CLOSED, loss=0.5, norm=math.inf)
+    assert written(tmp_path)["curvadion/loss"] == [(3, 0.5)]
+    assert "curvadion/norm" not in written(tmp_path)
+
+
 def test_scalars_under_another_prefix(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(tmp_path) as writer:
         write_scalars(writer, CLOSED, prefix="run/optimizer")
     assert all(tag.startswith("run/optimizer/") for tag in written(tmp_path))
+
+
+# ---------------------------------------------------------------- Weights & Biases
+
+
+def test_numbers_in_a_run_of_weights_and_biases(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(project="curvadion", mode="offline", dir=tmp_path)
+    write_wandb(run, FIRST, loss=2.0)
+    write_wandb(run, LATE, loss=1.5, norm=math.nan)
+    write_wandb(run, SKIPPED)  # a step is complete when the next begins
+    kept = dict(run.summary)
+    run.finish()
+    assert kept.pop("_step") == LATE.step
+    assert {name: value for name, value in kept.items() if not name.startswith("_")} == {
+        "curvadion/gate_open": 0.0,
+        "curvadion/rmmc": 0.25,
+        "curvadion/local_steps": 2.0,
+        "curvadion/skipped": 0.0,
+        "curvadion/wire_bytes": 16.0,
+        "curvadion/waited_seconds": 0.5,
+        "curvadion/loss": 1.5,
+    }
+    assert list(tmp_path.rglob("*.wandb"))

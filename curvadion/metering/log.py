@@ -1,0 +1,162 @@
+"""Reading the log of a run: lines that ``write_json_line`` or the example's training wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Points = list[tuple[float, float]]
+_HINT = "curvadion.metering.report.write_json_line writes such logs, and examples/train_gpt.py"
+
+
+@dataclass
+class Run:
+    """What the log of a run tells; lists are empty where it tells nothing.
+
+    Attributes:
+        name: of the run.
+        loss: (step, loss), of training.
+        held_out: (step, loss), of held-out data.
+        drift: (step, drift), relative to the norm of the mean weights.
+        payload: by step, the payload in bytes of all collectives up to it.
+        signals: (step, RMMC, whether the gate was open), where RMMC is finite.
+        opened: the steps at which the gate was open.
+        waited: (step, seconds), the total that steps have waited for late exchanges.
+        threshold: of the RMMC gate.
+        steps: the last step.
+    """
+
+    name: str
+    loss: Points = field(default_factory=list)
+    held_out: Points = field(default_factory=list)
+    drift: Points = field(default_factory=list)
+    payload: dict[float, float] = field(default_factory=dict)
+    signals: list[tuple[float, float, bool]] = field(default_factory=list)
+    opened: list[int] = field(default_factory=list)
+    waited: Points = field(default_factory=list)
+    threshold: float | None = None
+    steps: int = 0
+
+    def over_bytes(self, points: Points) -> Points:
+        """(payload in bytes, value) for (step, value); without steps of unknown payload."""
+        return [(self.payload[step], y) for step, y in points if step in self.payload]
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a log of one JSON object a line.
+
+    A line is a :class:`StepReport` with further values (``loss``, ``val_loss``, ``drift``,
+    ``threshold``), whose ``wire_bytes`` are those of its step. Or it has a ``kind``, "train" or
+    "validation", as the examples write them, and ``wire_bytes`` are the total so far. Where a
+    resumed run repeats steps, the last line of a step counts, and a warning says so.
+
+    Raises:
+        ValueError: if this is no such log; the message names the file, the line and what is wrong.
+    """
+    path = Path(path)
+    run = Run(_name(path))
+    sent = waited = 0.0
+    for record in _newest(path):
+        step = record["step"]
+        run.steps = max(run.steps, step)
+        totals = "kind" in record
+        if (more := _number(record, "wire_bytes")) is not None:
+            sent = more if totals else sent + more
+            run.payload[step] = sent
+        for key, points in (("val_loss", run.held_out), ("drift", run.drift)):
+            if (value := _number(record, key)) is not None:
+                points.append((step, value))
+        run.threshold = _number(record, "threshold") or run.threshold
+        if "gate_open" not in record:
+            continue
+        if (value := _number(record, "loss")) is not None:
+            run.loss.append((step, value))
+        if (value := _number(record, "rmmc")) is not None:
+            run.signals.append((step, value, record["gate_open"]))
+        if record["gate_open"]:
+            run.opened.append(step)
+        if (value := _number(record, "waited_seconds")) is not None:
+            waited += value
+            run.waited.append((step, waited))
+    if run.threshold is None:
+        run.threshold = _configured_threshold(path)
+    return run
+
+
+def _name(path: Path) -> str:
+    """The file's name, or its folder's where all runs have the same."""
+    return path.resolve().parent.name if path.stem == "log" else path.stem
+
+
+def _newest(path: Path) -> list[dict[str, Any]]:
+    """The records in order of their steps, without those that a resumed run has repeated."""
+    kept: list[dict[str, Any]] = []
+    repeated = 0
+    for record in _records(path):
+        while kept and kept[-1]["step"] > record["step"]:
+            kept.pop()
+            repeated += 1
+        if kept and "kind" not in record and kept[-1]["step"] == record["step"]:
+            kept.pop()
+            repeated += 1
+        kept.append(record)
+    if repeated:
+        warnings.warn(
+            f"{path}: steps go back, as in a run that was resumed: {repeated} earlier lines of "
+            f"repeated steps are left out, and so are their bytes.",
+            stacklevel=3,
+        )
+    if not kept:
+        raise ValueError(f"{path} holds no line yet: {_HINT}.")
+    return kept
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no text file that can be read ({error}): {_HINT}.") from error
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and number > 1 and not line.endswith("\n"):
+                return  # cut short by a crash, or still being written
+            raise ValueError(f"{path}, line {number}: no JSON ({error}): {_HINT}.") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(
+                f"{path}, line {number}: {line.strip()[:60]!r} has no whole number as 'step', so "
+                f"this is no log of a run: {_HINT}."
+            )
+        yield record
+
+
+def _number(record: dict[str, Any], key: str) -> float | None:
+    """A finite number of a record; None for anything else, such as the string "inf"."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _configured_threshold(path: Path) -> float | None:
+    """The threshold in the config.json that the examples write beside a log."""
+    try:
+        config = json.loads(path.with_name("config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or config.get("optimizer") != "curvadion":
+        return None
+    if config.get("period") is not None or config.get("wire_budget") is not None:
+        return None
+    return _number(config, "threshold")

@@ -1,0 +1,101 @@
+"""What pages quote is there: errors in the source, numbers in tables, files behind links."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+import pytest
+
+from doc_blocks import FENCED, PAGES, ROOT
+
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+QUOTED = [code.strip() for _, language, code in FENCED.findall(TROUBLES) if language == "text"]
+ANYTHING = "…"
+
+
+@functools.cache
+def texts():
+    """Every string of the package, with what is filled in as ANYTHING."""
+    found = []
+    for path in sorted((ROOT / "curvadion").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else ANYTHING
+                    for part in node.values
+                ]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def in_source(quoted):
+    """Whether a string of the package has this text, where ANYTHING stands for anything."""
+    pieces = [re.escape(piece) for piece in quoted.split(ANYTHING)]
+    pattern = re.compile(".*".join(pieces), re.DOTALL)
+    return any(pattern.search(text) for text in texts())
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_a_quoted_error_is_in_the_source(quoted):
+    assert in_source(quoted)
+
+
+def test_headings_are_the_first_words_of_errors():
+    sections = re.findall(r"^### (.+?)\n\n```text\n(.+?)\n```", TROUBLES, re.M | re.S)
+    assert len(sections) == TROUBLES.count("\n### ") > 20
+    for heading, quoted in sections:
+        words = [piece.strip() for piece in heading.split(ANYTHING) if piece.strip()]
+        places = [quoted.find(word) for word in words]
+        shown = quoted.startswith(words[0]) or ANYTHING in quoted[: places[0]]
+        other = heading.startswith("The exchange of")  # the name that the error begins with
+        assert other or (shown and -1 not in places and places == sorted(places)), heading
+
+
+def rows(text):
+    """Cells of the tables' rows."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip().strip("`*") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_seconds_to_choose_by_are_those_of_the_cost_model():
+    scaling = (ROOT / "docs" / "scaling.md").read_text("utf-8")
+    links = ("100 Gb/s", "10 Gb/s", "1 Gb/s", "100 Mb/s")
+    of_model = {}
+    for name, computed, part in re.findall(
+        r"^\*\*(\S+)\*\*: compute ([\d.]+) s a step\n(.*?)(?=^\*\*|\Z)", scaling, re.M | re.S
+    ):
+        for method, _, _, _, *seconds in (row for row in rows(part) if len(row) == 8):
+            for link, value in zip(links, seconds, strict=True):
+                of_model.setdefault((link, name), {"compute": computed})[method] = value
+    chosen = [row for row in rows((ROOT / "docs/choosing.md").read_text("utf-8")) if len(row) == 6]
+    chosen = [row for row in chosen if row[0] in links]
+    assert len(chosen) == 12 == len(of_model)
+    for link, model, dense, take, seconds, compute in chosen:
+        known = of_model[link, model]
+        method = "AdamW-DDP" if take.startswith("AdamW") else f"CurvaDion, {take}"
+        assert (dense, seconds, compute) == (known["AdamW-DDP"], known[method], known["compute"])
+
+
+def test_losses_to_choose_by_are_those_of_the_runs():
+    measured = (ROOT / "docs" / "convergence.md").read_text("utf-8")
+    losses = {}
+    for cells in rows(measured):
+        if len(cells) == 4 and re.fullmatch(r"1\.\d{3}", cells[2]):
+            losses[cells[1].removeprefix("CurvaDion, ").strip("`")] = cells[2:]
+    chosen = [row for row in rows((ROOT / "docs/choosing.md").read_text("utf-8")) if len(row) == 4]
+    names = {"Dion`, full rank, every step": "Dion of full rank, every step"}
+    checked = 0
+    for argument, _, *values in chosen[2:]:
+        assert losses[names.get(argument, argument)] == values, argument
+        checked += 1
+    assert checked == 6
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for path in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text("utf-8")):
+        assert (page.parent / path).exists(), path

@@ -1,0 +1,147 @@
+"""Logs of runs, and the picture that ``python -m curvadion.watch`` makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+
+from curvadion import StepReport, watch
+from curvadion.metering.log import read_run
+from curvadion.metering.report import write_json_line
+
+matplotlib = pytest.importorskip("matplotlib")
+
+TEXT = {"svg.fonttype": "none"}  # so that a picture holds its texts
+
+
+def report(step, opened=False, **more):
+    values = {"rmmc": 0.1 * step, "rmmc_parameter": "w", "wire_bytes": 100, **more}
+    reason = "threshold" if opened else "closed"
+    return StepReport(step, opened, reason, local_steps=0, skipped=False, **values)
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Ten steps: open at 1, where the momentum change is infinite, and at 4 and 8."""
+    path = tmp_path / "paper.jsonl"
+    for step in range(1, 11):
+        more = {"drift": 0.01 * step, "val_loss": 9.0} if step % 5 == 0 else {}
+        told = report(step, step in (1, 4, 8), waited_seconds=0.5)
+        if step == 1:
+            told = report(step, True, rmmc=math.inf, waited_seconds=0.5)
+        write_json_line(path, told, loss=10.0 - step, threshold=0.3, **more)
+    return path
+
+
+def test_reads_reports(log):
+    run = read_run(log)
+    assert (run.name, run.steps, run.threshold) == ("paper", 10, 0.3)
+    assert run.loss == [(step, 10.0 - step) for step in range(1, 11)]
+    assert run.over_bytes(run.loss)[-1] == (1000, 0.0)
+    assert run.opened == [1, 4, 8]
+    assert run.signals[0] == (2, 0.2, False) and len(run.signals) == 9
+    assert run.drift == [(5, 0.05), (10, 0.1)] and run.held_out == [(5, 9.0), (10, 9.0)]
+    assert run.waited[-1] == (10, 5.0)
+
+
+def test_reads_the_examples_logs_whose_bytes_are_totals(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = {"optimizer": "curvadion", "threshold": 0.2, "period": None, "wire_budget": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    gate = {"gate_open": True, "rmmc": 0.5, "local_steps": 0, "waited_seconds": 0.0}
+    records = [
+        {"kind": "train", "step": 1, "loss": 3.0, "wire_bytes": 100, **gate},
+        {"kind": "train", "step": 2, "loss": 2.0, "wire_bytes": 150, **gate},
+        {"kind": "validation", "step": 2, "val_loss": 2.5, "drift": 0.0, "wire_bytes": 150},
+    ]
+    (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    run = read_run(folder / "log.jsonl")
+    assert (run.name, run.threshold, run.opened) == ("mine", 0.2, [1, 2])
+    assert run.over_bytes(run.loss) == [(100, 3.0), (150, 2.0)]
+    assert run.over_bytes(run.held_out) == [(150, 2.5)] and run.drift == [(2, 0.0)]
+
+
+def test_a_resumed_run_counts_each_step_once(log):
+    for step in (9, 10, 11):
+        write_json_line(log, report(step, True), loss=0.0)
+    with pytest.warns(UserWarning, match="2 earlier lines of repeated steps are left out"):
+        run = read_run(log)
+    assert run.opened == [1, 4, 8, 9, 10, 11] and run.loss[-3:] == [(9, 0.0), (10, 0.0), (11, 0.0)]
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(log):
+    with log.open("a") as file:
+        file.write('{"step": 11, "gate_op')
+    assert read_run(log).steps == 10
+
+
+def test_draws_all_that_logs_tell(log, tmp_path):
+    other = tmp_path / "budget.jsonl"
+    for step in range(1, 21):
+        write_json_line(other, report(step, step == 20, rmmc=None), loss=1.0)
+    picture = tmp_path / "new" / "run.svg"
+    with matplotlib.rc_context(TEXT):
+        assert watch.main([str(log), str(other), "--out", str(picture)]) == 0
+    drawn = picture.read_text("utf-8")
+    for text in (
+        *("Loss by bytes", "Loss by steps", "Drift of replicas", "Momentum change"),
+        *("Openings", "Waiting for late exchanges", "threshold", "0.3"),
+        *("paper: 3 openings, 30.0% of steps", "budget: 1 openings, 5.0% of steps"),
+    ):
+        assert f">{text}<" in drawn, text
+    for absent in ("no drift in the log:", "no bytes in the log:", "the gate reads no momenta"):
+        assert absent not in drawn
+
+
+def test_says_what_a_log_lacks(tmp_path):
+    log, picture = tmp_path / "bare.jsonl", tmp_path / "bare.svg"
+    write_json_line(log, report(1, rmmc=None, wire_bytes=None))
+    with matplotlib.rc_context(TEXT):
+        assert watch.main([str(log), "--out", str(picture)]) == 0
+    drawn = picture.read_text("utf-8")
+    for text in ("no drift in the log:", "no bytes in the log:", "no loss in the log:"):
+        assert text in drawn
+    assert "the gate reads no momenta" in drawn and "without a delay this is always 0" in drawn
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "there is no such file"),
+        ("", "holds no line yet"),
+        ("# a page\n", "line 1: no JSON"),
+        ('{"step": 1, "gate_open": true}\nnonsense\n{"step": 2}\n', "line 2: no JSON"),
+        ('{"loss": 1.0}\n', "line 1: '{\"loss\": 1.0}' has no whole number as 'step'"),
+        ("[1, 2]\n", "has no whole number as 'step'"),
+        (b"\xff\xfe\x00", "is no text file that can be read"),
+    ],
+)
+def test_tells_what_is_wrong_with_a_file(content, told, tmp_path, capsys):
+    path = tmp_path / "wrong.jsonl"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.write_text(content)
+    assert watch.main([str(path), "--out", str(tmp_path / "run.png")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and str(path) in said and told in said
+
+
+def test_tells_what_is_wrong_with_the_command(log, capsys):
+    with pytest.raises(SystemExit):
+        watch.main([str(log), "--out", "run.xyz"])
+    assert "must end with one of .png, .svg, .pdf" in capsys.readouterr().err
+    assert watch.main([str(log)] * 8) == 1
+    assert "8 runs: draw 1 to 7 in one picture" in capsys.readouterr().err
+
+
+def test_says_how_to_get_matplotlib(log, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "curvadion.metering.picture", raising=False)
+    monkeypatch.delattr("curvadion.metering.picture", raising=False)
+    assert watch.main([str(log)]) == 1
+    assert "pip install 'curvadion[train]'" in capsys.readouterr().err

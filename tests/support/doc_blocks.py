@@ -1,0 +1,288 @@
+"""The code blocks of the documents, and what has to be there before one of them runs.
+
+A block runs in a folder of its own on every rank of a gloo group, after COMMON and the code of its
+entry in AROUND. A key, "docs/guide.md: delay=1", is the page and what only that block of the page
+holds. A block without an entry runs after COMMON alone, in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    name: str
+    page: str
+    language: str
+    code: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    """The blocks of all pages in some languages, numbered by page and language."""
+    found = []
+    for path in PAGES:
+        page, count = path.relative_to(ROOT).as_posix(), dict.fromkeys(languages, 0)
+        for _, language, code in FENCED.findall(path.read_text("utf-8")):
+            if language in languages:
+                count[language] += 1
+                name = f"{page}#{count[language]}"
+                found.append(Block(name, page, language, textwrap.dedent(code)))
+    return found
+
+
+COMMON = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import curvadion
+from curvadion import CurvaDion, Dion, param_groups
+
+torch.manual_seed(0)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual() for _ in range(2)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_function(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+def train(of=None, by=None, steps=3):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    of, by = of or model, by or optimizer
+    for _ in range(steps):
+        loss_function(of(torch.randn(4, 8, generator=generator)), torch.ones(4, 8)).backward()
+        by.step()
+        by.zero_grad()
+
+
+model = Model()
+groups = param_groups(model)
+generator = torch.Generator().manual_seed(10 + dist.get_rank())
+data = [(torch.randn(4, 8, generator=generator), torch.ones(4, 8)) for _ in range(3)]
+"""
+
+BUDGETED = """
+optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5)
+train(steps=1)
+assert optimizer.apart
+"""
+TRAINED = "optimizer = Dion(groups, replicas=dist.group.WORLD)\ntrain()\n"
+REPORTED = TRAINED + "loss = torch.ones(())\n"
+MESH = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module,
+)
+"""
+TENSOR_PARALLEL = """
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+plan = {}
+for i in range(2):
+    plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
+"""
+FSDP1 = """
+alone = [dist.new_group([rank]) for rank in range(2)]  # every rank makes both
+shards_of_a_replica, other_replicas = alone[dist.get_rank()], dist.group.WORLD
+from functools import partial
+FullyShardedDataParallel = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+"""
+SAVED = """
+import warnings
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5)
+train()
+optimizer.synchronize(exact=True)
+path = "saved"
+kept = get_state_dict(model, optimizer)
+torch.distributed.checkpoint.save(dict(zip(("model", "optimizer"), kept)), checkpoint_id=path)
+wanted = model.head.weight.detach().clone()
+model = Model()
+optimizer = CurvaDion(param_groups(model), replicas=dist.group.WORLD, threshold=0.1)
+"""
+EXPERTS = """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("w1", "w2", "w3", "up"):
+            setattr(self, name, nn.Parameter(torch.randn(4, 8, 8)))
+
+
+model.layer = nn.Module()
+model.layer.experts = Experts()
+model.layer.c_attn = nn.Linear(8, 24)
+model.layer.patch_embed = nn.Conv2d(3, 8, 4)
+"""
+TOGETHER = "assert not optimizer.apart\n"
+STEPS = "train()\nassert optimizer.report.step == 3\n"
+
+
+@dataclass(frozen=True)
+class Around:
+    """Ranks, code before and after a block, and packages that it needs.
+
+    launched: the block itself calls init_process_group, as under torchrun.
+    """
+
+    before: str = ""
+    after: str = ""
+    ranks: int = 1
+    needs: tuple[str, ...] = ()
+    launched: bool = False
+
+
+AROUND = {
+    "README.md: curvadion.Dion(groups, lr=0.02)": Around(
+        after="assert optimizer.report.step == len(data)"
+    ),
+    "README.md: wire_budget=0.01": Around(
+        after="assert optimizer.report.step == len(data)" + "\n" + TOGETHER, ranks=2, launched=True
+    ),
+    "CONTRIBUTING.md: class Growing": Around(
+        after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, gate=Growing())\n"
+        "train(steps=6)\nassert optimizer.gate.wait == 3 and optimizer.report.reason == 'growing'",
+        ranks=2,
+    ),
+    "CONTRIBUTING.md: class Mean": Around(
+        after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, sync=Mean(),\n"
+        "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert optimizer.drift() < 1e-6",
+        ranks=2,
+    ),
+    "docs/deepspeed.md: deepspeed_shm_comm": Around(
+        before="import deepspeed", needs=("deepspeed",)
+    ),
+    "docs/getting-started.md: first.jsonl": Around(
+        after="lines = open('first.jsonl').readlines() if rank == 0 else [0] * 100\n"
+        "assert len(lines) == 100 and loss.item() < 4.5 and meter.total_sent < 0.011 * 400 * sum(\n"
+        "    p.numel() for p in model.parameters())",
+        ranks=2,
+        launched=True,
+    ),
+    "docs/guide.md: load_state_dict": Around(
+        "optimizer = Dion(groups)\ntrain()\nstate = optimizer.state_dict()",
+        STEPS.replace("3", "6") + "assert optimizer.param_groups[0]['direction'] == 'polar'",
+    ),
+    "docs/guide.md: dist.group.WORLD, wire_budget=0.01)": Around(after=STEPS, ranks=2),
+    "docs/guide.md: delay=1": Around(after=STEPS, ranks=2),
+    "docs/guide.md: WireMeter": Around(TRAINED, "assert meter.total_bytes > 0", ranks=2),
+    "docs/kernels.md: use_backend": Around(
+        after="assert curvadion.ops.backend_for(torch.device('cpu')) == 'cpu'\n"
+        "curvadion.ops.use_backend(None)",
+        needs=("the compiled library",),
+    ),
+    "docs/layouts.md: # DDP": Around(after=STEPS, ranks=2),
+    "docs/layouts.md: # FSDP2": Around(MESH + 'mesh = init_device_mesh("cpu", (2,))', STEPS, 2),
+    "docs/layouts.md: # HSDP": Around(
+        MESH + 'mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))',
+        STEPS,
+        2,
+    ),
+    "docs/layouts.md: # Tensor parallel": Around(MESH + TENSOR_PARALLEL, STEPS, 2),
+    "docs/layouts.md: # FSDP1": Around(MESH + FSDP1, STEPS, 2),
+    "docs/layouts.md: patterns=": Around(
+        EXPERTS, "kinds = {g['stack_dims'] for g in groups if 'stack_dims' in g}\nassert 1 in kinds"
+    ),
+    "docs/layouts.md: # collective; nothing to do": Around(BUDGETED, TOGETHER, 2),
+    "docs/layouts.md: fit_to_checkpoint": Around(
+        SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
+    ),
+    "docs/reading-a-report.md: write_json_line": Around(
+        "optimizer = Dion(groups)", "assert len(open('run.jsonl').readlines()) == len(data)"
+    ),
+    "docs/reading-a-report.md: write_scalars": Around(
+        REPORTED, "writer.close()", needs=("tensorboard",)
+    ),
+    "docs/reading-a-report.md: write_wandb": Around(REPORTED, needs=("wandb",)),
+}
+
+# These cannot run here: they must compile, and what they import must be there.
+OWN_MODEL = "it takes a model and data of one's own; {} trains with such"
+NOT_RUN = {
+    "docs/deepspeed.md: deepspeed.initialize(": "its JSON asks for replicas of 8 ranks; "
+    "tests/integrations/test_deepspeed_training.py makes such engines",
+    "docs/deepspeed.md: TrainingArguments(": OWN_MODEL.format(
+        "tests/integrations/test_deepspeed_trainer.py"
+    ),
+    "docs/several-nodes.md: nccl": "it needs NCCL and GPUs; "
+    "tests/integrations/test_fsdp.py does the same with gloo",
+    **{  # of whole pages
+        f"docs/{page}.md: ": OWN_MODEL.format(f"tests/integrations/test_{page}.py")
+        for page in ("huggingface", "lightning", "torchtitan")
+    },
+}
+
+
+def entry_of(block: Block) -> str | None:
+    """The key of AROUND or NOT_RUN that is about a block; None if it needs nothing."""
+    split = ((key, *key.split(": ", 1)) for key in (*AROUND, *NOT_RUN))
+    found = [key for key, page, part in split if page == block.page and part in block.code]
+    assert len(found) <= 1, f"{block.name} has several entries: {found}"
+    return found[0] if found else None
+
+
+def run(rank: int, block: Block, folder: str, port: int) -> None:
+    """Run a block on this rank, in a folder; what it writes stays there."""
+    around = AROUND.get(entry_of(block) or "", Around())
+    here, environment = os.getcwd(), dict(os.environ)
+    own = Path(folder) if around.launched or around.ranks > 1 else Path(folder) / str(rank)
+    own.mkdir(parents=True, exist_ok=True)
+    os.chdir(own)
+    names: dict[str, object] = {"__name__": "__main__"}
+    try:
+        _execute(COMMON + around.before, f"before {block.name}", names)
+        if around.launched:
+            _leave_for_torchrun(rank, port)
+        _execute(block.code, block.name, names)
+        _execute(around.after, f"after {block.name}", names)
+    finally:
+        os.chdir(here)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _execute(code: str, name: str, names: dict[str, object]) -> None:
+    exec(compile(code, name, "exec"), names)
+
+
+def _leave_for_torchrun(rank: int, port: int) -> None:
+    """Set what torchrun sets, with no process group."""
+    world = dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
