@@ -109,7 +109,7 @@ USES = {
     "wandb": ("curvadion/metering/report.py", "wandb.init()"),
     "mkdocs-material": ("mkdocs.yml", "name: material"),
     "mkdocstrings": ("mkdocs.yml", "- mkdocstrings:"),
-    "pytest": ("Makefile", "-m pytest"),
+    "pytest": ("Makefile", "requirements-torchtitan.txt", "-m pytest"),
     "pytest-timeout": ("pyproject.toml", "timeout = "),
     "pytest-xdist": ("Makefile", "-n 2"),
     "hypothesis": ("tests/optim/test_param_groups.py", "hypothesis"),
