@@ -90,6 +90,7 @@ def test_the_sdist_holds_what_the_tests_read(archives):
         "Makefile",
         "mkdocs.yml",
         "constraints.txt",
+        "requirements-torchtitan.txt",
         "pyproject.toml",
         "LICENSE",
         "README.md",
@@ -109,20 +110,23 @@ USES = {
     "wandb": ("curvadion/metering/report.py", "wandb.init()"),
     "mkdocs-material": ("mkdocs.yml", "name: material"),
     "mkdocstrings": ("mkdocs.yml", "- mkdocstrings:"),
-    "pytest": ("Makefile", "requirements-torchtitan.txt", "-m pytest"),
+    "pytest": ("Makefile", "-m pytest"),
     "pytest-timeout": ("pyproject.toml", "timeout = "),
     "pytest-xdist": ("Makefile", "-n 2"),
     "hypothesis": ("tests/optim/test_param_groups.py", "hypothesis"),
     "mypy": ("Makefile", "$(BIN)/mypy"),
     "ruff": ("Makefile", "$(BIN)/ruff check"),
     "ninja": ("curvadion/ops/native.py", 'which("ninja")'),
+    "transformers": ("curvadion/integrations/huggingface.py", "from transformers import"),
+    "accelerate": ("curvadion/integrations/accelerate.py", "from accelerate import"),
+    "lightning": ("curvadion/integrations/lightning.py", "from lightning.pytorch import"),
 }
 
 
 def test_extras_install_what_is_used(archives):
     page = metadata(archives[1])
     named = [re.split(r"[\s;\[<>=]", line)[0] for line in page.get_all("Requires-Dist")]
-    assert {"train", "triton", "deepspeed", "docs", "wandb", "test"} <= {
+    assert {"train", "triton", "deepspeed", "docs", "wandb", "test", "test-frameworks"} <= {
         *page.get_all("Provides-Extra")
     }
     assert {*named} - {"torch", "numpy"} == {*USES}
