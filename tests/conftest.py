@@ -5,6 +5,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, and before torch is imported
 
+import pytest
 import torch
 
 import distributed
@@ -18,4 +19,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
+    distributed.shutdown()
+
+
+@pytest.fixture(scope="module")
+def own_workers():
+    """New workers for a file: frameworks keep state in their modules, which other tests change."""
+    distributed.shutdown()
+    yield
     distributed.shutdown()

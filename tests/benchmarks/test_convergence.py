@@ -25,7 +25,7 @@ from curvadion.comm.collectives import divide
 from curvadion.sync.coded_mean import message_bytes
 from diloco import DiLoCo
 from gate_steps import ask
-from grids import BUDGETS, GRIDS, SIZES, Run, Task
+from grids import BUDGETS, GRIDS, IN_FULL, SIZES, Run, Task
 from methods import METHODS
 
 STEPS, REPLICAS = 6, 2
@@ -222,7 +222,7 @@ def test_diloco_wants_a_period():
 
 
 @pytest.mark.parametrize("steps", [300, 1000])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", IN_FULL)
 @pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.parametrize(("budget", "parts"), [*((b, 1) for b in BUDGETS), (0.01, 3)])
 def test_settings_use_a_budget_up(size, budget, parts, steps, scheduled):
@@ -269,7 +269,7 @@ def test_a_grid_has_every_method_and_no_run_twice(name):
     assert {each.method for each in runs} == set(METHODS)
     assert len({each.slug for each in runs}) == len(runs)
     if name == "full":
-        for size in SIZES:
+        for size in IN_FULL:
             for method in METHODS:
                 here = [each for each in runs if (each.size, each.method) == (size, method)]
                 assert len({each.lr for each in here}) >= 3
@@ -496,7 +496,7 @@ def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
         record(method, 0.1, 2.0 + seed, seed=seed, size=size, share=share)
         for method, share in (("adamw", 1.0), ("dion", 0.4), ("published", 0.01))
         for seed in (0, 1)
-        for size in SIZES
+        for size in IN_FULL
     ]
     for number, each in enumerate(records):
         (runs / f"{number:02}.json").write_text(json.dumps(each))

@@ -14,17 +14,12 @@ import distributed
 import doc_blocks
 from curvadion import ops
 
+pytestmark = pytest.mark.usefixtures("own_workers")
+
 PYTHON = {block.name: block for block in doc_blocks.blocks("python")}
 ENTRIES = {name: doc_blocks.entry_of(block) for name, block in PYTHON.items()}
 NOT_RUN = [name for name, entry in ENTRIES.items() if entry in doc_blocks.NOT_RUN]
 SHELL = doc_blocks.blocks("bash", "sh")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_workers():
-    """Frameworks keep state in their modules, which later tests must not meet."""
-    yield
-    distributed.shutdown()
 
 
 def free_port() -> int:

@@ -19,18 +19,13 @@ import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.metering.report import Summary
 
+pytestmark = pytest.mark.usefixtures("own_workers")
+
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 STEPS, SAVED, BATCH, MAX_NORM = 30, 17, 2, 0.5
 CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2)}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_workers():
-    """Accelerate and transformers keep state in their modules, which later tests must not meet."""
-    yield
-    distributed.shutdown()
 
 
 @dataclass

@@ -15,9 +15,10 @@ import distributed
 import hugging_face as hf
 from deepspeed_replicas import SIZE
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
-)
+pytestmark = [
+    pytest.mark.usefixtures("own_workers"),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -25,13 +26,6 @@ SAVED, STEPS = 4, 6
 PERIOD = {"gate": {"type": "period", "period": 3}}
 CODES = {**PERIOD, "sync": {"type": "quantized_average", "bits": 2}}
 CASES = {1: CODES, 3: PERIOD}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_workers():
-    """Accelerate and transformers keep state in their modules, which later tests must not meet."""
-    yield
-    distributed.shutdown()
 
 
 def configuration(stage, params):

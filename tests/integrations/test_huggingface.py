@@ -15,18 +15,13 @@ import distributed
 import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
 
+pytestmark = pytest.mark.usefixtures("own_workers")
+
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 STEPS, SAVED, MAX_NORM, LR = 30, 17, 0.5, 0.02
 CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2)}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_workers():
-    """Accelerate and transformers keep state in their modules, which later tests must not meet."""
-    yield
-    distributed.shutdown()
 
 
 def arguments(folder, **settings):

@@ -18,17 +18,12 @@ pytest.importorskip("lightning")
 import lightning_runs as runs
 from curvadion.integrations.lightning import Replicas
 
+pytestmark = pytest.mark.usefixtures("own_workers")
+
 STEPS, SAVED = runs.STEPS, runs.SAVED
 LIGHTNINGS_OWN = 8  # bytes a batch, with which its ranks decide whether to stop
 FEW = 6
 CLIP = {"norm": 0.05, "value": 0.002}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_workers():
-    """Lightning keeps ranks in its modules, which later tests must not meet."""
-    yield
-    distributed.shutdown()
 
 
 def always(groups, replicas):

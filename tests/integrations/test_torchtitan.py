@@ -17,7 +17,10 @@ import toy
 
 NEEDS = ("torchtitan", "torchdata", "tyro", "spmd_types", "datasets")
 LACKING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}")
+pytestmark = [
+    pytest.mark.usefixtures("own_workers"),
+    pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}"),
+]
 
 STEPS, SAVED, FEW = 30, 17, 6
 CODES = {
@@ -26,13 +29,6 @@ CODES = {
     "lr": 0.02,
 }
 CLIP = 0.8  # some gradients' norms are above it, and all are below it times two
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_workers():
-    """torchtitan keeps what it knows of its device in its modules."""
-    yield
-    distributed.shutdown()
 
 
 def trainer_of(rank, folder, *, degree=2, kind="CurvaDion", options=CODES, steps=STEPS, **settings):
