@@ -41,8 +41,8 @@ def attach(accelerator: Accelerator) -> Accelerator:
       prepared first.
     * ``clip_grad_norm_(model.parameters(), c)`` takes one factor for all replicas, as
       :func:`curvadion.clip_grad_norm_` does.
-    * ``save_state`` first calls ``synchronize(exact=True)``, because one copy of weights and state
-      is written; ``load_state`` then resumes bitwise.
+    * ``save_state``, on all ranks, first calls ``synchronize(exact=True)``, because one copy of
+      weights and state is written; ``load_state`` then resumes bitwise.
     * ``get_state_dict`` and ``save_model`` under FSDP2, which all ranks must call anyway, first
       bring weights together as ``optimizer.eval()`` does. Under DDP they may be called on one rank,
       so they write this rank's weights and warn if replicas are apart: call ``optimizer.eval()`` on
@@ -51,7 +51,7 @@ def attach(accelerator: Accelerator) -> Accelerator:
 
     Gradient accumulation, bf16, a GradScaler, schedulers and ``clip_grad_value_`` work as they are.
     A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
-    not tell of it; ``report.skipped`` does. With one process nothing changes.
+    not tell of it; ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
 
     Args:
         accelerator: an Accelerator. Attached ones are left as they are.
@@ -165,6 +165,9 @@ def _prepare_optimizer(
     accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     result = theirs(*args, **kwargs)
+    if isinstance(ours := unwrapped(result), Dion):
+        # Accelerate's wrapper has none of them, and messages name them.
+        result.synchronize, result.drift = ours.synchronize, ours.drift
     _take_over(accelerator)
     return result
 
@@ -229,6 +232,11 @@ def _check_replicas(accelerator: Any, model: nn.Module, optimizer: Dion) -> None
         )
     own = {id(p) for p in model.parameters()}
     for other in map(unwrapped, accelerator._optimizers):
+        if isinstance(other, Dion) and other._replicas.size == 1 and own & _ids(other):
+            raise ValueError(
+                "two optimizers hold parameters of one model, of which one has no replicas, and "
+                "nothing would average its gradients: give both the same replicas=."
+            )
         if not isinstance(other, Dion) and own & _ids(other):
             raise ValueError(
                 f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of one "

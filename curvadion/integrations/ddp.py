@@ -6,6 +6,7 @@ import warnings
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -97,7 +98,7 @@ def _replace_reduction(ddp: DistributedDataParallel) -> bool:
     except RuntimeError as error:  # a built-in hook, which only DDP's C++ side knows of
         ddp._comm_hooks.clear()
         raise _hooked("built-in") from error
-    kept = KeptApart(ddp.process_group.size(), WeakSet())
+    kept = KeptApart(tuple(dist.get_process_group_ranks(ddp.process_group)), WeakSet())
     declare_replicas(ddp.module.parameters(), kept)
     warn_of_own_weights(ddp.module, kept.optimizers)
     return True

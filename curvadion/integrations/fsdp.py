@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -132,7 +133,8 @@ def _reduce_over_shards_only(group: Any, optimizers: WeakSet[Any]) -> bool:
             "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
             "has not handed out: call keep_gradients_local before the first backward."
         )
-    kept = KeptApart(_private(mesh_info, "replicate_mesh_size"), optimizers)
+    replicas = dist.get_process_group_ranks(_private(mesh_info, "replicate_process_group"))
+    kept = KeptApart(tuple(replicas), optimizers)
     shards = [_private(parameter, "sharded_param") for parameter in _private(group, "fsdp_params")]
     declare_replicas(shards, kept)
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}

@@ -94,8 +94,8 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     if of_deepspeed or trainer.optimizer is not None:
         _check_given(trainer, settings)
     else:
-        wanted = _wanted(trainer, settings)
-        wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, wanted))
+        _warn_of_default_rate(trainer, settings)
+        wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
     if not of_deepspeed:
         _attach_accelerator(trainer)
     wrap_method(trainer, "_save_checkpoint", partial(_save_checkpoint, trainer))
@@ -146,10 +146,8 @@ def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _wanted(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with those of TrainingArguments."""
-    args = trainer.args
-    if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
+def _warn_of_default_rate(trainer: Any, settings: Mapping[str, Any]) -> None:
+    if "lr" not in settings and trainer.args.learning_rate == TRAINERS_RATE:
         warnings.warn(
             f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW. "
             f"It becomes that of the matrices, for which Dion's default is 0.02: set "
@@ -157,21 +155,22 @@ def _wanted(trainer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
             f"{TRAINERS_RATE}.",
             stacklevel=3,
         )
-    return {"lr": args.learning_rate, "weight_decay": args.weight_decay, **settings}
 
 
 def _create(
     trainer: Any,
     kind: type[Dion],
-    wanted: Mapping[str, Any],
+    settings: Mapping[str, Any],
     theirs: Callable[..., Any],
     model: nn.Module | None = None,
 ) -> Any:
     if trainer.optimizer is None:
-        # A gate has a memory, and a search of hyperparameters makes several optimizers.
-        mine = {
+        # A gate has a memory, and a search of hyperparameters makes several optimizers, each with
+        # the arguments of its trial.
+        args = trainer.args
+        mine = {"lr": args.learning_rate, "weight_decay": args.weight_decay} | {
             key: value if key == "replicas" else copy.deepcopy(value)
-            for key, value in wanted.items()
+            for key, value in settings.items()
         }
         of_groups = {key: mine.pop(key) for key in _FOR_GROUPS if key in mine}
         mine.setdefault("replicas", _replicas(trainer.accelerator))

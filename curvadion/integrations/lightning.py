@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -44,7 +45,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, because under DDP its
     gradients would no longer be averaged. It raises a RuntimeError with FSDPStrategy (FSDP1) and
-    DeepSpeedStrategy, and if the model's DDP has a communication hook.
+    DeepSpeedStrategy, if only some of several optimizers have replicas, and if the model's DDP has
+    a communication hook.
 
     Example::
 
@@ -68,6 +70,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._leave()  # of a fit that did not end
+        if sum(isinstance(callback, Replicas) for callback in trainer.callbacks) > 1:
+            raise RuntimeError("callbacks has several Replicas(): give Trainer one.")
         optimizers = [_ours(optimizer) for optimizer in trainer.optimizers]
         _leave_gradients(trainer.strategy, optimizers)
         self._replace(trainer, "save_checkpoint", _save_checkpoint(trainer, optimizers))
@@ -82,7 +86,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         for number, tally in enumerate(self._tallies):
-            if tally.add() and tally.summary.steps >= trainer.log_every_n_steps:
+            every = trainer.log_every_n_steps  # 0: never
+            if tally.add() and 0 < every <= tally.summary.steps:
                 values = tally.take(f"curvadion{number if len(self._tallies) > 1 else ''}")
                 for logger in trainer.loggers:
                     logger.log_metrics(values, step=trainer.global_step)
@@ -108,8 +113,11 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Give one object another method, until the fit ends."""
+        if name in vars(owner):
+            self._undo.append(partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self._undo.append(partial(delattr, owner, name))
         setattr(owner, name, function)
-        self._undo.append(lambda: delattr(owner, name))
 
     def _leave(self) -> None:
         self._tallies = []
@@ -144,6 +152,11 @@ def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
         )
     if not any(optimizer._replicas.size > 1 for optimizer in optimizers):
         return
+    if any(optimizer._replicas.size == 1 for optimizer in optimizers):
+        raise RuntimeError(
+            "configure_optimizers returned optimizers with and without replicas, and nothing would "
+            "average the gradients of the latter: give all of them the same replicas=."
+        )
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         ddp.keep_gradients_local(model)
     elif any(isinstance(module, FSDPModule) for module in modules):

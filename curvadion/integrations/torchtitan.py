@@ -153,8 +153,9 @@ def attach(trainer: Any) -> None:
 
     Raises:
         TypeError: if its optimizers are others.
-        RuntimeError: under pipeline parallelism, where each stage would have a norm and a gate of
-            its own, or if this version of torchtitan decides elsewhere what it saves.
+        RuntimeError: if it is attached already; under pipeline parallelism, where each stage would
+            have a norm and a gate of its own; if this version of torchtitan decides elsewhere what
+            it saves.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
@@ -172,6 +173,8 @@ def attach(trainer: Any) -> None:
             f"{type(checkpointer).__name__} has no _should_save, before which replicas would come "
             f"together: use a version of torchtitan that this release of curvadion was tested with."
         )
+    if optimizers.max_norm is not None:
+        raise RuntimeError("trainer is attached already: call attach(trainer) once.")
     training = trainer.config.training
     optimizers.max_norm = training.max_norm
     trainer.config = dataclasses.replace(

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
@@ -22,8 +23,6 @@ from curvadion.layout.dtensor import (
 )
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.lazy import is_dtensor
-
-_KEPT = "curvadion_kept_apart"
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -60,23 +59,27 @@ def groups_of(X: Tensor) -> list[Group]:
 class KeptApart(NamedTuple):
     """What an integration says of parameters whose gradients it keeps apart.
 
-    replicas: how many there are. optimizers: who trains the parameters, from the first step on.
+    ranks: a rank of each replica. optimizers: who trains the parameters, from the first step on.
     """
 
-    replicas: int
+    ranks: tuple[int, ...]
     optimizers: WeakSet[Any]
+
+
+# Not an attribute of the parameters, which would be copied and pickled with them.
+_KEPT_APART = WeakTensorKeyDictionary()
 
 
 def declare_replicas(parameters: Iterable[Tensor], kept: KeptApart) -> None:
     """Note that an integration keeps the replicas' gradients of the parameters apart."""
     for parameter in parameters:
-        setattr(parameter, _KEPT, kept)
+        _KEPT_APART[parameter] = kept
 
 
 def note_optimizer(parameters: Iterable[Tensor], optimizer: object) -> None:
     """Let integrations know who trains the parameters."""
     for parameter in parameters:
-        if (kept := getattr(parameter, _KEPT, None)) is not None:
+        if (kept := _KEPT_APART.get(parameter)) is not None:
             kept.optimizers.add(optimizer)
 
 
@@ -85,18 +88,25 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
 
     Raises:
         ValueError: if the parameter is sharded over ranks of ``replicas``, or if ``replicas`` is
-            None although an integration keeps the gradients of several replicas apart.
+            None although an integration keeps the gradients of several replicas apart, or has
+            other ranks than these.
     """
+    kept = _KEPT_APART.get(X)
     if replicas is None:
-        kept = getattr(X, _KEPT, None)
-        if kept is not None and kept.replicas > 1:
+        if kept is not None and len(kept.ranks) > 1:
             raise ValueError(
-                f"replicas=None, but keep_gradients_local keeps the gradients of {kept.replicas} "
+                f"replicas=None, but keep_gradients_local keeps the gradients of {len(kept.ranks)} "
                 f"replicas of {name} apart, and nothing would ever average them: pass replicas=, "
                 f"the process group of the replicas, or 'single' to train each one by itself."
             )
         return
     members = set(dist.get_process_group_ranks(replicas))
+    if kept is not None and members != {*kept.ranks}:
+        raise ValueError(
+            f"replicas is the process group of ranks {sorted(members)}, but keep_gradients_local "
+            f"keeps the gradients of {name} apart on ranks {sorted(kept.ranks)}, and nothing would "
+            f"ever average them over all of these: pass the group of all of them."
+        )
     for group in groups_of(X):
         if len(members.intersection(dist.get_process_group_ranks(group))) > 1:
             raise ValueError(

@@ -101,9 +101,12 @@ def _newest(path: Path) -> list[dict[str, Any]]:
         while kept and kept[-1]["step"] > record["step"]:
             kept.pop()
             repeated += 1
-        if kept and "kind" not in record and kept[-1]["step"] == record["step"]:
-            kept.pop()
-            repeated += 1
+        place = len(kept) - 1
+        while place >= 0 and kept[place]["step"] == record["step"]:
+            if kept[place].get("kind") == record.get("kind"):
+                del kept[place]
+                repeated += 1
+            place -= 1
         kept.append(record)
     if repeated:
         warnings.warn(

@@ -29,7 +29,7 @@ _FRAMES = 20  # as far up a caller is looked for
 class Difference(Enum):
     """What replicas hold of their own. Of weights it may be what codes owe them."""
 
-    WEIGHTS = "weights and momenta"
+    WEIGHTS = "states"
     MOMENTA = "momenta"
 
 

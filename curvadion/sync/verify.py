@@ -160,7 +160,8 @@ def verify_replicas(
             to rounding: then something else has averaged them, or every replica reads the same
             batch, and nothing would be saved.
 
-    Warns if gradients that differ have equal norms: torch's clip_grad_norm_ leaves them so.
+    Warns if gradients that differ have equal norms: torch's clip_grad_norm_ leaves them so. Seen in
+    float32, of replicas that are not sharded.
 
     A collective of 88 bytes over the replicas, and one of 20 over all ranks where replicas are
     sharded.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -82,7 +83,7 @@ ALLOWED = ["no_dist", "group of one", "agreed"]
 def test_weights_that_differ_are_not_mixed(tmp_path, steps):
     for texts in distributed.run(2, train, str(tmp_path), "codes", steps):
         for name in FORBIDDEN:
-            assert "would mix the weights and momenta of replicas" in texts[name], name
+            assert "would mix the states of replicas" in texts[name], name
             assert "synchronize(exact=True)" in texts[name]
         assert [texts[name] for name in ALLOWED] == [""] * len(ALLOWED)
 
@@ -160,7 +161,7 @@ def save_in_shards(rank, folder):
 
 def test_replicas_in_shards_are_not_mixed(tmp_path):
     for text in distributed.run(4, save_in_shards, str(tmp_path)):
-        assert "would mix the weights and momenta" in text
+        assert "would mix the states of replicas" in text
 
 
 # -------------------------------------------------------------------- weights alone
@@ -204,3 +205,49 @@ def test_reading_weights_of_replicas_that_are_apart_is_told(layout, world):
         [text] = apart
         assert text.startswith("The model's state_dict() while the replicas are apart (local")
         assert "optimizer.eval()" in text
+
+
+def copied(rank):
+    """A copy and a pickle of a model whose replicas are apart, and of its optimizer."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from curvadion.integrations import ddp
+
+    model = toy.model()
+    for _ in range(2):
+        ddp.keep_gradients_local(DistributedDataParallel(model))
+    optimizer = CurvaDion(param_groups(model), replicas=dist.group.WORLD, **copy.deepcopy(CODES))
+    toy.train(model, optimizer, range(4), rank)
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    named = pickle.loads(pickle.dumps(dict(model.named_parameters())))
+    pickle.dumps(optimizer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for other in others:
+            other.state_dict()
+    hooks = len(model._state_dict_pre_hooks)
+    return len(told), hooks, all(torch.equal(p, named[n]) for n, p in model.named_parameters())
+
+
+def test_models_are_copied_and_pickled_and_copies_say_nothing():
+    for told, hooks, equal in distributed.run(2, copied):
+        assert (told, hooks, equal) == (0, 1, True)
+
+
+def of_pairs(rank):
+    """What a step says where DDP has four replicas and the optimizer knows of two."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from curvadion.integrations import ddp
+
+    model = ddp.keep_gradients_local(DistributedDataParallel(toy.model())).module
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    optimizer = Dion(param_groups(model), replicas=pairs[rank // 2])
+    with pytest.raises(ValueError) as raised:
+        toy.train(model, optimizer, range(1), rank)
+    return str(raised.value)
+
+
+def test_replicas_of_which_the_optimizer_does_not_know_are_an_error():
+    for text in distributed.run(4, of_pairs):
+        assert "apart on ranks [0, 1, 2, 3]" in text and "pass the group of all of them" in text
