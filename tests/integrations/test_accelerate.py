@@ -291,6 +291,14 @@ def mistakes(rank):
         ours = curvadion.Dion(groups, replicas=dist.group.WORLD)
         fresh().prepare(model, ours, torch.optim.SGD(model.other.parameters()))
 
+    def mixed():
+        model = Plain()
+        ours = curvadion.Dion([{"params": [model.matrix.weight]}], replicas=dist.group.WORLD)
+        single = curvadion.Dion(
+            [{"params": [*model.other.parameters()], "algorithm": "adamw"}], replicas="single"
+        )
+        fresh().prepare(model, ours, single)
+
     def some_parameters():
         accelerator = fresh()
         model, _ = prepared(accelerator)
@@ -312,6 +320,7 @@ def mistakes(rank):
         "attached late": raised(late),
         "no replicas": raised(prepared, fresh(), replicas=None),
         "another optimizer": raised(another_optimizer),
+        "mixed": raised(mixed),
         "some parameters": raised(some_parameters),
         "uneven inputs": raised(uneven),
         "no accelerator": raised(attach, torch.nn.Linear(1, 1)),
@@ -323,6 +332,7 @@ MISTAKES = {
     "attached late": ("RuntimeError", "call attach right after Accelerator(...)"),
     "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
     "another optimizer": ("ValueError", "SGD and Dion hold parameters of one model"),
+    "mixed": ("ValueError", "two optimizers hold parameters of one model", "same replicas="),
     "some parameters": ("ValueError", "one norm over all of an optimizer"),
     "uneven inputs": ("RuntimeError", "replicas step together", "even_batches=True"),
     "no accelerator": ("TypeError", "accelerate.Accelerator", "Linear"),
@@ -345,7 +355,7 @@ def read_while_apart(rank):
     found = []
     for _ in range(2):
         step(accelerator, model, optimizer, rank)
-    assert optimizer.optimizer.apart
+    assert optimizer.optimizer.apart and optimizer.drift() > 0
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

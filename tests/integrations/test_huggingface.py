@@ -354,6 +354,10 @@ def mistakes(rank, folder):
 
     with pytest.warns(UserWarning, match="learning_rate=5e-05"):
         attach(fresh(learning_rate=5e-5))
+    searched = attach(fresh())  # as a search of hyperparameters does, between trials
+    searched.args.learning_rate, searched.args.weight_decay = 0.3, 0.5
+    group = searched.create_optimizer().param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.3, 0.5)
     return {
         "not attached": raised(fresh(ours).train),
         "twice": raised(attach, attach(fresh())),

@@ -272,7 +272,11 @@ def failed(rank, make, callbacks):
 
 @pytest.mark.parametrize(
     ("make", "callbacks", "wanted"),
-    [(runs.coded, [], "identical"), (adamw, [Replicas()], "AdamW")],
+    [
+        (runs.coded, [], "identical"),
+        (adamw, [Replicas()], "AdamW"),
+        (runs.coded, [Replicas(), Replicas()], "several Replicas()"),
+    ],
 )
 def test_a_wrong_set_up_is_an_error_on_all_ranks(make, callbacks, wanted):
     for text, _ in distributed.run(2, failed, make, callbacks):

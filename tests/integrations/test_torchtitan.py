@@ -189,6 +189,9 @@ def wrong(rank, folder):
     with pytest.raises(TypeError, match=r"config=ReplicaOptimizers\.Config"):
         with_curvadion(ReplicaOptimizers.Config())
     trainer = with_curvadion(config, wire_budget=0.2).build()
+    with pytest.raises(RuntimeError, match="attached already"):
+        attach(trainer)
+    assert trainer.optimizers.max_norm == config.training.max_norm
     trainer.parallel_dims = type("Stages", (), {"pp_enabled": True})()
     with pytest.raises(RuntimeError, match="pipeline_parallel_degree"):
         attach(trainer)

@@ -73,6 +73,20 @@ def test_a_resumed_run_counts_each_step_once(log):
     assert run.opened == [1, 4, 8, 9, 10, 11] and run.loss[-3:] == [(9, 0.0), (10, 0.0), (11, 0.0)]
 
 
+def test_lines_with_kinds_count_once_too(tmp_path):
+    """Of a run that went back from step 3 to step 2."""
+    file = tmp_path / "log.jsonl"
+    steps = [(s, k) for s in (1, 2, 3) for k in ("train", "validation")] + [(2, "train")]
+    lines = [
+        {"step": s, "kind": k, "loss" if k == "train" else "val_loss": float(i), "wire_bytes": 1}
+        for i, (s, k) in enumerate(steps)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.warns(UserWarning, match="3 earlier lines"):
+        run = read_run(file)
+    assert [step for step, _ in run.loss] == [1, 2] and run.loss[-1] == (2, 6.0)
+
+
 def test_a_line_that_a_crash_cut_short_is_left_out(log):
     with log.open("a") as file:
         file.write('{"step": 11, "gate_op')
