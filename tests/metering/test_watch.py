@@ -78,7 +78,9 @@ def test_lines_with_kinds_count_once_too(tmp_path):
     file = tmp_path / "log.jsonl"
     steps = [(s, k) for s in (1, 2, 3) for k in ("train", "validation")] + [(2, "train")]
     lines = [
-        {"step": s, "kind": k, "loss" if k == "train" else "val_loss": float(i), "wire_bytes": 1}
+        {"step": s, "kind": k, "loss": float(i), "wire_bytes": 1, "gate_open": True}
+        if k == "train"
+        else {"step": s, "kind": k, "val_loss": float(i)}
         for i, (s, k) in enumerate(steps)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
