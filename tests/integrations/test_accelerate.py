@@ -328,7 +328,11 @@ def mistakes(rank):
 
 
 MISTAKES = {
-    "not attached": ("RuntimeError", "gradients of the matrices are identical"),
+    "not attached": (
+        "RuntimeError",
+        "gradients of the matrices are identical",
+        "with accelerate call curvadion.integrations.accelerate.attach(accelerator)",
+    ),
     "attached late": ("RuntimeError", "call attach right after Accelerator(...)"),
     "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
     "another optimizer": ("ValueError", "SGD and Dion hold parameters of one model"),

@@ -371,7 +371,11 @@ def mistakes(rank, folder):
 
 
 MISTAKES = {
-    "not attached": ("RuntimeError", "identical on all replicas"),
+    "not attached": (
+        "RuntimeError",
+        "identical on all replicas",
+        "with transformers call curvadion.integrations.huggingface.attach(trainer)",
+    ),
     "twice": ("RuntimeError", "attached already"),
     "misspelt": ("TypeError", "wire_budgt", "wire_budget"),
     "not Dion's": ("TypeError", "neither Dion nor param_groups has ['wire_budget']"),

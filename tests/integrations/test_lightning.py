@@ -273,7 +273,11 @@ def failed(rank, make, callbacks):
 @pytest.mark.parametrize(
     ("make", "callbacks", "wanted"),
     [
-        (runs.coded, [], "identical"),
+        (
+            runs.coded,
+            [],
+            "with lightning add the callback curvadion.integrations.lightning.Replicas",
+        ),
         (adamw, [Replicas()], "AdamW"),
         (runs.coded, [Replicas(), Replicas()], "several Replicas()"),
     ],
