@@ -101,12 +101,6 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
             )
         return
     members = set(dist.get_process_group_ranks(replicas))
-    if kept is not None and members != {*kept.ranks}:
-        raise ValueError(
-            f"replicas is the process group of ranks {sorted(members)}, but keep_gradients_local "
-            f"keeps the gradients of {name} apart on ranks {sorted(kept.ranks)}, and nothing would "
-            f"ever average them over all of these: pass the group of all of them."
-        )
     for group in groups_of(X):
         if len(members.intersection(dist.get_process_group_ranks(group))) > 1:
             raise ValueError(
@@ -114,6 +108,12 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
                 f"shape {global_shape(X)} is sharded: pass the group that replicates it, such as "
                 f"mesh['replicate'], or None."
             )
+    if kept is not None and members != {*kept.ranks}:
+        raise ValueError(
+            f"replicas is the process group of ranks {sorted(members)}, but keep_gradients_local "
+            f"keeps the gradients of {name} apart on ranks {sorted(kept.ranks)}, and nothing would "
+            f"ever average them over all of these: pass the group of all of them."
+        )
 
 
 def check_placements(X: Tensor, name: str) -> None:
