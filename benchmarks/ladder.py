@@ -49,8 +49,7 @@ class Options:
 def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]:
     """Yield the trainings of one size at one length."""
     task = SIZES[size]
-    numbers = sum(p.numel() for p in task.model().parameters())
-    steps = round(tokens * numbers / (REPLICAS * task.batch_size * task.context))
+    steps = round(tokens * task.shapes().parameters / (REPLICAS * task.batch_size * task.context))
     where: dict[str, Any] = {
         "size": size, "corpus": corpus, "steps": steps, "seed": seed, "replicas": REPLICAS
     }  # fmt: skip

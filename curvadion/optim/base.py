@@ -316,7 +316,8 @@ class ReplicaOptimizer(Optimizer):
         """
         together, differ = self._replicas.process_group, None
         if together is not None:
-            differ = saving.difference(self.progress, self.sync, self.param_groups)
+            about = self.progress, self.sync, self.param_groups
+            differ = saving.difference(*about, apart=self.apart)
         saving.warn_of_weights(differ, self.progress.steps_since_exact)
         self._plans.follow_rank(self.param_groups, self.state)
         self.sync.settle()

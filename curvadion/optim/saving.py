@@ -34,11 +34,14 @@ class Difference(Enum):
 
 
 def difference(
-    progress: Progress, sync: Sync, param_groups: Sequence[Mapping[str, Any]]
+    progress: Progress, sync: Sync, param_groups: Sequence[Mapping[str, Any]], *, apart: bool
 ) -> Difference | None:
-    """How the states of several replicas differ; None if they are the same."""
+    """How the states of several replicas differ; None if they are the same.
+
+    apart: whether their weights do.
+    """
     owed = sync.sends_codes and progress.steps_since_exact > 0
-    if progress.local_steps or sync.fragments_apart or owed:
+    if apart or owed:
         return Difference.WEIGHTS
     directions = {group["direction"] for group in param_groups if group["algorithm"] == "dion"}
     return Difference.MOMENTA if progress.steps_since_exact and "low_rank" in directions else None
