@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -53,8 +52,8 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
       resumes bitwise; if the same step evaluates, this comes before, and the metric is that of the
       written weights. ``save_model()`` in between, of a callback say, warns if replicas are apart.
     * Trainer's logs get what happened since the last one: ``curvadion/wire_bytes`` (the mean
-      payload of a step, of all collectives of this process), ``curvadion/open_gates`` (the share of
-      steps), ``curvadion/skipped``, ``curvadion/waited_seconds``, and of the last step
+      payload of a step, of all collectives of this process), ``curvadion/open_gate_share``,
+      ``curvadion/skipped_steps``, ``curvadion/waited_seconds``, and of the last step
       ``curvadion/rmmc`` (if the gate has one) and ``curvadion/local_steps``.
 
     With DeepSpeed's JSON the optimizer is built there, and engines agree before they save. Then
@@ -255,8 +254,10 @@ def _report(trainer: Any) -> None:
 
     def log(theirs: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         optimizer = optimizer_of(trainer)
-        if optimizer is not None and "loss" in logs and reports.since_last.steps:
-            logs.update(_scalars(optimizer, reports.since_last))
+        report = None if optimizer is None else optimizer.report
+        if report is not None and "loss" in logs and reports.since_last.steps:
+            values = reports.since_last.scalars(report)
+            logs.update({f"curvadion/{name}": value for name, value in values.items()})
             reports.since_last = Summary()
         return theirs(logs, *args, **kwargs)
 
@@ -266,21 +267,3 @@ def _report(trainer: Any) -> None:
 
     wrap_method(trainer, "log", log)
     wrap_method(trainer, "train", train)
-
-
-def _scalars(optimizer: Dion, since_last: Summary) -> dict[str, float]:
-    """What Trainer logs, which writes it as JSON."""
-    report = optimizer.report
-    values = {
-        "wire_bytes": since_last.wire_bytes / since_last.steps,
-        "open_gates": since_last.open_gate_share,
-        "skipped": since_last.skipped_steps,
-        "waited_seconds": since_last.waited_seconds,
-        "rmmc": None if report is None else report.rmmc,
-        "local_steps": optimizer.progress.local_steps,
-    }
-    return {
-        f"curvadion/{name}": value
-        for name, value in values.items()
-        if value is not None and math.isfinite(value)
-    }

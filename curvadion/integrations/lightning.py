@@ -5,7 +5,6 @@ Works with ``lightning`` and with ``pytorch_lightning``. This module needs one o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -220,13 +219,4 @@ class _Tally:
         summary, self.summary = self.summary, Summary()
         last = self._last
         assert last is not None
-        values = {
-            "wire_bytes": summary.wire_bytes / summary.steps,
-            "open_gate_share": summary.open_gate_share,
-            "local_steps": float(last.local_steps),
-            "skipped_steps": float(summary.skipped_steps),
-            "waited_seconds": summary.waited_seconds,
-        }
-        if last.rmmc is not None and math.isfinite(last.rmmc):
-            values["rmmc"] = last.rmmc
-        return {f"{prefix}/{name}": value for name, value in values.items()}
+        return {f"{prefix}/{name}": value for name, value in summary.scalars(last).items()}

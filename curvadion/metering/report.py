@@ -93,6 +93,27 @@ class Summary:
     def as_dict(self) -> dict[str, float]:
         return {**asdict(self), "open_gate_share": self.open_gate_share}
 
+    def scalars(self, last: StepReport) -> dict[str, float]:
+        """What a framework's log gets of several steps; numbers that are not finite are left out.
+
+        Args:
+            last: the report of the last step.
+
+        Returns:
+            Of all steps, ``wire_bytes`` (the mean of a step), ``open_gate_share``,
+            ``skipped_steps`` and ``waited_seconds``; of the last, ``rmmc`` and ``local_steps``.
+        """
+        return _finite(
+            {
+                "wire_bytes": self.wire_bytes / self.steps if self.steps else 0.0,
+                "open_gate_share": self.open_gate_share,
+                "skipped_steps": self.skipped_steps,
+                "waited_seconds": self.waited_seconds,
+                "rmmc": last.rmmc,
+                "local_steps": last.local_steps,
+            }
+        )
+
 
 def _strict(value: Any) -> Any:
     """The value, as a string if it is infinite or NaN: JSON has no such numbers."""
@@ -160,15 +181,20 @@ def write_wandb(
 
 def _scalars(report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
     """The finite numbers of a report and further ones, by name."""
-    values: dict[str, float | None] = {
-        "gate_open": report.gate_open,
-        "rmmc": report.rmmc,
-        "local_steps": report.local_steps,
-        "skipped": report.skipped,
-        "wire_bytes": report.wire_bytes,
-        "waited_seconds": report.waited_seconds,
-        **extra,
-    }
+    return _finite(
+        {
+            "gate_open": report.gate_open,
+            "rmmc": report.rmmc,
+            "local_steps": report.local_steps,
+            "skipped": report.skipped,
+            "wire_bytes": report.wire_bytes,
+            "waited_seconds": report.waited_seconds,
+            **extra,
+        }
+    )
+
+
+def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in values.items()

@@ -74,7 +74,7 @@ def losses_of(trainer):
     told = [told for told in trainer.state.log_history if "loss" in told]
     assert all(each["curvadion/wire_bytes"] > 0 for each in told)
     if len(told) == STEPS:  # the first opening; a checkpoint shifts those after it
-        assert [each["curvadion/open_gates"] for each in told[:SAVED]] == [0, 0, 1, 0]
+        assert [each["curvadion/open_gate_share"] for each in told[:SAVED]] == [0, 0, 1, 0]
     return [each["loss"] for each in told]
 
 

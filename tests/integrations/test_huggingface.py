@@ -80,7 +80,7 @@ def resumed(rank, folder):
     again = trainer_of(f"{folder}/again", **CODES)
     again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{SAVED}")
     optimizer = whole.optimizer.optimizer
-    told = {name: logged(whole, f"curvadion/{name}") for name in ("open_gates", "wire_bytes")}
+    told = {name: logged(whole, f"curvadion/{name}") for name in ("open_gate_share", "wire_bytes")}
     ends = weights(whole.model), weights(again.model)
     return (
         logged(whole, "loss"),
@@ -115,7 +115,7 @@ def test_arguments_make_the_optimizer(run_twice):
 
 def test_logs_hold_what_steps_report(run_twice):
     for *_, told, _, _ in run_twice[1]:
-        gates = told["open_gates"]
+        gates = told["open_gate_share"]
         assert len(gates) == STEPS and set(gates) == {0.0, 1.0} and 3 < sum(gates) < STEPS / 2
         # Codes and agreements are large; in between are Trainer's own numbers and the norm's.
         closed = [
@@ -214,7 +214,7 @@ def sharded(rank, folder, replicas):
     whole.train()
     again = made(f"{folder}/again")
     again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{SAVED}")
-    gates = logged(whole, "curvadion/open_gates")
+    gates = logged(whole, "curvadion/open_gate_share")
     return (
         logged(whole, "loss"),
         logged(again, "loss"),

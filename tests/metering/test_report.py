@@ -377,6 +377,21 @@ def test_scalars_in_tensorboard(tmp_path):
     }
 
 
+def test_scalars_of_several_steps():
+    summary = Summary()
+    for report in (FIRST, LATE, SKIPPED):
+        summary.add(report)
+    assert summary.scalars(LATE) == {
+        "wire_bytes": (FIRST.wire_bytes + LATE.wire_bytes) / 3,
+        "open_gate_share": 1 / 3,
+        "skipped_steps": 1,
+        "waited_seconds": 0.5,
+        "rmmc": 0.25,
+        "local_steps": 2,
+    }
+    assert "rmmc" not in summary.scalars(FIRST)  # infinite
+
+
 def test_further_scalars_that_are_finite(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(tmp_path) as writer:
