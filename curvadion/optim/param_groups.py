@@ -91,7 +91,8 @@ def param_groups(
 
     Warns:
         UserWarning: names large tensors of two dimensions or more that no rule and no pattern
-            knows, and which therefore take ``elementwise`` though they may be matrices.
+            knows, and which therefore take ``elementwise`` though they may be matrices. Names
+            weights of embeddings and heads if, without patterns, nothing is left for Dion.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -117,6 +118,8 @@ def param_groups(
     if not routed:
         raise ValueError("model has no trainable parameters: nothing to optimize")
     _warn_of_large([p for p in routed if p.unknown], routed, elementwise)
+    if not patterns:
+        _warn_without_matrices(routed, elementwise)
 
     by_kind = [
         (kind, group)
@@ -353,6 +356,19 @@ def _warn_of_large(
         f"patterns={{{pattern!r}: 'vector'}}.",
         stacklevel=3,
     )
+
+
+def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> None:
+    """Tell a model of embeddings and heads alone from one that is meant to train by Dion."""
+    tables = [p for p in routed if p.kind in ("embedding", "head")]
+    if tables and not any(p.kind in ("matrix", "stack") for p in routed):
+        warnings.warn(
+            f"param_groups finds no matrix for Dion, so all parameters take {elementwise}: "
+            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one of them "
+            f"is a hidden layer's weight, pass for example "
+            f"patterns={{{tables[-1].name!r}: 'matrix'}}.",
+            stacklevel=3,
+        )
 
 
 def _may_be_matrices(shape: tuple[int, ...], total: int) -> bool:

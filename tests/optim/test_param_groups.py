@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -477,6 +479,20 @@ def test_small_ones_are_not_named():
     model = nn.ModuleDict({"own": Strangers(w=(16, 16)), "fc": nn.Linear(256, 98, bias=False)})
     with pytest.warns(UserWarning, match=r"'own.w' of shape \(16, 16\)"):
         param_groups(model)
+
+
+def test_a_warning_names_embeddings_and_heads_that_leave_nothing_for_dion():
+    model = nn.ModuleDict({"words": nn.Embedding(8, 4), "score": nn.Linear(4, 8)})
+    with pytest.warns(UserWarning, match="no matrix for Dion, so all .* take lion") as warned:
+        param_groups(model, elementwise="lion")
+    assert "'words.weight' counts as 'embedding', 'score.weight' counts as 'head'" in str(
+        warned[0].message
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert routes(model, patterns={"score.weight": "matrix"})["matrix"] == ["score.weight"]
+        routes(model, patterns={"words.*": "embedding"})  # whoever writes patterns has looked
+        routes(nn.LayerNorm(4))
 
 
 def test_convolutions_are_known():
