@@ -171,8 +171,7 @@ def verify_replicas(
         [
             _checksum(plan, own),
             fingerprint(comparable, plan.device),
-            *_summary(told_by, plan.device),
-            _norm(plan),
+            *_summary(plan, told_by),
         ]
     )
     missing = uneven or any(p.G is None and p.local.numel() for p in plan.parameters)
@@ -255,30 +254,26 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
     return total
 
 
-def _summary(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
-    """Norm of all gradients and the sum of their projections, (2,) float64.
+def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
+    """Of the gradients that tell, norm and sum of projections; the norm of all; (3,) float64.
 
-    Zeros where there are too few numbers to tell gradients apart.
+    Two zeros where those that tell have too few numbers to be told apart.
     """
-    gradients = [G for p in parameters if (G := p.G) is not None]
-    result = torch.zeros(2, dtype=torch.float64, device=device)
-    if sum(G.numel() for G in gradients) < FEWEST_NUMBERS:
-        return result
-    for G in gradients:
-        norm, _ = norm_and_sum(G)
-        sample = _sample(G)
-        result += torch.stack([norm.square(), sample @ _signs(sample)]).to(device)
-    result[0].sqrt_()
-    return result
-
-
-def _norm(plan: Plan) -> Tensor:
-    """Norm of all gradients held here; float64."""
-    square = torch.zeros((), dtype=torch.float64, device=plan.device)
+    telling = {id(p) for p in told_by}
+    numbers = sum(p.G.numel() for p in told_by if p.G is not None)
+    result = torch.zeros(3, dtype=torch.float64, device=plan.device)
     for p in plan.parameters:
-        if (G := p.G) is not None:
-            square += norm_and_sum(G)[0].square().to(plan.device)
-    return square.sqrt()
+        if (G := p.G) is None:
+            continue
+        square = norm_and_sum(G)[0].square().to(plan.device)
+        result[2] += square
+        if id(p) in telling and numbers >= FEWEST_NUMBERS:
+            sample = _sample(G)
+            result[0] += square
+            result[1] += (sample @ _signs(sample)).to(plan.device)
+    result[0].sqrt_()
+    result[2].sqrt_()
+    return result
 
 
 def _sample(G: Tensor) -> Tensor:
