@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,19 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
-    index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
-    return group_of_ranks(mesh.mesh[index].flatten().tolist())
+    known = _RANKS_OVER.setdefault(mesh, {})
+    along = (tuple(coordinate), tuple(axes))
+    if along not in known:
+        index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
+        known[along] = mesh.mesh[index].flatten().tolist()
+    return group_of_ranks(known[along])
+
+
+# To a mesh, from this rank's coordinates and some axes to ranks. Parameters share meshes, which
+# make their tensor of ranks anew each time.
+_RANKS_OVER: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
