@@ -80,12 +80,9 @@ def losses_of(trainer):
 
 def trained(rank, stages, folder):
     """By stage: losses, those of a run that resumes, and weights at the end."""
-    from accelerate.state import DistributedType, PartialState
-
     ds.prepare()
+    hf.launch("deepspeed")
     warnings.filterwarnings("error", message=".*while the replicas are apart")
-    # Accelerate knows DeepSpeed on accelerators only.
-    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.NO)
     found = {}
     for stage in stages:
         torch.manual_seed(rank)

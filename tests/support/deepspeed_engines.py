@@ -142,6 +142,12 @@ CONFIGURATIONS = {
 
 
 def prepare():
+    """Launched, and DeepSpeed knows the optimizers."""
+    launch()
+    import curvadion.deepspeed  # noqa: F401
+
+
+def launch():
     """What a launcher does, in the process groups of this call."""
     rank = dist.get_rank()
     os.environ.update(
@@ -149,8 +155,6 @@ def prepare():
         WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="localhost", MASTER_PORT="29500",
     )  # fmt: skip
     import deepspeed
-
-    import curvadion.deepspeed  # noqa: F401
 
     deepspeed.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled

@@ -32,7 +32,8 @@ def gpt(dropout=0.0, **more):
 def launch(device_kind="cpu"):
     """Forget what Accelerate knows of the last call; set what a launcher sets.
 
-    device_kind: "gpu" lets Accelerate, which has FSDP on accelerators only, take gloo for one.
+    device_kind: "gpu" lets Accelerate, which has FSDP on accelerators only, take gloo for one;
+        "deepspeed" the same for DeepSpeed.
     """
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
@@ -50,6 +51,7 @@ def launch(device_kind="cpu"):
     if not hasattr(PartialState, "before_tests"):
         PartialState.before_tests = PartialState._prepare_backend
     PartialState._prepare_backend = PartialState.before_tests
-    if device_kind == "gpu":
+    kinds = {"gpu": DistributedType.MULTI_GPU, "deepspeed": DistributedType.NO}
+    if device_kind in kinds:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+        PartialState._prepare_backend = lambda *_, **__: ("gloo", kinds[device_kind])

@@ -109,11 +109,12 @@ class Memory(Logger):
         pass
 
 
-def as_if_torchrun_had_started(rank):
+def as_if_torchrun_had_started(rank, nodes=1):
     """What Lightning reads of the ranks, whose process group exists."""
-    size = dist.get_world_size()
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    here = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    world = dist.get_world_size()
+    node, local = divmod(rank, size := world // nodes)
+    names = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": size}
+    here = {"GROUP_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in (names | here | {"TORCHELASTIC_RUN_ID": "tests"}).items():
         os.environ[name] = str(value)
     warnings.filterwarnings("ignore", module="lightning")
