@@ -1,8 +1,8 @@
 """The code blocks of the documents, and what has to be there before one of them runs.
 
 A block runs in a folder of its own on every rank of a gloo group, after COMMON and the code of its
-entry in AROUND. A key, "docs/guide.md: delay=1", is the page and what only that block of the page
-holds. A block without an entry runs after COMMON alone, in one process.
+entry in AROUND, here or in doc_frameworks.py. A key, "docs/guide.md: delay=1", is the page and what
+only that block of the page holds. A block without an entry runs after COMMON alone, in one process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,6 +157,7 @@ class Around:
     """Ranks, code before and after a block, and packages that it needs.
 
     launched: the block itself calls init_process_group, as under torchrun.
+    instead: words of the block, and what is read in their place where there are no GPUs.
     """
 
     before: str = ""
@@ -163,6 +165,7 @@ class Around:
     ranks: int = 1
     needs: tuple[str, ...] = ()
     launched: bool = False
+    instead: tuple[tuple[str, str], ...] = ()
 
 
 AROUND = {
@@ -181,9 +184,6 @@ AROUND = {
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, sync=Mean(),\n"
         "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert optimizer.drift() < 1e-6",
         ranks=2,
-    ),
-    "docs/deepspeed.md: deepspeed_shm_comm": Around(
-        before="import deepspeed", needs=("deepspeed",)
     ),
     "docs/getting-started.md: first.jsonl": Around(
         after="lines = open('first.jsonl').readlines() if rank == 0 else [0] * 100\n"
@@ -227,46 +227,39 @@ AROUND = {
         REPORTED, "writer.close()", needs=("tensorboard",)
     ),
     "docs/reading-a-report.md: write_wandb": Around(REPORTED, needs=("wandb",)),
-}
-
-# These cannot run here: they must compile, and what they import must be there.
-OWN_MODEL = "it takes a model and data of one's own; {} trains with such"
-NOT_RUN = {
-    "docs/deepspeed.md: deepspeed.initialize(": "its JSON asks for replicas of 8 ranks; "
-    "tests/integrations/test_deepspeed_training.py makes such engines",
-    "docs/deepspeed.md: TrainingArguments(": OWN_MODEL.format(
-        "tests/integrations/test_deepspeed_trainer.py"
+    "docs/several-nodes.md: nccl": Around(
+        after="assert mesh.shape == (2, 1)\n" + STEPS,
+        ranks=2,
+        launched=True,
+        instead=(("nccl", "gloo"), ("cuda", "cpu")),
     ),
-    "docs/several-nodes.md: nccl": "it needs NCCL and GPUs; "
-    "tests/integrations/test_fsdp.py does the same with gloo",
-    **{  # of whole pages
-        f"docs/{page}.md: ": OWN_MODEL.format(f"tests/integrations/test_{page}.py")
-        for page in ("huggingface", "lightning", "torchtitan")
-    },
 }
 
 
-def entry_of(block: Block) -> str | None:
-    """The key of AROUND or NOT_RUN that is about a block; None if it needs nothing."""
-    split = ((key, *key.split(": ", 1)) for key in (*AROUND, *NOT_RUN))
+def entry_of(block: Block, entries: Mapping[str, Around]) -> str | None:
+    """The key of the entry that is about a block; None if it needs nothing."""
+    split = ((key, *key.split(": ", 1)) for key in entries)
     found = [key for key, page, part in split if page == block.page and part in block.code]
     assert len(found) <= 1, f"{block.name} has several entries: {found}"
     return found[0] if found else None
 
 
-def run(rank: int, block: Block, folder: str, port: int) -> None:
+def run(rank: int, block: Block, around: Around, folder: str, port: int) -> None:
     """Run a block on this rank, in a folder; what it writes stays there."""
-    around = AROUND.get(entry_of(block) or "", Around())
     here, environment = os.getcwd(), dict(os.environ)
     own = Path(folder) if around.launched or around.ranks > 1 else Path(folder) / str(rank)
     own.mkdir(parents=True, exist_ok=True)
     os.chdir(own)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # frameworks would take a GPU, which gloo does not know
     names: dict[str, object] = {"__name__": "__main__"}
     try:
         _execute(COMMON + around.before, f"before {block.name}", names)
         if around.launched:
             _leave_for_torchrun(rank, port)
-        _execute(block.code, block.name, names)
+        code = block.code
+        for word, other in around.instead:
+            code = code.replace(word, other)
+        _execute(code, block.name, names)
         _execute(around.after, f"after {block.name}", names)
     finally:
         os.chdir(here)

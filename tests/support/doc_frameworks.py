@@ -1,0 +1,198 @@
+"""What the documents' blocks about frameworks need around them, for tiny models on processors."""
+
+from __future__ import annotations
+
+import ast
+
+from doc_blocks import Around, blocks
+
+
+def definitions(page: str, part: str) -> str:
+    """What the block of a page that holds ``part`` imports and defines, for a later block of it."""
+    [code] = [block.code for block in blocks("python") if block.page == page and part in block.code]
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
+    kept = [node for node in ast.parse(code).body if isinstance(node, kinds)]
+    return ast.unparse(ast.Module(kept, [])) + "\n"
+
+
+# A budget of 1 % allows no opening in 50 steps where shards are much smaller than a block of codes.
+WIDE = """
+model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 8))
+"""
+
+# -------------------------------------------------------------------- DeepSpeed
+
+[JSON] = [block.code for block in blocks("json") if block.page == "docs/deepspeed.md"]
+ENGINES = f"""
+import json
+from pathlib import Path
+import deepspeed_engines as ds
+
+ds.launch()
+config = json.loads({JSON!r})
+config["optimizer"]["params"]["replica_size"] = 2  # of four ranks
+if dist.get_rank() == 0:
+    Path("ds_config.json").write_text(json.dumps(config))
+dist.barrier()
+"""
+ENGINE_STEPS = """
+for inputs, targets in data:
+    engine.backward(loss_function(engine(inputs), targets))
+    engine.step()
+optimizer = engine.basic_optimizer
+assert optimizer.report.step == len(data) and engine.zero_optimization_stage() == 3
+assert optimizer.apart
+optimizer.eval()
+assert optimizer.drift() == 0
+"""
+SAVED_GPT = """
+import hugging_face as hf
+
+hf.launch("deepspeed")
+from functools import partial
+from transformers import GPT2LMHeadModel
+
+if dist.get_rank() == 0:
+    hf.gpt().save_pretrained("start")
+dist.barrier()
+make_model = partial(GPT2LMHeadModel.from_pretrained, "start")
+dataset = torch.utils.data.Subset(hf.Tokens(), range(32))
+"""
+DEEPSPEED = {
+    "docs/deepspeed.md: deepspeed_shm_comm": Around(
+        "import deepspeed\nknown = {*deepspeed.ops.__compatible_ops__}",
+        "assert {*deepspeed.ops.__compatible_ops__} == known",
+        needs=("deepspeed",),
+    ),
+    "docs/deepspeed.md: deepspeed.initialize(": Around(
+        ENGINES + WIDE, ENGINE_STEPS, 4, needs=("deepspeed",)
+    ),
+    "docs/deepspeed.md: TrainingArguments(": Around(
+        ENGINES + SAVED_GPT,
+        "optimizer = trainer.deepspeed.basic_optimizer\n"
+        "assert optimizer.report.step == 3 and not optimizer.apart and optimizer.drift() == 0\n"
+        "assert optimizer.report.wire_bytes > 0  # which attach counts",
+        4,
+        needs=("deepspeed", "transformers", "accelerate"),
+    ),
+}
+
+# -------------------------------------------------------------------- Hugging Face
+
+GPT = """
+import os
+import hugging_face as hf
+
+hf.launch({!r})
+model = hf.gpt()
+dataset = torch.utils.data.Subset(hf.Tokens(), range(32))
+loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+"""
+ON_PROCESSORS = GPT.format("cpu") + "os.environ['ACCELERATE_USE_CPU'] = 'true'"
+STEPS = """
+optimizer = trainer.optimizer.optimizer
+assert optimizer.report.step == 6 and optimizer.param_groups[0]["initial_lr"] == 0.02
+"""
+NEEDS_HUGGING_FACE = ("transformers", "accelerate")
+HUGGING_FACE = {
+    "docs/huggingface.md: ddp_find_unused_parameters": Around(
+        ON_PROCESSORS,
+        STEPS + "assert 'ByteBudget(share=0.01' in repr(optimizer)\n"
+        "assert not optimizer.apart and optimizer.drift() == 0",
+        2,
+        NEEDS_HUGGING_FACE,
+    ),
+    "docs/huggingface.md: fsdp=True": Around(
+        GPT.format("gpu"),
+        STEPS + "assert type(optimizer) is Dion\n"
+        "from torch.distributed.tensor import DTensor\n"
+        "assert all(isinstance(p, DTensor) for p in trainer.model.parameters())",
+        2,
+        NEEDS_HUGGING_FACE,
+    ),
+    "docs/huggingface.md: attach(Accelerator())": Around(
+        ON_PROCESSORS,
+        "assert optimizer.optimizer.report.step == len(loader) == 4\n"
+        "assert optimizer.drift() == 0  # all ranks have come here, so the first has written\n"
+        "assert os.path.isfile('checkpoint/model.safetensors')",
+        2,
+        NEEDS_HUGGING_FACE,
+    ),
+}
+
+# -------------------------------------------------------------------- Lightning
+
+LAUNCHED = """
+import lightning_runs
+from lightning.pytorch.accelerators import CPUAccelerator
+
+lightning_runs.as_if_torchrun_had_started(dist.get_rank(), dist.get_world_size() // 2)
+# It takes one processor unless told, and as many GPUs as there are.
+CPUAccelerator.auto_device_count = staticmethod(dist.get_world_size)
+dataset = [(torch.randn(8), torch.ones(8)) for _ in range(16)]
+data = torch.utils.data.DataLoader(dataset, batch_size=4)
+"""
+TRAINING = LAUNCHED + definitions("docs/lightning.md", "class Training(")
+FITTED = """
+from torch.distributed.tensor import DTensor
+
+trainer.fit({}(model), data)
+assert all(isinstance(p, DTensor) for p in model.parameters())
+optimizer = trainer.optimizers[0]
+assert optimizer.report.step == {}
+"""
+LIGHTNING = {
+    "docs/lightning.md: class Training(": Around(
+        LAUNCHED,
+        "optimizer = trainer.optimizers[0]\nassert optimizer.report.step == 6\n"
+        "assert not optimizer.apart and optimizer.drift() == 0",
+        2,
+        ("lightning",),
+    ),
+    "docs/lightning.md: class Sharded(": Around(
+        TRAINING, FITTED.format("Sharded", 6), 2, ("lightning",)
+    ),
+    "docs/lightning.md: class Hybrid(": Around(
+        TRAINING + definitions("docs/lightning.md", "class Sharded(") + WIDE,
+        FITTED.format("Hybrid", 3) + "assert not optimizer.apart and optimizer.drift() == 0",
+        4,
+        ("lightning",),
+    ),
+}
+
+# -------------------------------------------------------------------- torchtitan
+
+TITAN = "import torchtitan_runs\ntorchtitan_runs.on_processors(dist.get_rank())\n"
+TINY = """
+import dataclasses
+
+tiny = torchtitan_runs.configuration("dump", steps=4, degree=2)
+settings = {f.name: getattr(tiny, f.name) for f in dataclasses.fields(tiny)}
+"""
+TITAN_STEPS = """
+trainer.train()
+trainer.optimizers.agree(exact=False)
+[optimizer] = trainer.optimizers.optimizers
+assert optimizer.report.step == 4 and optimizer.drift() == 0
+assert "ByteBudget(share=0.01" in repr(optimizer)
+"""
+NEEDS_TITAN = ("torchtitan", "torchdata", "tyro", "spmd_types", "datasets")
+TORCHTITAN = {
+    "docs/torchtitan.md: with_curvadion(llama3_8b()": Around(
+        TITAN,
+        TINY + "settings['optimizer'] = llama3_8b_replicas().optimizer\n"
+        "trainer = dataclasses.replace(llama3_8b_replicas(), **settings).build()" + TITAN_STEPS,
+        2,
+        NEEDS_TITAN,
+    ),
+    "docs/torchtitan.md: class OwnTrainer": Around(
+        TITAN,
+        TINY + "settings['optimizer'] = optimizer\n"
+        "trainer = OwnTrainer.Config(**settings).build()\n"
+        "assert type(trainer) is OwnTrainer" + TITAN_STEPS,
+        2,
+        NEEDS_TITAN,
+    ),
+}
+
+AROUND = DEEPSPEED | HUGGING_FACE | LIGHTNING | TORCHTITAN
