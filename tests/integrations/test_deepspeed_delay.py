@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import curvadion
 import deepspeed_engines as ds
 import distributed
+import fresh
 from curvadion import CurvaDion, FixedPeriod, QuantizedAverage
 
 pytestmark = pytest.mark.skipif(
@@ -144,17 +144,11 @@ PROGRAM = """
 def test_a_process_ends_while_something_is_under_way(tmp_path):
     program = textwrap.dedent(PROGRAM)
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(tmp_path / "store")],
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        fresh.Program("-c", program, rank, tmp_path / "store", environment=environment, cwd=ROOT)
         for rank in range(2)
     ]
     for process in ranks:
-        _, err = process.communicate(timeout=100)
-        assert process.returncode == 0 and "terminate" not in err, err
+        said = process.finish(100)
+        assert said.returncode == 0 and "terminate" not in said.stderr, said.stderr

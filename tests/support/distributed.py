@@ -43,6 +43,7 @@ _context.set_forkserver_preload(
         "pytest",
         "torch",
         "torch._dynamo",  # what the first optimizer step imports
+        "torch._inductor.compile_fx",  # and DeepSpeed, which decorates with torch.compile
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.debug",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
+
+import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,13 +17,8 @@ def two_programs(program, folder, **inserted):
     inserted: replaces the names in braces.
     """
     text, paths = textwrap.dedent(program).format(**inserted), f"{ROOT}:{ROOT / 'kernels'}"
+    environment = {**os.environ, "PYTHONPATH": paths}
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", text, str(rank), str(folder / "store")],
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        fresh.Program("-c", text, rank, folder / "store", environment=environment)
         for rank in range(2)
     ]

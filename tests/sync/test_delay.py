@@ -417,9 +417,10 @@ PROGRAM = """
 def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
     """It ends at the step of an opening, before it sends."""
     one, other = two_programs(PROGRAM, tmp_path, stop=5, ends="os._exit(3)", last="")
-    _, err = one.communicate(timeout=90)
-    other.communicate(timeout=10)
-    assert one.returncode == 1, err
+    ended = one.finish(90)
+    assert other.finish(10).returncode == 3
+    err = ended.stderr
+    assert ended.returncode == 1, err
     assert ("RuntimeError" in err and "due at step 8, failed" in err) or "step 6 failed" in err, err
 
 
@@ -433,9 +434,9 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path, last):
     One replica takes this step later: the exchange of the other still waits when it ends.
     """
     for process in two_programs(PROGRAM, tmp_path, stop=8, ends="time.sleep(2)", last=last):
-        out, err = process.communicate(timeout=90)
-        assert process.returncode == 0, err
-        assert out.strip() == "took 9" and "terminate" not in err
+        said = process.finish(90)
+        assert said.returncode == 0, said.stderr
+        assert said.stdout.strip() == "took 9" and "terminate" not in said.stderr
 
 
 # -------------------------------------------------------------------- beside the training

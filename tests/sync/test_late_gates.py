@@ -736,15 +736,16 @@ PROGRAM = """
 
 def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
     one, other = two_programs(PROGRAM, tmp_path, stop=5)
-    _, err = one.communicate(timeout=90)
-    other.communicate(timeout=10)
-    assert one.returncode == 1, err
+    ended = one.finish(90)
+    assert other.finish(10).returncode == 3
+    err = ended.stderr
+    assert ended.returncode == 1, err
     # What the other told at its last step may have left it, or not.
     assert re.search(r"RuntimeError: What replicas tell each other at step [56] failed", err), err
 
 
 def test_a_process_ends_well_with_something_told_and_not_heard(tmp_path):
     for process in two_programs(PROGRAM, tmp_path, stop=99):
-        out, err = process.communicate(timeout=90)
-        assert process.returncode == 0, err
-        assert out.strip() == "took 9" and "terminate" not in err
+        said = process.finish(90)
+        assert said.returncode == 0, said.stderr
+        assert said.stdout.strip() == "took 9" and "terminate" not in said.stderr
