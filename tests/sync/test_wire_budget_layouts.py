@@ -78,17 +78,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_shards_of_replicas_come_together(setup, layout, delay):
-    ranks = distributed.run(4, train, setup, layout, delay)
-    for drifts, _, _, last in ranks:
-        assert [drift == 0 for drift in drifts] == [False, delay == 0] * 2
-        assert last == 0
-    for step in range(STEPS):
-        sent, expected = (sum(rank[i][step] for rank in ranks) for i in (1, 2))
-        assert sent == expected
-        assert (expected > 0) == (step % 2 == 1)
+def test_shards_of_replicas_come_together(setup, layout):
+    for delay, ranks in in_one_call(train, setup, layout, [(0,), (1,)]):
+        for drifts, _, _, last in ranks:
+            assert [drift == 0 for drift in drifts] == [False, delay == 0] * 2, delay
+            assert last == 0, delay
+        for step in range(STEPS):
+            sent, expected = (sum(rank[i][step] for rank in ranks) for i in (1, 2))
+            assert sent == expected, (delay, step)
+            assert (expected > 0) == (step % 2 == 1), (delay, step)
+
+
+def in_one_call(function, setup, layout, cases):
+    """By case, what each rank returns: one call knows DTensor's operators from the case before."""
+    ranks = distributed.run(4, each_case, function, setup, layout, cases)
+    return [(*case, [rank[i] for rank in ranks]) for i, case in enumerate(cases)]
+
+
+def each_case(rank, function, setup, layout, cases):
+    return [function(rank, setup, layout, *case) for case in cases]
 
 
 COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp": (2, 1, 2)}
@@ -103,20 +112,22 @@ def eight_bits(fragments, delay, correction=None):
     return training.Setting((2, 4), (("sync", sync), ("rank_fraction", 1.0)), steps=5)
 
 
-@pytest.mark.parametrize(
-    ("case", "correction", "fragments", "delay"), all_pairs(CASES, CORRECTIONS, [1, 2], [0, 1])
-)
-def test_corrections_of_shards_are_those_of_whole_replicas(case, correction, fragments, delay):
+@pytest.mark.parametrize("case", CASES, ids=[layout for _, layout in CASES])
+def test_corrections_of_shards_are_those_of_whole_replicas(case):
     setup, layout = case
     replicas, shards, copies = COUNTS[layout]
-    corrected, kept = eight_bits(fragments, delay, correction), eight_bits(fragments, delay)
-    whole, other = (training.whole(replicas, shards, setting) for setting in (corrected, kept))
-    actual = distributed.run(4, training.train, setup, layout, corrected)
-    for rank, (weights, _, _) in enumerate(actual):
-        expected, _, _ = whole[rank // (shards * copies)]
-        without, _, _ = other[rank // (shards * copies)]
-        # Shards have blocks of their own, so that codes differ a little.
-        assert apart(weights, expected) < 0.1 * apart(without, expected)
+    pairs = all_pairs(CASES, CORRECTIONS, [1, 2], [0, 1])
+    chosen = [(correction, *how) for its, correction, *how in pairs if its == case]
+    settings = [(eight_bits(fragments, delay, name),) for name, fragments, delay in chosen]
+    actual = in_one_call(training.train, setup, layout, settings)
+    for (_, fragments, delay), (corrected, ranks) in zip(chosen, actual, strict=True):
+        kept = eight_bits(fragments, delay)
+        whole, other = (training.whole(replicas, shards, how) for how in (corrected, kept))
+        for rank, (weights, _, _) in enumerate(ranks):
+            expected, _, _ = whole[rank // (shards * copies)]
+            without, _, _ = other[rank // (shards * copies)]
+            # Shards have blocks of their own, so that codes differ a little.
+            assert apart(weights, expected) < 0.1 * apart(without, expected), corrected
 
 
 def apart(weights, others):
@@ -176,11 +187,12 @@ def added_inside(plan, correction):
     [(fsdp_training.setup, "hsdp 2x2"), (tensor_parallel_training.setup, "dp x tp")],
     ids=["hsdp 2x2", "dp x tp"],
 )
-@pytest.mark.parametrize(("direction", "delay"), [("low_rank", 0), ("polar", 0), ("polar", 1)])
-def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout, direction, delay):
-    for corrections in distributed.run(4, sent_inside, setup, layout, direction, delay):
-        for added, expected in corrections:
-            assert added == expected > 0
+def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout):
+    cases = [("low_rank", 0), ("polar", 0), ("polar", 1)]
+    for direction, delay, ranks in in_one_call(sent_inside, setup, layout, cases):
+        for corrections in ranks:
+            for added, expected in corrections:
+                assert added == expected > 0, (direction, delay)
 
 
 def held(rank, setup, layout):
