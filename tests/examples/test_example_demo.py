@@ -67,8 +67,11 @@ def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
     assert "100.00%" in printed and "CurvaDion" in printed
 
 
-def test_a_failed_run_fails_the_demo_with_its_log(tmp_path):
-    with pytest.raises(SystemExit, match=r"(?s)dim=17 must be a multiple.*AdamW-DDP failed"):
+def test_a_failed_run_fails_the_demo_with_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "EXAMPLES", tmp_path)
+    # Which imports nothing, and tells the same of any training.
+    (tmp_path / "train_gpt.py").write_text("import sys\nsys.exit(f'out of luck: {sys.argv[-2:]}')")
+    with pytest.raises(SystemExit, match=r"(?s)out of luck: \['17', '--no-p.*AdamW-DDP failed"):
         demo.main(["--out", str(tmp_path), "--processes", "1", *TINY, "--dim", "17"])
     assert not (tmp_path / "summary.json").exists()
 

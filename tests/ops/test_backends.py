@@ -233,7 +233,15 @@ def test_torch_needs_no_triton():
 # ---------------------------------------------------------------- building
 
 
+@pytest.fixture
+def quick_build(monkeypatch):
+    """Has the compiler optimise nothing, which takes most of a build."""
+    flags = [flag for flag in native.CXX_FLAGS if flag != "-O3"]
+    monkeypatch.setattr(native, "CXX_FLAGS", ["-O0", *flags])
+
+
 @needs_compiler
+@pytest.mark.usefixtures("quick_build")
 @pytest.mark.parametrize("ninja", [True, False])
 def test_builds_with_and_without_ninja(ninja, tmp_path, monkeypatch):
     if not ninja:
@@ -245,7 +253,7 @@ def test_builds_with_and_without_ninja(ninja, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, request):
     copy_library(tmp_path)
     monkeypatch.setattr(native, "HERE", tmp_path)
     (tmp_path / "csrc").symlink_to(ROOT / "csrc")
@@ -253,6 +261,7 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     try:
         assert native.library("cpu")._name == str(tmp_path / native.file_name("cpu"))
         native.library.cache_clear()
+        request.getfixturevalue("quick_build")
         monkeypatch.setattr(native, "source_digest", lambda name: "0" * 16)
         monkeypatch.setenv("CURVADION_CACHE", str(tmp_path / "cache"))
         assert native.library("cpu")._name.startswith(str(tmp_path / "cache"))
