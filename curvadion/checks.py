@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-# Whose code a user of an optimizer does not look at.
-_NOT_THE_USERS = tuple(str(Path(file).parent) for file in (__file__, str(torch.__file__)))
+# Whose code a user of an optimizer does not look at: ours, and that of installed frameworks.
+_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(str(torch.__file__)).parents[1]))
 
 
 def one_of(key: str, value: object, choices: tuple[object, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Who may have averaged gradients that were to stay on their replica, and what stops it."""
+"""How to keep gradients on their replica, with each framework that the program uses."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _STATE = "_curvadion"  # an attribute of accelerators
 
 
 class _Known:
-    """What an Accelerator has prepared since it was attached; it keeps DDP's wrappers nowhere."""
+    """What an Accelerator has prepared since it was attached; it does not keep DDP's wrappers."""
 
     def __init__(self) -> None:
         self.given: WeakSet[nn.Module] = WeakSet()
@@ -279,9 +279,9 @@ def _clip_grad_norm_(
         return theirs(parameters, max_norm, norm_type=norm_type)
     if len(asked) > 1 or not _ids(asked[0]) <= given:
         raise ValueError(
-            f"parameters hold some of those of {len(asked)} optimizers with replicas, which need "
-            f"one norm over all of an optimizer: pass all parameters of one, or call "
-            f"curvadion.clip_grad_norm_(optimizer, max_norm) for each."
+            f"clip_grad_norm_ got parameters of {len(asked)} optimizers with replicas, or not all "
+            f"of one, but replicas need one norm over all of an optimizer's: pass all of one, or "
+            f"call curvadion.clip_grad_norm_(optimizer, max_norm) for each."
         )
     accelerator.unscale_gradients(asked[0])
     return clip_grad_norm_(asked[0], max_norm, norm_type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.integrations.saving import warn_of_own_weights
-from curvadion.layout.parameters import KeptApart, declare_replicas
+from curvadion.layout import kept_apart
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -98,8 +97,8 @@ def _replace_reduction(ddp: DistributedDataParallel) -> bool:
     except RuntimeError as error:  # a built-in hook, which only DDP's C++ side knows of
         ddp._comm_hooks.clear()
         raise _hooked("built-in") from error
-    kept = KeptApart(tuple(dist.get_process_group_ranks(ddp.process_group)), WeakSet())
-    declare_replicas(ddp.module.parameters(), kept)
+    kept = kept_apart.KeptApart(tuple(dist.get_process_group_ranks(ddp.process_group)))
+    kept_apart.declare(ddp.module, ddp.module.parameters(), kept)
     warn_of_own_weights(ddp.module, kept.optimizers)
     return True
 

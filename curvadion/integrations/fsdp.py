@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from curvadion.integrations.saving import warn_of_own_weights
+from curvadion.layout import kept_apart
 from curvadion.layout.flat_shard import declare_flat_shard
-from curvadion.layout.parameters import KeptApart, declare_replicas
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -55,8 +55,8 @@ def keep_gradients_local(model: Model) -> Model:
             f"process_group= the shards of one replica, and it keeps to them.)"
         )
     optimizers: WeakSet[Any] = WeakSet()
-    groups = [group for module in sharded for group in _parameter_groups(module)]
-    if any([_reduce_over_shards_only(group, optimizers) for group in groups]):
+    groups = [(module, group) for module in sharded for group in _parameter_groups(module)]
+    if any([_reduce_over_shards_only(*each, optimizers) for each in groups]):
         warn_of_own_weights(model, optimizers)
     return model
 
@@ -111,8 +111,8 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     return [] if single is None else [single]
 
 
-def _reduce_over_shards_only(group: Any, optimizers: WeakSet[Any]) -> bool:
-    """Give one of FSDP's parameter groups the same mesh without the meaning of its replicas.
+def _reduce_over_shards_only(module: nn.Module, group: Any, optimizers: WeakSet[Any]) -> bool:
+    """Give one of a module's parameter groups the same mesh without the meaning of its replicas.
 
     False if it has none. optimizers: where those that train its parameters will be found.
     """
@@ -134,9 +134,9 @@ def _reduce_over_shards_only(group: Any, optimizers: WeakSet[Any]) -> bool:
             "has not handed out: call keep_gradients_local before the first backward."
         )
     replicas = dist.get_process_group_ranks(_private(mesh_info, "replicate_process_group"))
-    kept = KeptApart(tuple(replicas), optimizers)
+    kept = kept_apart.KeptApart(tuple(replicas), optimizers)
     shards = [_private(parameter, "sharded_param") for parameter in _private(group, "fsdp_params")]
-    declare_replicas(shards, kept)
+    kept_apart.declare(module, shards, kept)
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
     local: Any

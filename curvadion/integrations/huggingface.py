@@ -49,8 +49,9 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     * Evaluation is at weights on which replicas agree, as Trainer calls ``optimizer.eval()``. So
       are the weights at the end of ``train()``, and what ``save_model()`` writes then.
     * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
-      resumes bitwise; if the same step evaluates, this comes before, and the metric is that of the
-      written weights. ``save_model()`` in between, of a callback say, warns if replicas are apart.
+      resumes bitwise. With ``save_only_model`` replicas only agree on weights. If a step both
+      evaluates and saves, they agree before the evaluation, so the metric is that of the weights in
+      the file. ``save_model()`` in between, of a callback say, warns if replicas are apart.
     * Trainer's logs get what happened since the last one: ``curvadion/wire_bytes`` (the mean
       payload of a step, of all collectives of this process), ``curvadion/open_gate_share``,
       ``curvadion/skipped_steps``, ``curvadion/waited_seconds``, and of the last step
@@ -200,17 +201,23 @@ def _attach_accelerator(trainer: Any) -> None:
 
     # Trials of a search have accelerators of their own.
     wrap_method(trainer, "create_accelerator_and_postprocess", make)
-    # Trainer's norm over several meshes, not asking the accelerator, knows one replica only.
+    # For parameters on several meshes Trainer takes a norm of its own, of one replica only.
     trainer._has_mixed_mesh_grads = lambda model: False
 
 
 def _save_checkpoint(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if (optimizer := optimizer_of(trainer)) is not None:
-        if trainer.is_deepspeed_enabled:
-            optimizer.eval()  # for Trainer's own file; the engine's agree exactly
-        else:
-            agree_exactly(optimizer)
+        _agree_for_files(trainer, optimizer)
     return theirs(*args, **kwargs)
+
+
+def _agree_for_files(trainer: Any, optimizer: Dion) -> None:
+    """What a checkpoint wants of the replicas; collective."""
+    # DeepSpeed's engine agrees exactly for its own files.
+    if trainer.is_deepspeed_enabled or trainer.args.save_only_model:
+        optimizer.eval()
+    else:
+        agree_exactly(optimizer)
 
 
 def _agree_before_evaluation(trainer: Any, control: Any) -> None:
@@ -218,7 +225,7 @@ def _agree_before_evaluation(trainer: Any, control: Any) -> None:
     saves = control.should_save or trainer.args.save_strategy == "best"
     optimizer = optimizer_of(trainer)
     if control.should_evaluate and saves and optimizer and not trainer.is_deepspeed_enabled:
-        agree_exactly(optimizer)
+        _agree_for_files(trainer, optimizer)
 
 
 def _load_best_model(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,8 @@ Works with ``lightning`` and with ``pytorch_lightning``. This module needs one o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from curvadion import checks
 from curvadion.integrations import ddp, fsdp
 from curvadion.integrations.saving import agree_exactly
 from curvadion.metering.report import StepReport, Summary
@@ -25,6 +27,10 @@ try:
     from lightning.pytorch import Callback
 except ImportError:
     from pytorch_lightning import Callback  # type: ignore[assignment, unused-ignore]
+
+
+_AVERAGE = {"WeightAveraging", "StochasticWeightAveraging"}
+"""Lightning's callbacks that average weights; not all of its versions have them."""
 
 
 class Replicas(Callback):  # type: ignore[misc, unused-ignore]
@@ -45,7 +51,7 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
     ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, because under DDP its
     gradients would no longer be averaged. It raises a RuntimeError with FSDPStrategy (FSDP1) and
     DeepSpeedStrategy, if only some of several optimizers have replicas, and if the model's DDP has
-    a communication hook.
+    a communication hook. It warns of callbacks that average weights over steps (EMA, SWA).
 
     Example::
 
@@ -73,7 +79,9 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
             raise RuntimeError("callbacks has several Replicas(): give Trainer one.")
         optimizers = [_ours(optimizer) for optimizer in trainer.optimizers]
         _leave_gradients(trainer.strategy, optimizers)
-        self._replace(trainer, "save_checkpoint", _save_checkpoint(trainer, optimizers))
+        if any(optimizer._replicas.size > 1 for optimizer in optimizers):
+            _warn_of_averages(trainer.callbacks)
+        self._replace(trainer, "save_checkpoint", _save_checkpoint(trainer))
         self._replace(trainer.precision_plugin, "clip_gradients", _clip(trainer.precision_plugin))
         if self._logs and trainer.loggers:
             self._tallies = [_Tally(optimizer) for optimizer in optimizers]
@@ -106,7 +114,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
     # ---------------------------------------------------------------- what they do
 
     def _agree(self, trainer: Any) -> None:
-        if self._undo:  # inside fit: Trainer.validate and test may hold optimizers of before
+        # Outside fit, in validate and test, optimizers may be left over from an earlier fit.
+        if self._undo:
             for optimizer in trainer.optimizers:
                 optimizer.eval()
 
@@ -162,14 +171,25 @@ def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
         fsdp.keep_gradients_local(model)
 
 
-def _save_checkpoint(trainer: Any, optimizers: list[Dion]) -> Callable[..., None]:
+def _warn_of_averages(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if _AVERAGE.intersection(kind.__name__ for kind in type(callback).__mro__):
+            warnings.warn(
+                f"{type(callback).__name__} averages the weights of each replica over steps, and "
+                f"the model takes this average at the end of fit: replicas then hold different "
+                f"weights. Call optimizer.broadcast_weights() on all ranks after fit.",
+                stacklevel=checks.frames_up(),
+            )
+
+
+def _save_checkpoint(trainer: Any) -> Callable[..., None]:
     """Trainer.save_checkpoint, which all ranks call, after the replicas have become alike."""
     save = trainer.save_checkpoint
 
     def save_checkpoint(
         filepath: Any, weights_only: bool | None = None, *args: Any, **keywords: Any
     ) -> None:
-        for optimizer in optimizers:
+        for optimizer in trainer.optimizers:
             if weights_only:
                 optimizer.eval()
             else:

@@ -65,8 +65,8 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     return group_of_ranks(known[along])
 
 
-# To a mesh, from this rank's coordinates and some axes to ranks. Parameters share meshes, which
-# make their tensor of ranks anew each time.
+# By mesh, ranks by this rank's coordinates and axes. Many parameters share a mesh, whose tensor of
+# ranks is made anew at each access.
 _RANKS_OVER: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
     WeakKeyDictionary()
 )

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import product
-from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
@@ -22,6 +18,7 @@ from curvadion.layout.dtensor import (
     placements_of,
 )
 from curvadion.layout.flat_shard import flat_shard
+from curvadion.layout.kept_apart import KeptApart
 from curvadion.layout.lazy import is_dtensor
 
 
@@ -34,8 +31,8 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
 def shard_sizes(X: Tensor) -> list[int]:
     """Numbers in each shard of the parameter, alike on all ranks.
 
-    Each rank knows where its own flat shard is cut. One with all numbers but one for each other
-    shard fills as many blocks, of any length, as any cut could.
+    A rank knows where its own flat shard is cut, and no other. So the worst is assumed: one shard
+    holds nearly all numbers, and each other shard one.
     """
     declared = flat_shard(X)
     if declared is not None:
@@ -56,42 +53,16 @@ def groups_of(X: Tensor) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
-class KeptApart(NamedTuple):
-    """What an integration says of parameters whose gradients it keeps apart.
-
-    ranks: a rank of each replica. optimizers: who trains the parameters, from the first step on.
-    """
-
-    ranks: tuple[int, ...]
-    optimizers: WeakSet[Any]
-
-
-# Not an attribute of the parameters, which would be copied and pickled with them.
-_KEPT_APART = WeakTensorKeyDictionary()
-
-
-def declare_replicas(parameters: Iterable[Tensor], kept: KeptApart) -> None:
-    """Note that an integration keeps the replicas' gradients of the parameters apart."""
-    for parameter in parameters:
-        _KEPT_APART[parameter] = kept
-
-
-def note_optimizer(parameters: Iterable[Tensor], optimizer: object) -> None:
-    """Let integrations know who trains the parameters."""
-    for parameter in parameters:
-        if (kept := _KEPT_APART.get(parameter)) is not None:
-            kept.optimizers.add(optimizer)
-
-
-def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
+def check_replicas(X: Tensor, name: str, replicas: Group | None, kept: KeptApart | None) -> None:
     """Check that ``replicas`` suits the parameter.
+
+    kept: what an integration has declared of it.
 
     Raises:
         ValueError: if the parameter is sharded over ranks of ``replicas``, or if ``replicas`` is
-            None although an integration keeps the gradients of several replicas apart, or has
-            other ranks than these.
+            None, or lacks some ranks, although an integration keeps the gradients of these
+            replicas apart.
     """
-    kept = _KEPT_APART.get(X)
     if replicas is None:
         if kept is not None and len(kept.ranks) > 1:
             raise ValueError(
@@ -108,11 +79,11 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
                 f"shape {global_shape(X)} is sharded: pass the group that replicates it, such as "
                 f"mesh['replicate'], or None."
             )
-    if kept is not None and members != {*kept.ranks}:
+    if kept is not None and (missing := {*kept.ranks} - members):
         raise ValueError(
-            f"replicas is the process group of ranks {sorted(members)}, but keep_gradients_local "
-            f"keeps the gradients of {name} apart on ranks {sorted(kept.ranks)}, and nothing would "
-            f"ever average them over all of these: pass the group of all of them."
+            f"replicas has the ranks {sorted(members)}, but keep_gradients_local keeps the "
+            f"gradients of {name} apart on ranks {sorted(kept.ranks)}, and nothing would average "
+            f"those of {sorted(missing)}: pass a group that has all of them."
         )
 
 

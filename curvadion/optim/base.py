@@ -16,7 +16,8 @@ from curvadion.comm.background import Background
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
 from curvadion.layout.gradients import place_gradients
-from curvadion.layout.parameters import note_optimizer, shard_sizes
+from curvadion.layout.kept_apart import note_optimizer
+from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim import saving
@@ -245,9 +246,8 @@ class ReplicaOptimizer(Optimizer):
         X: the parameters that are trained, in the order of a plan. cut: whether in shards.
         """
         each = sizes(X)
-        if not sum(each) or (costs := self.sync.prepare(each)) is None:
+        if not (dense := 4 * sum(each)) or (costs := self.sync.prepare(each)) is None:
             return
-        dense = 4 * sum(each)
         shards = [shard_sizes(x) for x in X] if cut else [[n] for n in each]
         # What replicas tell each other at every step, unless they know beforehand.
         told = GATE_BYTES * max(map(len, shards)) / dense

@@ -40,9 +40,9 @@ def clip_grad_norm_(
     is one replica that is not sharded; the result is then that of torch's function. With a
     GradScaler call ``scaler.unscale_(optimizer)`` first.
 
-    If a gradient on any rank holds a NaN or an Inf, all ranks skip the optimizer's next step. No
-    rank scales anything then; but where replicas know openings beforehand, and do not hear of
-    each other's NaN, every gradient becomes NaN.
+    If a gradient on any rank holds a NaN or an Inf, all ranks skip the optimizer's next step, and
+    no gradient is scaled. Under a schedule or a gate with a delay, where replicas do not hear of
+    each other's NaN before the step, all gradients become NaN instead.
 
     With ``across_replicas=False`` each replica takes a factor of its own, by the norm of all its
     shards: ||G_i||. Nothing crosses between replicas then, and none waits for another. Replicas

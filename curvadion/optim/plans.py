@@ -259,5 +259,5 @@ def check_one_replica(gate: Gate, replicas: ReplicaGroup, plan: Plan) -> None:
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but no process group exists and replicas is "
             f"None: each process trains by itself. Call init_process_group and pass "
             f"replicas=torch.distributed.group.WORLD, or replicas='single' if this is meant.",
-            stacklevel=7,
+            stacklevel=checks.frames_up(),
         )

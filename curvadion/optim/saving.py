@@ -27,7 +27,7 @@ _FRAMES = 20  # as far up a caller is looked for
 
 
 class Difference(Enum):
-    """What replicas hold of their own. Of weights it may be what codes owe them."""
+    """What replicas hold of their own. WEIGHTS may also be what codes have not delivered yet."""
 
     WEIGHTS = "states"
     MOMENTA = "momenta"

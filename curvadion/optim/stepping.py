@@ -11,6 +11,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from curvadion import checks
 from curvadion.layout.dtensor import local
 from curvadion.metering.report import StepReport
 from curvadion.optim.base import ReplicaOptimizer
@@ -228,7 +229,7 @@ class SteppingOptimizer(ReplicaOptimizer):
                 f"{MOST_SKIPS_IN_A_ROW} steps in a row had a NaN or an Inf in a gradient of this "
                 f"replica (last: step {progress.steps}), which left them out. If the next ones "
                 f"have too, all replicas stop when they next come together.",
-                stacklevel=6,
+                stacklevel=checks.frames_up(),
             )
 
     def skip_step(self, *, tolerate: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion import checks
 from curvadion.comm.collectives import checksum, group_size, said_alike
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
@@ -129,7 +130,12 @@ def check_alike(own: Listing, group: dist.ProcessGroup | None, device: torch.dev
 
 
 class Verdict(NamedTuple):
-    """decided: whether gradients could be told apart. complete: no rank misses, or missed, one."""
+    """What a first look at the replicas has found.
+
+    Attributes:
+        decided: whether gradients could be told apart.
+        complete: whether every rank has had every gradient since replicas last came together.
+    """
 
     decided: bool
     complete: bool
@@ -214,7 +220,7 @@ def _warn_of_own_norms(largest: float, smallest: float) -> None:
         f"replica has probably divided them by its own norm, as torch.nn.utils.clip_grad_norm_ "
         f"does. Clip with curvadion.clip_grad_norm_(optimizer, max_norm), or with its "
         f"across_replicas=False if this is meant.",
-        stacklevel=6,
+        stacklevel=checks.frames_up(),
     )
 
 
@@ -377,7 +383,7 @@ class GradientWatch:
                 f"The gradients of {', '.join(averaged)} had the same direction on all replicas at "
                 f"{self.LOOKS} steps. If they do not depend on the data, ignore this. "
                 f"Otherwise they were identical{_averaged()}",
-                stacklevel=6,
+                stacklevel=checks.frames_up(),
             )
 
     def _bounds(self, p: Parameter) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from curvadion.comm.collectives import Buckets, Slot, group_size
 from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
+from curvadion.layout.kept_apart import declared
 from curvadion.layout.matrices import matrices_of
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
 from curvadion.update.gradients import GradientLists, Gradients, same
@@ -84,13 +85,14 @@ class Plan:
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
         unions = Unions() if unions is None else unions
+        kept_apart = declared()
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
                     continue
                 check_parameter(X, name, group)
                 if not single:
-                    check_replicas(X, name, replicas)
+                    check_replicas(X, name, replicas, kept_apart.get(id(X)))
                 if group["algorithm"] == "dion":
                     try:
                         shards = matrices_of(X, group, replicas, unions)

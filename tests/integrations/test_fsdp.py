@@ -17,11 +17,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import distributed
 import formulas
 import transformer
 from curvadion import CurvaDion, Dion, WireMeter
+from curvadion.integrations import ddp
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
 from curvadion.layout.parameters import global_shape
 from fsdp_training import LAYOUTS, mesh_of, setup, shard
@@ -221,6 +223,33 @@ def test_the_call_may_come_late_and_twice():
             for rank in ranks:
                 torch.testing.assert_close(averaged[rank][name], mean)
                 assert torch.equal(again[rank][name], own[rank][name])
+
+
+def moved(rank, swap):
+    """What a step says after a cast of the model whose gradients stay on their replica."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(8, 8, bias=False)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        if swap:
+            model = ddp.keep_gradients_local(DistributedDataParallel(model)).module
+        else:  # torch swaps DTensors whatever the setting
+            fully_shard(model, mesh=mesh)
+            keep_gradients_local(model)
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    try:
+        CurvaDion([("W", model.weight)], replicas=None).step()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_models_can_be_moved_and_are_known_afterwards(swap):
+    for said in distributed.run(2, moved, swap):
+        assert "gradients of 2 replicas of W apart" in said
 
 
 # -------------------------------------------------------------------- errors

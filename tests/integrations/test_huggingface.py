@@ -137,6 +137,24 @@ def test_checkpoint_holds_agreed_weights(run_twice):
     assert "curvadion/local_steps" in history["log_history"][0]
 
 
+def of_weights_only(rank, folder):
+    """Steps since replicas agreed on all state, and their distance, once a file is written."""
+    from curvadion.integrations.huggingface import optimizer_of
+
+    hf.launch()
+    trainer = trainer_of(
+        Path(folder, "own"), 0.0, args={"max_steps": 6, "save_steps": 6, "save_only_model": True},
+        **CODES,
+    )  # fmt: skip
+    trainer.train()
+    optimizer = optimizer_of(trainer)
+    return optimizer.progress.steps_since_exact, optimizer.drift()
+
+
+def test_a_checkpoint_of_weights_only_agrees_on_weights_only(tmp_path):
+    assert distributed.run(2, of_weights_only, str(tmp_path)) == [(6, 0)] * 2
+
+
 # -------------------------------------------------------------------- a plain loop
 
 

@@ -130,6 +130,44 @@ def test_replicas_of_fsdp2_train_as_whole_ones():
         assert losses == pytest.approx(by_hand, rel=1e-5)
 
 
+def fitted_again(rank):
+    """With HSDP: losses of a test between two fits, and the weights' distance at the end."""
+    model = runs.Model(runs.coded, "hybrid")
+    trainer = runs.fit(rank, model, steps=FEW, strategy=of_shards())
+    model.test_step = lambda batch, batch_idx: None
+    trainer.test(model, [0], verbose=False)
+    trainer.fit_loop.epoch_loop.max_steps = 2 * FEW
+    trainer.fit(model)
+    return len(model.losses), model.optimizer.drift()
+
+
+def test_a_trainer_of_shards_may_test_and_fit_again():
+    for count, drift in distributed.run(2, fitted_again):
+        assert count == 2 * FEW and drift == 0
+
+
+def averaged(rank):
+    """What fit says with an average of weights over steps, and the distance after its advice."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    model = runs.Model()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        callbacks = [Replicas(), EMAWeightAveraging(decay=0.9)]
+        runs.fit(rank, model, callbacks=callbacks, steps=FEW)
+    drifted = model.optimizer.drift()
+    model.optimizer.broadcast_weights()
+    texts = [str(w.message) for w in told if "broadcast_weights()" in str(w.message)]
+    return texts, drifted, model.optimizer.drift()
+
+
+def test_averages_of_weights_over_steps_are_warned_of():
+    for texts, drifted, after in distributed.run(2, averaged):
+        [text] = texts
+        assert text.startswith("EMAWeightAveraging averages the weights of each replica")
+        assert drifted > 0 == after
+
+
 # -------------------------------------------------------------------- a step
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +40,7 @@ class Model(LightningModule):
         self.losses, self.reports, self.validated = [], [], []
 
     def configure_model(self):
-        if self.sharded:
+        if self.sharded and not isinstance(self.toy, FSDPModule):  # not of an earlier fit
             names, shards = ("replicate", "shard"), dist.get_world_size() // 2
             self.mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=names)
             mesh = self.device_mesh["data_parallel"] if self.shards else self.mesh
@@ -117,7 +117,7 @@ def as_if_torchrun_had_started(rank, nodes=1):
     here = {"GROUP_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for name, value in (names | here | {"TORCHELASTIC_RUN_ID": "tests"}).items():
         os.environ[name] = str(value)
-    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
 def fit(rank, model, *, callbacks=None, ckpt_path=None, steps=STEPS, **settings):
