@@ -4,59 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import socket
 
 import pytest
 
-import distributed
 import doc_blocks
-import doc_frameworks
-from curvadion import ops
+from doc_checks import AROUND, ENTRIES, PYTHON, check, names_of, page_of_framework
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 
-AROUND = doc_blocks.AROUND | doc_frameworks.AROUND
-PYTHON = {block.name: block for block in doc_blocks.blocks("python")}
-ENTRIES = {name: doc_blocks.entry_of(block, AROUND) for name, block in PYTHON.items()}
 SHELL = doc_blocks.blocks("bash", "sh")
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+@pytest.mark.parametrize("name", names_of())
+def test_runs(name, tmp_path):
+    check(name, tmp_path)
 
 
-def require(package):
-    if package == "the compiled library":
-        if (lacks := ops.lacking("cpu")) is not None:
-            pytest.skip(f"needs it: {lacks}")
-    elif importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-
-
-def page_of_framework(name):
-    return PYTHON[name].page if ENTRIES[name] in doc_frameworks.AROUND else None
-
-
-@pytest.fixture(scope="module")
-def workers():
-    """New ones for each page: what DeepSpeed leaves in torch breaks torchtitan's classes."""
-    distributed.shutdown()
-
-
-CASES = [(page_of_framework(name), name) for name in PYTHON]
-
-
-@pytest.mark.parametrize(
-    ("workers", "name"), CASES, indirect=["workers"], ids=[*PYTHON], scope="module"
-)
-def test_runs(workers, name, tmp_path):
-    around = AROUND.get(ENTRIES[name], doc_blocks.Around())
-    for package in around.needs:
-        require(package)
-    block, folder = PYTHON[name], str(tmp_path)
-    distributed.run(around.ranks, doc_blocks.run, block, around, folder, free_port(), timeout=100.0)
+def test_each_block_is_run_by_one_file():
+    paths = (doc_blocks.ROOT / "tests").rglob("test_*.py")
+    sources = [path.read_text("utf-8") for path in paths]
+    found = names_of()
+    for page in {page_of_framework(name) for name in PYTHON} - {None}:
+        runs = f'@pytest.mark.parametrize("name", doc_checks.names_of("{page}"))'
+        assert sum(runs in source for source in sources) == 1, page
+        found += names_of(page)
+    assert sorted(found) == sorted(PYTHON)
 
 
 @pytest.mark.parametrize("entry", AROUND)

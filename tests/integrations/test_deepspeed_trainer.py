@@ -12,6 +12,7 @@ import torch
 
 import deepspeed_engines as ds
 import distributed
+import doc_checks
 import hugging_face as hf
 from deepspeed_replicas import SIZE
 
@@ -131,3 +132,11 @@ def check_checkpoint(folder: Path, load_file):
     held = get_fp32_state_dict_from_zero_checkpoint(str(folder))
     for name, W in load_file(folder / "model.safetensors").items():
         torch.testing.assert_close(W, held[name].to(W.dtype), rtol=0, atol=1e-6)
+
+
+# -------------------------------------------------------------------- what its page shows
+
+
+@pytest.mark.parametrize("name", doc_checks.names_of("docs/deepspeed.md"))
+def test_a_block_of_the_page_runs(name, tmp_path):
+    doc_checks.check(name, tmp_path)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import curvadion
 import distributed
+import doc_checks
 import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
 
@@ -408,3 +409,11 @@ def test_mistakes_are_errors_on_all_ranks(tmp_path):
     for messages in distributed.run(2, mistakes, str(tmp_path), timeout=120.0):
         for name, parts in MISTAKES.items():
             assert all(part in messages[name] for part in parts), (name, messages[name])
+
+
+# -------------------------------------------------------------------- what its page shows
+
+
+@pytest.mark.parametrize("name", doc_checks.names_of("docs/huggingface.md"))
+def test_a_block_of_the_page_runs(name, tmp_path):
+    doc_checks.check(name, tmp_path)

@@ -11,6 +11,7 @@ from torch import nn
 
 import curvadion
 import distributed
+import doc_checks
 import toy
 
 pytest.importorskip("lightning")
@@ -357,3 +358,11 @@ def refused(rank):
 def test_strategies_that_cannot_work_are_refused():
     for deepspeed, fsdp in distributed.run(2, refused):
         assert "curvadion.deepspeed" in deepspeed and "FSDP1" in fsdp
+
+
+# -------------------------------------------------------------------- what its page shows
+
+
+@pytest.mark.parametrize("name", doc_checks.names_of("docs/lightning.md"))
+def test_a_block_of_the_page_runs(name, tmp_path):
+    doc_checks.check(name, tmp_path)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import curvadion
 import distributed
+import doc_checks
 import torchtitan_runs as runs
 import toy
 
@@ -221,3 +222,11 @@ def from_the_command_line(rank):
 def test_the_command_line_knows_the_configuration():
     wanted = ("curvadion.integrations.torchtitan", 2.0, "Dion", {"wire_budget": 0.01})
     assert distributed.run(1, from_the_command_line) == [wanted]
+
+
+# -------------------------------------------------------------------- what its page shows
+
+
+@pytest.mark.parametrize("name", doc_checks.names_of("docs/torchtitan.md"))
+def test_a_block_of_the_page_runs(name, tmp_path):
+    doc_checks.check(name, tmp_path)
