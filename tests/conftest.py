@@ -25,6 +25,5 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="module")
 def own_workers():
     """New workers for a file: frameworks keep state in their modules, which other tests change."""
-    distributed.shutdown()
-    yield
-    distributed.shutdown()
+    with distributed.own_workers():
+        yield

@@ -62,7 +62,7 @@ def one_process(tmp_path_factory):
 
 
 # Others show what these do: the same kinds of cuts over more ranks, or fewer.
-FEW = {"fsdp 2", "tp 2", "tp 4", "hsdp 1x4", "hsdp_tp 2x1x2"}
+FEW = {"fsdp 2", "tp 2", "tp 4", "hsdp 1x4", "hsdp_tp 2x1x2", "hsdp_tp 1x2x2"}
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in FEW])

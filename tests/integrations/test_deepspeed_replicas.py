@@ -129,8 +129,8 @@ JSON = {
         "gate": {"type": "period", "period": 3}, "local_step": "dion", "direction": "polar",
     },
 }  # fmt: skip
-LONG = 11
-SPOILED = {(4, 1), (7, 0), (8, 2)}
+LONG, FEW = 11, 8
+SPOILED = {(4, 1), (5, 2), (7, 0)}  # of the first FEW steps, the second at an opening
 
 
 def by_hand(rank, cases):
@@ -142,13 +142,13 @@ def by_hand(rank, cases):
         ours, theirs = engine.basic_optimizer, other.optimizer
         assert repr(ours.sync) == repr(theirs.sync) and repr(ours.gate) == repr(theirs.gate)
         unlike, told = set(), []
-        for step in range(LONG):
+        for step in range(FEW):
             (report,) = ds.train(engine, [step], spoil=spoil)
             other.step(step, spoil)
             assert (report.gate_open, report.skipped) == (
                 theirs.report.gate_open, theirs.report.skipped,
             )  # fmt: skip
-            if step in (5, LONG - 1):
+            if step in (5, FEW - 1):
                 unlike |= other.unlike(ds.masters(engine))
             told.append((report.gate_open, report.skipped))
         drifts = [ours.drift()]
@@ -165,7 +165,6 @@ CASES = [
     ("1", "codes", ()),
     ("2", "fragments", SPOILED),
     ("2 offload", "delay", ()),
-    ("2 round robin", "low rank", ()),
     ("1 BF16_Optimizer", "delay", SPOILED),
     ("3 sub-groups", "codes", SPOILED),
     ("3 bf16", "low rank", SPOILED),
@@ -183,7 +182,7 @@ def test_every_sync_goes_where_flat_shards_declared_in_code_go():
             unlike |= found[name, how][0]
         assert not unlike, (name, how)
         assert apart > 0 and together == 0, (name, how)
-        assert 0 < sum(opened for opened, _ in told) < LONG, (name, how)
+        assert 0 < sum(opened for opened, _ in told) < FEW, (name, how)
         skipped = any(s for each in (first, *others) for _, s in each[name, how][1])
         assert skipped == bool(spoil), (name, how)
 

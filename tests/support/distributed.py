@@ -26,8 +26,8 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -92,6 +92,18 @@ def run(
 def of_forkserver(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
     """A new process, not started yet, that has imported what workers have."""
     return _context.Process(target=target, args=args)
+
+
+@contextmanager
+def own_workers() -> Iterator[None]:
+    """New workers for what runs inside; those that there were wait, with what they imported."""
+    global _pool
+    others, _pool = _pool, None
+    try:
+        yield
+    finally:
+        shutdown()
+        _pool = others
 
 
 @atexit.register
