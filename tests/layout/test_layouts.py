@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
+import formulas
 from curvadion import CurvaDion, Dion
-from mesh_layouts import FRACTION, LAYOUTS, SHAPES, place, sent, sent_of_layout
+from mesh_layouts import FRACTION, LAYOUTS, SHAPES, place, ranks_of, sent, sent_of_layout
 from reference import DionReference
 from scheduled import OPEN_STEPS, STEPS, Scheduled
 from seeded import gradient, weights
@@ -56,11 +59,9 @@ def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
     return max(errors)
 
 
-# All layouts open the gate of a schedule below; these have none of its closed steps.
-@pytest.mark.parametrize(
-    "name",
-    ["tp rowwise 4", "hsdp 2x2", "fsdp x tp, the same dimension", "replicated everywhere"],
-)
+# All layouts open the gate of a schedule below; these have none of its closed steps, and layouts
+# without replicas have none in test_options_in_layouts.
+@pytest.mark.parametrize("name", ["hsdp 2x2", "replicated everywhere"])
 def test_open_gate_takes_the_uncut_trajectory(name):
     sizes, layout, replica_axis = LAYOUTS[name]
     world = torch.Size(sizes).numel()
@@ -176,3 +177,28 @@ def test_a_closed_gate_sends_the_gate_and_one_norm_per_matrix(name):
         assert not gate_open
         assert count == gate + (8 * len(SHAPES) if sharded else 0)
         assert calls == (2 if sharded else 1 if gate else 0)
+
+
+def cuts(sizes, layout, rank):
+    """The cuts of both dimensions, as formulas.held takes them."""
+    places = [rank // math.prod(sizes[a + 1 :]) % sizes[a] for a in range(len(sizes))]
+    order = sorted(range(len(sizes)), key=lambda axis: layout[axis].endswith("s"))
+    return [
+        [(axis, sizes[axis], places[axis]) for axis in order if layout[axis][0] == str(dim)]
+        for dim in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_of_every_cut_are_those_of_the_formulas(name):
+    sizes, layout, replica_axis = LAYOUTS[name]
+    replicas = 1 if replica_axis is None else sizes[replica_axis]
+    for rank, ((total, _, largest, gate_open), _) in enumerate(sent_of_layout(name)):
+        m_cuts, n_cuts = cuts(sizes, layout, rank)
+        everything = [
+            formulas.held(shape, r, m_cuts=m_cuts, n_cuts=n_cuts, replicas=replicas)
+            for shape, r in zip(SHAPES, ranks_of(SHAPES), strict=True)
+        ]
+        assert gate_open
+        assert total == formulas.open_step(everything, reads_momentum=True)
+        assert largest == formulas.largest_message(everything)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +15,6 @@ from torch.distributed.tensor.parallel import (
 
 import distributed
 import formulas
-import mesh_layouts
 from curvadion import CurvaDion, Dion, WireMeter
 from tensor_parallel_training import LAYOUTS, setup
 from training import (
@@ -153,31 +150,6 @@ def test_summands_on_the_replicas_are_their_own_gradients():
 
 
 # -------------------------------------------------------------------- what a step sends
-
-
-def cuts(sizes, layout, rank):
-    """The cuts of both dimensions, as formulas.held takes them."""
-    places = [rank // math.prod(sizes[a + 1 :]) % sizes[a] for a in range(len(sizes))]
-    order = sorted(range(len(sizes)), key=lambda axis: layout[axis].endswith("s"))
-    return [
-        [(axis, sizes[axis], places[axis]) for axis in order if layout[axis][0] == str(dim)]
-        for dim in (0, 1)
-    ]
-
-
-@pytest.mark.parametrize("name", mesh_layouts.LAYOUTS)
-def test_bytes_of_every_cut_are_those_of_the_formulas(name):
-    sizes, layout, replica_axis = mesh_layouts.LAYOUTS[name]
-    shapes, replicas = mesh_layouts.SHAPES, 1 if replica_axis is None else sizes[replica_axis]
-    for rank, ((sent, _, largest, gate_open), _) in enumerate(mesh_layouts.sent_of_layout(name)):
-        m_cuts, n_cuts = cuts(sizes, layout, rank)
-        everything = [
-            formulas.held(shape, r, m_cuts=m_cuts, n_cuts=n_cuts, replicas=replicas)
-            for shape, r in zip(shapes, mesh_layouts.ranks_of(shapes), strict=True)
-        ]
-        assert gate_open
-        assert sent == formulas.open_step(everything, reads_momentum=True)
-        assert largest == formulas.largest_message(everything)
 
 
 RANK = 3

@@ -142,7 +142,7 @@ def test_stochastic_low_rank_update(backend):
     ("n", "k", "dtype", "layout"),
     all_pairs(
         [1, 5, 127, 129, 300, 517],
-        [0, 1, 3],
+        [0, 1, 2],
         [F32, BF16, F16],
         operations.LAYOUTS,
     ),
