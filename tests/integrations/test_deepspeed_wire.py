@@ -183,7 +183,7 @@ def test_a_budget_is_met_at_every_stage():
 
 
 def test_a_budget_holds_where_shards_are_smaller_than_blocks():
-    for found in distributed.run(4, of_a_budget, ["1", "2", "3"], Narrow, 0.08, 40):
+    for found in distributed.run(4, of_a_budget, ["2", "3"], Narrow, 0.08, 40):
         for name, sent in found.items():
             assert 0.03 < sent <= 0.08, (name, sent)
 
@@ -243,7 +243,7 @@ def mean_over_ranks(loss):
 
 
 def test_losses_at_one_percent_are_those_of_hsdp():
-    (wanted, apart, *others), *_ = distributed.run(4, losses, ["1", "2", "3"])
+    (wanted, apart, *others), *_ = distributed.run(4, losses, ["2", "3"])
     for curve in others:
         assert difference(curve, wanted) < 0.003
     assert difference(apart, wanted) > 0.01
