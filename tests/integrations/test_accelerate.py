@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("own_workers")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-STEPS, SAVED, BATCH, MAX_NORM = 24, 17, 2, 0.5
+STEPS, SAVED, BATCH, MAX_NORM = 30, 17, 2, 0.5
 CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2)}
 
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}"),
 ]
 
-STEPS, SAVED, FEW = 24, 17, 6
+STEPS, SAVED, FEW = 30, 17, 6
 CODES = {
     "gate": curvadion.FixedPeriod(4),
     "sync": curvadion.QuantizedAverage(bits=2),

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -52,9 +51,6 @@ _context.set_forkserver_preload(
     ]
 )
 _pool: _Pool | None = None
-GROUPS = {"_dim_group_names", "_flatten_mapping", "_pg_registry", "_root_mesh"}
-_meshes: dict[Any, list[Any]] = {}  # of a worker, those that caches hold of earlier calls
-_new_meshes: list[Any] = []  # references to those of this call
 _frozen = 0  # of a worker, the modules imported when it last froze what there was
 
 
@@ -227,7 +223,6 @@ def _serve(connection: Connection, stack_file: Path, port: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack)
     faulthandler.enable(stack)  # where it was when it died of a signal
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    _watch_meshes()
     gc.collect()
     _freeze_modules()
     problem = None
@@ -270,6 +265,7 @@ def _answer(
 
 def _clean_up() -> str | None:
     import torch.distributed as dist
+    from torch.distributed.tensor import debug
 
     try:
         if dist.is_initialized():
@@ -277,37 +273,12 @@ def _clean_up() -> str | None:
             dist.destroy_process_group()
     except RuntimeError:
         return traceback.format_exc()
+    cast(
+        Any, debug
+    )._clear_sharding_prop_cache()  # it holds meshes, and those hold destroyed groups
     gc.collect()
-    _lay_meshes_by()
     _freeze_modules()
     return None
-
-
-def _watch_meshes() -> None:
-    """Let DTensor's cache of how operators are sharded outlive the groups of its meshes.
-
-    It knows equal meshes as one, and answers with the one that it saw first. Once an equal mesh is
-    made with new groups, the one of an earlier call becomes another name for it.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    make = DeviceMesh.__init__
-
-    def made(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        for old in _meshes.pop(self._hash_key(), []):
-            old.__dict__ = self.__dict__
-        _new_meshes.append(weakref.ref(self))
-
-    cast(Any, DeviceMesh).__init__ = made
-
-
-def _lay_meshes_by() -> None:
-    """Keep the meshes that caches hold, without their groups, for equal ones to come."""
-    for old in filter(None, (made() for made in _new_meshes)):
-        old.__dict__ = {key: value for key, value in vars(old).items() if key not in GROUPS}
-        _meshes.setdefault(old._hash_key(), []).append(old)
-    _new_meshes.clear()
 
 
 def _freeze_modules() -> None:
