@@ -14,8 +14,8 @@ BIN := .venv/bin
 # Several processes share the cores; more threads than cores make each of them slower.
 export OMP_NUM_THREADS := 1
 
-# Two files at a time: tests of one process leave half of two cores idle.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Two files at a time, in the order of tests/conftest.py: tests of one process leave a core idle.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1

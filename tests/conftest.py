@@ -13,6 +13,14 @@ import distributed
 torch.set_num_threads(1)
 
 
+# Files of long tests, which run first: the many short ones then keep all workers busy to the end.
+LONG = ("ops/test_triton", "integrations/", "examples/", "benchmarks/", "test_packaging")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not any(name in item.path.as_posix() for name in LONG))
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # thousands of tests, which every later collection would walk again
