@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
+# By mesh, ranks by this rank's coordinates and axes. Many parameters share a mesh, whose tensor of
+# ranks is made anew at each access.
+_RANKS_OVER: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
+    WeakKeyDictionary()
+)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The shard that this rank holds, sharing memory with the tensor; other tensors as they are."""
     if is_dtensor(tensor):
@@ -63,13 +70,6 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
         index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
         known[along] = mesh.mesh[index].flatten().tolist()
     return group_of_ranks(known[along])
-
-
-# By mesh, ranks by this rank's coordinates and axes. Many parameters share a mesh, whose tensor of
-# ranks is made anew at each access.
-_RANKS_OVER: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
-    WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)

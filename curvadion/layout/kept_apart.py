@@ -34,12 +34,12 @@ def declare(module: nn.Module, parameters: Iterable[Tensor], kept: KeptApart) ->
     Whoever is known to train them by an earlier declaration is known by this one.
     """
     wanted = {id(X) for X in parameters}
-    declared = _DECLARED.setdefault(module, {})
+    by_name = _DECLARED.setdefault(module, {})
     for name, X in module.named_parameters():
         if id(X) in wanted:
-            if name in declared:
-                kept.optimizers.update(declared[name].optimizers)
-            declared[name] = kept
+            if name in by_name:
+                kept.optimizers.update(by_name[name].optimizers)
+            by_name[name] = kept
 
 
 def declared() -> dict[int, KeptApart]:
