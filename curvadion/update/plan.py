@@ -85,7 +85,7 @@ class Plan:
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
         unions = Unions() if unions is None else unions
-        kept_apart = declared()
+        kept_apart = {} if single else declared()
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not X.requires_grad:
