@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from curvadion import checks
 from curvadion.integrations.saving import warn_of_own_weights
 from curvadion.layout import kept_apart
 
@@ -125,7 +126,7 @@ def _spare_buffers(ddp: DistributedDataParallel) -> None:
             f"broadcast_buffers=False) if they never change (rotary tables, masks) or if each "
             f"replica may keep its own (BatchNorm's running statistics), and broadcast_buffers="
             f"True to keep it as it is.",
-            stacklevel=3,
+            stacklevel=checks.frames_up(),
         )
 
 

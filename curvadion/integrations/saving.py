@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from curvadion import checks
 from curvadion.optim.dion import Dion
 
 
@@ -53,5 +54,5 @@ class _OwnWeights:
                     f"they last agreed: {optimizer.progress.local_steps}) holds this rank's "
                     f"weights, of which torch.distributed.checkpoint would make a mixture. Call "
                     f"{self.call} on all ranks before, unless each rank saves and loads its own.",
-                    stacklevel=3,
+                    stacklevel=checks.frames_up(),
                 )

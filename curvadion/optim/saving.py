@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from curvadion import checks
 from curvadion.comm.groups import Group
 from curvadion.optim.record import Progress
 from curvadion.sync.base import Sync
@@ -55,7 +56,7 @@ def warn_of_weights(differ: Difference | None, steps: int) -> None:
             f"same: a checkpoint of one replica loses what the others hold. Call "
             f"optimizer.synchronize(exact=True) on all ranks before, or let each rank save and "
             f"load its own.",
-            stacklevel=3,
+            stacklevel=checks.frames_up(),
         )
 
 
