@@ -4,7 +4,6 @@ import importlib.util
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -119,9 +118,7 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(of_demo):
 
 
 def test_deepspeeds_launcher_runs_it(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(distributed.free_port())
     launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
     json_file = str(train_gpt_deepspeed.EXAMPLES / "ds_config_zero3.json")
     command = [

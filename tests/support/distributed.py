@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -83,6 +84,13 @@ def run(
     except BaseException:
         shutdown()  # ranks may be anywhere
         raise
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def of_forkserver(target: Callable[..., None], args: tuple[Any, ...]) -> Any:

@@ -7,7 +7,6 @@ tests/docs/test_code_blocks.py runs all others.
 from __future__ import annotations
 
 import importlib.util
-import socket
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def check(name: str, folder: Path) -> None:
     around = AROUND.get(ENTRIES[name] or "", doc_blocks.Around())
     for package in around.needs:
         _require(package)
-    block, port = PYTHON[name], _free_port()
+    block, port = PYTHON[name], distributed.free_port()
     distributed.run(around.ranks, doc_blocks.run, block, around, str(folder), port, timeout=100.0)
 
 
@@ -46,9 +45,3 @@ def _require(package: str) -> None:
             pytest.skip(f"needs it: {lacks}")
     elif importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}")
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
