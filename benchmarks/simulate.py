@@ -28,7 +28,7 @@ import torch
 
 from command_line import option, parse
 from demo import aligned
-from simulation.training import DIRECTIONS, SPARSE, SYNCHRONISED, Training, train
+from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
 RECORDS = "runs/simulated.json"
@@ -62,6 +62,7 @@ class Options:
     steps: tuple[int, ...] = option((300,), "optimizer steps")
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
     warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
+    spectrum_decay: tuple[float, ...] = option((0.0,), "of ours: weight of earlier openings")
     workers: int = option(2, "trainings at once, each in a process of one thread")
     device: str = option("cpu", "of the trainings; cuda takes one worker")
     out: str = option(RECORDS, "the records")
@@ -73,12 +74,11 @@ def selected(options: Options) -> Iterator[Training]:
     given["look_ahead"] = given["look_ahead"] or (None,)
     given["strided"] = (given["strided"],)
     default = {f.name: f.default for f in fields(Training)}
-    ours = ("fragments", "delay", "align", "polar", "strided")
     seen = set()
     for values in itertools.product(*given.values()):
         settings = dict(zip(given, values, strict=True))
         method, fixed = settings["method"], list[str]()
-        fixed += ours if method != "ours" else ()
+        fixed += OURS if method != "ours" else ()
         fixed += ["budget"] if method in SYNCHRONISED else []
         fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
         fixed += ["outer_lr"] if method not in ("diloco", "muloco", *SPARSE) else []

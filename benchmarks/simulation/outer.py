@@ -109,6 +109,8 @@ class Average:
     """Settings of :class:`QuantizedAverage`; names as of the package's.
 
     wire_budget: share of the bytes. delay: steps. align, polar: shares of the two corrections.
+    spectrum_decay: weight of a momentum's spectra at earlier openings in its alignment; 0 takes
+    that of this opening alone, as the package does.
     strided: whether a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block;
     else fragments have about equal sizes, as the package makes them.
     """
@@ -120,6 +122,7 @@ class Average:
     align: float = 1.0
     polar: float = 1.0
     strided: bool = False
+    spectrum_decay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class QuantizedAverage(Outer):
         self._length = dict.fromkeys(names, 0.0)
         self._next, self._apart, self._local = 0, 0, 0
         self._under_way: list[Arrival] = []
+        self._S: Weights = {}
         self.gate = ByteBudget(settings.wire_budget)
         lengths = LENGTH_BYTES * len(world.initial) if settings.delay else 0
         self.gate.open_cost = self.codes.share(list(self.sizes.values())) / count
@@ -219,13 +223,21 @@ class QuantizedAverage(Outer):
             own.X[name].copy_(anchor.expand_as(own.X[name]))
 
     def _align(self, own: Replicas, name: str, missing: Tensor, L: float) -> None:
-        """M <- M - (D - D_i) S / L, less where D - D_i is too long."""
+        """M <- M - (D - D_i) S / L, less where D - D_i is too long.
+
+        S = U^T M shares noise with D_i: the mean over replicas of D_i S is not D times that of S,
+        and momenta lose some of their mean. A mean of S over openings shares less.
+        """
         U, M = own.U[name], own.M[name]
         r = min(M.shape[1:])
         squares = missing.square().sum((1, 2), keepdim=True)
         turn = missing * (self.settings.align * L * r / squares.clamp_min(L * L * r))
         tall = M.shape[-2] >= M.shape[-1]
-        M.sub_(turn @ (U.mT @ M) if tall else (M @ U.mT) @ turn)
+        S = U.mT @ M if tall else M @ U.mT
+        S = S.lerp(self._S.get(name, S), self.settings.spectrum_decay)
+        if self.settings.spectrum_decay:
+            self._S[name] = S
+        M.sub_(turn @ S if tall else S @ turn)
 
     def _correction(self, D: Tensor, L: float) -> Tensor:
         """A Newton-Schulz step of D towards its polar factor, times L, bounded."""

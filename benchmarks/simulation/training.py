@@ -31,6 +31,7 @@ Method = Literal[
     "powersgd_muon",
 ]
 SYNCHRONISED = ("adamw", "muon", "dion")
+OURS = ("fragments", "delay", "align", "polar", "strided", "spectrum_decay")  # settings of ours
 SPARSE = ("sparseloco", "sparse_muon")
 DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
     "adamw": "adamw",
@@ -51,8 +52,8 @@ class Training:
         method: adamw, muon and dion average gradients at every step; the others keep to a budget.
         lr, elementwise, weight_decay, look_ahead, update_scale: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
-        bits, fragments, strided, delay, align, polar: of "ours" (:class:`Average`); bits of DiLoCo
-            and MuLoCo too, 0 for float32.
+        bits, fragments, strided, delay, align, polar, spectrum_decay: of "ours" (:class:`Average`);
+            bits of DiLoCo and MuLoCo too, 0 for float32.
         outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate of the sparse ones too.
         kept: of a chunk's 4096 numbers, by "sparseloco" around AdamW and "sparse_muon".
         size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
@@ -83,6 +84,7 @@ class Training:
     steps: int = 300
     seed: int = 0
     warmdown: float = 0.2
+    spectrum_decay: float = 0.0
 
     @property
     def task(self) -> Task:
@@ -94,9 +96,7 @@ class Training:
         if self.method in SYNCHRONISED:
             return None
         if self.method == "ours":
-            chosen = {
-                k: getattr(self, k) for k in ("fragments", "delay", "align", "polar", "strided")
-            }
+            chosen = {key: getattr(self, key) for key in OURS}
             return QuantizedAverage(Average(self.budget, self.bits or None, **chosen), world)
         if self.method.startswith("powersgd"):
             rank = powersgd_rank(self.task.shapes(), self.budget, self.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ import simulate
 from curvadion import WireMeter
 from grids import SIZES, Run, Task
 from simulation.inner import Inner, Replicas
-from simulation.outer import Codes
+from simulation.outer import Average, Codes, QuantizedAverage
 from simulation.rivals import OuterMomentum, OuterStep, PowerSGD, Sparse, SparseAverage
 from simulation.training import SYNCHRONISED, Training, trained
 from simulation.world import World
@@ -160,6 +161,31 @@ def test_rivals_keep_to_their_budget():
         OuterMomentum.within(0.01, 16, OuterStep(1), world)
     with pytest.raises(ValueError, match="PowerSGD"):
         Training("powersgd", 0.01, size="tiny", budget=0.001).outer(world)
+
+
+def test_momenta_keep_their_mean_if_replicas_have_one_spectrum():
+    """M_i <- M_i - (D - D_i) S / L with the mean S of this opening and of those before."""
+    torch.manual_seed(0)
+    world, decay, L = World(TINY, 0, REPLICAS), 0.75, 0.5
+    outer = QuantizedAverage(Average(0.1, spectrum_decay=decay), world)
+    own = Replicas(Inner("polar", 0.02), world, REPLICAS)
+    wide = next(name for name, M in own.M.items() if M.shape[1] < M.shape[2])
+    S = torch.zeros(())
+    for opening in range(3):
+        own.M[wide] = torch.randn_like(own.M[wide])
+        own.U[wide] = torch.randn_like(own.M[wide])
+        missing = 0.01 * torch.randn_like(own.M[wide])
+        M, U, D = own.M[wide].double(), own.U[wide].double(), missing.double()
+        now = torch.stack([m @ u.mT for m, u in zip(M, U, strict=True)])
+        S = now if opening == 0 else decay * S + (1 - decay) * now
+        outer._align(own, wide, missing, L)
+        torch.testing.assert_close(own.M[wide].double(), M - S @ D / L, rtol=1e-4, atol=1e-4)
+    outer._S[wide] = outer._S[wide].mean(0, keepdim=True).expand_as(S)
+    outer.settings = replace(outer.settings, spectrum_decay=1.0)
+    before = own.M[wide].mean(0)
+    centred = missing - missing.mean(0)
+    outer._align(own, wide, centred, L)
+    torch.testing.assert_close(own.M[wide].mean(0), before)
 
 
 @pytest.mark.parametrize("direction", ["adamw", "polar", "low_rank"])
