@@ -195,6 +195,7 @@ def ours(
     parts: int = 1,
     momenta: bool = True,
     polar: bool = True,
+    spectra: float = 0.0,
     direction: Literal["low_rank", "polar"] = "polar",
     by: Literal["period", "rmmc"] = "period",
     delay: int = 0,
@@ -203,8 +204,9 @@ def ours(
     """CurvaDion under a budget of bytes.
 
     Records call the arguments of QuantizedAverage by shorter names: ``bits``, ``parts`` (its
-    fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction). ``by`` says when the
-    gate opens. Nothing of a rank crosses the wire, so it is full.
+    fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction), ``spectra``
+    (spectrum_decay). ``by`` says when the gate opens. Nothing of a rank crosses the wire, so it is
+    full.
     """
     config = _dion_config(
         lr,
@@ -216,6 +218,7 @@ def ours(
         delay=delay,
         align_momentum=momenta,
         polar_correction=polar,
+        spectrum_decay=spectra,
         direction=direction,
         max_local_steps=NEVER,
         **settings,

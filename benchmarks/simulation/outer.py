@@ -109,8 +109,7 @@ class Average:
     """Settings of :class:`QuantizedAverage`; names as of the package's.
 
     wire_budget: share of the bytes. delay: steps. align, polar: shares of the two corrections.
-    spectrum_decay: weight of a momentum's spectra at earlier openings in its alignment; 0 takes
-    that of this opening alone, as the package does.
+    spectrum_decay: weight of a momentum's spectra at earlier openings in its alignment.
     strided: whether a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block;
     else fragments have about equal sizes, as the package makes them.
     """

@@ -178,19 +178,30 @@ def _layout(
     )
 
 
-def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+def squares_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """n x n zeros for each matrix, as :func:`zeros_per_matrix`; n: columns of the widest one."""
+    if (shard := flat_shard(X)) is not None:
+        shapes = [shape for _, shape, _ in flat_matrices(shard, options)]
+    else:
+        shapes = [layout.shape for layout in QSlots(X, options).layouts]
+    n = max(map(min, shapes), default=0)
+    return zeros_per_matrix(X, options, n, n)
+
+
+def zeros_per_matrix(X: Tensor, options: Mapping[str, Any], *sides: int) -> Tensor:
     """A zero for each matrix: shape (*stack dimensions, row blocks), without row blocks of one.
 
     For a flat shard the shape is (matrices,), or () for one matrix. float32 or wider; sharded as
-    the parameter's stack dimensions are.
+    the parameter's stack dimensions are. ``sides`` follow: zeros of this shape for each matrix.
     """
     dtype = torch.promote_types(X.dtype, torch.float32)
     if (shard := flat_shard(X)) is not None:
         count = len(list(flat_matrices(shard, options)))
-        return torch.zeros((count,) if count > 1 else (), dtype=dtype, device=X.device)
+        each = (count,) if count > 1 else ()
+        return torch.zeros((*each, *sides), dtype=dtype, device=X.device)
     X, stack_dims = output_first(X, options), options["stack_dims"]
     blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
-    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
+    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []), *sides)
     if not stack_dims:
         return torch.zeros(shape, dtype=dtype, device=X.device)
     return zeros(X, shape, state_placements(X, stack_dims, None), dtype)

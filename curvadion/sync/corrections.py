@@ -14,6 +14,10 @@ direction and keeps its own S_i:
 
     M_i <- M_i - (D - D_i) S_i / L.
 
+If S_i were the same on all replicas, the mean of their momenta would stay what it is. But the S_i
+of one opening holds the same noise as D_i, and the mean of D_i S_i is not D times that of S_i:
+momenta would lose some of their mean at each opening. So S_i is a mean over openings.
+
 M_i is the momentum after the last step: after its gradient and the error feedback (under the plain
 rule, after its gradient), without the look-ahead. P and Q are that step's factors, of the momentum
 before the error feedback and with the look-ahead. At full rank without a look-ahead the momentum
@@ -44,7 +48,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import largest, saturated
 from curvadion.update.direction import Taken
-from curvadion.update.parameter import Matrix, open_shards, product_dtype, stacked
+from curvadion.update.parameter import Matrix, Parameter, open_shards, product_dtype, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.row_shards import (
     cut_columns,
@@ -52,7 +56,7 @@ from curvadion.update.row_shards import (
     products_of_columns,
     whole_rows,
 )
-from curvadion.update.state import ANCHOR
+from curvadion.update.state import ANCHOR, SPECTRUM
 
 # State of matrices: the sum of the learning rates of the steps since replicas agreed on the anchor.
 LR_SINCE_ANCHOR = "lr_since_anchor"
@@ -123,17 +127,27 @@ def moved_since_(taken: Taken, own: Sequence[Tensor]) -> Sequence[Tensor]:
     return own
 
 
-def align_momenta_(taken: Taken, missing: Sequence[Tensor], lengths: Sequence[Tensor]) -> None:
+def align_momenta_(
+    taken: Taken, missing: Sequence[Tensor], lengths: Sequence[Tensor], spectrum_decay: float
+) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
     Args:
         taken: the last step, a local one.
         missing: D - D_i of its matrices, by stack; overwritten.
         lengths: L of its matrices, by stack.
+        spectrum_decay: weight of the S_i of earlier openings.
     """
     if taken.stacks:
         shares = _alignment_shares(taken, missing, lengths)
-        taken.turn_momenta_(missing, [-share for share in shares])
+        taken.turn_momenta_(missing, [-share for share in shares], spectrum_decay)
+
+
+def forget_spectra(parameters: Sequence[Parameter]) -> None:
+    """Begin the means of S anew: replicas that hold equal states afterwards go on alike."""
+    for p in parameters:
+        if SPECTRUM in p.state:
+            local(p.state[SPECTRUM]).zero_()
 
 
 def _difference_(X: Tensor, own: Tensor) -> None:

@@ -39,6 +39,7 @@ from curvadion.sync.corrections import (
     anchors_moved_,
     anchors_of,
     correct_polar_,
+    forget_spectra,
     lengths_since_anchor,
     moved_since_,
     weights_of,
@@ -57,7 +58,7 @@ from curvadion.update.direction import Taken
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter, stacked
 from curvadion.update.plan import Plan
-from curvadion.update.state import ANCHOR, RESIDUAL, Owner, StateKey
+from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, Owner, StateKey
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -78,6 +79,8 @@ class QuantizedAverage(Sync):
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a wave's weights meanwhile (docs/guide.md#memory).
+        spectrum_decay: weight of earlier openings' spectra S in momentum alignment, for polar
+            directions. They take min(m, n)^2 numbers a matrix on every rank, sharded or not.
         polar_correction: whether replicas restore, for no bytes, the length that the mean of their
             directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
             holds a copy of a wave's anchors meanwhile.
@@ -98,6 +101,7 @@ class QuantizedAverage(Sync):
         StateKey(ANCHOR, Owner.SYNC, like_parameter=True),
         StateKey(RESIDUAL, Owner.SYNC, like_parameter=True),
         StateKey(LR_SINCE_ANCHOR, Owner.SYNC),
+        StateKey(SPECTRUM, Owner.SYNC),
         StateKey(SENT, Owner.SYNC, like_parameter=True, passing=True),
         StateKey(MEAN, Owner.SYNC, like_parameter=True, passing=True),
         StateKey(DUE, Owner.SYNC, passing=True),
@@ -114,6 +118,7 @@ class QuantizedAverage(Sync):
         polar_correction: bool = True,
         residual_dtype: Literal["bfloat16", "float32"] | torch.dtype = "bfloat16",
         delay: int = 0,
+        spectrum_decay: float = 0.0,
     ) -> None:
         if bits is not None:
             checks.integer("bits", bits, 1)
@@ -127,6 +132,7 @@ class QuantizedAverage(Sync):
             name = residual_dtype
         checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
         checks.integer("delay", delay, 0)
+        checks.number("spectrum_decay", spectrum_decay, below=1.0)
         self._bits = bits
         self.bits = bits_within(0.0) if bits is None else bits
         self.fragments = fragments
@@ -134,6 +140,7 @@ class QuantizedAverage(Sync):
         self.polar_correction = polar_correction
         self.residual_dtype: str = name
         self.delay = delay
+        self.spectrum_decay = float(spectrum_decay)
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
         self._under_way = UnderWay()
@@ -186,6 +193,8 @@ class QuantizedAverage(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
             if p.matrices:
                 p.state.setdefault(LR_SINCE_ANCHOR, 0.0)  # flattened old checkpoints lack it
+            if self.align_momentum and self.spectrum_decay:
+                p.create_spectra()
 
     def note_own_step(self) -> None:
         self.fragments_apart = self.count
@@ -302,7 +311,8 @@ class QuantizedAverage(Sync):
                 stacked([m.read(arrived[id(m.parameter)].missing) for m in stack], stack[0])
                 for stack in taken.stacks
             ]
-            align_momenta_(taken, missing, lengths_since_anchor(taken.plan, LR_SENT))
+            lengths = lengths_since_anchor(taken.plan, LR_SENT)
+            align_momenta_(taken, missing, lengths, self.spectrum_decay)
             del missing
         del taken
         if corrected and self.polar_correction:
@@ -342,7 +352,8 @@ class QuantizedAverage(Sync):
             average_in_codes_(list(anchored(alike)), self.bits, replicas)
         if aligned is not None:
             missing = moved_since_(aligned, own)
-            align_momenta_(aligned, missing, lengths_since_anchor(aligned.plan))
+            lengths = lengths_since_anchor(aligned.plan)
+            align_momenta_(aligned, missing, lengths, self.spectrum_decay)
             del missing
         del taken, aligned, own
         if corrected:
@@ -361,6 +372,7 @@ class QuantizedAverage(Sync):
         self._under_way.drop(parameters)
         for held in anchored(parameters):
             held.anchor.copy_(held.X)
+        forget_spectra(parameters)
         begin_anew(parameters)
 
     # ---------------------------------------------------------------- checkpoints
@@ -383,5 +395,6 @@ class QuantizedAverage(Sync):
         return (
             f"QuantizedAverage(bits={self.bits}, fragments={self.fragments}, "
             f"align_momentum={self.align_momentum}, polar_correction={self.polar_correction}, "
-            f"residual_dtype={self.residual_dtype!r}, delay={self.delay})"
+            f"residual_dtype={self.residual_dtype!r}, delay={self.delay}, "
+            f"spectrum_decay={self.spectrum_decay})"
         )

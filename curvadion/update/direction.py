@@ -31,14 +31,18 @@ class Taken(ABC):
         """The rank of U_i by stack: its squared Frobenius norm, about."""
 
     @abstractmethod
-    def turn_momenta_(self, changes: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
-        """M_i <- M_i + share C U_i^T M_i; collective inside the replica.
+    def turn_momenta_(
+        self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
+    ) -> None:
+        """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
         If U_i + share C is another direction, the part of M_i in the space of U_i takes it.
 
         Args:
             changes: C, (k, m_i, n_j) by stack; overwritten.
             shares: a number a matrix, (k,) by stack.
+            decay: weight of the S_i of earlier calls beside this one's, where the direction keeps
+                them (polar): S_i is then their mean, sum over calls of (1 - decay) decay^age S.
 
         It can be called once: the directions are given up.
         """

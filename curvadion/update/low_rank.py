@@ -67,7 +67,9 @@ class LowRankTaken(Taken):
     def drops(self) -> list[Tensor]:
         return [_drop(*stack) for stack in zip(self.stacks, self._factors, strict=True)]
 
-    def turn_momenta_(self, changes: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
+    def turn_momenta_(
+        self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
+    ) -> None:
         momenta = [as_stack(stack, inside_replica=True) for stack in self.stacks]
         right, _ = right_products(momenta, [factors.P for factors in self._factors])
         left = left_products(

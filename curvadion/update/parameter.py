@@ -14,12 +14,12 @@ from torch import Tensor
 from curvadion.layout.blocks import block_sizes
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard_state
-from curvadion.layout.matrices import MatrixShard, zeros_per_matrix
+from curvadion.layout.matrices import MatrixShard, squares_per_matrix, zeros_per_matrix
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.parameters import check_placements, global_shape
 from curvadion.layout.right_factors import create_right_factors
 from curvadion.update.scalar import create_state
-from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE
+from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, SPECTRUM
 
 States = MutableMapping[Tensor, dict[str, Any]]
 
@@ -122,6 +122,22 @@ class Parameter:
         return local(self.state[R_SCALE]).view(-1)
 
     @property
+    def spectra(self) -> Tensor:
+        """The momenta's S = U^T M over openings, (matrices held here, n, n), a view.
+
+        Zeros before the first opening. Every rank of a replica holds the same.
+        """
+        self.create_spectra()
+        squares = local(self.state[SPECTRUM])
+        return squares.view(-1, *squares.shape[-2:])
+
+    def create_spectra(self) -> None:
+        """Make place for spectra where there is none; only polar directions keep them."""
+        dion = self.group["algorithm"] == "dion"
+        if dion and self.direction == "polar" and SPECTRUM not in self.state:
+            self.state[SPECTRUM] = squares_per_matrix(self.X, self.group)
+
+    @property
     def stochastic_rounding(self) -> bool:
         return bool(self.group["stochastic_rounding"])
 
@@ -191,6 +207,12 @@ class Matrix:
     def R_scale(self) -> Tensor:
         """How long the momentum has been lately, a view without dimensions."""
         return self.parameter.R_scale[self.index]
+
+    @property
+    def spectrum(self) -> Tensor:
+        """The momentum's S = U^T M over openings, a view, (n, n)."""
+        n = min(self.layout.shape)
+        return self.parameter.spectra[self.index, :n, :n]
 
     @property
     def feedback(self) -> float:

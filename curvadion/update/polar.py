@@ -79,22 +79,28 @@ class PolarTaken(Taken):
     def ranks(self) -> list[int]:
         return [min(matrices[0].layout.shape) for matrices in self.stacks]
 
-    def turn_momenta_(self, changes: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
+    def turn_momenta_(
+        self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
+    ) -> None:
         layouts = [matrices[0].layout for matrices in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
         # Both of a size about 1. Every rank of the replica knows the same lengths of momenta.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
-            M.div_(length.clamp_min(torch.finfo(torch.float32).tiny))
+            M.div_(length.clamp_min(_tiny(length)))
             change.mul_(share[:, None, None])
         S = products_of_columns(self._U, whole_rows(momenta, layouts), layouts)
         self._U.clear()
         del momenta
         turns = []
-        for rows, S_stack, length in zip(whole_rows(changes, layouts), S, lengths, strict=True):
+        whole = whole_rows(changes, layouts)
+        for matrices, rows, own, length in zip(self.stacks, whole, S, lengths, strict=True):
+            spectra = _over_openings(matrices, own.mul_(length), decay).to(own.dtype)
+            size = spectra.abs().amax((1, 2), keepdim=True).clamp_min(_tiny(spectra))
             dtype = dtype_of_products(rows)
             # (m_r, n) = (m_r, n) (n, n)
-            turns.append(torch.bmm(rows.to(dtype), S_stack.to(dtype)).to(rows.dtype).mul_(length))
+            turn = torch.bmm(rows.to(dtype), spectra.div(size).to(dtype))
+            turns.append(turn.to(rows.dtype).mul_(size))
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
             for batch in batches(matrices):
                 chosen = matrices[batch]
@@ -104,6 +110,23 @@ class PolarTaken(Taken):
 
 
 # -------------------------------------------------------------------- before and after
+
+
+def _over_openings(matrices: Sequence[Matrix], S: Tensor, decay: float) -> Tensor:
+    """The means of S, (k, n, n), with those of earlier openings, which they replace."""
+    if not decay:
+        return S
+    kept = [m.spectrum for m in matrices]
+    before = torch.stack(kept)
+    S = S.to(before.dtype)
+    first = ~before.flatten(1).any(1)  # counts whole
+    means = torch.where(first[:, None, None], S, before.lerp_(S, 1 - decay))
+    torch._foreach_copy_(kept, list(means))
+    return means
+
+
+def _tiny(x: Tensor) -> float:
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).tiny
 
 
 def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:

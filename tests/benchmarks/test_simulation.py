@@ -43,6 +43,11 @@ REAL = {
         {"wire_budget": 0.08, "bits": 8, "parts": 3},
     ),
     "delayed": ("ours", {**OURS, "delay": 2}, {"wire_budget": 0.08, "bits": 8, "delay": 2}),
+    "spectra over openings": (
+        "ours",
+        {**OURS, "spectrum_decay": 0.8},
+        {"wire_budget": 0.08, "bits": 8, "spectra": 0.8},
+    ),
     "without corrections": (
         "ours",
         {**OURS, "align": 0.0, "polar": 0.0},

@@ -25,7 +25,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 STEPS, SAVED, BATCH, MAX_NORM = 30, 17, 2, 0.5
-CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2)}
+CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2, spectrum_decay=0.8)}
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_a_gate_that_is_always_open_is_plain_ddp():
 
 
 SYNCS = {
-    "codes": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=2)},
+    "codes": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=2, spectrum_decay=0.8)},
     "fragments": {"gate": FixedPeriod(2), "sync": QuantizedAverage(bits=3, fragments=2)},
     "delay": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=3, fragments=2, delay=2)},
     "budget": {"wire_budget": 0.8, "sync": QuantizedAverage(bits=1, delay=1)},
@@ -111,7 +111,7 @@ SYNCS = {
 JSON = {
     "codes": {
         "gate": {"type": "period", "period": 3},
-        "sync": {"type": "quantized_average", "bits": 2},
+        "sync": {"type": "quantized_average", "bits": 2, "spectrum_decay": 0.8},
     },
     "fragments": {
         "gate": {"type": "period", "period": 2},

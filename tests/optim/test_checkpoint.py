@@ -443,7 +443,10 @@ APART = {
     "rmmc": {"threshold": 100.0},
     "period": {"gate": FixedPeriod(3)},
     "quantized": {"gate": FixedPeriod(3), "sync": QuantizedAverage()},
-    "fragments": {"gate": FixedPeriod(1), "sync": QuantizedAverage(fragments=3)},
+    "fragments": {
+        "gate": FixedPeriod(1),
+        "sync": QuantizedAverage(fragments=3, spectrum_decay=0.5),
+    },
     "no averaging": {"gate": FixedPeriod(2), "sync": LowRank(average_weights=False)},
 }
 

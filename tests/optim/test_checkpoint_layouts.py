@@ -398,7 +398,7 @@ def resume_bitwise(rank, layout, folder, options):
 CLOSING = {
     "narrow": {"local_step": "dion", "momentum_dtype": "bfloat16", "q_dtype": "bfloat16"},
     "gradient": {"local_step": "gradient", "local_lr": 0.01, "momentum_rule": "plain"},
-    "quantized": {"sync": QuantizedAverage(fragments=3)},
+    "quantized": {"sync": QuantizedAverage(fragments=3, spectrum_decay=0.8)},
 }
 
 

@@ -40,6 +40,7 @@ SYNCS = {
     "low rank": LowRank,
     "unaveraged": lambda: LowRank(average_weights=False),
     "quantized": QuantizedAverage,
+    "spectra": lambda: QuantizedAverage(bits=4, spectrum_decay=0.8),
     "fragments": lambda: QuantizedAverage(bits=3, fragments=2, align_momentum=False),
 }
 KEYS = {
@@ -66,7 +67,7 @@ def impossible(gate, sync):
 BUDGETS = ["budget", "budget by rmmc"]
 CHOICES = [
     *all_pairs([gate for gate in GATES if gate not in BUDGETS], list(SYNCS), list(KEYS)),
-    *all_pairs(BUDGETS, ["quantized", "fragments"], list(KEYS)),
+    *all_pairs(BUDGETS, ["quantized", "spectra", "fragments"], list(KEYS)),
 ]
 
 
@@ -113,27 +114,27 @@ RESOLVED = [
     (
         {"wire_budget": 0.1}, "ByteBudget(share=0.1, by='period')",
         "QuantizedAverage(bits=4, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
         1.0, "qr",
     ),
     (
         {"gate": ByteBudget(0.01, "rmmc")}, "ByteBudget(share=0.01, by='rmmc')",
         "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
         1.0, "qr",
     ),
     (
         {"wire_budget": 0.1, "sync": QuantizedAverage(3, fragments=3, polar_correction=False)},
         "ByteBudget(share=0.1, by='period')",
         "QuantizedAverage(bits=3, fragments=3, align_momentum=True, polar_correction=False, "
-        "residual_dtype='bfloat16', delay=0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
         1.0, "qr",
     ),
     (
         {"gate": FixedPeriod(2), "sync": QuantizedAverage(), "rank_fraction": 0.5},
         "FixedPeriod(period=2)",
         "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
         0.5, "qr",
     ),
 ]  # fmt: skip

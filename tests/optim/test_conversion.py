@@ -31,7 +31,10 @@ from version_0_1_0 import old_flattened, old_state_dict
 KINDS = {
     "rmmc": (CurvaDion, {"threshold": 0.3}),
     "budget": (CurvaDion, {"wire_budget": 0.5}),
-    "quantized period": (CurvaDion, {"gate": FixedPeriod(3), "sync": QuantizedAverage()}),
+    "quantized period": (
+        CurvaDion,
+        {"gate": FixedPeriod(3), "sync": QuantizedAverage(spectrum_decay=0.8)},
+    ),
     "gradient": (CurvaDion, {"gate": FixedPeriod(4), "local_step": "gradient", "local_lr": 0.01}),
     "dion": (Dion, {}),
 }

@@ -158,7 +158,7 @@ def restored_defaults():
     torch.set_default_device(None)
 
 
-QUANTIZED = {"gate": FixedPeriod(2), "sync": QuantizedAverage()}
+QUANTIZED = {"gate": FixedPeriod(2), "sync": QuantizedAverage(spectrum_decay=0.8)}
 
 
 @pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, QUANTIZED], ids=str)

@@ -23,7 +23,7 @@ from torch import Tensor
 from reference import initial_q, positive_qr
 
 BLOCK = 256
-TENSORS = ("X", "M", "Q", "anchor", "m", "v")  # what each replica holds of a parameter
+TENSORS = ("X", "M", "Q", "S", "anchor", "m", "v")  # what each replica holds of a parameter
 
 
 # ------------------------------------------------------------------------------- codes
@@ -133,6 +133,7 @@ class Leaf:
     trainable: bool = True
     M: list[Tensor] = field(default_factory=list)
     Q: list[Tensor] = field(default_factory=list)
+    S: list[Tensor] = field(default_factory=list)
     anchor: list[Tensor] = field(default_factory=list)
     residual: list[list[Tensor]] = field(default_factory=list)
     m: list[Tensor] = field(default_factory=list)
@@ -166,7 +167,7 @@ class QuantizedReference:
     X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that do
     not take "dion". shards: per rank of a replica and name, the flat indices held; by default one
     rank holds all. scheduled: whether replicas hear of each other's steps at openings only. bits,
-    fragments, align_momentum, polar_correction: as of QuantizedAverage.
+    fragments, align_momentum, polar_correction, spectrum_decay: as of QuantizedAverage.
     """
 
     X0: Mapping[str, Tensor]
@@ -177,6 +178,7 @@ class QuantizedReference:
     shards: Sequence[Mapping[str, Tensor]] | None = None
     align_momentum: bool = True
     polar_correction: bool = True
+    spectrum_decay: float = 0.0
     lr: float = 0.02
     mu: float = 0.95
     wd: float = 0.01
@@ -212,6 +214,8 @@ class QuantizedReference:
                 leaf.M = self._each(zero)
                 if self.direction == "low_rank":
                     leaf.Q = self._each(initial_q(m, n, leaf.r))
+                elif self.align_momentum and self.spectrum_decay:
+                    leaf.S = self._each(torch.zeros(leaf.r, leaf.r).double())
             else:
                 leaf.m, leaf.v = self._each(zero), self._each(zero)
             self.leaves[name] = leaf
@@ -333,7 +337,8 @@ class QuantizedReference:
                 if self.align_momentum:
                     for i in range(self.replicas):
                         if (leaf.name, i) in last:
-                            align_(leaf, i, own[leaf.name][i], *last[leaf.name, i])
+                            factors = last[leaf.name, i]
+                            align_(leaf, i, own[leaf.name][i], *factors, self.spectrum_decay)
                 if self.polar_correction:
                     correct_polar_(leaf, before[leaf.name])
         for leaf in leaves:
@@ -391,6 +396,7 @@ class QuantizedReference:
                     mean = sum(held) / len(held)
                     setattr(leaf, key, [mean + 0 for _ in held])
             leaf.anchor = [X.clone() for X in leaf.X]
+            leaf.S = [torch.zeros_like(S) for S in leaf.S]
             self._agreed_on(leaf)
         self.fragments_apart = 0
 
@@ -401,7 +407,7 @@ class QuantizedReference:
         twin = copy.deepcopy(self)
         generator = torch.Generator().manual_seed(seed)
         for leaf in twin.leaves.values():
-            for key in ("X", "M", "Q", "m", "v"):
+            for key in ("X", "M", "Q", "S", "m", "v"):
                 setattr(leaf, key, [shake(t, spacing, generator) for t in getattr(leaf, key)])
         return twin
 
@@ -478,12 +484,19 @@ def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...]
     return (mean, *lost), [*codes, code]
 
 
-def align_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor) -> None:
-    """M <- M - (D - D_i) S / L, S = Q (M^T P)^T; shorter where D - D_i exceeds L sqrt(r)."""
+def align_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor, decay: float) -> None:
+    """M <- M - (D - D_i) S / L, S = Q (M^T P)^T; shorter where D - D_i exceeds L sqrt(r).
+
+    Of polar factors, S is decay times that of the opening before and 1 - decay times this one.
+    """
     D, M = oriented(leaf.X[i] - own), oriented(leaf.M[i])
     longest = leaf.length * math.sqrt(leaf.r)
     share = leaf.length * leaf.r / max(longest**2, float(D.square().sum()), 1e-38)
-    M = M - share * D @ Q @ (M.mT @ P).mT
+    S = Q @ (M.mT @ P).mT
+    if leaf.S:
+        S = decay * leaf.S[i] + (1 - decay) * S if leaf.S[i].any() else S
+        leaf.S[i] = S
+    M = M - share * D @ S
     leaf.M[i] = oriented_like(M, leaf.M[i])
 
 

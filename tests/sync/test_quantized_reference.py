@@ -36,6 +36,7 @@ MISSING = {(3, 0, "4"), (4, 1, "bias"), (5, 1, "0"), (8, 0, "2"), (8, 1, "2")}
 STATE = {
     "momentum": "M",
     "Q": "Q",
+    "spectrum": "S",
     "anchor": "anchor",
     "exp_avg": "m",
     "exp_avg_sq": "v",
@@ -44,7 +45,7 @@ STATE = {
 
 
 # Of the reference's settings, those of the sync.
-OF_SYNC = {"bits", "fragments", "align_momentum", "polar_correction"}
+OF_SYNC = {"bits", "fragments", "align_momentum", "polar_correction", "spectrum_decay"}
 
 
 def shapes():
@@ -151,6 +152,7 @@ SETTINGS = {
     "gradient steps": {"local_step": "gradient", "local_lr": 0.01},
     "plain momentum": {"momentum_rule": "plain", "mu": 0.8, "wd": 0.2},
     "a fall of the rate": {"fall": 1e-3, "bits": 1},
+    "a mean of spectra": {"spectrum_decay": 0.75, "fragments": 2, "bits": 4},
     "no look-ahead": {"nesterov": 0.0, "wd": 0.3, "bits": 3},
 }
 # float64 shows the same and more of these.
@@ -177,7 +179,13 @@ def test_in_float64_too(settings):
 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(2, "2 bits"), (4, "8 bits, two fragments"), (2, "no corrections"), (2, "plain momentum")],
+    [
+        (2, "2 bits"),
+        (4, "8 bits, two fragments"),
+        (2, "no corrections"),
+        (2, "plain momentum"),
+        (4, "a mean of spectra"),
+    ],
 )
 def test_along_polar_factors(ranks, settings):
     # In float64: Gram matrices square condition numbers, which the reference does not.

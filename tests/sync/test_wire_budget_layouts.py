@@ -104,24 +104,32 @@ COUNTS = {"hsdp 2x2": (2, 2, 1), "FSDP1, replicas outside": (2, 2, 1), "dp x tp"
 CORRECTIONS = ["align_momentum", "polar_correction"]
 
 
+# What to train with, and without which it ends elsewhere.
+WITHOUT = {"align_momentum": None, "polar_correction": None, "spectrum_decay": "align_momentum"}
+
+
 @functools.cache
 def eight_bits(fragments, delay, correction=None):
     """How to train with one of the corrections, or with none."""
-    chosen = {name: name == correction for name in CORRECTIONS}
-    sync = QuantizedAverage(bits=8, fragments=fragments, delay=delay, **chosen)
-    return training.Setting((2, 4), (("sync", sync), ("rank_fraction", 1.0)), steps=5)
+    chosen = {name: name == (WITHOUT.get(correction) or correction) for name in CORRECTIONS}
+    decay = 0.8 if correction == "spectrum_decay" else 0.0
+    sync = QuantizedAverage(
+        bits=8, fragments=fragments, delay=delay, spectrum_decay=decay, **chosen
+    )
+    openings = tuple(range(2, 9, 2)) if fragments > 1 else (2, 4)
+    return training.Setting(openings, (("sync", sync), ("rank_fraction", 1.0)), steps=9)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[layout for _, layout in CASES])
 def test_corrections_of_shards_are_those_of_whole_replicas(case):
     setup, layout = case
     replicas, shards, copies = COUNTS[layout]
-    pairs = all_pairs(CASES, CORRECTIONS, [1, 2], [0, 1])
+    pairs = all_pairs(CASES, list(WITHOUT), [1, 2], [0, 1])
     chosen = [(correction, *how) for its, correction, *how in pairs if its == case]
     settings = [(eight_bits(fragments, delay, name),) for name, fragments, delay in chosen]
     actual = in_one_call(training.train, setup, layout, settings)
-    for (_, fragments, delay), (corrected, ranks) in zip(chosen, actual, strict=True):
-        kept = eight_bits(fragments, delay)
+    for (name, fragments, delay), (corrected, ranks) in zip(chosen, actual, strict=True):
+        kept = eight_bits(fragments, delay, WITHOUT[name])
         whole, other = (training.whole(replicas, shards, how) for how in (corrected, kept))
         for rank, (weights, _, _) in enumerate(ranks):
             expected, _, _ = whole[rank // (shards * copies)]

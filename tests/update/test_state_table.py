@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "Dion": None,
     "LowRank": LowRank(),
     "LowRank without averages": LowRank(average_weights=False),
-    "QuantizedAverage": QuantizedAverage(fragments=2),
+    "QuantizedAverage": QuantizedAverage(fragments=2, spectrum_decay=0.8),
 }
 
 
@@ -103,7 +103,7 @@ def test_every_key_of_every_state_is_in_the_table(kind):
     seen = check(ours, kind)
     wanted = {"momentum", "R_scale", "exp_avg", "exp_avg_sq", "step", "momentum_norm"}
     if kind == "QuantizedAverage":
-        assert seen == wanted | {"anchor", "residual", "lr_since_anchor"}
+        assert seen == wanted | {"anchor", "residual", "lr_since_anchor", "spectrum"}
         return
     assert seen == wanted | {"Q"}
     assert any("Q_rows" in state for state in ours)
@@ -180,7 +180,7 @@ def test_an_exact_synchronisation_does_to_each_key_what_the_table_says(kind):
             elif name == "anchor":
                 assert value.equal(now["X"])
             else:
-                assert name in ("residual", "lr_since_anchor")
+                assert name in ("residual", "lr_since_anchor", "spectrum")
                 assert not torch.as_tensor(value).any()
     expected = {None, Owner.REPLICA, Owner.MEASURED}
     assert seen == expected | ({Owner.SYNC} if sync.state_keys else set())
