@@ -26,6 +26,7 @@ from curvadion.update.state import (
     MOMENTUM,
     MOMENTUM_NORM,
     RESIDUAL,
+    SPECTRUM,
     is_right_factor,
 )
 
@@ -310,6 +311,7 @@ def fit_right_factors(
     rest = {key: value for key, value in state.items() if not is_right_factor(key)}
     if after["direction"] != "low_rank":
         return rest
+    rest.pop(SPECTRUM, None)
     if before["direction"] != "low_rank":
         return rest | create_right_factors(X, after, dtype_of(after["q_dtype"], X))
     held = {key: state[key] for key in wanted}

@@ -16,7 +16,8 @@ direction and keeps its own S_i:
 
 If S_i were the same on all replicas, the mean of their momenta would stay what it is. But the S_i
 of one opening holds the same noise as D_i, and the mean of D_i S_i is not D times that of S_i:
-momenta would lose some of their mean at each opening. So S_i is a mean over openings.
+momenta lose some of their mean at each opening. With a ``spectrum_decay`` the S_i of polar
+directions are means over openings, which share less noise with D_i.
 
 M_i is the momentum after the last step: after its gradient and the error feedback (under the plain
 rule, after its gradient), without the look-ahead. P and Q are that step's factors, of the momentum
@@ -141,6 +142,15 @@ def align_momenta_(
     if taken.stacks:
         shares = _alignment_shares(taken, missing, lengths)
         taken.turn_momenta_(missing, [-share for share in shares], spectrum_decay)
+
+
+def place_spectra(plan: Plan, *, wanted: bool) -> None:
+    """Make place for the means of S where there is none, or give it up."""
+    for p in plan.dion:
+        if wanted:
+            p.create_spectra()
+        else:
+            p.state.pop(SPECTRUM, None)
 
 
 def forget_spectra(parameters: Sequence[Parameter]) -> None:

@@ -42,6 +42,7 @@ from curvadion.sync.corrections import (
     forget_spectra,
     lengths_since_anchor,
     moved_since_,
+    place_spectra,
     weights_of,
 )
 from curvadion.sync.under_way import (
@@ -79,18 +80,17 @@ class QuantizedAverage(Sync):
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a wave's weights meanwhile (docs/guide.md#memory).
-        spectrum_decay: weight of earlier openings' spectra S in momentum alignment, for polar
-            directions. They take min(m, n)^2 numbers a matrix on every rank, sharded or not.
+        spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
+            alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, not sharded.
         polar_correction: whether replicas restore, for no bytes, the length that the mean of their
             directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
             holds a copy of a wave's anchors meanwhile.
         residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
             Codes of few bits lose a third of a pseudo-gradient; that bfloat16 loses a 500th of this
             third is no loss.
-        delay: how many steps later the means are added. Codes travel meanwhile, over a process
-            group of their own and in a thread of its own; a step waits for what is late. Means are
-            added at once where the gate opens earlier for the same parameters.
-            0 waits for each exchange. Momenta and weights are corrected when means arrive.
+        delay: how many steps later the means are added, and momenta and weights corrected; 0 waits
+            for each exchange. Codes travel meanwhile, over a process group and in a thread of their
+            own. A step waits for means that are late, and an opening for those of its parameters.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -193,14 +193,14 @@ class QuantizedAverage(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
             if p.matrices:
                 p.state.setdefault(LR_SINCE_ANCHOR, 0.0)  # flattened old checkpoints lack it
-            if self.align_momentum and self.spectrum_decay:
-                p.create_spectra()
 
     def note_own_step(self) -> None:
         self.fragments_apart = self.count
 
     def before_local_update(self, step: Step) -> None:
         """Count the learning rate of the matrices that move, as far as it is known, anywhere."""
+        aligns = self.align_momentum and step.directed and group_size(step.replicas) > 1
+        place_spectra(step.plan, wanted=aligns and self.spectrum_decay > 0)
         plan = step.plan if step.complete else step.moving.plan_among(step.agreed)
         rates: dict[int, float] = {}  # each read once: it may be a tensor on an accelerator
         for p in plan.dion:
@@ -387,7 +387,7 @@ class QuantizedAverage(Sync):
         self.next_fragment = number
 
     def after_load(self) -> None:
-        # Parameters may have been divided otherwise: prepare() then counts all fragments as apart.
+        # Parameters may be divided otherwise: prepare() then counts all fragments as apart.
         self._fragment_of = []
         self._under_way, self._expecting = UnderWay(), True
 

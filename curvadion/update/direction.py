@@ -41,8 +41,8 @@ class Taken(ABC):
         Args:
             changes: C, (k, m_i, n_j) by stack; overwritten.
             shares: a number a matrix, (k,) by stack.
-            decay: weight of the S_i of earlier calls beside this one's, where the direction keeps
-                them (polar): S_i is then their mean, sum over calls of (1 - decay) decay^age S.
+            decay: weight of the mean of earlier calls' S_i, where the direction keeps it (polar):
+                S_i <- decay S_i + (1 - decay) U_i^T M_i, and U_i^T M_i where there is none yet.
 
         It can be called once: the directions are given up.
         """

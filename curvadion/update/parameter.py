@@ -122,19 +122,18 @@ class Parameter:
         return local(self.state[R_SCALE]).view(-1)
 
     @property
-    def spectra(self) -> Tensor:
-        """The momenta's S = U^T M over openings, (matrices held here, n, n), a view.
+    def spectra(self) -> list[Tensor]:
+        """S = U^T M of the momenta, a mean over openings: of each matrix held here a view, (n, n).
 
-        Zeros before the first opening. Every rank of a replica holds the same.
+        Zeros before the first opening. All ranks that hold shards of a matrix hold the same.
         """
-        self.create_spectra()
-        squares = local(self.state[SPECTRUM])
-        return squares.view(-1, *squares.shape[-2:])
+        sides = [min(m.layout.shape) for m in self.matrices]
+        each = local(self.state[SPECTRUM]).view(-1).split([n * n for n in sides])
+        return [S.view(n, n) for S, n in zip(each, sides, strict=True)]
 
     def create_spectra(self) -> None:
-        """Make place for spectra where there is none; only polar directions keep them."""
-        dion = self.group["algorithm"] == "dion"
-        if dion and self.direction == "polar" and SPECTRUM not in self.state:
+        """Make place for the spectra of a matrix parameter with a polar direction."""
+        if self.direction == "polar" and SPECTRUM not in self.state:
             self.state[SPECTRUM] = squares_per_matrix(self.X, self.group)
 
     @property
@@ -210,9 +209,8 @@ class Matrix:
 
     @property
     def spectrum(self) -> Tensor:
-        """The momentum's S = U^T M over openings, a view, (n, n)."""
-        n = min(self.layout.shape)
-        return self.parameter.spectra[self.index, :n, :n]
+        """The momentum's S = U^T M, a mean over openings, a view, (n, n)."""
+        return self.parameter.spectra[self.index]
 
     @property
     def feedback(self) -> float:

@@ -95,12 +95,13 @@ class PolarTaken(Taken):
         turns = []
         whole = whole_rows(changes, layouts)
         for matrices, rows, own, length in zip(self.stacks, whole, S, lengths, strict=True):
-            spectra = _over_openings(matrices, own.mul_(length), decay).to(own.dtype)
-            size = spectra.abs().amax((1, 2), keepdim=True).clamp_min(_tiny(spectra))
+            spectra = _over_openings(matrices, own.mul_(length), decay)
+            size = torch.linalg.vector_norm(spectra, torch.inf, (1, 2), keepdim=True)
+            spectra.div_(size.clamp_min_(_tiny(size)))
             dtype = dtype_of_products(rows)
             # (m_r, n) = (m_r, n) (n, n)
-            turn = torch.bmm(rows.to(dtype), spectra.div(size).to(dtype))
-            turns.append(turn.to(rows.dtype).mul_(size))
+            turn = torch.bmm(rows.to(dtype), spectra.to(dtype))
+            turns.append(turn.to(rows.dtype).mul_(size.to(rows.dtype)))
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
             for batch in batches(matrices):
                 chosen = matrices[batch]
@@ -113,14 +114,14 @@ class PolarTaken(Taken):
 
 
 def _over_openings(matrices: Sequence[Matrix], S: Tensor, decay: float) -> Tensor:
-    """The means of S, (k, n, n), with those of earlier openings, which they replace."""
+    """S, (k, n, n), or its means with those of earlier openings, which they replace."""
     if not decay:
         return S
     kept = [m.spectrum for m in matrices]
-    before = torch.stack(kept)
-    S = S.to(before.dtype)
-    first = ~before.flatten(1).any(1)  # counts whole
-    means = torch.where(first[:, None, None], S, before.lerp_(S, 1 - decay))
+    means = torch.stack(kept)
+    # The first S counts whole.
+    weights = means.new_full((), 1 - decay).where(means.flatten(1).any(1), 1.0)
+    means.lerp_(S.to(means.dtype), weights[:, None, None])
     torch._foreach_copy_(kept, list(means))
     return means
 

@@ -53,6 +53,44 @@ def test_replicas_agree_after_a_change_of_the_direction():
         assert [d == 0.0 for d in drifts] == [True] * 4 + [False] * 2 + [True]
 
 
+def spectra(rank):
+    """Which parameters keep spectra, after steps between which settings change; their sizes."""
+    X = [nn.Parameter(weights(shape)) for shape in [*SHAPES, (24, 8)]]
+    groups = [{"params": X[:-1]}, {"params": X[-1:], "row_blocks": (16, 5, 3)}]
+    sync = QuantizedAverage(fragments=2, spectrum_decay=0.8)
+    optimizer = CurvaDion(groups, replicas=dist.group.WORLD, gate=FixedPeriod(1), sync=sync)
+    group, found = optimizer.param_groups[0], []
+    directions = ["polar", "polar", "low_rank", "polar", "polar"]
+    for number, direction in enumerate(directions):
+        group["direction"] = direction
+        step(X, optimizer, number, rank, [0] if rank == 1 else ())
+        states = [optimizer.state[x].get("spectrum") for x in X]
+        found.append([None if s is None else (s.numel(), bool(s.any())) for s in states])
+    without = CurvaDion(
+        groups, replicas=dist.group.WORLD, gate=FixedPeriod(1), sync=QuantizedAverage()
+    )
+    without.load_state_dict(optimizer.state_dict())
+    step(X, without, 9, rank)
+    found.append(["spectrum" in without.state[x] for x in X])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_spectra_come_and_go_alike_on_all_replicas():
+    one, other = distributed.run(2, spectra)
+    sizes = [8 * 8, 8 * 8, 9 * 9, 8 * 8 + 5 * 5 + 3 * 3]
+    for found in (one, other):
+        *steps, after_loading = found
+        kept = [[None if s is None else s[0] for s in each] for each in steps]
+        low_rank = [None] * 3 + sizes[3:]
+        assert kept == [sizes, sizes, low_rank, sizes, sizes]
+        # After two steps both fragments have come together; anew, only one has after one step.
+        filled = [[s is not None and s[1] for s in each[1:3]] for each in steps]
+        assert filled[1] == filled[4] == [True] * 2
+        assert not all(s[1] for s in steps[3][:3])
+        assert after_loading == [False] * 4
+
+
 def missing_gradients(rank, nesterov):
     X = [nn.Parameter(weights(shape)) for shape in SHAPES]
     optimizer = Dion(X, replicas=dist.group.WORLD, direction="polar", nesterov=nesterov)

@@ -98,6 +98,8 @@ def train(rank, dtype, fall, options):
 
 def state_of(x, state):
     held = {own: state[key].clone() for key, own in STATE.items() if key in state}
+    if "S" in held:
+        held["S"] = held["S"].view(min(x.shape), -1)
     return held | {
         "X": x.detach().clone(),
         "residual": [state["residual"].flatten().clone()],
