@@ -90,7 +90,7 @@ class QuantizedAverage(Sync):
             third is no loss.
         delay: how many steps later the means are added, and momenta and weights corrected; 0 waits
             for each exchange. Codes travel meanwhile, over a process group and in a thread of their
-            own. A step waits for means that are late. An opening first adds those of its parameters.
+            own. A step waits for late means. An opening first adds those of its own parameters.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
