@@ -186,8 +186,7 @@ def squares_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
     """
     if (shard := flat_shard(X)) is not None:
         shapes = [shape for _, shape, _ in flat_matrices(shard, options)]
-        dtype = torch.promote_types(X.dtype, torch.float32)
-        return torch.zeros(_squares(shapes), dtype=dtype, device=X.device)
+        return _zeros(X, _squares(shapes))
     squares = _squares([layout.shape for layout in QSlots(X, options).layouts])
     return _zeros_per_stack(output_first(X, options), options["stack_dims"], squares)
 
@@ -204,15 +203,19 @@ def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
     """
     if (shard := flat_shard(X)) is not None:
         count = len(list(flat_matrices(shard, options)))
-        dtype = torch.promote_types(X.dtype, torch.float32)
-        return torch.zeros((count,) if count > 1 else (), dtype=dtype, device=X.device)
+        return _zeros(X, *([count] if count > 1 else []))
     X, stack_dims = output_first(X, options), options["stack_dims"]
     blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
     return _zeros_per_stack(X, stack_dims, *([blocks] if blocks > 1 else []))
 
 
 def _zeros_per_stack(X: Tensor, stack_dims: int, *more: int) -> Tensor:
-    shape, dtype = (*X.shape[:stack_dims], *more), torch.promote_types(X.dtype, torch.float32)
     if not stack_dims:
-        return torch.zeros(shape, dtype=dtype, device=X.device)
-    return zeros(X, shape, state_placements(X, stack_dims, None), dtype)
+        return _zeros(X, *more)
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    return zeros(X, (*X.shape[:stack_dims], *more), state_placements(X, stack_dims, None), dtype)
+
+
+def _zeros(X: Tensor, *shape: int) -> Tensor:
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    return torch.zeros(shape, dtype=dtype, device=X.device)

@@ -129,18 +129,18 @@ def moved_since_(taken: Taken, own: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def align_momenta_(
-    taken: Taken, missing: Sequence[Tensor], lengths: Sequence[Tensor], spectrum_decay: float
+    taken: Taken, missing: Sequence[Tensor], spectrum_decay: float, key: str = LR_SINCE_ANCHOR
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
     Args:
         taken: the last step, a local one.
         missing: D - D_i of its matrices, by stack; overwritten.
-        lengths: L of its matrices, by stack.
         spectrum_decay: weight of the S_i of earlier openings.
+        key: of the state that tells L, as of :func:`lengths_since_anchor`.
     """
     if taken.stacks:
-        shares = _alignment_shares(taken, missing, lengths)
+        shares = _alignment_shares(taken, missing, lengths_since_anchor(taken.plan, key))
         taken.turn_momenta_(missing, [-share for share in shares], spectrum_decay)
 
 

@@ -193,14 +193,17 @@ class QuantizedAverage(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
             if p.matrices:
                 p.state.setdefault(LR_SINCE_ANCHOR, 0.0)  # flattened old checkpoints lack it
+            if not self.spectrum_decay:
+                p.state.pop(SPECTRUM, None)  # of the run that was loaded
 
     def note_own_step(self) -> None:
         self.fragments_apart = self.count
 
     def before_local_update(self, step: Step) -> None:
         """Count the learning rate of the matrices that move, as far as it is known, anywhere."""
-        aligns = self.align_momentum and step.directed and group_size(step.replicas) > 1
-        place_spectra(step.plan, wanted=aligns and self.spectrum_decay > 0)
+        if self.spectrum_decay:
+            aligns = self.align_momentum and step.directed and group_size(step.replicas) > 1
+            place_spectra(step.plan, wanted=aligns)
         plan = step.plan if step.complete else step.moving.plan_among(step.agreed)
         rates: dict[int, float] = {}  # each read once: it may be a tensor on an accelerator
         for p in plan.dion:
@@ -311,8 +314,7 @@ class QuantizedAverage(Sync):
                 stacked([m.read(arrived[id(m.parameter)].missing) for m in stack], stack[0])
                 for stack in taken.stacks
             ]
-            lengths = lengths_since_anchor(taken.plan, LR_SENT)
-            align_momenta_(taken, missing, lengths, self.spectrum_decay)
+            align_momenta_(taken, missing, self.spectrum_decay, LR_SENT)
             del missing
         del taken
         if corrected and self.polar_correction:
@@ -351,10 +353,7 @@ class QuantizedAverage(Sync):
         for alike in cut_alike(wave.parameters):
             average_in_codes_(list(anchored(alike)), self.bits, replicas)
         if aligned is not None:
-            missing = moved_since_(aligned, own)
-            lengths = lengths_since_anchor(aligned.plan)
-            align_momenta_(aligned, missing, lengths, self.spectrum_decay)
-            del missing
+            align_momenta_(aligned, moved_since_(aligned, own), self.spectrum_decay)
         del taken, aligned, own
         if corrected:
             correct_polar_(wave, anchors_moved_(wave, before), lengths_since_anchor(wave))

@@ -41,6 +41,8 @@ from curvadion.update.row_shards import (
 )
 from curvadion.update.stack import remember_scales, scale_before
 
+TINY = torch.finfo(torch.float32).tiny
+
 
 class Polar(Direction):
     """The polar factor of M + nesterov G."""
@@ -87,7 +89,7 @@ class PolarTaken(Taken):
         # Both of a size about 1. Every rank of the replica knows the same lengths of momenta.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
-            M.div_(length.clamp_min(_tiny(length)))
+            M.div_(length.clamp_min(TINY))
             change.mul_(share[:, None, None])
         S = products_of_columns(self._U, whole_rows(momenta, layouts), layouts)
         self._U.clear()
@@ -97,7 +99,7 @@ class PolarTaken(Taken):
         for matrices, rows, own, length in zip(self.stacks, whole, S, lengths, strict=True):
             spectra = _over_openings(matrices, own.mul_(length), decay)
             size = torch.linalg.vector_norm(spectra, torch.inf, (1, 2), keepdim=True)
-            spectra.div_(size.clamp_min_(_tiny(size)))
+            spectra.div_(size.clamp_min_(TINY))
             dtype = dtype_of_products(rows)
             # (m_r, n) = (m_r, n) (n, n)
             turn = torch.bmm(rows.to(dtype), spectra.to(dtype))
@@ -124,10 +126,6 @@ def _over_openings(matrices: Sequence[Matrix], S: Tensor, decay: float) -> Tenso
     means.lerp_(S.to(means.dtype), weights[:, None, None])
     torch._foreach_copy_(kept, list(means))
     return means
-
-
-def _tiny(x: Tensor) -> float:
-    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).tiny
 
 
 def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:
