@@ -153,7 +153,7 @@ class QuantizedAverage(Outer):
         self._length = dict.fromkeys(names, 0.0)
         self._next, self._apart, self._local = 0, 0, 0
         self._under_way: list[Arrival] = []
-        self._S: Weights = {}
+        self._spectra: dict[str, tuple[Tensor, float]] = {}  # sums of S, and of their weights
         self.gate = ByteBudget(settings.wire_budget)
         lengths = LENGTH_BYTES * len(world.initial) if settings.delay else 0
         self.gate.open_cost = self.codes.share(list(self.sizes.values())) / count
@@ -233,9 +233,12 @@ class QuantizedAverage(Outer):
         turn = missing * (self.settings.align * L * r / squares.clamp_min(L * L * r))
         tall = M.shape[-2] >= M.shape[-1]
         S = U.mT @ M if tall else M @ U.mT
-        S = S.lerp(self._S.get(name, S), self.settings.spectrum_decay)
-        if self.settings.spectrum_decay:
-            self._S[name] = S
+        if decay := self.settings.spectrum_decay:
+            total, weight = self._spectra.get(name, (torch.zeros_like(S), 0.0))
+            total = total.lerp(S, 1 - decay)
+            weight = decay * weight + 1 - decay
+            self._spectra[name] = total, weight
+            S = total / weight
         M.sub_(turn @ S if tall else S @ turn)
 
     def _correction(self, D: Tensor, L: float) -> Tensor:

@@ -211,6 +211,21 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
     return placements
 
 
+def spread_placements(X: Tensor, stack_dims: int) -> list[Placement]:
+    """Placements for a state of shape (*stack dimensions, N); [] if X is no DTensor.
+
+    Stack dimensions are sharded as X's are. N is cut over the ranks that hold shards of a matrix.
+    """
+    if not is_dtensor(X):
+        return []
+    from torch.distributed.tensor import Shard
+
+    return [
+        Shard(stack_dims) if is_shard(p) and getattr(p, "dim", 0) >= stack_dims else p
+        for p in X.placements
+    ]
+
+
 def zeros(
     X: Tensor, shape: Sequence[int], placements: Sequence[Placement], dtype: torch.dtype
 ) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,44 +178,19 @@ def _layout(
     )
 
 
-def squares_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """n^2 zeros for each matrix, n its smaller side, one matrix after the other.
-
-    Of a whole tensor or DTensor (*stack dimensions, sum of n^2 over the row blocks), sharded as the
-    stack dimensions are; of a flat shard (sum of n^2 over its matrices,). float32 or wider.
-    """
-    if (shard := flat_shard(X)) is not None:
-        shapes = [shape for _, shape, _ in flat_matrices(shard, options)]
-        return _zeros(X, _squares(shapes))
-    squares = _squares([layout.shape for layout in QSlots(X, options).layouts])
-    return _zeros_per_stack(output_first(X, options), options["stack_dims"], squares)
-
-
-def _squares(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(min(shape) ** 2 for shape in shapes)
-
-
 def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
     """A zero for each matrix: shape (*stack dimensions, row blocks), without row blocks of one.
 
     For a flat shard the shape is (matrices,), or () for one matrix. float32 or wider; sharded as
     the parameter's stack dimensions are.
     """
+    dtype = torch.promote_types(X.dtype, torch.float32)
     if (shard := flat_shard(X)) is not None:
         count = len(list(flat_matrices(shard, options)))
-        return _zeros(X, *([count] if count > 1 else []))
+        return torch.zeros((count,) if count > 1 else (), dtype=dtype, device=X.device)
     X, stack_dims = output_first(X, options), options["stack_dims"]
     blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
-    return _zeros_per_stack(X, stack_dims, *([blocks] if blocks > 1 else []))
-
-
-def _zeros_per_stack(X: Tensor, stack_dims: int, *more: int) -> Tensor:
+    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
     if not stack_dims:
-        return _zeros(X, *more)
-    dtype = torch.promote_types(X.dtype, torch.float32)
-    return zeros(X, (*X.shape[:stack_dims], *more), state_placements(X, stack_dims, None), dtype)
-
-
-def _zeros(X: Tensor, *shape: int) -> Tensor:
-    dtype = torch.promote_types(X.dtype, torch.float32)
-    return torch.zeros(shape, dtype=dtype, device=X.device)
+        return torch.zeros(shape, dtype=dtype, device=X.device)
+    return zeros(X, shape, state_placements(X, stack_dims, None), dtype)

@@ -27,6 +27,7 @@ from curvadion.update.state import (
     MOMENTUM_NORM,
     RESIDUAL,
     SPECTRUM,
+    SPECTRUM_WEIGHT,
     is_right_factor,
 )
 
@@ -85,6 +86,8 @@ def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(held, Mapping):
                 continue
             state = {OLD_NAMES.get(key, key): value for key, value in held.items()}
+            if SPECTRUM_WEIGHT not in state:
+                state.pop(SPECTRUM, None)  # a mean, not cut among ranks: it begins anew
             before = state.pop(OLD_LR_AT_AGREEMENT, None)
             if isinstance(before, (int, float)) and isinstance(lr_sum, (int, float)):
                 state[LR_SINCE_ANCHOR] = float(lr_sum) - float(before)
@@ -311,7 +314,8 @@ def fit_right_factors(
     rest = {key: value for key, value in state.items() if not is_right_factor(key)}
     if after["direction"] != "low_rank":
         return rest
-    rest.pop(SPECTRUM, None)
+    for key in (SPECTRUM, SPECTRUM_WEIGHT):
+        rest.pop(key, None)
     if before["direction"] != "low_rank":
         return rest | create_right_factors(X, after, dtype_of(after["q_dtype"], X))
     held = {key: state[key] for key in wanted}

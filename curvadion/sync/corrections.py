@@ -57,7 +57,7 @@ from curvadion.update.row_shards import (
     products_of_columns,
     whole_rows,
 )
-from curvadion.update.state import ANCHOR, SPECTRUM
+from curvadion.update.state import ANCHOR, SPECTRUM, SPECTRUM_WEIGHT
 
 # State of matrices: the sum of the learning rates of the steps since replicas agreed on the anchor.
 LR_SINCE_ANCHOR = "lr_since_anchor"
@@ -144,20 +144,25 @@ def align_momenta_(
         taken.turn_momenta_(missing, [-share for share in shares], spectrum_decay)
 
 
-def place_spectra(plan: Plan, *, wanted: bool) -> None:
-    """Make place for the means of S where there is none, or give it up."""
+def place_spectra(plan: Plan) -> None:
+    """Make place for the sums of S where there is none."""
     for p in plan.dion:
-        if wanted:
-            p.create_spectra()
-        else:
-            p.state.pop(SPECTRUM, None)
+        p.create_spectra()
+
+
+def drop_spectra(parameters: Sequence[Parameter]) -> None:
+    """Give up the sums of S, and their place."""
+    for p in parameters:
+        for key in (SPECTRUM, SPECTRUM_WEIGHT):
+            p.state.pop(key, None)
 
 
 def forget_spectra(parameters: Sequence[Parameter]) -> None:
-    """Begin the means of S anew: replicas that hold equal states afterwards go on alike."""
+    """Begin the sums of S anew: replicas that hold equal states afterwards go on alike."""
     for p in parameters:
         if SPECTRUM in p.state:
             local(p.state[SPECTRUM]).zero_()
+            p.state[SPECTRUM_WEIGHT] = 0.0
 
 
 def _difference_(X: Tensor, own: Tensor) -> None:

@@ -39,6 +39,7 @@ from curvadion.sync.corrections import (
     anchors_moved_,
     anchors_of,
     correct_polar_,
+    drop_spectra,
     forget_spectra,
     lengths_since_anchor,
     moved_since_,
@@ -59,7 +60,7 @@ from curvadion.update.direction import Taken
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter, stacked
 from curvadion.update.plan import Plan
-from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, Owner, StateKey
+from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -81,13 +82,12 @@ class QuantizedAverage(Sync):
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a wave's weights meanwhile (docs/guide.md#memory).
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
-            alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, not sharded.
+            alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, in shards too.
         polar_correction: whether replicas restore, for no bytes, the length that the mean of their
             directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
             holds a copy of a wave's anchors meanwhile.
         residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
-            Codes of few bits lose a third of a pseudo-gradient; that bfloat16 loses a 500th of this
-            third is no loss.
+            Codes of few bits lose a third of a pseudo-gradient, bfloat16 a 500th of this third.
         delay: how many steps later the means are added, and momenta and weights corrected; 0 waits
             for each exchange. Codes travel meanwhile, over a process group and in a thread of their
             own. A step waits for late means. An opening first adds those of its own parameters.
@@ -102,6 +102,7 @@ class QuantizedAverage(Sync):
         StateKey(RESIDUAL, Owner.SYNC, like_parameter=True),
         StateKey(LR_SINCE_ANCHOR, Owner.SYNC),
         StateKey(SPECTRUM, Owner.SYNC),
+        StateKey(SPECTRUM_WEIGHT, Owner.SYNC),
         StateKey(SENT, Owner.SYNC, like_parameter=True, passing=True),
         StateKey(MEAN, Owner.SYNC, like_parameter=True, passing=True),
         StateKey(DUE, Owner.SYNC, passing=True),
@@ -191,10 +192,10 @@ class QuantizedAverage(Sync):
                 wide = torch.promote_types(X.dtype, torch.float32)
                 p.state[ANCHOR] = X.to(wide, copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
-            if p.matrices:
-                p.state.setdefault(LR_SINCE_ANCHOR, 0.0)  # flattened old checkpoints lack it
-            if not self.spectrum_decay:
-                p.state.pop(SPECTRUM, None)  # of the run that was loaded
+            if p.matrices:  # flattened old checkpoints lack it
+                p.state.setdefault(LR_SINCE_ANCHOR, 0.0)
+        if not self.spectrum_decay:
+            drop_spectra(parameters)  # of the run that was loaded
 
     def note_own_step(self) -> None:
         self.fragments_apart = self.count
@@ -203,7 +204,7 @@ class QuantizedAverage(Sync):
         """Count the learning rate of the matrices that move, as far as it is known, anywhere."""
         if self.spectrum_decay:
             aligns = self.align_momentum and step.directed and group_size(step.replicas) > 1
-            place_spectra(step.plan, wanted=aligns)
+            place_spectra(step.plan) if aligns else drop_spectra(step.plan.dion)
         plan = step.plan if step.complete else step.moving.plan_among(step.agreed)
         rates: dict[int, float] = {}  # each read once: it may be a tensor on an accelerator
         for p in plan.dion:

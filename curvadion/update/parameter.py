@@ -14,12 +14,13 @@ from torch import Tensor
 from curvadion.layout.blocks import block_sizes
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard_state
-from curvadion.layout.matrices import MatrixShard, squares_per_matrix, zeros_per_matrix
+from curvadion.layout.matrices import MatrixShard, zeros_per_matrix
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.parameters import check_placements, global_shape
 from curvadion.layout.right_factors import create_right_factors
+from curvadion.layout.squares import create_squares, squares_held
 from curvadion.update.scalar import create_state
-from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, SPECTRUM
+from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, dict[str, Any]]
 
@@ -121,20 +122,19 @@ class Parameter:
             self.state[R_SCALE] = zeros_per_matrix(self.X, self.group)
         return local(self.state[R_SCALE]).view(-1)
 
-    @property
-    def spectra(self) -> list[Tensor]:
-        """S = U^T M of the momenta, a mean over openings: of each matrix held here a view, (n, n).
+    def spectra(self) -> list[tuple[Tensor, slice]]:
+        """Sums of S = U^T M over openings, by matrix: a view, and where it is in the flat S.
 
-        Zeros before the first opening. All ranks that hold shards of a matrix hold the same.
+        The ranks that hold shards of a matrix hold equal parts of its S.
         """
         sides = [min(m.layout.shape) for m in self.matrices]
-        each = local(self.state[SPECTRUM]).view(-1).split([n * n for n in sides])
-        return [S.view(n, n) for S, n in zip(each, sides, strict=True)]
+        return list(squares_held(self.X, self.state[SPECTRUM], sides))
 
     def create_spectra(self) -> None:
         """Make place for the spectra of a matrix parameter with a polar direction."""
         if self.direction == "polar" and SPECTRUM not in self.state:
-            self.state[SPECTRUM] = squares_per_matrix(self.X, self.group)
+            self.state[SPECTRUM] = create_squares(self.X, self.group)
+            self.state[SPECTRUM_WEIGHT] = 0.0
 
     @property
     def stochastic_rounding(self) -> bool:
@@ -206,11 +206,6 @@ class Matrix:
     def R_scale(self) -> Tensor:
         """How long the momentum has been lately, a view without dimensions."""
         return self.parameter.R_scale[self.index]
-
-    @property
-    def spectrum(self) -> Tensor:
-        """The momentum's S = U^T M, a mean over openings, a view, (n, n)."""
-        return self.parameter.spectra[self.index]
 
     @property
     def feedback(self) -> float:

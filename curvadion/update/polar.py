@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.comm.collectives import Buckets
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.newton_schulz import (
@@ -36,10 +37,11 @@ from curvadion.update.polar_factor import RowStack, polar_factors
 from curvadion.update.row_shards import (
     cut_columns,
     dtype_of_products,
-    products_of_columns,
+    summands_of_columns,
     whole_rows,
 )
 from curvadion.update.stack import remember_scales, scale_before
+from curvadion.update.state import SPECTRUM_WEIGHT
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -91,19 +93,21 @@ class PolarTaken(Taken):
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(TINY))
             change.mul_(share[:, None, None])
-        S = products_of_columns(self._U, whole_rows(momenta, layouts), layouts)
+        summands = summands_of_columns(self._U, whole_rows(momenta, layouts), layouts)
         self._U.clear()
         del momenta
+        for S, length in zip(summands.views, lengths, strict=True):
+            S.mul_(length)
+        weights = self._sum_spectra_(summands, decay)
         turns = []
         whole = whole_rows(changes, layouts)
-        for matrices, rows, own, length in zip(self.stacks, whole, S, lengths, strict=True):
-            spectra = _over_openings(matrices, own.mul_(length), decay)
-            size = torch.linalg.vector_norm(spectra, torch.inf, (1, 2), keepdim=True)
-            spectra.div_(size.clamp_min_(TINY))
+        for rows, S, weight in zip(whole, summands.views, weights, strict=True):
+            size = torch.linalg.vector_norm(S, torch.inf, (1, 2), keepdim=True)
+            S.div_(size.clamp_min(TINY))
             dtype = dtype_of_products(rows)
             # (m_r, n) = (m_r, n) (n, n)
-            turn = torch.bmm(rows.to(dtype), spectra.to(dtype))
-            turns.append(turn.to(rows.dtype).mul_(size.to(rows.dtype)))
+            turn = torch.bmm(rows.to(dtype), S.to(dtype))
+            turns.append(turn.to(rows.dtype).mul_((size / weight).to(rows.dtype)))
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
             for batch in batches(matrices):
                 chosen = matrices[batch]
@@ -111,21 +115,38 @@ class PolarTaken(Taken):
                     ones = [1.0] * len(chosen)
                     ops.local_step_(opened, list(turn[batch]), [-1.0] * len(chosen), ones)
 
+    def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
+        """Sum up S over the shards, and over openings if their weight decays; the sums' weights.
+
+        Of the earlier S each rank holds a part, which goes into the one sum over ranks.
+        """
+        if not decay:
+            summands.all_reduce_()
+            return [S.new_ones(len(S), 1, 1) for S in summands.views]
+        weights = {
+            p: decay * p.state[SPECTRUM_WEIGHT] + 1 - decay
+            for p in (m.parameter for matrices in self.stacks for m in matrices)
+        }
+        kept = {p: p.spectra() for p in weights}
+        earlier, now = list[Tensor](), list[Tensor]()
+        for matrices, S in zip(self.stacks, summands.views, strict=True):
+            S.mul_(1 - decay)
+            for m, flat in zip(matrices, S.flatten(1), strict=True):
+                part, where = kept[m.parameter][m.index]
+                earlier.append(part)
+                now.append(flat[where])
+        torch._foreach_add_(now, earlier, alpha=decay)
+        summands.all_reduce_()
+        torch._foreach_copy_(earlier, now)
+        for p, weight in weights.items():
+            p.state[SPECTRUM_WEIGHT] = weight
+        return [
+            S.new_tensor([weights[m.parameter] for m in matrices])[:, None, None]
+            for matrices, S in zip(self.stacks, summands.views, strict=True)
+        ]
+
 
 # -------------------------------------------------------------------- before and after
-
-
-def _over_openings(matrices: Sequence[Matrix], S: Tensor, decay: float) -> Tensor:
-    """S, (k, n, n), or its means with those of earlier openings, which they replace."""
-    if not decay:
-        return S
-    kept = [m.spectrum for m in matrices]
-    means = torch.stack(kept)
-    # The first S counts whole.
-    weights = means.new_full((), 1 - decay).where(means.flatten(1).any(1), 1.0)
-    means.lerp_(S.to(means.dtype), weights[:, None, None])
-    torch._foreach_copy_(kept, list(means))
-    return means
 
 
 def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:

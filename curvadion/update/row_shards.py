@@ -74,6 +74,15 @@ def products_of_columns(
 
     The results have the dtypes of B. A and B must be of a size about 1 (dtype_of_products).
     """
+    summands = summands_of_columns(A, B, layouts)
+    summands.all_reduce_()
+    return summands.views
+
+
+def summands_of_columns(
+    A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
+) -> Buckets:
+    """This rank's summands of :func:`products_of_columns`; their sums follow by ``all_reduce_``."""
     buckets = Buckets(
         [
             Slot((len(b), b.shape[2], b.shape[2]), layout.shards, b.dtype, b.device)
@@ -83,8 +92,7 @@ def products_of_columns(
     for a, b, layout, out in zip(A, B, layouts, buckets.views, strict=True):
         left, right = (counted(rows, layout).to(dtype_of_products(rows)) for rows in (a, b))
         out.copy_(torch.bmm(left.mT, right))
-    buckets.all_reduce_()
-    return buckets.views
+    return buckets
 
 
 def dtype_of_products(rows: Tensor) -> torch.dtype:

@@ -32,8 +32,9 @@ from curvadion.layout.flat_shard import FLAT_SHARD_START
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
 # What replicas last agreed on. A sync kind that keeps it calls it so: ranks then compare it.
 ANCHOR = "anchor"
-# S = U^T M of matrices with polar directions, a mean over openings, each replica's own.
-SPECTRUM = "spectrum"
+# S = U^T M of matrices with polar directions, a weighted sum over openings, each replica's own; and
+# the sum of the weights.
+SPECTRUM, SPECTRUM_WEIGHT = "spectrum", "spectrum_weight"
 # What codes have lost of the pseudo-gradients sent so far, each replica's own.
 RESIDUAL = "residual"
 

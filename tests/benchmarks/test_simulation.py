@@ -169,24 +169,27 @@ def test_rivals_keep_to_their_budget():
 
 
 def test_momenta_keep_their_mean_if_replicas_have_one_spectrum():
-    """M_i <- M_i - (D - D_i) S / L with the mean S of this opening and of those before."""
+    """M_i <- M_i - (D - D_i) S / L with the weighted mean S of this opening and of those before."""
     torch.manual_seed(0)
     world, decay, L = World(TINY, 0, REPLICAS), 0.75, 0.5
     outer = QuantizedAverage(Average(0.1, spectrum_decay=decay), world)
     own = Replicas(Inner("polar", 0.02), world, REPLICAS)
     wide = next(name for name, M in own.M.items() if M.shape[1] < M.shape[2])
-    S = torch.zeros(())
-    for opening in range(3):
+    openings = []
+    for _ in range(3):
         own.M[wide] = torch.randn_like(own.M[wide])
         own.U[wide] = torch.randn_like(own.M[wide])
         missing = 0.01 * torch.randn_like(own.M[wide])
         M, U, D = own.M[wide].double(), own.U[wide].double(), missing.double()
         now = torch.stack([m @ u.mT for m, u in zip(M, U, strict=True)])
-        S = now if opening == 0 else decay * S + (1 - decay) * now
+        openings.insert(0, now)
+        weights = [decay**age for age in range(len(openings))]
+        S = sum(w * each for w, each in zip(weights, openings, strict=True)) / sum(weights)
         outer._align(own, wide, missing, L)
         torch.testing.assert_close(own.M[wide].double(), M - S @ D / L, rtol=1e-4, atol=1e-4)
-    outer._S[wide] = outer._S[wide].mean(0, keepdim=True).expand_as(S)
-    outer.settings = replace(outer.settings, spectrum_decay=1.0)
+    total, weight = outer._spectra[wide]
+    outer._spectra[wide] = total.mean(0, keepdim=True).expand_as(S), weight
+    outer.settings = replace(outer.settings, spectrum_decay=1 - 1e-12)
     before = own.M[wide].mean(0)
     centred = missing - missing.mean(0)
     outer._align(own, wide, centred, L)

@@ -134,6 +134,7 @@ class Leaf:
     M: list[Tensor] = field(default_factory=list)
     Q: list[Tensor] = field(default_factory=list)
     S: list[Tensor] = field(default_factory=list)
+    aligned: list[int] = field(default_factory=list)  # openings that S has summed up
     anchor: list[Tensor] = field(default_factory=list)
     residual: list[list[Tensor]] = field(default_factory=list)
     m: list[Tensor] = field(default_factory=list)
@@ -216,6 +217,7 @@ class QuantizedReference:
                     leaf.Q = self._each(initial_q(m, n, leaf.r))
                 elif self.align_momentum and self.spectrum_decay:
                     leaf.S = self._each(torch.zeros(leaf.r, leaf.r).double())
+                    leaf.aligned = [0] * self.replicas
             else:
                 leaf.m, leaf.v = self._each(zero), self._each(zero)
             self.leaves[name] = leaf
@@ -397,6 +399,7 @@ class QuantizedReference:
                     setattr(leaf, key, [mean + 0 for _ in held])
             leaf.anchor = [X.clone() for X in leaf.X]
             leaf.S = [torch.zeros_like(S) for S in leaf.S]
+            leaf.aligned = [0 for _ in leaf.aligned]
             self._agreed_on(leaf)
         self.fragments_apart = 0
 
@@ -487,15 +490,16 @@ def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...]
 def align_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor, decay: float) -> None:
     """M <- M - (D - D_i) S / L, S = Q (M^T P)^T; shorter where D - D_i exceeds L sqrt(r).
 
-    Of polar factors, S is decay times that of the opening before and 1 - decay times this one.
+    Of polar factors, S is a mean over openings, weighted by decay to the power of their age.
     """
     D, M = oriented(leaf.X[i] - own), oriented(leaf.M[i])
     longest = leaf.length * math.sqrt(leaf.r)
     share = leaf.length * leaf.r / max(longest**2, float(D.square().sum()), 1e-38)
     S = Q @ (M.mT @ P).mT
     if leaf.S:
-        S = decay * leaf.S[i] + (1 - decay) * S if leaf.S[i].any() else S
-        leaf.S[i] = S
+        leaf.S[i] = decay * leaf.S[i] + (1 - decay) * S
+        leaf.aligned[i] += 1
+        S = leaf.S[i] / (1 - decay ** leaf.aligned[i])
     M = M - share * D @ S
     leaf.M[i] = oriented_like(M, leaf.M[i])
 

@@ -103,7 +103,8 @@ def test_every_key_of_every_state_is_in_the_table(kind):
     seen = check(ours, kind)
     wanted = {"momentum", "R_scale", "exp_avg", "exp_avg_sq", "step", "momentum_norm"}
     if kind == "QuantizedAverage":
-        assert seen == wanted | {"anchor", "residual", "lr_since_anchor", "spectrum"}
+        of_sync = {"anchor", "residual", "lr_since_anchor", "spectrum", "spectrum_weight"}
+        assert seen == wanted | of_sync
         return
     assert seen == wanted | {"Q"}
     assert any("Q_rows" in state for state in ours)
@@ -180,7 +181,7 @@ def test_an_exact_synchronisation_does_to_each_key_what_the_table_says(kind):
             elif name == "anchor":
                 assert value.equal(now["X"])
             else:
-                assert name in ("residual", "lr_since_anchor", "spectrum")
+                assert name in ("residual", "lr_since_anchor", "spectrum", "spectrum_weight")
                 assert not torch.as_tensor(value).any()
     expected = {None, Owner.REPLICA, Owner.MEASURED}
     assert seen == expected | ({Owner.SYNC} if sync.state_keys else set())

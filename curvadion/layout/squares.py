@@ -1,0 +1,72 @@
+"""An n x n matrix for each oriented matrix (m x n) of a parameter, cut evenly over its ranks.
+
+The squares of a parameter's matrices lie flat, one after the other. Of a whole tensor or a DTensor
+they are a state of shape (*stack dimensions, N), N the sum of n^2 over the row blocks: stack
+dimensions are sharded as the parameter's are, and N is cut over all ranks that hold shards of the
+matrices. Of a flat shard they are the numbers that this rank holds of N, the sum of n^2 over the
+tensor's matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion.comm.collectives import group_size, shares
+from curvadion.layout.blocks import intersection, output_first
+from curvadion.layout.dtensor import dimension_shards, local, spread_placements, zeros
+from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
+from curvadion.layout.right_factors import QSlots
+
+
+def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Zeros for the squares of a parameter's matrices, float32 or wider.
+
+    Args:
+        X: the parameter.
+        options: its group, with stack_dims, row_blocks and input_first.
+    """
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    if (shard := flat_shard(X)) is not None:
+        sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
+        held = _held_of_flat(shard, sum(n * n for n in sides))
+        return torch.zeros(len(held), dtype=dtype, device=X.device)
+    total = sum(min(layout.shape) ** 2 for layout in QSlots(X, options).layouts)
+    X, stack_dims = output_first(X, options), options["stack_dims"]
+    return zeros(X, (*X.shape[:stack_dims], total), spread_placements(X, stack_dims), dtype)
+
+
+def squares_held(
+    X: Tensor, squares: Tensor, sides: Sequence[int]
+) -> Iterator[tuple[Tensor, slice]]:
+    """For each matrix, what this rank holds of its square: a view, and where it is in the flat one.
+
+    Args:
+        X: the parameter.
+        squares: made by :func:`create_squares`.
+        sides: n of the matrices that are held here, in their order.
+    """
+    rows = local(squares)
+    rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+    each = sides[: len(sides) // max(1, len(rows))]  # alike in all entries of a stack
+    ends = list(accumulate((n * n for n in each), initial=0))
+    shard = flat_shard(X)
+    held = dimension_shards(squares)[-1].held if shard is None else _held_of_flat(shard, ends[-1])
+    for row in rows:
+        for first, stop in pairwise(ends):
+            inside = intersection(held, range(first, stop))
+            start = inside.start - held.start
+            yield row[start : start + len(inside)], slice(inside.start - first, inside.stop - first)
+
+
+def _held_of_flat(shard: FlatShard, total: int) -> range:
+    """The numbers that this rank holds of so many."""
+    if shard.group is None:
+        return range(total)
+    ends = list(accumulate(shares(total, group_size(shard.group)), initial=0))
+    return range(*list(pairwise(ends))[shard.group.rank()])
