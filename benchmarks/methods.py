@@ -195,7 +195,7 @@ def ours(
     parts: int = 1,
     momenta: bool = True,
     polar: bool = True,
-    spectra: float = 0.0,
+    spectra: float = 0.8,
     direction: Literal["low_rank", "polar"] = "polar",
     by: Literal["period", "rmmc"] = "period",
     delay: int = 0,

@@ -62,7 +62,7 @@ class Options:
     steps: tuple[int, ...] = option((300,), "optimizer steps")
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
     warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
-    spectrum_decay: tuple[float, ...] = option((0.0,), "of ours: weight of earlier openings")
+    spectrum_decay: tuple[float, ...] = option((0.8,), "of ours: weight of earlier openings")
     workers: int = option(2, "trainings at once, each in a process of one thread")
     device: str = option("cpu", "of the trainings; cuda takes one worker")
     out: str = option(RECORDS, "the records")

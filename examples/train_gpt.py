@@ -136,7 +136,7 @@ class Config:
     fragments: int = option(1, "quantized_average: of the model, one at each opening")
     delay: int = option(0, "quantized_average: steps after which means arrive")
     align_momentum: bool = option(True, "quantized_average: momenta take the mean direction")
-    spectrum_decay: float = option(0.0, "quantized_average: earlier openings' weight in that")
+    spectrum_decay: float = option(0.8, "quantized_average: earlier openings' weight in that")
     polar_correction: bool = option(True, "quantized_average: restore what disagreement shortened")
 
     # Running

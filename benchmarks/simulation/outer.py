@@ -121,7 +121,7 @@ class Average:
     align: float = 1.0
     polar: float = 1.0
     strided: bool = False
-    spectrum_decay: float = 0.0
+    spectrum_decay: float = 0.8
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Training:
     steps: int = 300
     seed: int = 0
     warmdown: float = 0.2
-    spectrum_decay: float = 0.0
+    spectrum_decay: float = 0.8
 
     @property
     def task(self) -> Task:

@@ -119,7 +119,7 @@ class QuantizedAverage(Sync):
         polar_correction: bool = True,
         residual_dtype: Literal["bfloat16", "float32"] | torch.dtype = "bfloat16",
         delay: int = 0,
-        spectrum_decay: float = 0.0,
+        spectrum_decay: float = 0.8,
     ) -> None:
         if bits is not None:
             checks.integer("bits", bits, 1)

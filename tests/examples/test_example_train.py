@@ -64,7 +64,7 @@ def test_the_command_line_is_the_dataclass():
 
 AVERAGE = (
     "QuantizedAverage(bits={}, fragments={}, align_momentum={}, polar_correction={}, "
-    "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)"
+    "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)"
 )
 SYNCS = {
     "": "LowRank(average_weights=True)",

@@ -73,13 +73,13 @@ MALFORMED = {
     "budget where nothing drifts": (
         with_params(stage=1, wire_budget=0.01),
         "polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0) "
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8) "
         "with zero_optimization.stage=1: one replica is sharded",
     ),
     "sync where nothing drifts": (
         with_params(stage=3, sync={"type": "quantized_average"}),
         "sync=QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0) "
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8) "
         "with zero_optimization.stage=3: one replica is sharded",
     ),
     "delay where nothing drifts": (
@@ -303,7 +303,7 @@ def test_the_json_names_a_gate_and_a_sync():
         assert gate == "FixedPeriod(period=2)"
         assert kind == (
             "QuantizedAverage(bits=3, fragments=2, align_momentum=False, polar_correction=True, "
-            "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)"
+            "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)"
         )
         assert opened == [False, True, False]
     unaveraged = {"type": "low_rank", "average_weights": False}

@@ -114,27 +114,27 @@ RESOLVED = [
     (
         {"wire_budget": 0.1}, "ByteBudget(share=0.1, by='period')",
         "QuantizedAverage(bits=4, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
         1.0, "qr",
     ),
     (
         {"gate": ByteBudget(0.01, "rmmc")}, "ByteBudget(share=0.01, by='rmmc')",
         "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
         1.0, "qr",
     ),
     (
         {"wire_budget": 0.1, "sync": QuantizedAverage(3, fragments=3, polar_correction=False)},
         "ByteBudget(share=0.1, by='period')",
         "QuantizedAverage(bits=3, fragments=3, align_momentum=True, polar_correction=False, "
-        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
         1.0, "qr",
     ),
     (
         {"gate": FixedPeriod(2), "sync": QuantizedAverage(), "rank_fraction": 0.5},
         "FixedPeriod(period=2)",
         "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.0)",
+        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
         0.5, "qr",
     ),
 ]  # fmt: skip

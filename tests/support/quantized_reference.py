@@ -179,7 +179,7 @@ class QuantizedReference:
     shards: Sequence[Mapping[str, Tensor]] | None = None
     align_momentum: bool = True
     polar_correction: bool = True
-    spectrum_decay: float = 0.0
+    spectrum_decay: float = 0.8
     lr: float = 0.02
     mu: float = 0.95
     wd: float = 0.01
@@ -444,7 +444,9 @@ class QuantizedReference:
                 aligned = self.align_momentum and self.local_step == "dion"
                 if key == "M" and aligned and leaf.opened_length > 0:
                     reach = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.opened_length
-                yield key, tensor, _roundings(tensor, shaken, spacing) + reach * of_codes
+                # S follows from a Gram matrix, which squares condition numbers.
+                times = 10 if key == "S" else 1
+                yield key, tensor, times * _roundings(tensor, shaken, spacing) + reach * of_codes
         pairs = zip(leaf.residual[i], other.residual[i], strict=True)
         for s, (lost, shaken) in enumerate(pairs):
             yield f"residual {s}", lost, _roundings(lost, shaken, spacing) + of_codes
