@@ -118,17 +118,17 @@ def spending(
 ) -> Spending:
     """Return the bits, and the budget whose last opening falls on the last step.
 
-    The bits are CurvaDion's own choice, with agreements on a weight at every second step at most.
-    Counted are also the parts that come together after the last step. The gate is given what it
-    keeps back for an agreement on all, ``parts`` openings more. ``spared``: so many openings less,
-    for a gate that may end a run off its period. ``scheduled``: whether it follows a schedule.
+    The bits are CurvaDion's own choice. Counted are also the parts that come together after the
+    last step. The gate is given what it keeps back for an agreement on all, ``parts`` openings
+    more, and opens once it has that. ``spared``: so many openings less, for a gate that may end a
+    run off its period. ``scheduled``: whether it follows a schedule.
     """
     bits = bits_within(budget)
     codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
     once, always = (codes + gate, 0.0) if scheduled else (codes, gate)
     fitting = math.floor(((budget - always) * steps - (parts - 1) * codes) / once)
-    openings = min(fitting, steps // 2 * parts) - spared
+    openings = min(fitting, steps - parts) - spared
     share = (openings + parts) * once / steps + always
     return Spending(math.ceil(1e6 * share) / 1e6, bits, parts)
 

@@ -31,12 +31,12 @@ def coded_share(bits: int) -> float:
 
 
 def bits_within(share: float) -> int:
-    """Bits of a code that this share of float32 bytes pays for at every second step; 2 at least.
+    """Bits of a code that this share of float32 bytes pays for at every step; 2 at least.
 
-    Fewer openings with more bits are worse below, and openings at every step worse above
+    More openings with fewer bits are worse below, fewer with more bits above
     (docs/convergence-lab.md).
     """
-    return max(b for b in BITS if b <= 2 or coded_share(b) <= 2 * share)
+    return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
 
 
 def encode(x: Tensor, bits: int) -> Tensor:

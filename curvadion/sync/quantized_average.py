@@ -72,8 +72,8 @@ class QuantizedAverage(Sync):
     the exchange of codes for one fragment.
 
     Args:
-        bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every second
-            step, 2 at least: 4 for 0.1.
+        bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step, 2
+            at least: 3 for 0.1.
         fragments: parameters are divided into so many fragments of about equal size. At each
             opening one comes together, in rotation; under a byte budget the gate opens as many
             times more often. 3 gain in short runs where each weight is agreed on at every third to

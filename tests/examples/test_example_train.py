@@ -71,7 +71,7 @@ SYNCS = {
     "--period 3 --sync low_rank": "LowRank(average_weights=True)",
     "--sync low_rank_unaveraged": "LowRank(average_weights=False)",
     "--period 3 --sync quantized_average": AVERAGE.format(2, 1, True, True),
-    "--wire-budget 0.1": AVERAGE.format(4, 1, True, True),
+    "--wire-budget 0.1": AVERAGE.format(3, 1, True, True),
     "--wire-budget 0.1 --budget-by rmmc --bits 1 --fragments 2": AVERAGE.format(1, 2, True, True),
     "--period 3 --sync quantized_average --no-align-momentum --no-polar-correction": (
         AVERAGE.format(2, 1, False, False)

@@ -33,7 +33,7 @@ KINDS = {
     "budget": (CurvaDion, {"wire_budget": 0.5}),
     "quantized period": (
         CurvaDion,
-        {"gate": FixedPeriod(3), "sync": QuantizedAverage(spectrum_decay=0.8)},
+        {"gate": FixedPeriod(3), "sync": QuantizedAverage()},
     ),
     "gradient": (CurvaDion, {"gate": FixedPeriod(4), "local_step": "gradient", "local_lr": 0.01}),
     "dion": (Dion, {}),
@@ -277,8 +277,11 @@ def build_old(kind):
 
 OLD_KINDS = {
     "rmmc": {"threshold": 0.3},
-    "budget": {"wire_budget": 0.2},
-    "in fragments": {"gate": FixedPeriod(2), "sync": QuantizedAverage(fragments=3)},
+    "budget": {"wire_budget": 0.2, "sync": QuantizedAverage(spectrum_decay=0.0)},
+    "in fragments": {
+        "gate": FixedPeriod(2),
+        "sync": QuantizedAverage(fragments=3, spectrum_decay=0.0),
+    },
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+NEW = {"spectrum", "spectrum_weight"}
 OLD_NAMES = {"anchor": "weight_agreed", "residual": "weight_residual"}
 
 
@@ -22,7 +23,7 @@ def old_record(text):
 
 def old_state(state, lr_sum):
     """One parameter's state; lr_sum: of the learning rates of its group's steps."""
-    old = {OLD_NAMES.get(key, key): value for key, value in state.items()}
+    old = {OLD_NAMES.get(key, key): value for key, value in state.items() if key not in NEW}
     if "lr_since_anchor" in old:
         old["lr_at_agreement"] = lr_sum - old.pop("lr_since_anchor")
     return old
@@ -43,10 +44,10 @@ def old_flattened(saved, lr_sum):
     old = {}
     for path, value in saved.items():
         prefix, _, name = path.rpartition(".")
+        held = {name: value}
         if path.startswith("state."):
-            [(name, value)] = old_state({name: value}, lr_sum).items()
+            held = old_state(held, lr_sum)
         elif name == "progress":
-            value = old_record(value)
-            old[f"{prefix}.lr_sum"] = lr_sum
-        old[f"{prefix}.{name}"] = value
+            held = {name: old_record(value), "lr_sum": lr_sum}
+        old |= {f"{prefix}.{key}": value for key, value in held.items()}
     return old

@@ -331,7 +331,13 @@ def undisturbed():
 OTHERS = {"LowRank": LowRank(), "QuantizedAverage": QuantizedAverage(bits=8)}
 KEYS = {
     "LowRank": set(),
-    "QuantizedAverage": {"anchor", "residual", "lr_since_anchor"},
+    "QuantizedAverage": {
+        "anchor",
+        "residual",
+        "lr_since_anchor",
+        "spectrum",
+        "spectrum_weight",
+    },
     "OuterMomentum": {"anchor", "outer_momentum"},
 }
 

@@ -67,7 +67,10 @@ def spectra(rank):
         states = [optimizer.state[x].get("spectrum") for x in X]
         found.append([None if s is None else (s.numel(), bool(s.any())) for s in states])
     without = CurvaDion(
-        groups, replicas=dist.group.WORLD, gate=FixedPeriod(1), sync=QuantizedAverage()
+        groups,
+        replicas=dist.group.WORLD,
+        gate=FixedPeriod(1),
+        sync=QuantizedAverage(spectrum_decay=0.0),
     )
     without.load_state_dict(optimizer.state_dict())
     step(X, without, 9, rank)
