@@ -123,7 +123,7 @@ def spending(
     more, and opens once it has that. ``spared``: so many openings less, for a gate that may end a
     run off its period. ``scheduled``: whether it follows a schedule.
     """
-    bits = bits_within(budget)
+    bits = bits_within(budget * parts)
     codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
     once, always = (codes + gate, 0.0) if scheduled else (codes, gate)

@@ -12,16 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size, shares
 from curvadion.layout.blocks import intersection, output_first
-from curvadion.layout.dtensor import dimension_shards, local, spread_placements, zeros
+from curvadion.layout.dtensor import (
+    dimension_shards,
+    local,
+    placements_of,
+    spread_placements,
+    zeros,
+)
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
 from curvadion.layout.right_factors import QSlots
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -31,14 +40,25 @@ def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
         X: the parameter.
         options: its group, with stack_dims, row_blocks and input_first.
     """
+    shape, placements = _form(X, options)
     dtype = torch.promote_types(X.dtype, torch.float32)
+    return zeros(X, shape, placements, dtype)
+
+
+def squares_fit(X: Tensor, options: Mapping[str, Any], squares: Tensor) -> bool:
+    """Whether a tensor has the form of what :func:`create_squares` makes."""
+    shape, placements = _form(X, options)
+    return tuple(squares.shape) == shape and placements_of(squares) == tuple(placements)
+
+
+def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Sequence[Placement]]:
+    """Shape, of DTensors the global one, and placements of a parameter's squares."""
     if (shard := flat_shard(X)) is not None:
         sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
-        held = _held_of_flat(shard, sum(n * n for n in sides))
-        return torch.zeros(len(held), dtype=dtype, device=X.device)
+        return (len(_held_of_flat(shard, sum(n * n for n in sides))),), []
     total = sum(min(layout.shape) ** 2 for layout in QSlots(X, options).layouts)
     X, stack_dims = output_first(X, options), options["stack_dims"]
-    return zeros(X, (*X.shape[:stack_dims], total), spread_placements(X, stack_dims), dtype)
+    return (*X.shape[:stack_dims], total), spread_placements(X, stack_dims)
 
 
 def squares_held(

@@ -15,12 +15,19 @@ from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.parameters import global_shape
+from curvadion.layout.squares import squares_fit
 from curvadion.optim.conversion import OLD_LR_AT_AGREEMENT, OLD_LR_SUM, OLD_NAMES
 from curvadion.sync.base import Sync
 from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.parameter import names
-from curvadion.update.state import R_SCALE, is_right_factor, like_parameter
+from curvadion.update.state import (
+    R_SCALE,
+    SPECTRUM,
+    SPECTRUM_WEIGHT,
+    is_right_factor,
+    like_parameter,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -46,13 +53,15 @@ def check_fits(optimizer: Optimizer, sync: Sync, saved: Mapping[str, Any]) -> No
                 f"{live['algorithm']!r} here: give the groups in the order in which they were "
                 f"saved."
             )
-    for name, X, state in _states(optimizer, saved):
+    for name, X, group, state in _states(optimizer, saved):
         if not isinstance(state, Mapping):
             raise TypeError(f"state_dict holds {state!r} for {name}: it must be a dictionary")
         for key in like_parameter(sync.state_keys):
             if isinstance(tensor := state.get(key), Tensor):
                 _check_shard(name, X, key, tensor)
         _check_flat_shard(name, X, state.get(FLAT_SHARD_START))
+        if isinstance(tensor := state.get(SPECTRUM), Tensor):
+            _check_spectrum(name, X, group, tensor)
 
 
 def check_complete(optimizer: Optimizer, saved: Mapping[str, Any], steps: int) -> None:
@@ -73,7 +82,7 @@ def check_complete(optimizer: Optimizer, saved: Mapping[str, Any], steps: int) -
 
 def restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Give loaded state the dtypes it was saved with: torch casts it to the parameter's."""
-    for _, X, state in _states(optimizer, saved):
+    for _, X, _, state in _states(optimizer, saved):
         loaded = optimizer.state[X]
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
@@ -222,17 +231,14 @@ def _with_columns(Q: Tensor, columns: int) -> Tensor:
 
 def _states(
     optimizer: Optimizer, saved: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
-    """Name, parameter and saved state of every parameter that has one."""
-    order = [i for group in saved["param_groups"] for i in group["params"]]
-    live = [
-        named
-        for g, group in enumerate(optimizer.param_groups)
-        for named in zip(names(group, g), group["params"], strict=True)
-    ]
-    for i, (name, X) in zip(order, live, strict=True):
-        if i in saved["state"]:
-            yield name, X, saved["state"][i]
+) -> Iterator[tuple[str, Tensor, Mapping[str, Any], Mapping[str, Any]]]:
+    """Name, parameter, group to be and saved state of every parameter that has one."""
+    for g, (live, held) in enumerate(
+        zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    ):
+        for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
+            if i in saved["state"]:
+                yield name, X, {**live, **held}, saved["state"][i]
 
 
 def _check_shard(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
@@ -249,6 +255,18 @@ def _check_shard(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
             f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict (a full one with "
             f"StateDictOptions(full_state_dict=True))."
         )
+
+
+def _check_spectrum(name: str, X: Tensor, group: Mapping[str, Any], spectrum: Tensor) -> None:
+    if group["algorithm"] != "dion" or squares_fit(X, group, spectrum):
+        return
+    raise ValueError(
+        f"state_dict holds a {SPECTRUM!r} of shape {tuple(spectrum.shape)} with the placements "
+        f"{_placements(spectrum)} for {name}, which does not fit here: load the state in the "
+        f"layout in which it was saved, or through "
+        f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict. Without its keys "
+        f"{SPECTRUM!r} and {SPECTRUM_WEIGHT!r} it loads too, and they begin anew."
+    )
 
 
 def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:

@@ -144,10 +144,11 @@ def align_momenta_(
         taken.turn_momenta_(missing, [-share for share in shares], spectrum_decay)
 
 
-def place_spectra(plan: Plan) -> None:
-    """Make place for the sums of S where there is none."""
-    for p in plan.dion:
-        p.create_spectra()
+def place_spectra(parameters: Sequence[Parameter]) -> None:
+    """Make place for the sums of S of matrices with polar directions, where there is none."""
+    for p in parameters:
+        if p.matrices:
+            p.create_spectra()
 
 
 def drop_spectra(parameters: Sequence[Parameter]) -> None:

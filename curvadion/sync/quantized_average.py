@@ -82,12 +82,12 @@ class QuantizedAverage(Sync):
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a wave's weights meanwhile (docs/guide.md#memory).
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
-            alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, in shards too.
+            alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, shared by ranks.
         polar_correction: whether replicas restore, for no bytes, the length that the mean of their
             directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
             holds a copy of a wave's anchors meanwhile.
         residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
-            Codes of few bits lose a third of a pseudo-gradient, bfloat16 a 500th of this third.
+            Codes of few bits lose a third of a pseudo-gradient, bfloat16 a 500th of that.
         delay: how many steps later the means are added, and momenta and weights corrected; 0 waits
             for each exchange. Codes travel meanwhile, over a process group and in a thread of their
             own. A step waits for late means. An opening first adds those of its own parameters.
@@ -135,13 +135,14 @@ class QuantizedAverage(Sync):
         checks.integer("delay", delay, 0)
         checks.number("spectrum_decay", spectrum_decay, below=1.0)
         self._bits = bits
-        self.bits = bits_within(0.0) if bits is None else bits
+        self.bits = bits or bits_within(0.0)
         self.fragments = fragments
         self.align_momentum = align_momentum
         self.polar_correction = polar_correction
         self.residual_dtype: str = name
         self.delay = delay
         self.spectrum_decay = float(spectrum_decay)
+        self._keeps_spectra = align_momentum and spectrum_decay > 0
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
         self._under_way = UnderWay()
@@ -155,7 +156,7 @@ class QuantizedAverage(Sync):
     # ---------------------------------------------------------------- what it costs
 
     def choose_defaults(self, budget: float | None) -> None:
-        self.bits = bits_within(budget or 0.0) if self._bits is None else self._bits
+        self.bits = self._bits or bits_within((budget or 0.0) * self.fragments)
 
     def prepare(self, sizes: Sequence[int]) -> Costs:
         before, self._fragment_of = self._fragment_of, divide(sizes, self.fragments)
@@ -194,17 +195,16 @@ class QuantizedAverage(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
             if p.matrices:  # flattened old checkpoints lack it
                 p.state.setdefault(LR_SINCE_ANCHOR, 0.0)
-        if not self.spectrum_decay:
-            drop_spectra(parameters)  # of the run that was loaded
+        # Or those of the run that was loaded go.
+        (place_spectra if self._keeps_spectra else drop_spectra)(parameters)
 
     def note_own_step(self) -> None:
         self.fragments_apart = self.count
 
     def before_local_update(self, step: Step) -> None:
         """Count the learning rate of the matrices that move, as far as it is known, anywhere."""
-        if self.spectrum_decay:
-            aligns = self.align_momentum and step.directed and group_size(step.replicas) > 1
-            place_spectra(step.plan) if aligns else drop_spectra(step.plan.dion)
+        if self._keeps_spectra:
+            place_spectra(step.plan.dion)  # where the direction has changed
         plan = step.plan if step.complete else step.moving.plan_among(step.agreed)
         rates: dict[int, float] = {}  # each read once: it may be a tensor on an accelerator
         for p in plan.dion:

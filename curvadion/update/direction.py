@@ -41,8 +41,8 @@ class Taken(ABC):
         Args:
             changes: C, (k, m_i, n_j) by stack; overwritten.
             shares: a number a matrix, (k,) by stack.
-            decay: weight of the mean of earlier calls' S_i, where the direction keeps it (polar):
-                S_i <- decay S_i + (1 - decay) U_i^T M_i, and U_i^T M_i where there is none yet.
+            decay: S_i is a mean over calls, where the direction keeps it (polar): U_i^T M_i of a
+                call weighs decay times as much as that of the next one.
 
         It can be called once: the directions are given up.
         """

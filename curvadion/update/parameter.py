@@ -125,7 +125,7 @@ class Parameter:
     def spectra(self) -> list[tuple[Tensor, slice]]:
         """Sums of S = U^T M over openings, by matrix: a view, and where it is in the flat S.
 
-        The ranks that hold shards of a matrix hold equal parts of its S.
+        The ranks that hold the parameter's shards hold equal parts of all its S.
         """
         sides = [min(m.layout.shape) for m in self.matrices]
         return list(squares_held(self.X, self.state[SPECTRUM], sides))

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distributed
 import shards
-from curvadion import CurvaDion, Dion, Gate, QuantizedAverage, param_groups
+from curvadion import CurvaDion, Dion, FixedPeriod, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
 
 LAYOUTS = {
@@ -207,7 +207,9 @@ def states(optimizer):
 def form_of(state):
     """Global shapes and dtypes of every parameter's state, and the groups' keys."""
     tensors = {
-        name: {key: (tuple(t.shape), t.dtype) for key, t in s.items()}
+        name: {
+            key: (tuple(t.shape), t.dtype) for key, t in s.items() if isinstance(t, torch.Tensor)
+        }
         for name, s in state["state"].items()
     }
     return tensors, [sorted(group) for group in state["param_groups"]]
@@ -454,6 +456,52 @@ def test_whole_states_go_on_in_every_layout(checkpoints, expected, layout):
     arguments = (layout, checkpoints[0], sorted(saved_by), expected)
     for distance in distributed.run(LAYOUTS[layout], load_whole, *arguments):
         assert distance < 1e-5
+
+
+def whole_codes(rank, layout):
+    """How far runs of averages in codes are from one that went on, whose whole state they took."""
+    options = {"gate": FixedPeriod(2), "sync": QuantizedAverage(bits=8)}
+    placed = place(layout)
+    optimizer = build(placed, **options)
+    placed.train(optimizer, range(4))
+    optimizer.synchronize(exact=True)
+    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    saved = [get_state_dict(placed.model, optimizer, options=how)]
+    dist.broadcast_object_list(saved, src=0)
+    runs = []
+    for broadcast in (False, True):
+        again = place(layout)
+        its = build(again, **options)
+        weights, state = ({}, {}) if broadcast and rank else copy.deepcopy(saved[0])
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(again.model, weights, options=how)
+        set_optimizer_state_dict(again.model, its, state, options=how)
+        runs.append((again, its))
+    misfit = copy.deepcopy(its.state_dict())
+    first = next(state for state in misfit["state"].values() if "spectrum" in state)
+    first["spectrum"] = torch.zeros(first["spectrum"].numel() + 1)
+    with pytest.raises(ValueError, match="'spectrum' of shape .* they begin anew"):
+        its.load_state_dict(misfit)
+    placed.train(optimizer, range(4, 6))
+    found = []
+    for again, its in runs:
+        again.train(its, range(4, 6))
+        assert form_of(its.state_dict()) == form_of(optimizer.state_dict())
+        wanted = states(optimizer)
+        for name, held in states(its).items():
+            if name.endswith((".spectrum", ".spectrum_weight")):
+                assert torch.allclose(held, wanted[name], rtol=1e-2, atol=1e-3), name
+        here, there = again.pieces(), placed.pieces()
+        found += [float((here[n] - x).norm() / (x.norm() + 1e-9)) for n, x in there.items()]
+    filled = [s["spectrum_weight"] > 0 for s in optimizer.state.values() if "spectrum" in s]
+    return max(found), sum(filled)  # not of the idle one
+
+
+@pytest.mark.parametrize("layout", ["ddp 2", "hsdp 2x2"])
+def test_whole_states_of_averages_in_codes_go_on(layout):
+    for distance, filled in distributed.run(LAYOUTS[layout], whole_codes, layout):
+        assert distance < 1e-2
+        assert filled == 4
 
 
 # -------------------------------------------------------------------- matrices inside parameters

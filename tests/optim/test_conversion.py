@@ -362,6 +362,19 @@ def test_a_run_of_version_0_1_0_goes_on(kind, way, together, tmp_path):
         assert apart == (not together and kind != "rmmc")
 
 
+def test_spectra_begin_where_a_state_has_none():
+    model = toy.model()
+    without = QuantizedAverage(spectrum_decay=0.0)
+    optimizer = CurvaDion(toy.groups(model), gate=FixedPeriod(3), sync=without)
+    saved = trained_state(optimizer, model)
+    assert not any("spectrum" in state for state in saved["state"].values())
+    again, into = build("quantized period")
+    into.load_state_dict(saved)
+    toy.train(again, into, range(2))
+    kept = [state for state in into.state.values() if "momentum" in state]
+    assert kept and all({"spectrum", "spectrum_weight"} <= state.keys() for state in kept)
+
+
 def test_memory_of_another_gate_is_left():
     model = toy.model()
     optimizer = CurvaDion(toy.groups(model), wire_budget=0.5)

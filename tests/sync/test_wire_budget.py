@@ -533,6 +533,10 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
     assert optimizer_of(toy.model(), gate=gate, sync=QuantizedAverage()).sync.bits == bits
     one = QuantizedAverage(bits=1)
     assert optimizer_of(toy.model(), wire_budget=share, sync=one).sync.bits == 1
+    # A step opens for one of them only.
+    halves = QuantizedAverage(fragments=2)
+    whole = optimizer_of(toy.model(), wire_budget=min(2 * share, 1.0)).sync
+    assert optimizer_of(toy.model(), wire_budget=share, sync=halves).sync.bits == whole.bits
 
 
 def test_the_rank_is_full_where_it_costs_no_bytes():
