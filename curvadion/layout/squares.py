@@ -72,7 +72,7 @@ def squares_held(
         sides: n of the matrices that are held here, in their order.
     """
     rows = local(squares)
-    rows = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+    rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # alike in all entries of a stack
     ends = list(accumulate((n * n for n in each), initial=0))
     shard = flat_shard(X)

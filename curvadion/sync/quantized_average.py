@@ -195,7 +195,7 @@ class QuantizedAverage(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
             if p.matrices:  # flattened old checkpoints lack it
                 p.state.setdefault(LR_SINCE_ANCHOR, 0.0)
-        # Or those of the run that was loaded go.
+        # Where there are none, those of a run that was loaded go.
         (place_spectra if self._keeps_spectra else drop_spectra)(parameters)
 
     def note_own_step(self) -> None:
