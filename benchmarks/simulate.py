@@ -27,7 +27,9 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 import torch
 
 from command_line import option, parse
+from corpora import CORPORA
 from demo import aligned
+from grids import SIZES
 from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
@@ -55,8 +57,8 @@ class Options:
     outer_lr: tuple[float, ...] = option((0.7,), "of DiLoCo, MuLoCo and SparseLoCo")
     outer_momentum: tuple[float, ...] = option((0.9,), "of DiLoCo and MuLoCo")
     kept: tuple[int, ...] = option((64,), "of SparseLoCo, of a chunk's 4096 numbers")
-    size: tuple[str, ...] = option(("small",), "of grids.SIZES")
-    corpus: tuple[str, ...] = option(("python",), "of corpora.CORPORA")
+    size: tuple[str, ...] = option(("small",), f"of {', '.join(SIZES)}")
+    corpus: tuple[str, ...] = option(("python",), f"of {', '.join(CORPORA)}")
     batch_size: tuple[int, ...] = option((8,), "sequences of 64 tokens of a replica and a step")
     replicas: tuple[int, ...] = option((8,), "that take steps of their own")
     steps: tuple[int, ...] = option((300,), "optimizer steps")

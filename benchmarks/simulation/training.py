@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from corpora import CORPORA
+from curvadion import checks
 from grids import SIZES, Task
 from simulation.inner import Inner, Replicas
 from simulation.outer import Average, Outer, QuantizedAverage
@@ -85,6 +87,11 @@ class Training:
     seed: int = 0
     warmdown: float = 0.2
     spectrum_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        checks.one_of("method", self.method, get_args(Method))
+        checks.one_of("size", self.size, tuple(SIZES))
+        checks.one_of("corpus", self.corpus, tuple(CORPORA))
 
     @property
     def task(self) -> Task:
