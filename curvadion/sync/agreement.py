@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.background import Stopwatch
+from curvadion.comm.collectives import group_size
 from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
 from curvadion.sync.decision import (
@@ -298,14 +299,19 @@ class Agreement:
     def look_at_gradients(self, plan: Plan, number: int) -> int:
         """Look now and then whether something else averages gradients; return the bytes sent.
 
-        The next step reads what this look tells. number: as :meth:`GradientWatch.look` takes it.
+        They are those of all ranks of a replica, as if they were sent over the replicas alone. The
+        next step reads what this look tells. number: as :meth:`GradientWatch.look` takes it.
         """
         if self._replicas.size == 1:
             return 0
         if self._watch is None:
             self._watch = GradientWatch(plan)
         self._unread = self._watch.look(number)
-        return 0 if self._unread is None else GradientWatch.BYTES
+        if self._unread is None:
+            return 0
+        # n ranks, n / N of a replica: n / N * 2 (n - 1) / n of the bytes, of 2 (N - 1) / N.
+        n, N = group_size(plan.all_ranks), self._replicas.size
+        return GradientWatch.BYTES * (n - 1) // (N - 1)
 
 
 def _compare_words(
