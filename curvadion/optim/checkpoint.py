@@ -236,9 +236,10 @@ def _states(
     for g, (live, held) in enumerate(
         zip(optimizer.param_groups, saved["param_groups"], strict=True)
     ):
+        group = {**live, **held}
         for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
             if i in saved["state"]:
-                yield name, X, {**live, **held}, saved["state"][i]
+                yield name, X, group, saved["state"][i]
 
 
 def _check_shard(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
