@@ -4,9 +4,9 @@
     python benchmarks/ladder.py --size large largest --device cuda   # one GPU
     python benchmarks/ladder.py --draw benchmarks/results/convergence/gaps.png
 
-Runs the trainings of each rung (the settings that were best on the smallest one, and the rates
-beside) and adds them to the records of simulate.py. --draw runs nothing: it draws the gaps of all
-records over length, batch and replicas, and prints them.
+Runs the trainings of each rung (the settings that were best on the smallest one, at its rates and
+lower ones) and adds them to the records of simulate.py. Steps are rounded to two digits. --draw
+runs nothing: it draws the gaps of all records over length, batch and replicas, and prints them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Options:
     tokens: tuple[float, ...] = option((20.0,), "for each parameter")
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
     device: str = option("cpu", "of the trainings")
-    workers: int = option(2, "trainings at once, each in a process")
+    workers: int = option(2, "trainings at once, each in a process; a GPU takes one")
     out: str = option(RECORDS, "the records")
     draw: str | None = option(None, "draw the gaps of all records into this file; runs nothing")
 
@@ -49,16 +49,18 @@ class Options:
 def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]:
     """Yield the trainings of one size at one length."""
     task = SIZES[size]
-    steps = round(tokens * task.shapes().parameters / (REPLICAS * task.batch_size * task.context))
+    exact = tokens * task.shapes().parameters / (REPLICAS * task.batch_size * task.context)
+    steps = int(float(f"{exact:.2g}"))
     where: dict[str, Any] = {
         "size": size, "corpus": corpus, "steps": steps, "seed": seed, "replicas": REPLICAS
     }  # fmt: skip
     for lr in (0.02, 0.04):
         yield Training("dion", lr, look_ahead=2.0, **where)
-    for lr in (0.04, 0.08):
+    for lr in (0.02, 0.04, 0.08):
         yield Training("ours", lr, budget=BUDGET, fragments=3, **where)
     outer: dict[str, Any] = {"bits": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
-    yield Training("muloco", 0.04, budget=BUDGET, **outer, **where)
+    for lr in (0.02, 0.04):
+        yield Training("muloco", lr, budget=BUDGET, **outer, **where)
 
 
 class Place(NamedTuple):

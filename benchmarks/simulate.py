@@ -65,8 +65,8 @@ class Options:
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
     warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
     spectrum_decay: tuple[float, ...] = option((0.8,), "of ours: weight of earlier openings")
-    workers: int = option(2, "trainings at once, each in a process of one thread")
-    device: str = option("cpu", "of the trainings; cuda takes one worker")
+    workers: int = option(2, "trainings at once, each in a process of one thread; a GPU takes one")
+    device: str = option("cpu", "of the trainings")
     out: str = option(RECORDS, "the records")
 
 
@@ -127,7 +127,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 def map_trainings(
     pending: Sequence[Training], workers: int, device: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of trainings as they end."""
+    """Yield the records of trainings as they end; a GPU takes one at a time."""
+    workers = workers if device == "cpu" else 1
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         yield from pool.imap_unordered(partial(_train, device=device), pending)
 

@@ -27,7 +27,7 @@ SHARED = (
 )
 RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
-    # The best there is at every step: Dion with the polar direction and Nesterov's momentum.
+    # Among the best at every step: Dion with the polar direction and Nesterov's momentum.
     "Muon": "--optimizer dion --direction polar --rank-fraction 1 --nesterov 1.05 --lr 0.02",
     "CurvaDion": "--optimizer curvadion --lr 0.02 --max-local-steps 10",
     "CurvaDion-1%": "--optimizer curvadion --lr 0.03 --wire-budget 0.01",
