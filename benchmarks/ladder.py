@@ -6,7 +6,7 @@
 
 Runs the trainings of each rung (the settings that were best on the smallest one, at its rates and
 lower ones) and adds them to the records of simulate.py. Steps are rounded to two digits. --draw
-runs nothing: it draws the gaps of all records over length, batch and replicas, and prints them.
+runs nothing: it draws the gaps of all records, and prints them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 from command_line import option, parse
 from demo import aligned
 from grids import SIZES
-from simulate import RECORDS, add_missing, known
+from simulate import DEFAULTS, RECORDS, add_missing, known
 from simulation.training import SYNCHRONISED, Training
 
 REPLICAS, BUDGET = 8, 0.01
+WARMDOWN = DEFAULTS["warmdown"]  # other schedules have their own table
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def gaps(records: Sequence[dict[str, Any]]) -> dict[Place, Gap]:
     """
     found: dict[Place, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
     for r in map(known, records):
-        if r["loss"] is None or r["budget"] not in (0.0, BUDGET):
+        if r["loss"] is None or r["budget"] not in (0.0, BUDGET) or r["warmdown"] != WARMDOWN:
             continue
         kind = "ours" if r["method"] == "ours" else "rival"
         kind = "baseline" if r["method"] in SYNCHRONISED else kind
