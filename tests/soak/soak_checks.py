@@ -166,7 +166,7 @@ class Check:
         self.follower.before()
         for reference in (self.reference, self.follower.twin):
             for leaf in reference.leaves.values():
-                leaf.codes = []
+                leaf.codes, leaf.added_norm = [], 0.0
             if event.synchronized in ("exact", BEFORE_A_FREEZE):
                 reference.synchronize()
             elif reference.fragments_apart:

@@ -117,11 +117,22 @@ def blocks_of(numbers: Tensor) -> Tensor:
 
 
 @dataclass
+class UnderWay:
+    """A pseudo-gradient on its way: D_i and the mean D by replica, and L when it was sent."""
+
+    sent: list[Tensor]
+    mean: list[Tensor]
+    length: float
+    steps_left: int
+
+
+@dataclass
 class Leaf:
     """One parameter on all replicas; lists have one tensor a replica.
 
     shards: per rank of a replica, the flat indices of what it holds. residual: per replica and
-    rank, flat. lr_since_anchor: per replica, the sum over the steps since replicas last agreed.
+    rank, flat. lr_since_anchor: per replica, the sum over the steps since replicas last agreed,
+    or since they sent if means arrive later.
     """
 
     name: str
@@ -141,23 +152,40 @@ class Leaf:
     v: list[Tensor] = field(default_factory=list)
     t: list[float] = field(default_factory=list)
     lr_since_anchor: list[float] = field(default_factory=list)
-    # Of the last opening: codes by replica and of the mean, the largest norm of what was coded,
-    # and L.
+    under_way: UnderWay | None = None
+    # Of a mean that is under way or was added at the last step: codes by replica and of the mean,
+    # unless it is known how they fell, and the largest norm of what was coded.
     codes: list[Code] = field(default_factory=list)
     coded_norm: float = 0.0
-    opened_length: float = 0.0
+    # That norm of the mean added at the last step, and L of the one added last.
+    added_norm: float = 0.0
+    added_length: float = 0.0
     # Of the last step, whether a direction was made of rounding errors.
     degenerate: bool = False
 
     @property
     def length(self) -> float:
-        """L: how far the steps go since replicas agreed, where all have one direction."""
+        """L: how far a matrix's steps go since replicas agreed, if all have one direction."""
+        if self.algorithm != "dion":
+            return 0.0
         m, n = self.X[0].shape
         return max(self.lr_since_anchor) * math.sqrt(m / n)
 
+    def await_as(self, earlier: Leaf) -> None:
+        """A twin keeps what roundings before the sending did to a mean that is not known yet."""
+        if self.codes and self.under_way is not None and earlier.under_way is not None:
+            self.codes, self.residual = earlier.codes, earlier.residual
+            self.under_way.mean = earlier.under_way.mean
+
+    def begin_anew(self) -> None:
+        self.lr_since_anchor = [0.0] * len(self.X)
+
 
 Gradients = Mapping[str, "Tensor | None"]
+# P and Q of the step just taken, by name and replica.
+Factors = Mapping[tuple[str, int], "tuple[Tensor, Tensor]"]
 # What a real replica holds of a parameter: the tensors above by name, "t", and "residual", a list.
+# While a mean is under way "sent" is D_i; "mean" and "residual" are there once they are known.
 Held = Mapping[str, Any]
 
 
@@ -168,7 +196,7 @@ class QuantizedReference:
     X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that do
     not take "dion". shards: per rank of a replica and name, the flat indices held; by default one
     rank holds all. scheduled: whether replicas hear of each other's steps at openings only. bits,
-    fragments, align_momentum, polar_correction, spectrum_decay: as of QuantizedAverage.
+    fragments, align_momentum, polar_correction, spectrum_decay, delay: as of QuantizedAverage.
     """
 
     X0: Mapping[str, Tensor]
@@ -180,6 +208,7 @@ class QuantizedReference:
     align_momentum: bool = True
     polar_correction: bool = True
     spectrum_decay: float = 0.8
+    delay: int = 0
     lr: float = 0.02
     mu: float = 0.95
     wd: float = 0.01
@@ -207,7 +236,7 @@ class QuantizedReference:
             leaf.anchor = self._each(X0.double())
             leaf.residual = [[torch.zeros(len(s)).double() for s in shards] for _ in leaf.X]
             leaf.t = [0.0] * self.replicas
-            self._agreed_on(leaf)
+            leaf.begin_anew()
             zero = torch.zeros_like(X0, dtype=torch.float64)
             if algorithm == "dion":
                 m, n = X0.shape
@@ -221,9 +250,6 @@ class QuantizedReference:
             else:
                 leaf.m, leaf.v = self._each(zero), self._each(zero)
             self.leaves[name] = leaf
-
-    def _agreed_on(self, leaf: Leaf) -> None:
-        leaf.lr_since_anchor = [0.0] * self.replicas
 
     def _each(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.clone() for _ in range(self.replicas)]
@@ -247,27 +273,34 @@ class QuantizedReference:
         """Freeze or thaw; whoever was frozen has agreed all the time."""
         leaf = self.leaves[name]
         leaf.trainable = trainable
-        self._agreed_on(leaf)
+        leaf.begin_anew()
 
     # ---------------------------------------------------------------------- steps
 
     def step(self, gradients: Sequence[Gradients], gate_open: bool) -> list[str]:
         """A step of every replica on its own, then an opening; the names that have come together.
 
-        A parameter without a gradient on a replica stays there as it is.
+        A parameter without a gradient on a replica stays there as it is. With a delay an opening
+        tells replicas nothing in time, and none come together.
         """
         last: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        told = not self.scheduled or (gate_open and not self.delay)
         for leaf in self.leaves.values():
-            leaf.codes, leaf.degenerate = [], False
+            leaf.degenerate, leaf.added_norm = False, 0.0
+            if leaf.under_way is None:
+                leaf.codes = []
         for leaf in self.trainable:
             own = [g.get(leaf.name) for g in gradients]
-            self._count(leaf, [G is not None for G in own], gate_open or not self.scheduled)
+            self._count(leaf, [G is not None for G in own], told)
             for i, G in enumerate(own):
                 if G is not None:
                     factors = self._local(leaf, i, G.double())
                     if factors is not None:
                         last[leaf.name, i] = factors
         self.fragments_apart = len(set(self.fragment_of().values()))
+        if self.delay and self.replicas > 1:
+            self._arrive_and_send(gate_open, last)
+            return []
         return self.come_together(1, last) if gate_open else []
 
     def _count(self, leaf: Leaf, moves: Sequence[bool], told: bool) -> None:
@@ -311,55 +344,103 @@ class QuantizedReference:
 
     # ---------------------------------------------------------------------- openings
 
-    def come_together(
-        self, count: int, last: Mapping[tuple[str, int], tuple[Tensor, Tensor]] | None = None
-    ) -> list[str]:
+    def come_together(self, count: int, last: Factors | None = None) -> list[str]:
         """Replicas agree on the next fragments; the names of what is in them.
 
-        last: factors P and Q by name and replica of the step just taken; None if there was none,
-        and then nothing is corrected.
+        Means that are under way are added before. last: factors of the step just taken; None if
+        there was none, and then nothing is corrected.
         """
-        fragment_of = self.fragment_of()
-        total = len(set(fragment_of.values()))
-        now = {(self.next_fragment + i) % total for i in range(count)}
-        leaves = [leaf for leaf in self.trainable if fragment_of[leaf.name] in now]
-        self.next_fragment = (self.next_fragment + count) % total
+        self._arrive_all()
+        leaves = self._turn(count)
         self.fragments_apart = max(0, self.fragments_apart - count)
         if self.replicas == 1:
             for leaf in leaves:
                 leaf.anchor = [leaf.X[0].clone()]
-                self._agreed_on(leaf)
+                leaf.begin_anew()
             return [leaf.name for leaf in leaves]
-        own = {leaf.name: [X.clone() for X in leaf.X] for leaf in leaves}
-        before = {leaf.name: leaf.anchor[0].clone() for leaf in leaves}
-        self._average(leaves)
-        dion = [leaf for leaf in leaves if leaf.algorithm == "dion"]
-        if last is not None and self.local_step == "dion":
-            for leaf in dion:
-                if self.align_momentum:
-                    for i in range(self.replicas):
-                        if (leaf.name, i) in last:
-                            factors = last[leaf.name, i]
-                            align_(leaf, i, own[leaf.name][i], *factors, self.spectrum_decay)
-                if self.polar_correction:
-                    correct_polar_(leaf, before[leaf.name])
+        own = {leaf.name: moved(leaf) for leaf in leaves}
+        means = self._average(leaves)
         for leaf in leaves:
-            leaf.opened_length = leaf.length if leaf.algorithm == "dion" else 0.0
-            self._agreed_on(leaf)
+            D = means[leaf.name]
+            leaf.anchor = [anchor + D for anchor in leaf.anchor]
+            leaf.X = [anchor.clone() for anchor in leaf.anchor]
+            self._correct(leaf, last, own[leaf.name], self._each(D), leaf.length)
+            leaf.begin_anew()
         return [leaf.name for leaf in leaves]
 
-    def _average(self, leaves: Sequence[Leaf]) -> None:
-        """X <- anchor <- anchor + mean of (X - anchor), in codes with error feedback."""
+    def _turn(self, count: int) -> list[Leaf]:
+        """The parameters of the next fragments, whose turn it has been then."""
+        fragment_of = self.fragment_of()
+        total = len(set(fragment_of.values()))
+        now = {(self.next_fragment + i) % total for i in range(count)}
+        self.next_fragment = (self.next_fragment + count) % total
+        return [leaf for leaf in self.trainable if fragment_of[leaf.name] in now]
+
+    def _arrive_and_send(self, gate_open: bool, last: Factors) -> None:
+        """Means are added that are due, or whose parameters are now sent again; then these are."""
+        leaves = self._turn(1) if gate_open else []
+        again = {leaf.name for leaf in leaves}
+        for leaf in self.leaves.values():
+            if leaf.under_way is not None:
+                leaf.under_way.steps_left -= 1
+                if leaf.under_way.steps_left == 0 or leaf.name in again:
+                    self._arrive(leaf, last)
+        sent = {leaf.name: moved(leaf) for leaf in leaves}
+        for name, mean in self._average(leaves).items():
+            leaf = self.leaves[name]
+            leaf.under_way = UnderWay(sent[name], self._each(mean), leaf.length, self.delay)
+            leaf.begin_anew()
+
+    def _arrive_all(self) -> None:
+        for leaf in self.leaves.values():
+            self._arrive(leaf, None)
+
+    def _arrive(self, leaf: Leaf, last: Factors | None) -> None:
+        """X <- X + D - D_i, anchor <- anchor + D; then corrections, with the L of the sending."""
+        if leaf.under_way is None:
+            return
+        way, leaf.under_way = leaf.under_way, None
+        for i, (D, own) in enumerate(zip(way.mean, way.sent, strict=True)):
+            leaf.X[i] = leaf.X[i] + D - own
+            leaf.anchor[i] = leaf.anchor[i] + D
+        self._correct(leaf, last, way.sent, way.mean, way.length)
+
+    def _correct(
+        self,
+        leaf: Leaf,
+        last: Factors | None,
+        own: Sequence[Tensor],
+        means: Sequence[Tensor],
+        L: float,
+    ) -> None:
+        """Momenta and weights, after the means D were added where replicas had moved by D_i."""
+        leaf.added_length, leaf.added_norm = L, leaf.coded_norm
+        if leaf.algorithm != "dion" or last is None or self.local_step != "dion":
+            return
+        for i, (D, D_i) in enumerate(zip(means, own, strict=True)):
+            if self.align_momentum and (leaf.name, i) in last:
+                align_(leaf, i, D - D_i, L, *last[leaf.name, i], self.spectrum_decay)
+            if self.polar_correction:
+                change = polar_change(D, L)
+                leaf.anchor[i] = leaf.anchor[i] + change
+                leaf.X[i] = leaf.X[i] + change
+
+    def _average(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
+        """The means of X - anchor by name, in codes with error feedback."""
         # Ranks that hold a parameter alike hold all of these alike: they own the same blocks.
         by_cut: dict[tuple[int, ...], list[Leaf]] = {}
         for leaf in leaves:
             first = (next(j for j, t in enumerate(leaf.shards) if t.equal(s)) for s in leaf.shards)
             by_cut.setdefault(tuple(first), []).append(leaf)
+        means: dict[str, Tensor] = {}
         for alike in by_cut.values():
-            self._average_together(alike)
+            means |= self._average_together(alike)
+        return means
 
-    def _average_together(self, leaves: Sequence[Leaf]) -> None:
+    def _average_together(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
         means = {leaf.name: torch.zeros_like(leaf.anchor[0]) for leaf in leaves}
+        for leaf in leaves:
+            leaf.codes = []
         for s in range(len(leaves[0].shards)):
             sent = [self._to_send(leaves, i, s) for i in range(self.replicas)]
             received, codes = mean_in_codes(sent, self.bits)
@@ -374,17 +455,19 @@ class QuantizedReference:
                     leaf.residual[i][s] = lost[i].clone()
                 leaf.codes += [Code(c.y[span], c.scale[span], c.bits) for c in codes]
                 leaf.coded_norm = max(float(z[span].norm()) for z in sent)
-        for leaf in leaves:
-            leaf.anchor = [anchor + means[leaf.name] for anchor in leaf.anchor]
-            leaf.X = [anchor.clone() for anchor in leaf.anchor]
+        return means
 
     def _to_send(self, leaves: Sequence[Leaf], i: int, s: int) -> Tensor:
-        moved = ((leaf.X[i] - leaf.anchor[i]).flatten()[leaf.shards[s]] for leaf in leaves)
+        own = (moved(leaf)[i].flatten()[leaf.shards[s]] for leaf in leaves)
         residuals = (leaf.residual[i][s] for leaf in leaves)
-        return torch.cat([blocks_of(d + e) for d, e in zip(moved, residuals, strict=True)])
+        return torch.cat([blocks_of(d + e) for d, e in zip(own, residuals, strict=True)])
 
     def synchronize(self) -> None:
-        """Exact: the means of weights with what codes have lost, of momenta, factors, moments."""
+        """Exact: the means of weights with what codes have lost, of momenta, factors, moments.
+
+        Means that are under way are added before.
+        """
+        self._arrive_all()
         for leaf in self.trainable:
             for i in range(self.replicas):
                 lost = torch.zeros_like(leaf.X[i])
@@ -400,7 +483,7 @@ class QuantizedReference:
             leaf.anchor = [X.clone() for X in leaf.X]
             leaf.S = [torch.zeros_like(S) for S in leaf.S]
             leaf.aligned = [0 for _ in leaf.aligned]
-            self._agreed_on(leaf)
+            leaf.begin_anew()
         self.fragments_apart = 0
 
     # ---------------------------------------------------------------------- comparing
@@ -422,6 +505,11 @@ class QuantizedReference:
                 getattr(leaf, key)[i] = held[key].double().clone()
         if "t" in held:
             leaf.t[i] = float(held["t"])
+        if leaf.under_way is not None and "sent" in held:
+            leaf.under_way.sent[i] = held["sent"].double().clone()
+        if leaf.under_way is not None and "mean" in held:
+            leaf.under_way.mean[i] = held["mean"].double().clone()
+            leaf.codes = []
         if "residual" in held:
             leaf.residual[i] = [lost.double().clone() for lost in held["residual"]]
 
@@ -432,35 +520,40 @@ class QuantizedReference:
 
         spacing: of the replica's numbers, relative. The distance is a multiple of what roundings
         of the start do to the twin, which tells how ill-conditioned a matrix is, and of roundings
-        of the result. At an opening, codes that lie too close to an edge may flip; all that these
-        could move is added.
+        of the result. Codes that lie too close to an edge may flip; all that these could move is
+        added where their mean is, or has just been added.
         """
         leaf, other = self.leaves[name], twin.leaves[name]
-        of_codes = self._of_codes(leaf, other)
+        flips = self._flips(leaf, other)
+        of_codes = 2e-6 * leaf.coded_norm + flips if leaf.codes else 0.0
+        of_mean = 2e-6 * leaf.added_norm + (flips if leaf.under_way is None else 0.0)
         for key in TENSORS:
             if getattr(leaf, key):
                 tensor, shaken = getattr(leaf, key)[i], getattr(other, key)[i]
                 reach = 1.0 if key in ("X", "anchor") else 0.0
                 aligned = self.align_momentum and self.local_step == "dion"
-                if key == "M" and aligned and leaf.opened_length > 0:
-                    reach = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.opened_length
+                if key == "M" and aligned and leaf.added_length > 0:
+                    reach = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.added_length
                 # S follows from a Gram matrix, which squares condition numbers.
                 times = 10 if key == "S" else 1
-                yield key, tensor, times * _roundings(tensor, shaken, spacing) + reach * of_codes
+                yield key, tensor, times * _roundings(tensor, shaken, spacing) + reach * of_mean
+        if leaf.under_way is not None and other.under_way is not None:
+            sent, mean = leaf.under_way.sent[i], leaf.under_way.mean[i]
+            single = 1e-7 * float(sent.norm())  # D_i is held in float32
+            yield "sent", sent, _roundings(sent, other.under_way.sent[i], spacing) + single
+            yield "mean", mean, _roundings(mean, other.under_way.mean[i], spacing) + of_codes
         pairs = zip(leaf.residual[i], other.residual[i], strict=True)
         for s, (lost, shaken) in enumerate(pairs):
             yield f"residual {s}", lost, _roundings(lost, shaken, spacing) + of_codes
 
-    def _of_codes(self, leaf: Leaf, shaken: Leaf) -> float:
-        """What the codes' own float32 and flips may move."""
-        if not leaf.codes:
-            return 0.0
+    def _flips(self, leaf: Leaf, shaken: Leaf) -> float:
+        """What codes that are close to an edge may move."""
         flips = 0.0
         for code, other in zip(leaf.codes, shaken.codes, strict=True):
             if code.y.numel():
                 margin = 2e-6 + 30 * float((code.y - other.y).abs().median())
                 flips += code.largest_flip(margin) ** 2
-        return 2e-6 * leaf.coded_norm + 3 * math.sqrt(flips)
+        return 3 * math.sqrt(flips)
 
 
 def _roundings(tensor: Tensor, shaken: Tensor, spacing: float) -> float:
@@ -489,14 +582,21 @@ def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...]
     return (mean, *lost), [*codes, code]
 
 
-def align_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor, decay: float) -> None:
+def moved(leaf: Leaf) -> list[Tensor]:
+    """D_i by replica."""
+    return [X - anchor for X, anchor in zip(leaf.X, leaf.anchor, strict=True)]
+
+
+def align_(
+    leaf: Leaf, i: int, missing: Tensor, L: float, P: Tensor, Q: Tensor, decay: float
+) -> None:
     """M <- M - (D - D_i) S / L, S = Q (M^T P)^T; shorter where D - D_i exceeds L sqrt(r).
 
     Of polar factors, S is a mean over openings, weighted by decay to the power of their age.
     """
-    D, M = oriented(leaf.X[i] - own), oriented(leaf.M[i])
-    longest = leaf.length * math.sqrt(leaf.r)
-    share = leaf.length * leaf.r / max(longest**2, float(D.square().sum()), 1e-38)
+    D, M = oriented(missing), oriented(leaf.M[i])
+    longest = L * math.sqrt(leaf.r)
+    share = L * leaf.r / max(longest**2, float(D.square().sum()), 1e-38)
     S = Q @ (M.mT @ P).mT
     if leaf.S:
         leaf.S[i] = decay * leaf.S[i] + (1 - decay) * S
@@ -506,18 +606,15 @@ def align_(leaf: Leaf, i: int, own: Tensor, P: Tensor, Q: Tensor, decay: float) 
     leaf.M[i] = oriented_like(M, leaf.M[i])
 
 
-def correct_polar_(leaf: Leaf, before: Tensor) -> None:
-    """D <- D + L (V - V V^T V) / 2, V = D / L; no longer than singular values up to 1 make it."""
-    L = leaf.length
+def polar_change(D: Tensor, L: float) -> Tensor:
+    """L (V - V V^T V) / 2, V = D / L; no longer than singular values up to 1 make it."""
     if L <= 1e-10:
-        return
-    V = (leaf.anchor[0] - before) / L
+        return torch.zeros_like(D)
+    V = D / L
     change = (V - V @ V.mT @ V) / 2
     s = 1 / math.sqrt(3)  # where s - s^3 is largest
     longest = (s - s**3) / 2 * math.sqrt(min(V.shape))
-    change = change * L * min(1.0, longest / max(float(change.norm()), 1e-300))
-    leaf.anchor = [anchor + change for anchor in leaf.anchor]
-    leaf.X = [anchor.clone() for anchor in leaf.anchor]
+    return change * L * min(1.0, longest / max(float(change.norm()), 1e-300))
 
 
 def elementwise_(
@@ -577,6 +674,7 @@ class Follower:
     spacing: float
     seed: int = 0
     twin: Any = None
+    earlier: Any = None  # the last twin
     worst: float = 0.0
     compared: int = 0
 
@@ -602,6 +700,9 @@ class Follower:
         if self.twin is None:
             self.seed += 1
             self.twin = self.reference.shaken(self.spacing, self.seed)
+            for name, leaf in self.twin.leaves.items():
+                if self.earlier is not None:
+                    leaf.await_as(self.earlier.leaves[name])
 
     def _shaken(self, gradients: Gradients) -> Gradients:
         generator = torch.Generator().manual_seed(self.seed)
@@ -638,4 +739,4 @@ class Follower:
         for i, replica in enumerate(held):
             for name, state in replica.items():
                 self.reference.take(name, i, state)
-        self.twin = None
+        self.earlier, self.twin = self.twin, None

@@ -2,7 +2,9 @@
 
 The reference starts anew from the replicas' own state after each opening: a number that lies on an
 edge between two codes may fall on either side of it, and all later steps depend on that. Between
-two openings it goes alone. How much of a distance roundings explain, and codes that may flip, the
+two openings it goes alone. With a delay it starts anew at each step while a mean is under way,
+because a flipped code shows only once the run knows the mean or has added it; until then it keeps
+its own mean and residual. How much of a distance roundings explain, and codes that may flip, the
 reference tells itself (``QuantizedReference.expected``).
 """
 
@@ -41,11 +43,19 @@ STATE = {
     "exp_avg": "m",
     "exp_avg_sq": "v",
     "step": "t",
+    "sent": "sent",
+    "mean": "mean",
 }
 
 
 # Of the reference's settings, those of the sync.
-OF_SYNC = {"bits", "fragments", "align_momentum", "polar_correction", "spectrum_decay"}
+OF_SYNC = {"bits", "fragments", "align_momentum", "polar_correction", "spectrum_decay", "delay"}
+
+
+class OnSchedule(Scheduled):
+    """Replicas do not hear between openings which gradients others miss."""
+
+    follows_schedule = True
 
 
 def shapes():
@@ -72,19 +82,20 @@ def start(dtype):
     }
 
 
-def optimizer_of(X, options):
+def optimizer_of(X, options, scheduled):
     matrices = [(name, x) for name, x in X.items() if name not in VECTORS]
     others = [(name, x) for name, x in X.items() if name in VECTORS]
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
-    return CurvaDion(groups, replicas=dist.group.WORLD, gate=Scheduled(OPEN_STEPS), **options)
+    gate = (OnSchedule if scheduled else Scheduled)(OPEN_STEPS)
+    return CurvaDion(groups, replicas=dist.group.WORLD, gate=gate, **options)
 
 
-def train(rank, dtype, fall, options):
-    """Per step what is held of each parameter."""
+def train(rank, dtype, fall, scheduled, steps, options):
+    """Per step what is held of each parameter, and with a delay once more after synchronize()."""
     X = {name: nn.Parameter(x) for name, x in start(dtype).items()}
-    optimizer = optimizer_of(X, options)
+    optimizer = optimizer_of(X, options, scheduled)
     held = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         for name, x in X.items():
             G = gradient(name, step, rank)
             x.grad = None if G is None else G.to(dtype)
@@ -92,6 +103,12 @@ def train(rank, dtype, fall, options):
             for group in optimizer.param_groups:
                 group["lr"] *= fall
         optimizer.step()
+        if step + 1 in OPEN_STEPS or step == steps:
+            # What comes next may add a mean early and send what its codes have lost.
+            optimizer.sync.settle()
+        held.append({name: state_of(x, optimizer.state[x]) for name, x in X.items()})
+    if optimizer.sync.delay:
+        optimizer.synchronize()
         held.append({name: state_of(x, optimizer.state[x]) for name, x in X.items()})
     return held
 
@@ -100,10 +117,9 @@ def state_of(x, state):
     held = {own: state[key].clone() for key, own in STATE.items() if key in state}
     if "S" in held:
         held["S"] = held["S"].view(min(x.shape), -1)
-    return held | {
-        "X": x.detach().clone(),
-        "residual": [state["residual"].flatten().clone()],
-    }
+    if "due" not in state or "mean" in state:  # else not all of what codes have lost is known
+        held["residual"] = [state["residual"].flatten().clone()]
+    return held | {"X": x.detach().clone()}
 
 
 def follow(ranks, dtype, settings):
@@ -115,16 +131,18 @@ def follow(ranks, dtype, settings):
     fall = known.pop("fall", 0.5)
     algorithms = dict.fromkeys(VECTORS, "adamw")
     reference = QuantizedReference(start(dtype), ranks, algorithms=algorithms, **known)
-    rule = {k: v for k, v in known.items() if k not in OF_SYNC}
+    rule = {k: v for k, v in known.items() if k not in OF_SYNC | {"scheduled"}}
     rule["newton_schulz_steps"] = 14  # bring every singular value to 1
     if "wd" in rule:
         rule["weight_decay"] = rule.pop("wd")
     of_sync = {k: v for k, v in known.items() if k in OF_SYNC}
     rule["sync"] = QuantizedAverage(**of_sync, residual_dtype="float32")
-    held = distributed.run(ranks, train, dtype, fall, rule)
+    # The last mean is still under way at the end: synchronize() adds it.
+    steps = STEPS + max(0, reference.delay - 1)
+    held = distributed.run(ranks, train, dtype, fall, reference.scheduled, steps, rule)
     follower = Follower(reference, spacing_of(dtype))
     problems = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         gradients = [
             {name: gradient(name, step, rank) for name in shapes()} for rank in range(ranks)
         ]
@@ -133,10 +151,22 @@ def follow(ranks, dtype, settings):
                 for leaf in which.leaves.values():
                     leaf.lr *= fall
         opened = step in OPEN_STEPS
+        awaited = any(leaf.under_way is not None for leaf in reference.leaves.values())
         now = [replica[step - 1] for replica in held]
-        new = follower.step(gradients, opened, now, feed_back=opened)
+        new = follower.step(gradients, opened, now, feed_back=opened or awaited)
         problems += [f"step {step}: {problem}" for problem in new]
+    if reference.delay:
+        problems += synchronized(follower, [replica[-1] for replica in held])
     return problems, follower
+
+
+def synchronized(follower, held):
+    """Problems after what is under way was added and all fragments have come together."""
+    follower.before()
+    for reference in (follower.reference, follower.twin):
+        assert any(leaf.under_way is not None for leaf in reference.leaves.values())
+        reference.come_together(reference.fragments_apart)
+    return [f"synchronised: {problem}" for problem in follower.compare(held, feed_back=False)]
 
 
 SETTINGS = {
@@ -156,6 +186,19 @@ SETTINGS = {
     "a fall of the rate": {"fall": 1e-3, "bits": 1},
     "a mean of spectra": {"spectrum_decay": 0.75, "fragments": 2, "bits": 4},
     "no look-ahead": {"nesterov": 0.0, "wd": 0.3, "bits": 3},
+}
+DELAYS = {
+    "a delay of one": {"delay": 1},
+    "a delay of two, two fragments": {"delay": 2, "fragments": 2, "bits": 4},
+    "a delay longer than the time between openings": {"delay": 4},
+    "a delay without corrections": {
+        "delay": 2,
+        "align_momentum": False,
+        "polar_correction": False,
+    },
+    "a delay under a schedule": {"delay": 2, "scheduled": True},
+    "a delay, a fall of the rate": {"delay": 2, "fall": 1e-3, "bits": 3},
+    "a delay, gradient steps": {"delay": 1, "local_step": "gradient", "local_lr": 0.01},
 }
 # float64 shows the same and more of these.
 IN_FLOAT64 = ["2 bits", "8 bits, two fragments", "no corrections"]
@@ -193,6 +236,27 @@ def test_along_polar_factors(ranks, settings):
     # In float64: Gram matrices square condition numbers, which the reference does not.
     known = SETTINGS[settings] | {"direction": "polar"}
     problems, _ = follow(ranks, torch.float64, known)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("settings", DELAYS)
+def test_means_that_arrive_later(settings):
+    problems, follower = follow(2, torch.float32, DELAYS[settings])
+    assert not problems, "\n".join(problems)
+    assert follower.compared > 500
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, "a delay of one"),
+        (4, "a delay of two, two fragments"),
+        (2, "a delay longer than the time between openings"),
+        (2, "a delay under a schedule"),
+    ],
+)
+def test_means_that_arrive_later_along_polar_factors(ranks, settings):
+    problems, _ = follow(ranks, torch.float64, DELAYS[settings] | {"direction": "polar"})
     assert not problems, "\n".join(problems)
 
 
