@@ -348,7 +348,10 @@ class Check:
             if whole is None:
                 whole = torch.zeros(math.prod(shape), dtype=shard.dtype)
             both = filled[indices]
-            if not torch.equal(whole[indices][both], shard[both]) and not shard.isnan().any():
+            # Ranks that hold a row of Q between them make it by products of other shapes.
+            spacing = 8 * torch.finfo(shard.dtype).eps if key == "Q" else 0.0
+            here, there = whole[indices][both], shard[both]
+            if not torch.allclose(here, there, spacing, spacing, equal_nan=True):
                 self.say(number, f"ranks of replica {replica} hold different {key} of {p.name}")
             whole[indices] = shard
             filled[indices] = True

@@ -216,12 +216,14 @@ def build(trial: Trial, placed: Placed) -> CurvaDion:
     kind, *numbers = trial.gate
     gate = getattr(curvadion, str(kind))(*numbers)
     kind, arguments = trial.sync
-    sync = getattr(curvadion, kind)(**arguments)
+    # The reference rounds no residuals.
+    exact = {"residual_dtype": "float32"} if trial.quantized else {}
+    sync = getattr(curvadion, kind)(**arguments, **exact)
     by_algorithm: dict[str, list[Any]] = {}
     for p in trial.parameters:
         by_algorithm.setdefault(p.algorithm, []).append((p.name, placed.X[p.name]))
     groups = [{"params": X, "algorithm": algorithm} for algorithm, X in by_algorithm.items()]
-    options: dict[str, Any] = dict(trial.options)
+    options: dict[str, Any] = {"direction": "low_rank", **trial.options}
     return CurvaDion(groups, replicas=placed.group, gate=gate, sync=sync, **options)
 
 
