@@ -57,6 +57,7 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
     }  # fmt: skip
     for lr in (0.02, 0.04):
         yield Training("dion", lr, look_ahead=2.0, **where)
+        yield Training("muon", lr, look_ahead=2.0, **where)
     for lr in (0.02, 0.04, 0.08):
         yield Training("ours", lr, budget=BUDGET, fragments=3, **where)
     outer: dict[str, Any] = {"bits": 1, "outer_lr": 1.0, "outer_momentum": 0.0}

@@ -274,7 +274,7 @@ def test_the_ladder_runs_each_rung_and_tells_the_gap(tmp_path, monkeypatch, caps
 
 def ended(training):
     """A record whose loss tells the method and the rate."""
-    loss = {"dion": 1.0, "ours": 1.5, "muloco": 2.0}[training.method] + training.lr
+    loss = {"dion": 1.0, "muon": 1.1, "ours": 1.5, "muloco": 2.0}[training.method] + training.lr
     task = training.task
     tokens = training.steps * training.replicas * task.batch_size * task.context
     parameters = sum(p.numel() for p in task.model().parameters())
