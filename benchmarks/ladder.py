@@ -2,7 +2,7 @@
 
     python benchmarks/ladder.py --size small medium --tokens 20
     python benchmarks/ladder.py --size large largest --device cuda   # one GPU
-    python benchmarks/ladder.py --draw benchmarks/results/convergence/gaps.png
+    python benchmarks/ladder.py --out benchmarks/results/convergence/simulated.json --draw gaps.png
 
 Runs the trainings of each rung (the settings that were best on the smallest one, at its rates and
 lower ones) and adds them to the records of simulate.py. Steps are rounded to two digits. --draw
