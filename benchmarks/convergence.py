@@ -36,12 +36,12 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 import train_gpt
 from command_line import option, parse
 from convergence_report import at_best_rates, read_records
-from corpora import text
+from corpora import Corpus, text
 from curvadion import WireMeter, checks
 from curvadion.comm.collectives import mean_
 from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
-from methods import CODED, METHODS, POLAR, Method
+from methods import CODED, METHODS, POLAR, SYNCHRONISED, Method
 from token_data import Split, TrainingBatches, validation_batches
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -74,6 +74,8 @@ class Options:
     newton_schulz_steps: int | None = option(None, "of polar directions, instead of the default")
     parts: tuple[int, ...] = option((), "only these numbers of fragments, of methods that have any")
     delay: int | None = option(None, "of methods that average in codes, instead of 0")
+    look_ahead: float | None = option(None, "of dion and muon, instead of 0 and Nesterov's")
+    corpus: Corpus = option("python", "the text, as of corpora.py")
     best: bool = option(False, "only the rates that are the best of those that have records")
     replicas: int = option(8, "processes")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one")
@@ -301,19 +303,19 @@ def selected(options: Options) -> list[Run]:
     runs = list(GRIDS[options.grid](options.replicas, choice))
     if options.parts:
         runs = [run for run in runs if run.settings.get("parts", options.parts[0]) in options.parts]
-    if options.newton_schulz_steps:
-        more = {"newton_schulz_steps": options.newton_schulz_steps}
-        runs = [
-            replace(run, settings={**run.settings, **more}) if run.method in POLAR else run
-            for run in runs
-        ]
-    if options.delay:
-        runs = [
-            replace(run, settings={**run.settings, "delay": options.delay})
-            if run.method in CODED
-            else run
-            for run in runs
-        ]
+    runs = [replace(run, task=replace(run.task, corpus=options.corpus)) for run in runs]
+    for name, value, methods in (
+        ("newton_schulz_steps", options.newton_schulz_steps, POLAR),
+        ("delay", options.delay, CODED),
+        ("nesterov", options.look_ahead, SYNCHRONISED),
+    ):
+        if value is not None:
+            runs = [
+                replace(run, settings={**run.settings, name: value})
+                if run.method in methods
+                else run
+                for run in runs
+            ]
     if options.best:
         runs = at_best_rates(runs, read_records(Path(options.out)))
     of_runs = [(run.method, run.size, run.budget or 0.0) for run in runs]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
 from token_data import Split, load, split
 
 VALIDATION_FRACTION = 0.05
-CORPORA = ("python", "cpp")
+Corpus = Literal["python", "cpp"]
+CORPORA: tuple[Corpus, ...] = get_args(Corpus)
 
 
 @lru_cache(maxsize=2)

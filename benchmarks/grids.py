@@ -69,7 +69,8 @@ class Run:
         """A name for files; runs of the grids that differ have different ones."""
         settings = "".join(f"-{key}{value:g}" for key, value in self.settings.items())
         rest = f"-lr{self.lr:g}-seed{self.seed}-{self.replicas}x{self.steps}"
-        return f"{self.size}-{self.method}{settings}{rest}"
+        corpus = "" if self.task.corpus == "python" else f"-{self.task.corpus}"
+        return f"{self.size}{corpus}-{self.method}{settings}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds."""

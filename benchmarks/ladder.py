@@ -26,7 +26,7 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 from command_line import option, parse
 from demo import aligned
 from grids import SIZES
-from simulate import DEFAULTS, RECORDS, add_missing, known
+from simulate import DEFAULTS, RECORDS, Machine, add_missing, known
 from simulation.training import SYNCHRONISED, Training
 
 REPLICAS, BUDGET = 8, 0.01
@@ -34,15 +34,13 @@ WARMDOWN = DEFAULTS["warmdown"]  # other schedules have their own table
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Machine):
     """Measure the gap to the best synchronous method on larger models and longer runs."""
 
     size: tuple[str, ...] = option(("small", "medium"), "of grids.SIZES")
     corpus: tuple[str, ...] = option(("python",), "of corpora.CORPORA")
     tokens: tuple[float, ...] = option((20.0,), "for each parameter")
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
-    device: str = option("cpu", "of the trainings")
-    workers: int = option(2, "trainings at once, each in a process; a GPU takes one")
     out: str = option(RECORDS, "the records")
     draw: str | None = option(None, "draw the gaps of all records into this file; runs nothing")
 
@@ -133,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for training in rung(size, corpus, tokens, seed)
         ]
         command = shlex.join(["python", "benchmarks/ladder.py", *given])
-        add_missing(wanted, Path(options.out), command, options.workers, options.device)
+        add_missing(wanted, Path(options.out), command, options)
     records = json.loads(Path(options.out).read_text("utf-8"))["records"]
     found = gaps(records)
     if options.draw is not None:

@@ -135,8 +135,8 @@ def dion_nesterov(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings
 
 
 def muon(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
-    """Muon on gradients that replicas average at every step: Dion's polar direction, Nesterov's."""
-    return dion(model, replicas, lr, direction="polar", nesterov=1 / 0.95, **settings)
+    """Muon on gradients that replicas average at every step; a look-ahead of Nesterov's."""
+    return dion(model, replicas, lr, **{"direction": "polar", "nesterov": 1 / 0.95, **settings})
 
 
 def _dion_config(lr: float, *, elementwise: float = ELEMENTWISE_SHARE, **settings: Any) -> Config:
@@ -267,6 +267,7 @@ def averaged_weights(
 
 CODED = ("ours", "ours_low_rank", "ours_rmmc")  # whose replicas average in codes
 POLAR = ("muon", "ours", "ours_rmmc")  # whose directions are polar factors
+SYNCHRONISED = ("dion", "muon")  # at every step, by directions
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,

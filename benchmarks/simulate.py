@@ -38,7 +38,16 @@ DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISS
 
 
 @dataclass(frozen=True)
-class Options:
+class Machine:
+    """What runs trainings, which changes their records by rounding alone."""
+
+    workers: int = option(2, "trainings at once, each in a process of one thread; a GPU takes one")
+    device: str = option("cpu", "of the trainings")
+    compile: bool = option(False, "compile gradients: pays from millions of parameters on")
+
+
+@dataclass(frozen=True)
+class Options(Machine):
     """Simulate trainings of several replicas; record losses and computed bytes."""
 
     method: tuple[str, ...] = option(("ours",), "see simulation/training.py")
@@ -65,8 +74,6 @@ class Options:
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
     warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
     spectrum_decay: tuple[float, ...] = option((0.8,), "of ours: weight of earlier openings")
-    workers: int = option(2, "trainings at once, each in a process of one thread; a GPU takes one")
-    device: str = option("cpu", "of the trainings")
     out: str = option(RECORDS, "the records")
 
 
@@ -124,18 +131,17 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return aligned([head, *([*row, f"{mean:.4f}"] for mean, row in sorted(rows))])
 
 
-def map_trainings(
-    pending: Sequence[Training], workers: int, device: str
-) -> Iterator[dict[str, Any]]:
+def map_trainings(pending: Sequence[Training], machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield the records of trainings as they end; a GPU takes one at a time."""
-    workers = workers if device == "cpu" else 1
+    workers = machine.workers if machine.device == "cpu" else 1
+    run = partial(_train, device=machine.device, compiled=machine.compile)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(partial(_train, device=device), pending)
+        yield from pool.imap_unordered(run, pending)
 
 
-def _train(training: Training, device: str) -> dict[str, Any]:
+def _train(training: Training, device: str, compiled: bool) -> dict[str, Any]:
     torch.set_num_threads(1)  # the tensors are small
-    return train(training, device)
+    return train(training, device, compiled=compiled)
 
 
 def known(record: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +150,7 @@ def known(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_missing(
-    wanted: Sequence[Training], file: Path, command: str, workers: int, device: str = "cpu"
+    wanted: Sequence[Training], file: Path, command: str, machine: Machine
 ) -> list[dict[str, Any]]:
     """Run the trainings that have no record in a file, and add them; return all wanted records."""
     records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
@@ -154,7 +160,7 @@ def add_missing(
         return next((r for r in map(known, records) if settings <= r.items()), None)
 
     pending = [training for training in wanted if found(training) is None]
-    for number, record in enumerate(map_trainings(pending, workers, device), start=1):
+    for number, record in enumerate(map_trainings(pending, machine), start=1):
         records.append({**record, "command": command})
         write(file, records)
         print(f"[{number}/{len(pending)}] {record['seconds']:.0f} s", flush=True)
@@ -167,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "benchmarks/simulate.py", *given])
     wanted = list(selected(options))
-    print(table(add_missing(wanted, Path(options.out), command, options.workers, options.device)))
+    print(table(add_missing(wanted, Path(options.out), command, options)))
 
 
 if __name__ == "__main__":

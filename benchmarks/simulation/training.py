@@ -153,13 +153,13 @@ def trained(training: Training, world: World, *, check_every: int = 20) -> tuple
     return own, 1.0 if outer is None else outer.sent / training.steps
 
 
-def train(training: Training, device: str = "cpu") -> dict[str, Any]:
+def train(training: Training, device: str = "cpu", *, compiled: bool = False) -> dict[str, Any]:
     """Return the record of a training: its settings, the held-out loss and the share of bytes.
 
-    The loss is None if weights stopped being finite.
+    compiled: of :class:`World`. The loss is None if weights stopped being finite.
     """
     begun = time.perf_counter()
-    world = World(training.task, training.seed, training.replicas, device)
+    world = World(training.task, training.seed, training.replicas, device, compiled=compiled)
     own, share = trained(training, world)
     loss = world.loss(own.X)
     tokens = training.steps * training.replicas * training.batch_size * training.task.context

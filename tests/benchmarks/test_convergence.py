@@ -317,6 +317,12 @@ def test_flags_choose_runs():
         ("ours", 5),
         ("ours_low_rank", None),
     }
+    flags = "--grid full --size small --seed 0 --method muon adamw --look-ahead 2 --corpus cpp"
+    chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
+    ahead = {(each.method, each.settings.get("nesterov")) for each in chosen}
+    assert ahead == {("muon", 2.0), ("adamw", None)}
+    assert {each.task.corpus for each in chosen} == {"cpp"}
+    assert all(each.slug.startswith("small-cpp-") for each in chosen)
     flags = "--grid quick --budget 0.03 0.01 --method ours"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
     assert [each.budget for each in chosen] == [0.03, 0.01]

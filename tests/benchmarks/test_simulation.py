@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -30,10 +31,12 @@ TINY = Task(
 # Roundings move a few codes to their neighbours: less with 8 bits than with 2.
 TOLERANCE = {"ours": 0.02, "2 bits": 0.1, "3 bits": 0.1}
 OURS = {"lr": 0.02, "budget": 0.08, "bits": 8}
+SIMULATED = (*SYNCHRONISED, "diloco", "powersgd")  # under the names of the cases
 # The real method of a simulated one, and its settings.
 REAL = {
     "adamw": ("adamw", {"lr": 0.01}, {}),
     "muon": ("muon", {"lr": 0.02}, {}),
+    "muon with a look-ahead of 2": ("muon", {"lr": 0.02, "look_ahead": 2.0}, {"nesterov": 2.0}),
     "dion": ("dion_nesterov", {"lr": 0.02, "look_ahead": 1.0}, {"rank_fraction": 1.0}),
     "diloco": ("diloco_adamw", {"lr": 0.01, "budget": 3 / 16, "bits": 0}, {"period": 6}),
     "powersgd": ("powersgd", {"lr": 0.01, "budget": 0.3}, {"rank": 2}),
@@ -89,7 +92,7 @@ def test_a_simulation_follows_real_processes(kind):
     run = Run("tiny", TINY, method, own["lr"], 0, steps, dict(settings), replicas=REPLICAS)
     (real, sent), *_ = distributed.run(REPLICAS, really_trained, run)
     training = Training(
-        kind if kind in (*SYNCHRONISED, "diloco", "powersgd") else "ours",
+        next((name for name in SIMULATED if kind.startswith(name)), "ours"),
         size="tiny",
         batch_size=TINY.batch_size,
         replicas=REPLICAS,
@@ -225,6 +228,19 @@ def test_momenta_keep_their_mean_if_replicas_have_one_spectrum():
     torch.testing.assert_close(own.M[wide].mean(0), before)
 
 
+@pytest.mark.parametrize("replicas", [1, REPLICAS])
+def test_compiled_gradients_are_the_same(replicas):
+    traced = partial(torch.compile, backend="aot_eager")  # needs no C++ compiler
+    with mock.patch("torch.compile", side_effect=traced) as compile_:
+        eager, compiled = World(TINY, 0, REPLICAS), World(TINY, 0, REPLICAS, compiled=True)
+    assert compile_.call_count == 2
+    X = {name: x.repeat(replicas, *[1] * x.ndim) for name, x in eager.initial.items()}
+    for step in range(2):
+        expected = eager.gradients(step, X)
+        for name, G in compiled.gradients(step, X).items():
+            torch.testing.assert_close(G, expected[name])
+
+
 @pytest.mark.parametrize("direction", ["adamw", "polar", "low_rank"])
 def test_replicas_with_equal_gradients_take_equal_steps(direction):
     world = World(TINY, 0, 1)
@@ -249,7 +265,7 @@ def test_the_grid_has_each_training_once_and_records_are_not_run_again(tmp_path,
     file = tmp_path / "records.json"
     arguments = ["--size", "tiny", "--steps", "2", "--workers", "1", "--out", str(file)]
     monkeypatch.setattr(simulate, "map_trainings", lambda pending, *_: map(fake, pending))
-    simulate.main([*arguments, "--lr", "0.1"])
+    simulate.main([*arguments, "--lr", "0.1", "--compile"])
     simulate.main([*arguments, "--lr", "0.1", "0.2"])
     records = json.loads(file.read_text("utf-8"))["records"]
     assert [r["lr"] for r in records] == [0.1, 0.2]
@@ -265,6 +281,8 @@ def test_the_ladder_runs_each_rung_and_tells_the_gap(tmp_path, monkeypatch, caps
     out, picture = tmp_path / "records.json", tmp_path / "gaps.png"
     ladder.main(["--size", "small", "--tokens", "20", "5", "--out", str(out)])
     table = capsys.readouterr().out.splitlines()[-2:]
+    ran = [record["method"] for record in json.loads(out.read_text("utf-8"))["records"]]
+    assert {each: ran.count(each) for each in ran} == {"dion": 4, "muon": 4, "ours": 6, "muloco": 4}
     for line, steps in zip(table, (160, 640), strict=True):
         assert f" {steps} " in line
         # The lowest of dion's is 1.02, of ours 1.52, and of the rival 2.02.
