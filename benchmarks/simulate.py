@@ -33,6 +33,7 @@ from grids import SIZES
 from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
+CODED = ("ours", "diloco", "muloco", "coded_muon")  # with a setting for the bits
 RECORDS = "runs/simulated.json"
 DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISSING}
 
@@ -92,7 +93,7 @@ def selected(options: Options) -> Iterator[Training]:
         fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
         fixed += ["outer_lr"] if method not in ("diloco", "muloco", *SPARSE) else []
         fixed += ["kept"] if method not in SPARSE else []
-        fixed += ["bits"] if method not in ("ours", "diloco", "muloco") else []
+        fixed += ["bits"] if method not in CODED else []
         fixed += ["elementwise", "update_scale"] if DIRECTIONS.get(method) == "adamw" else []
         training = Training(**{**settings, **{key: default[key] for key in fixed}})
         if training not in seen:

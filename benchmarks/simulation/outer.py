@@ -8,7 +8,6 @@ owners and back.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,12 +27,15 @@ from simulation.world import Weights, World
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 
 
-class Outer(ABC):
+class Outer:
     """Brings replicas together.
 
     Attributes:
+        apart: whether replicas hold weights of their own; else one set stands for them all.
         sent: bytes so far, as a share of what all gradients in float32 take at one step.
     """
+
+    apart = True
 
     def __init__(self, world: World):
         self.anchor = {name: x[None].clone() for name, x in world.initial.items()}
@@ -41,16 +43,19 @@ class Outer(ABC):
         self.sent = 0.0
 
     def gradients(self, step: int, own: Weights) -> Weights:
-        """Return what each replica steps with, of the gradients of its own batches."""
+        """Return what each set of weights steps with, of the gradients of each replica's batches.
+
+        own: (replicas, ...), also where there is one set of weights.
+        """
         return own
 
-    @abstractmethod
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
         """Come together after a step, if it is time.
 
         lr: the learning rate of matrices at this step. last: of all steps, after which replicas
         hold the same weights.
         """
+        assert not self.apart, "replicas that hold weights of their own come together after steps"
 
 
 class Codes:

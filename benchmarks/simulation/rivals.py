@@ -1,4 +1,4 @@
-"""The rivals' ways to come together: outer steps with means of weights, and low-rank gradients."""
+"""The rivals' ways to come together: outer steps with means of weights, and gradients in codes."""
 
 from __future__ import annotations
 
@@ -141,12 +141,37 @@ def _in_two_bits(x: Tensor) -> Tensor:
     return x.sign() * torch.where(large, high, low)
 
 
+class CodedGradients(Outer):
+    """Mean gradients in codes at every step, with error feedback in both directions.
+
+    DoubleSqueeze (arXiv 1905.05957), around any optimizer.
+    """
+
+    apart = False
+
+    def __init__(self, bits: int | None, budget: float, world: World):
+        super().__init__(world)
+        self.codes = Codes(bits)
+        self.cost = self.codes.share(list(self.sizes.values()))
+        if self.cost > budget:
+            raise ValueError(
+                f"bits={bits}: gradients at every step send {self.cost:.2%}, more than the budget "
+                f"of {budget:.2%}"
+            )
+
+    def gradients(self, step: int, own: Weights) -> Weights:
+        self.sent += self.cost
+        return self.codes.means(own)
+
+
 class PowerSGD(Outer):
     """Mean gradients of low rank at every step, with error feedback (arXiv 1905.13727).
 
     As PyTorch's hook of DDP: the first steps are exact, and so are tensors that low rank would not
-    halve. Replicas hold the same weights at all times.
+    halve.
     """
+
+    apart = False
 
     def __init__(self, rank: int, world: World):
         super().__init__(world)
@@ -164,7 +189,7 @@ class PowerSGD(Outer):
         self.sent += 1.0 if exact else self.cost
         low = () if exact else self._Q
         means = {n: self._mean(n, G) if n in low else G.mean(0) for n, G in own.items()}
-        return {name: mean.expand_as(own[name]) for name, mean in means.items()}
+        return {name: mean[None] for name, mean in means.items()}
 
     def _mean(self, name: str, G: Tensor) -> Tensor:
         """A power iteration of the mean, from the Q of the last step."""
@@ -175,6 +200,3 @@ class PowerSGD(Outer):
         sent = P[0] @ self._Q[name].mT
         self._lost[name] = wanted - sent
         return sent
-
-    def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
-        pass

@@ -14,7 +14,14 @@ from curvadion import checks
 from grids import SIZES, Task
 from simulation.inner import Inner, Replicas
 from simulation.outer import Average, Outer, QuantizedAverage
-from simulation.rivals import OuterMomentum, OuterStep, PowerSGD, Sparse, SparseAverage
+from simulation.rivals import (
+    CodedGradients,
+    OuterMomentum,
+    OuterStep,
+    PowerSGD,
+    Sparse,
+    SparseAverage,
+)
 from simulation.world import World
 from traffic import powersgd_rank
 from train_gpt import Config, lr_scale
@@ -29,6 +36,7 @@ Method = Literal[
     "muloco",
     "sparseloco",
     "sparse_muon",
+    "coded_muon",
     "powersgd",
     "powersgd_muon",
 ]
@@ -43,7 +51,13 @@ DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
     "dion": "low_rank",
 }
 NESTEROV = 1 / 0.95  # the look-ahead that makes a momentum of 0.95 Nesterov's
-MUON_INSIDE = ("muon", "muloco", "sparse_muon", "powersgd_muon")  # with Nesterov's momentum
+MUON_INSIDE = (
+    "muon",
+    "muloco",
+    "sparse_muon",
+    "coded_muon",
+    "powersgd_muon",
+)  # with Nesterov's momentum
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ class Training:
         lr, elementwise, weight_decay, look_ahead, update_scale: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
         bits, fragments, strided, delay, align, polar, spectrum_decay: of "ours" (:class:`Average`);
-            bits of DiLoCo and MuLoCo too, 0 for float32.
+            bits of DiLoCo, MuLoCo and "coded_muon" too, 0 for float32.
         outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate of the sparse ones too.
         kept: of a chunk's 4096 numbers, by "sparseloco" around AdamW and "sparse_muon".
         size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
@@ -110,6 +124,8 @@ class Training:
             if rank is None:
                 raise ValueError(f"PowerSGD sends more than {self.budget:%}, even of rank 1")
             return PowerSGD(rank, world)
+        if self.method == "coded_muon":
+            return CodedGradients(self.bits or None, self.budget, world)
         if self.method in SPARSE:
             sparse = Sparse(1, self.outer_lr, kept=self.kept)
             return SparseAverage.within(self.budget, self.steps, sparse, world)
@@ -140,11 +156,12 @@ class Training:
 def trained(training: Training, world: World, *, check_every: int = 20) -> tuple[Replicas, float]:
     """Train; return the replicas and the share of the bytes. Ends early if weights diverge."""
     outer = training.outer(world)
-    own = Replicas(training.inner(outer), world, 1 if outer is None else training.replicas)
+    apart = outer is not None and outer.apart
+    own = Replicas(training.inner(outer), world, training.replicas if apart else 1)
     schedule = Config(steps=training.steps, warmdown_fraction=training.warmdown)
     for step in range(training.steps):
         scale, last = lr_scale(step, schedule), step == training.steps - 1
-        gradients = world.gradients(step, own.X)
+        gradients = world.gradients(step, own.X, each=outer is not None)
         own.step(step, scale, outer.gradients(step, gradients) if outer else gradients)
         if outer is not None:
             outer.after(step, own, scale * training.lr, last=last)

@@ -56,18 +56,19 @@ class World:
         loss: Tensor = functional_call(self.model, X, (tokens, targets))
         return loss
 
-    def gradients(self, step: int, X: Weights) -> Weights:
-        """Each replica's gradient of its own batch; of all batches where there is one replica.
+    def gradients(self, step: int, X: Weights, *, each: bool = True) -> Weights:
+        """Each replica's gradient of its own batch, (replicas, ...), or that of all, (1, ...).
 
-        X: (replicas, ...) or (1, ...).
+        X: (replicas, ...), or (1, ...) where replicas hold the same weights.
         """
         batches = [batch for rank in range(self.replicas) for batch in self.batches(step, rank)]
         tokens, targets = (torch.stack(x).to(self.device) for x in zip(*batches, strict=True))
-        if len(next(iter(X.values()))) > 1:
+        if each:
+            X = {name: x.expand(self.replicas, *x.shape[1:]) for name, x in X.items()}
             with warnings.catch_warnings():  # attention is not batched further: that is no error
                 warnings.filterwarnings("ignore", ".*batching rule.*")
-                each: Weights = self._each(X, tokens, targets)
-            return each
+                gradients: Weights = self._each(X, tokens, targets)
+            return gradients
         own = {name: x[0] for name, x in X.items()}
         mean: Weights = self._one(own, tokens.flatten(0, 1), targets.flatten(0, 1))
         return {name: G[None] for name, G in mean.items()}
