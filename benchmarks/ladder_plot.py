@@ -36,6 +36,7 @@ def draw(gaps: Mapping[Place, Gap], path: Path) -> None:
         counts = {p: g for p, g in small.items() if p.batch_size == 8 and _at_twenty(p)}
         _panel(panels[3], counts, lambda p: p.replicas, "replicas")
         titles = ("Larger models", "Longer runs", "Larger batches, 300 steps", "More replicas")
+        figure.suptitle("1 % of the bytes in three fragments")
         for axes, title in zip(panels, titles, strict=True):
             axes.set_title(title)
             axes.axhline(0, color="#9a9a9a", linewidth=1)

@@ -27,12 +27,14 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 import torch
 
 from command_line import option, parse
-from corpora import CORPORA
+from corpora import Corpus
+from curvadion.sync.codec import bits_within
 from demo import aligned
 from grids import SIZES
-from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Training, train
+from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Method, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
+BITS = Training.bits
 CODED = ("ours", "diloco", "muloco", "coded_muon")  # with a setting for the bits
 RECORDS = "runs/simulated.json"
 DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISSING}
@@ -51,14 +53,14 @@ class Machine:
 class Options(Machine):
     """Simulate trainings of several replicas; record losses and computed bytes."""
 
-    method: tuple[str, ...] = option(("ours",), "see simulation/training.py")
+    method: tuple[Method, ...] = option(("ours",), "what trains, and brings replicas together")
     lr: tuple[float, ...] = option((0.04,), "the highest learning rates of matrices")
     elementwise: tuple[float, ...] = option((0.5,), "shares of it of all else")
     weight_decay: tuple[float, ...] = option((0.01,), "of matrices")
     look_ahead: tuple[float, ...] = option((), "share of the gradient in directions")
     update_scale: tuple[str, ...] = option(("spectral",), "of curvadion's UPDATE_SCALES")
     budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
-    bits: tuple[int, ...] = option((2,), "of codes; 0: float32")
+    bits: tuple[int, ...] = option((), "of codes; 0: float32; else 2, of ours by the budget")
     fragments: tuple[int, ...] = option((1,), "of ours")
     strided: bool = option(False, "ours: fragments of every n-th parameter, not of equal sizes")
     delay: tuple[int, ...] = option((0,), "of ours")
@@ -68,7 +70,7 @@ class Options(Machine):
     outer_momentum: tuple[float, ...] = option((0.9,), "of DiLoCo and MuLoCo")
     kept: tuple[int, ...] = option((64,), "of SparseLoCo, of a chunk's 4096 numbers")
     size: tuple[str, ...] = option(("small",), f"of {', '.join(SIZES)}")
-    corpus: tuple[str, ...] = option(("python",), f"of {', '.join(CORPORA)}")
+    corpus: tuple[Corpus, ...] = option(("python",), "the text")
     batch_size: tuple[int, ...] = option((8,), "sequences of 64 tokens of a replica and a step")
     replicas: tuple[int, ...] = option((8,), "that take steps of their own")
     steps: tuple[int, ...] = option((300,), "optimizer steps")
@@ -81,13 +83,16 @@ class Options(Machine):
 def selected(options: Options) -> Iterator[Training]:
     """Yield the trainings of the grid; a method's own settings only where it has them."""
     given = {f.name: getattr(options, f.name) for f in fields(Training)}
-    given["look_ahead"] = given["look_ahead"] or (None,)
+    for key in ("look_ahead", "bits"):
+        given[key] = given[key] or (None,)
     given["strided"] = (given["strided"],)
     default = {f.name: f.default for f in fields(Training)}
     seen = set()
     for values in itertools.product(*given.values()):
         settings = dict(zip(given, values, strict=True))
         method, fixed = settings["method"], list[str]()
+        if settings["bits"] is None:
+            settings["bits"] = bits_within(settings["budget"]) if method == "ours" else BITS
         fixed += OURS if method != "ours" else ()
         fixed += ["budget"] if method in SYNCHRONISED else []
         fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
@@ -173,7 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(Options, arguments)
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "benchmarks/simulate.py", *given])
-    wanted = list(selected(options))
+    try:
+        wanted = list(selected(options))
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"simulate.py: {error}") from None
     print(table(add_missing(wanted, Path(options.out), command, options)))
 
 

@@ -44,7 +44,7 @@ def _reading(kind: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is Literal:
         return {"choices": arguments}
     if typing.get_origin(kind) is tuple:
-        return {"type": arguments[0], "nargs": "*"}
+        return {**_reading(arguments[0]), "nargs": "*"}
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return _reading(next(each for each in arguments if each is not type(None)))
     return {"type": kind}

@@ -105,7 +105,12 @@ class Training:
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, get_args(Method))
         checks.one_of("size", self.size, tuple(SIZES))
-        checks.one_of("corpus", self.corpus, tuple(CORPORA))
+        checks.one_of("corpus", self.corpus, CORPORA)
+        checks.number("lr", self.lr)
+        checks.number("elementwise", self.elementwise)
+        checks.number("budget", self.budget, most=1.0)
+        for key in ("batch_size", "replicas", "steps"):
+            checks.integer(key, getattr(self, key), 1)
 
     @property
     def task(self) -> Task:

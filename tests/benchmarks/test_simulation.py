@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -277,7 +278,9 @@ def test_the_grid_has_each_training_once_and_records_are_not_run_again(tmp_path,
         simulate.Options,
         ["--method", "muon", "ours", "--budget", "0.01", "0.1", "--lr", "0.1", "0.2"],
     )
-    assert [t.method for t in simulate.selected(options)] == ["muon"] * 2 + ["ours"] * 4
+    trainings = list(simulate.selected(options))
+    assert [t.method for t in trainings] == ["muon"] * 2 + ["ours"] * 4
+    assert {(t.budget, t.bits) for t in trainings if t.method == "ours"} == {(0.01, 2), (0.1, 3)}
     file = tmp_path / "records.json"
     arguments = ["--size", "tiny", "--steps", "2", "--workers", "1", "--out", str(file)]
     monkeypatch.setattr(simulate, "map_trainings", lambda pending, *_: map(fake, pending))
@@ -286,6 +289,25 @@ def test_the_grid_has_each_training_once_and_records_are_not_run_again(tmp_path,
     records = json.loads(file.read_text("utf-8"))["records"]
     assert [r["lr"] for r in records] == [0.1, 0.2]
     assert "--lr 0.1 0.2" in records[1]["command"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr -0.1", "lr=-0.1 must be finite, >= 0"),
+        ("--steps 0", "steps=0 must be >= 1"),
+        ("--budget 2", "budget=2.0 must be .* <= 1.0"),
+        ("--size huge", "size='huge' must be one of"),
+        ("--method sgd", "invalid choice: 'sgd'"),
+        ("--corpus java", "invalid choice: 'java'"),
+    ],
+)
+def test_wrong_settings_end_before_any_training(flags, message, tmp_path, capsys):
+    out = tmp_path / "records.json"
+    with pytest.raises(SystemExit) as refused:
+        simulate.main([*flags.split(), "--out", str(out)])
+    assert re.search(message, capsys.readouterr().err + str(refused.value))
+    assert not out.exists()
 
 
 def fake(training):
@@ -330,5 +352,6 @@ def test_gaps_are_of_the_settings_with_most_seeds():
         {**place, "method": m, "lr": lr, "budget": b, "seed": s, "loss": loss}
         for m, lr, b, s, loss in said
     ]
+    records.append({**records[3], "spectrum_decay": 0.0, "loss": 0.5})  # not the default
     [(_, gap)] = ladder.gaps(records).items()
     assert (gap.baseline, gap.ours, gap.rival, gap.seeds) == (1.1, 1.3, None, 1)
