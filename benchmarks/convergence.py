@@ -41,7 +41,7 @@ from curvadion import WireMeter, checks
 from curvadion.comm.collectives import mean_
 from curvadion.sync.exact_average import drift
 from grids import GRIDS, Choice, Run, Task
-from methods import CODED, METHODS, POLAR, SYNCHRONISED, Method
+from methods import CODED, LOOK_AHEAD, METHODS, POLAR, Method
 from token_data import Split, TrainingBatches, validation_batches
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -75,7 +75,7 @@ class Options:
     parts: tuple[int, ...] = option((), "only these numbers of fragments, of methods that have any")
     delay: int | None = option(None, "of methods that average in codes, instead of 0")
     look_ahead: float | None = option(None, "of dion and muon, instead of 0 and Nesterov's")
-    corpus: Corpus = option("python", "the text, as of corpora.py")
+    corpus: Corpus = option("python", "the text, see corpora.py")
     best: bool = option(False, "only the rates that are the best of those that have records")
     replicas: int = option(8, "processes")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one")
@@ -307,9 +307,9 @@ def selected(options: Options) -> list[Run]:
     for name, value, methods in (
         ("newton_schulz_steps", options.newton_schulz_steps, POLAR),
         ("delay", options.delay, CODED),
-        ("nesterov", options.look_ahead, SYNCHRONISED),
+        ("nesterov", options.look_ahead, LOOK_AHEAD),
     ):
-        if value is not None:
+        if value is not None and (value or name == "nesterov"):
             runs = [
                 replace(run, settings={**run.settings, name: value})
                 if run.method in methods

@@ -137,8 +137,14 @@ def at_best_rates(runs: Iterable[Run], records: Iterable[Record]) -> list[Run]:
 def _variant_and_rates(run: dict[str, Any]) -> tuple[str, Rates]:
     """What a run trains, and at which of the rates that are tuned."""
     settings = {key: value for key, value in run["settings"].items() if key != ELEMENTWISE}
-    what = [run[key] for key in ("size", "steps", "method", "budget", "replicas")]
-    return json.dumps([*what, settings]), (run["lr"], run["settings"].get(ELEMENTWISE))
+    what = [run[key] for key in ("steps", "method", "budget", "replicas")]
+    return json.dumps([_task(run), *what, settings]), (run["lr"], run["settings"].get(ELEMENTWISE))
+
+
+def _task(run: dict[str, Any]) -> str:
+    """The size of the model, with the text if that is not Python."""
+    corpus = run["task"].get("corpus", "python")
+    return str(run["size"]) if corpus == "python" else f"{run['size']}, {corpus}"
 
 
 def _best(by_rates: dict[Rates, list[Record]]) -> Result:
@@ -149,7 +155,7 @@ def _best(by_rates: dict[Rates, list[Record]]) -> Result:
     tried = [lr for lr, elementwise in by_rates if elementwise == best[1]]
     run = covered[best][0]["run"]
     return Result(
-        size=run["size"],
+        size=_task(run),
         steps=run["steps"],
         method=run["method"],
         settings={key: value for key, value in run["settings"].items() if key != ELEMENTWISE},

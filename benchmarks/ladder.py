@@ -11,7 +11,9 @@ runs nothing: it draws the gaps of all records, and prints them.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shlex
 import sys
 from collections import defaultdict
@@ -31,7 +33,7 @@ from grids import SIZES
 from simulate import DEFAULTS, RECORDS, Machine, add_missing, known
 from simulation.training import SYNCHRONISED, Training
 
-REPLICAS, BUDGET = 8, 0.01
+REPLICAS, BUDGET, FRAGMENTS = 8, 0.01, 3
 WARMDOWN = DEFAULTS["warmdown"]  # other schedules have their own table
 SPECTRUM_DECAY = DEFAULTS["spectrum_decay"]
 
@@ -61,7 +63,7 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
         yield Training("dion", lr, look_ahead=2.0, **where)
         yield Training("muon", lr, look_ahead=2.0, **where)
     for lr in (0.02, 0.04, 0.08):
-        yield Training("ours", lr, budget=BUDGET, fragments=3, **where)
+        yield Training("ours", lr, budget=BUDGET, fragments=FRAGMENTS, **where)
     outer: dict[str, Any] = {"bits": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
     for lr in (0.02, 0.04):
         yield Training("muloco", lr, budget=BUDGET, **outer, **where)
@@ -96,21 +98,25 @@ class Gap(NamedTuple):
 
 
 def gaps(records: Sequence[dict[str, Any]]) -> dict[Place, Gap]:
-    """The gap at each place where a synchronous method and ours at 1 % have ended.
+    """The gap at each place where a synchronous method and ours at 1 %, in fragments, have ended.
 
     Settings that ran with more seeds than others decide, so that no single lucky seed does; ours
-    without spectra over openings only where ours with them did not run.
+    without spectra over openings only where ours with them did not run. What diverged has a loss of
+    infinity.
     """
     found: dict[Place, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
     for r in map(known, records):
-        if r["loss"] is None or r["budget"] not in (0.0, BUDGET) or r["warmdown"] != WARMDOWN:
+        if r["budget"] not in (0.0, BUDGET) or r["warmdown"] != WARMDOWN:
             continue
+        if r["method"] == "ours" and r["fragments"] != FRAGMENTS:
+            continue
+        loss = math.inf if r["loss"] is None else r["loss"]
         kind = "ours" if r["spectrum_decay"] == SPECTRUM_DECAY else "ours without spectra"
         kind = kind if r["method"] == "ours" else "rival"
         kind = "baseline" if r["method"] in SYNCHRONISED else kind
         settings = {k: r[k] for k in Training.__dataclass_fields__ if k != "seed"}
         place = Place(*(r[name] for name in Place._fields))
-        found[place][kind].setdefault(json.dumps(settings), []).append(r["loss"])
+        found[place][kind].setdefault(json.dumps(settings), []).append(loss)
     for kinds in found.values():
         if without := kinds.pop("ours without spectra", None):
             kinds.setdefault("ours", without)
@@ -134,14 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(Options, arguments)
     if options.draw is None:
         given = sys.argv[1:] if arguments is None else arguments
-        wanted = [
-            training
-            for size in options.size
-            for corpus in options.corpus
-            for tokens in options.tokens
-            for seed in options.seed
-            for training in rung(size, corpus, tokens, seed)
-        ]
+        rungs = itertools.product(options.size, options.corpus, options.tokens, options.seed)
+        try:
+            wanted = [training for each in rungs for training in rung(*each)]
+        except ValueError as error:
+            raise SystemExit(f"ladder.py: {error}") from error
         command = shlex.join(["python", "benchmarks/ladder.py", *given])
         add_missing(wanted, Path(options.out), command, options)
     records = json.loads(Path(options.out).read_text("utf-8"))["records"]

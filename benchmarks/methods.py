@@ -135,7 +135,7 @@ def dion_nesterov(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings
 
 
 def muon(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
-    """Muon on gradients that replicas average at every step; a look-ahead of Nesterov's."""
+    """Muon on gradients that replicas average at every step; Nesterov's look-ahead by default."""
     return dion(model, replicas, lr, **{"direction": "polar", "nesterov": 1 / 0.95, **settings})
 
 
@@ -267,7 +267,7 @@ def averaged_weights(
 
 CODED = ("ours", "ours_low_rank", "ours_rmmc")  # whose replicas average in codes
 POLAR = ("muon", "ours", "ours_rmmc")  # whose directions are polar factors
-SYNCHRONISED = ("dion", "muon")  # at every step, by directions
+LOOK_AHEAD = ("dion", "muon")  # whose look-ahead can be set
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,

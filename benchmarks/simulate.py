@@ -34,8 +34,7 @@ from grids import SIZES
 from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Method, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
-BITS = Training.bits
-CODED = ("ours", "diloco", "muloco", "coded_muon")  # with a setting for the bits
+WITH_BITS = ("ours", "diloco", "muloco", "coded_muon")
 RECORDS = "runs/simulated.json"
 DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISSING}
 
@@ -60,7 +59,9 @@ class Options(Machine):
     look_ahead: tuple[float, ...] = option((), "share of the gradient in directions")
     update_scale: tuple[str, ...] = option(("spectral",), "of curvadion's UPDATE_SCALES")
     budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
-    bits: tuple[int, ...] = option((), "of codes; 0: float32; else 2, of ours by the budget")
+    bits: tuple[int, ...] = option(
+        (), "of a code, 0 for float32; default 2, of ours what the budget pays for"
+    )
     fragments: tuple[int, ...] = option((1,), "of ours")
     strided: bool = option(False, "ours: fragments of every n-th parameter, not of equal sizes")
     delay: tuple[int, ...] = option((0,), "of ours")
@@ -92,13 +93,15 @@ def selected(options: Options) -> Iterator[Training]:
         settings = dict(zip(given, values, strict=True))
         method, fixed = settings["method"], list[str]()
         if settings["bits"] is None:
-            settings["bits"] = bits_within(settings["budget"]) if method == "ours" else BITS
+            settings["bits"] = (
+                bits_within(settings["budget"]) if method == "ours" else DEFAULTS["bits"]
+            )
         fixed += OURS if method != "ours" else ()
         fixed += ["budget"] if method in SYNCHRONISED else []
         fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
         fixed += ["outer_lr"] if method not in ("diloco", "muloco", *SPARSE) else []
         fixed += ["kept"] if method not in SPARSE else []
-        fixed += ["bits"] if method not in CODED else []
+        fixed += ["bits"] if method not in WITH_BITS else []
         fixed += ["elementwise", "update_scale"] if DIRECTIONS.get(method) == "adamw" else []
         training = Training(**{**settings, **{key: default[key] for key in fixed}})
         if training not in seen:
@@ -180,9 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = shlex.join(["python", "benchmarks/simulate.py", *given])
     try:
         wanted = list(selected(options))
-    except (TypeError, ValueError) as error:
-        raise SystemExit(f"simulate.py: {error}") from None
-    print(table(add_missing(wanted, Path(options.out), command, options)))
+        records = add_missing(wanted, Path(options.out), command, options)
+    except ValueError as error:
+        raise SystemExit(f"simulate.py: {error}") from error
+    print(table(records))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ owners and back.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,11 +28,11 @@ from simulation.world import Weights, World
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 
 
-class Outer:
+class Outer(ABC):
     """Brings replicas together.
 
     Attributes:
-        apart: whether replicas hold weights of their own; else one set stands for them all.
+        apart: whether replicas hold weights of their own between openings.
         sent: bytes so far, as a share of what all gradients in float32 take at one step.
     """
 
@@ -43,19 +44,31 @@ class Outer:
         self.sent = 0.0
 
     def gradients(self, step: int, own: Weights) -> Weights:
-        """Return what each set of weights steps with, of the gradients of each replica's batches.
+        """Return the gradients that replicas step with.
 
-        own: (replicas, ...), also where there is one set of weights.
+        own: (replicas, ...), of each replica's batches.
         """
         return own
 
+    @abstractmethod
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
         """Come together after a step, if it is time.
 
         lr: the learning rate of matrices at this step. last: of all steps, after which replicas
         hold the same weights.
         """
-        assert not self.apart, "replicas that hold weights of their own come together after steps"
+
+
+class Synchronous(Outer):
+    """Replicas that hold the same weights, because they share one gradient: (1, ...) for all."""
+
+    apart = False
+
+    @abstractmethod
+    def gradients(self, step: int, own: Weights) -> Weights: ...
+
+    def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
+        pass
 
 
 class Codes:

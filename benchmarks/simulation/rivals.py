@@ -1,4 +1,4 @@
-"""The rivals' ways to come together: outer steps with means of weights, and gradients in codes."""
+"""The rivals' ways to come together: outer steps with mean weights, and compressed gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from curvadion.layout.matrix import Extent
 from curvadion.update.orthonormalize import orthonormalize
 from methods import POWERSGD_DENSE_STEPS
 from simulation.inner import Replicas
-from simulation.outer import Codes, Outer
+from simulation.outer import Codes, Outer, Synchronous
 from simulation.world import Weights, World
 from traffic import period_within, powersgd_numbers
 
@@ -141,13 +141,11 @@ def _in_two_bits(x: Tensor) -> Tensor:
     return x.sign() * torch.where(large, high, low)
 
 
-class CodedGradients(Outer):
+class CodedGradients(Synchronous):
     """Mean gradients in codes at every step, with error feedback in both directions.
 
     DoubleSqueeze (arXiv 1905.05957), around any optimizer.
     """
-
-    apart = False
 
     def __init__(self, bits: int | None, budget: float, world: World):
         super().__init__(world)
@@ -155,8 +153,8 @@ class CodedGradients(Outer):
         self.cost = self.codes.share(list(self.sizes.values()))
         if self.cost > budget:
             raise ValueError(
-                f"bits={bits}: gradients at every step send {self.cost:.2%}, more than the budget "
-                f"of {budget:.2%}"
+                f"bits={bits or 0}: gradients at every step send {self.cost:.2%}, "
+                f"more than the budget of {budget:.2%}"
             )
 
     def gradients(self, step: int, own: Weights) -> Weights:
@@ -164,14 +162,12 @@ class CodedGradients(Outer):
         return self.codes.means(own)
 
 
-class PowerSGD(Outer):
+class PowerSGD(Synchronous):
     """Mean gradients of low rank at every step, with error feedback (arXiv 1905.13727).
 
     As PyTorch's hook of DDP: the first steps are exact, and so are tensors that low rank would not
     halve.
     """
-
-    apart = False
 
     def __init__(self, rank: int, world: World):
         super().__init__(world)

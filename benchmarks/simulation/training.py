@@ -11,6 +11,8 @@ import torch
 
 from corpora import CORPORA
 from curvadion import checks
+from curvadion.layout.matrix import UPDATE_SCALES
+from curvadion.sync.codec import BITS
 from grids import SIZES, Task
 from simulation.inner import Inner, Replicas
 from simulation.outer import Average, Outer, QuantizedAverage
@@ -51,13 +53,8 @@ DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
     "dion": "low_rank",
 }
 NESTEROV = 1 / 0.95  # the look-ahead that makes a momentum of 0.95 Nesterov's
-MUON_INSIDE = (
-    "muon",
-    "muloco",
-    "sparse_muon",
-    "coded_muon",
-    "powersgd_muon",
-)  # with Nesterov's momentum
+# With Nesterov's momentum, unless a look-ahead is given.
+MUON_INSIDE = ("muon", "muloco", "sparse_muon", "coded_muon", "powersgd_muon")
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,12 @@ class Training:
         checks.number("lr", self.lr)
         checks.number("elementwise", self.elementwise)
         checks.number("budget", self.budget, most=1.0)
-        for key in ("batch_size", "replicas", "steps"):
+        checks.number("warmdown", self.warmdown, most=1.0)
+        checks.one_of("update_scale", self.update_scale, tuple(UPDATE_SCALES))
+        checks.one_of("bits", self.bits, (0, *BITS))
+        for key in ("batch_size", "replicas", "steps", "fragments", "kept"):
             checks.integer(key, getattr(self, key), 1)
+        checks.integer("delay", self.delay, 0)
 
     @property
     def task(self) -> Task:

@@ -443,6 +443,14 @@ def best(records):
     return {result.method: result for result in convergence_report.best_results(records)}
 
 
+def test_texts_are_not_mixed():
+    python, cpp = record("dion", 0.1, 1.5), record("dion", 0.1, 1.0)
+    cpp["run"]["task"]["corpus"] = "cpp"
+    results = convergence_report.best_results([python, cpp])
+    assert {(each.size, *each.losses) for each in results} == {("small", 1.5), ("small, cpp", 1.0)}
+    assert [line[-1] for line in convergence_report.rows(results)[1:]] == ["+0.00%"] * 2
+
+
 def test_the_best_rate_has_the_lowest_mean_over_seeds():
     by_rate = {0.1: (2.0, 1.0), 0.2: (1.3, 1.5), 0.4: (1.0, None), 0.8: (0.5,)}
     records = [
