@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -24,47 +25,65 @@ def draw(gaps: Mapping[Place, Gap], path: Path) -> None:
     """Write the picture, one panel for each thing that grows."""
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.0), layout="constrained", sharey=True)
-        panels = grid.flatten()
+        figure.suptitle(
+            "1 % of the bytes in three fragments; full points: three seeds, others: one"
+        )
+        models, lengths, batches, counts = grid.flatten()
         usual = {p: g for p, g in gaps.items() if p.batch_size == 8 and p.replicas == 8}
-        sizes = {p: g for p, g in usual.items() if _at_twenty(p)}
-        _panel(panels[0], sizes, lambda p: PARAMETERS[p.size], "millions of parameters")
         small = {p: g for p, g in gaps.items() if p.size == "small"}
-        lengths = {p: g for p, g in small.items() if p in usual}
-        _panel(panels[1], lengths, lambda p: p.tokens_per_parameter, "tokens a parameter")
-        batches = {p: g for p, g in small.items() if p.replicas == 8 and p.steps == 300}
-        _panel(panels[2], batches, lambda p: 64 * p.batch_size, "tokens a replica and a step")
-        counts = {p: g for p, g in small.items() if p.batch_size == 8 and _at_twenty(p)}
-        _panel(panels[3], counts, lambda p: p.replicas, "replicas")
-        titles = ("Larger models", "Longer runs", "Larger batches, 300 steps", "More replicas")
-        figure.suptitle("1 % of the bytes in three fragments")
-        for axes, title in zip(panels, titles, strict=True):
-            axes.set_title(title)
-            axes.axhline(0, color="#9a9a9a", linewidth=1)
+        for tokens, style in ((20, "-"), (10, ":")):
+            of_length = {p: g for p, g in usual.items() if _about(tokens, p)}
+            told = f", {tokens} tokens a parameter"
+            _lines(models, of_length, lambda p: PARAMETERS[p.size], told, style)
+        _finish(models, "Larger models", "millions of parameters")
+        _lines(lengths, {p: g for p, g in small.items() if p in usual}, _tokens)
+        _finish(lengths, "Longer runs", "tokens a parameter")
+        short = {p: g for p, g in small.items() if p.replicas == 8 and p.steps == 300}
+        _lines(batches, short, lambda p: 64 * p.batch_size)
+        _finish(batches, "Larger batches, 300 steps", "tokens a replica and a step")
+        equal = {p: g for p, g in small.items() if p.batch_size == 8 and _about(20, p)}
+        _lines(counts, equal, lambda p: p.replicas)
+        _finish(counts, "More replicas, equal tokens", "replicas")
         for axes in grid[:, 0]:
             axes.set_ylabel("loss above the best synchronous method")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+.0f} %"))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:+.0f} %" if y else "0"))
         figure.savefig(path, dpi=130)
         plt.close(figure)
 
 
-def _at_twenty(place: Place) -> bool:
-    return 18 < place.tokens_per_parameter < 22
+def _tokens(place: Place) -> float:
+    return place.tokens_per_parameter
 
 
-def _panel(axes: Axes, gaps: Mapping[Place, Gap], x: Callable[[Place], float], label: str) -> None:
-    """One line for each text."""
+def _about(tokens: float, place: Place) -> bool:
+    return 0.9 * tokens < _tokens(place) < 1.1 * tokens
+
+
+def _lines(
+    axes: Axes,
+    gaps: Mapping[Place, Gap],
+    x: Callable[[Place], float],
+    told: str = "",
+    style: str = "-",
+) -> None:
+    """One line for each text, under its name and what else is told of it."""
     for corpus in dict.fromkeys(place.corpus for place in gaps):
         chosen = [(x(p), g.percent, g.seeds) for p, g in gaps.items() if p.corpus == corpus]
-        chosen.sort()
-        at, percent, seeds = zip(*chosen, strict=True)
-        colour = COLOURS[corpus]
-        axes.plot(at, percent, color=colour, linewidth=1.5, label=NAMES[corpus])
+        at, percent, seeds = zip(*sorted(chosen), strict=True)
+        colour, name = COLOURS[corpus], NAMES[corpus] + told
+        axes.plot(at, percent, color=colour, linewidth=1.5, linestyle=style, label=name)
         faces = [colour if count > 1 else "white" for count in seeds]
         axes.scatter(at, percent, c=faces, edgecolors=colour, linewidths=1.5, zorder=3)
-    ticks = sorted({x(place) for place in gaps})
+
+
+def _finish(axes: Axes, title: str, label: str) -> None:
+    """Name what grows; a tick at each of its values."""
+    axes.set_title(title)
+    axes.axhline(0, color="#9a9a9a", linewidth=1)
+    ticks = sorted({x for line in axes.lines[:-1] for x in np.asarray(line.get_xdata()).tolist()})
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(ticks, [f"{tick:g}" if tick < 1 else f"{tick:.0f}" for tick in ticks])
     axes.set_xlabel(label)
-    if gaps:
+    if ticks:
         axes.legend(frameon=False)
