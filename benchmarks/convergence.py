@@ -305,11 +305,11 @@ def selected(options: Options) -> list[Run]:
         runs = [run for run in runs if run.settings.get("parts", options.parts[0]) in options.parts]
     runs = [replace(run, task=replace(run.task, corpus=options.corpus)) for run in runs]
     for name, value, methods in (
-        ("newton_schulz_steps", options.newton_schulz_steps, POLAR),
-        ("delay", options.delay, CODED),
+        ("newton_schulz_steps", options.newton_schulz_steps or None, POLAR),
+        ("delay", options.delay or None, CODED),
         ("nesterov", options.look_ahead, LOOK_AHEAD),
     ):
-        if value is not None and (value or name == "nesterov"):
+        if value is not None:
             runs = [
                 replace(run, settings={**run.settings, name: value})
                 if run.method in methods

@@ -111,12 +111,9 @@ def gaps(records: Sequence[dict[str, Any]]) -> dict[Place, Gap]:
         if r["method"] == "ours" and r["fragments"] != FRAGMENTS:
             continue
         loss = math.inf if r["loss"] is None else r["loss"]
-        kind = "ours" if r["spectrum_decay"] == SPECTRUM_DECAY else "ours without spectra"
-        kind = kind if r["method"] == "ours" else "rival"
-        kind = "baseline" if r["method"] in SYNCHRONISED else kind
         settings = {k: r[k] for k in Training.__dataclass_fields__ if k != "seed"}
         place = Place(*(r[name] for name in Place._fields))
-        found[place][kind].setdefault(json.dumps(settings), []).append(loss)
+        found[place][_kind(r)].setdefault(json.dumps(settings), []).append(loss)
     for kinds in found.values():
         if without := kinds.pop("ours without spectra", None):
             kinds.setdefault("ours", without)
@@ -127,6 +124,14 @@ def gaps(records: Sequence[dict[str, Any]]) -> dict[Place, Gap]:
         for place, of in sorted(best.items())
         if "baseline" in of and "ours" in of
     }  # fmt: skip
+
+
+def _kind(record: dict[str, Any]) -> str:
+    if record["method"] in SYNCHRONISED:
+        return "baseline"
+    if record["method"] != "ours":
+        return "rival"
+    return "ours" if record["spectrum_decay"] == SPECTRUM_DECAY else "ours without spectra"
 
 
 def _best(losses: Mapping[str, Sequence[float]]) -> tuple[float, int]:

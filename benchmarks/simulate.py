@@ -87,7 +87,6 @@ def selected(options: Options) -> Iterator[Training]:
     for key in ("look_ahead", "bits"):
         given[key] = given[key] or (None,)
     given["strided"] = (given["strided"],)
-    default = {f.name: f.default for f in fields(Training)}
     seen = set()
     for values in itertools.product(*given.values()):
         settings = dict(zip(given, values, strict=True))
@@ -103,7 +102,7 @@ def selected(options: Options) -> Iterator[Training]:
         fixed += ["kept"] if method not in SPARSE else []
         fixed += ["bits"] if method not in WITH_BITS else []
         fixed += ["elementwise", "update_scale"] if DIRECTIONS.get(method) == "adamw" else []
-        training = Training(**{**settings, **{key: default[key] for key in fixed}})
+        training = Training(**{**settings, **{key: DEFAULTS[key] for key in fixed}})
         if training not in seen:
             seen.add(training)
             yield training
