@@ -9,6 +9,7 @@ from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
 from curvadion.sync.base import Sync
+from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 
@@ -18,6 +19,7 @@ __all__ = [
     "RMMC",
     "AlwaysOpen",
     "ByteBudget",
+    "CodedGradients",
     "CurvaDion",
     "Dion",
     "FixedPeriod",

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvadion import checks
 from curvadion.comm.background import Background
 from curvadion.comm.replicas import Replicas
-from curvadion.gates import RMMC, ByteBudget, Gate, check_delay
+from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate, check_delay
 from curvadion.optim.base import Params
 from curvadion.optim.dion import Dion
 from curvadion.optim.stepping import full_precision
@@ -26,7 +26,7 @@ from curvadion.sync.told import Foreseen
 from curvadion.sync.verify import Listing
 from curvadion.update import hyperparameters as check
 from curvadion.update.direction import Taken
-from curvadion.update.elementwise import elementwise_steps
+from curvadion.update.elementwise import elementwise_steps, own_gradients
 from curvadion.update.gradient_step import gradient_step
 from curvadion.update.matrix_step import matrix_step, wave_step
 from curvadion.update.momentum import accumulate_momenta
@@ -40,7 +40,8 @@ class CurvaDion(Dion):
 
         gate        when replicas come together: RMMC, every k steps, a byte budget, always
         sync        how they come together: LowRank, the papers' step; QuantizedAverage, the mean
-                    of what weights have moved, in a few bits
+                    of what weights have moved, in a few bits; CodedGradients, the mean of
+                    gradients, in a few bits at every step
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a step of its own, and replicas send each other the
@@ -50,7 +51,8 @@ class CurvaDion(Dion):
 
     Args:
         params, lr, replicas: as of :class:`curvadion.Dion`.
-        gate: when replicas come together; RMMC(0.3) by default.
+        gate: when replicas come together. By default RMMC(0.3), and AlwaysOpen() with
+            CodedGradients().
         sync: how they come together. By default LowRank(), and QuantizedAverage() with a gate that
             counts bytes. The optimizer takes a copy, ``optimizer.sync``.
         wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
@@ -69,7 +71,8 @@ class CurvaDion(Dion):
             LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6 times the
             root of the number of steps from one agreement on a weight to the next, as the gate can
             afford it for the parameters given here (3.9 for six steps), "polar", 1 and "qr"; with a
-            rank_fraction below 1 the direction is "low_rank". ``repr(optimizer)`` shows them.
+            rank_fraction below 1 the direction is "low_rank". CodedGradients: the same, and 2 for
+            nesterov. ``repr(optimizer)`` shows them.
 
     Of the arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the
     others are defaults of group keys.
@@ -122,10 +125,11 @@ class CurvaDion(Dion):
         self.local_step: str = local_step
         self.max_local_steps = max_local_steps
         self.warmup_steps = warmup_steps
-        gate = _gate(gate, threshold, wire_budget)
+        gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if _every_step(sync) else RMMC(0.3))
+        sync = _sync(sync, gate)
         if gate.share is None:  # a budget knows later what openings cost
-            gate.check_feasible(max_local_steps)
-        self._construct(params, replicas, gate, _sync(sync, gate), **keys)
+            _check_gate(gate, sync, max_local_steps)
+        self._construct(params, replicas, gate, sync, **keys)
 
     def _foresee(self, plan: Plan) -> Foreseen:
         gate, progress = self.gate, self.progress
@@ -179,7 +183,7 @@ class CurvaDion(Dion):
         opens = self.gate.opens(signal, local_steps)
         if self.progress.steps < self.warmup_steps:
             return "warm-up"
-        if opens:
+        if opens or self.sync.every_step:
             return self.gate.reason
         longest = self.gate.longest_run(self.max_local_steps)
         if longest is not None and local_steps >= longest:
@@ -223,7 +227,7 @@ class CurvaDion(Dion):
         self.progress.local_steps = self.progress.uneven_steps = 0
 
     def _check_gate(self) -> None:
-        self.gate.check_feasible(self.max_local_steps)
+        _check_gate(self.gate, self.sync, self.max_local_steps)
 
     def _listing(self, plan: Plan) -> Listing:
         names = ("local_step", "warmup_steps", "max_local_steps")
@@ -270,11 +274,15 @@ class LocalUpdate:
         else:
             accumulate_momenta(gradients)
             taken = wave_step(plan, gradients, step=number, inside_replica=True, remember=remember)
-        elementwise_steps(plan, None)
+        elementwise_steps(plan, own_gradients(plan.elementwise))
         return taken
 
 
-def _gate(gate: Any, threshold: float | None, wire_budget: float | None) -> Gate:
+def _every_step(sync: object) -> bool:
+    return isinstance(sync, Sync) and sync.every_step
+
+
+def _gate(gate: Any, threshold: float | None, wire_budget: float | None, default: Gate) -> Gate:
     ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
     given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
@@ -282,13 +290,33 @@ def _gate(gate: Any, threshold: float | None, wire_budget: float | None) -> Gate
     if wire_budget is not None:
         return ByteBudget(wire_budget)
     if gate is None:
-        return RMMC(0.3 if threshold is None else threshold)
+        return default if threshold is None else RMMC(threshold)
     if not isinstance(gate, Gate):
         raise TypeError(
             f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
         )
     check_delay("gate.delay", gate.delay)
     return gate
+
+
+def _check_gate(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
+    """Raise ValueError if the gate cannot work with what steps cost, or closes when it must not."""
+    if not sync.every_step:
+        gate.check_feasible(max_local_steps)
+        return
+    if gate.always_open:
+        return
+    if gate.share is None or not gate.follows_schedule:
+        raise ValueError(
+            f"gate={gate!r} may close, but with sync={sync!r} replicas come together at every "
+            f"step: pass a wire_budget, gate=AlwaysOpen() or no gate."
+        )
+    if gate.open_cost is not None and gate.open_cost > gate.share:
+        raise ValueError(
+            f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
+            f"({gate.open_cost:.2%} of dense gradients): pass fewer bits, a larger budget or "
+            f"sync=QuantizedAverage()."
+        )
 
 
 def _sync(given: Any, gate: Gate) -> Sync:

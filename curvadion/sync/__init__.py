@@ -4,8 +4,18 @@ What a sync kind of one's own needs is here by name: Sync, Step, Costs, StateKey
 """
 
 from curvadion.sync.base import Costs, Step, Sync
+from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.update.state import Owner, StateKey
 
-__all__ = ["Costs", "LowRank", "Owner", "QuantizedAverage", "StateKey", "Step", "Sync"]
+__all__ = [
+    "CodedGradients",
+    "Costs",
+    "LowRank",
+    "Owner",
+    "QuantizedAverage",
+    "StateKey",
+    "Step",
+    "Sync",
+]

@@ -68,7 +68,7 @@ def cut_alike(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
     """
     by_cut: dict[tuple[int, ...], list[Parameter]] = {}
     for p in parameters:
-        if ANCHOR in p.state:
+        if RESIDUAL in p.state:
             by_cut.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
     yield from by_cut.values()
 

@@ -76,6 +76,8 @@ class Sync(ABC):
         sends_codes: whether weights can come together for fewer bytes than an exact average, by
             :meth:`come_together`. Codes lose something, so one replica's state cannot stand for
             all, even if weights agree.
+        every_step: whether replicas must come together at every step. Gates that would close are
+            refused.
         message_format: a number that replicas must have in common to read each other's messages.
 
     Attributes:
@@ -95,6 +97,7 @@ class Sync(ABC):
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     shares_factors: ClassVar[bool] = False
     sends_codes: ClassVar[bool] = False
+    every_step: ClassVar[bool] = False
     message_format: ClassVar[int] = 0
     fragments_apart: int = 0
     delay: int = 0

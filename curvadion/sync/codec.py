@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvadion import ops
+from curvadion import checks, ops
 from curvadion.ops.codes import BITS, BLOCK, FORMAT, block_bytes, levels
 
 __all__ = [
@@ -18,11 +18,19 @@ __all__ = [
     "FORMAT",
     "bits_within",
     "block_bytes",
+    "check_bits",
     "coded_share",
     "decode",
     "encode",
     "levels",
 ]
+
+
+def check_bits(bits: int | None) -> None:
+    """Raise TypeError or ValueError for bits that codes cannot have; None is for a budget."""
+    if bits is not None:
+        checks.integer("bits", bits, 1)
+        checks.one_of("bits", bits, BITS)
 
 
 def coded_share(bits: int) -> float:

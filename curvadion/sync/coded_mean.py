@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion import ops
+from curvadion import checks, ops
 from curvadion.comm.collectives import shares
 from curvadion.ops.codes import BLOCK, block_bytes, blocks_of, part, rows_of
 from curvadion.ops.tensors import saturated
+
+RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
+
+
+def check_residual_dtype(residual_dtype: ResidualDtype) -> str:
+    """The name of a dtype that residuals can have; raise TypeError or ValueError for another."""
+    name: str = str(residual_dtype)
+    if isinstance(residual_dtype, torch.dtype):
+        name = name.removeprefix("torch.")
+    checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
+    return name
 
 
 def coded_mean(
@@ -93,6 +107,15 @@ def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
 def message_bytes(sizes: Iterable[int], bits: int) -> int:
     """Bytes of the codes of tensors of so many numbers; each has blocks, and scales, of its own."""
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
+
+
+def added_by_shards(shards: Sequence[Sequence[int]], bits: int) -> int:
+    """Bytes that codes take beside :func:`message_bytes` if parameters are in shards.
+
+    shards: numbers in each shard of every parameter. Each shard has blocks of its own.
+    """
+    whole, each = map(sum, shards), chain.from_iterable(shards)
+    return message_bytes(each, bits) - message_bytes(whole, bits)
 
 
 def _nothing_to_send(residuals: Sequence[Tensor], group: dist.ProcessGroup) -> bool:

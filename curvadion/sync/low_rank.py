@@ -14,7 +14,7 @@ from curvadion.comm.collectives import group_size, mean_
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.decision import Moving
 from curvadion.sync.exact_average import average_weights_
-from curvadion.update.elementwise import elementwise_steps
+from curvadion.update.elementwise import elementwise_steps, own_gradients
 from curvadion.update.matrix_step import matrix_step
 from curvadion.update.momentum import momentum_norms
 
@@ -34,7 +34,9 @@ def low_rank_open_step(step: Step) -> None:
     moving = step.moving if step.complete else step.moving.among(step.plan.all_ranks)
     moving = _with_mean_gradients(moving, step.replicas)
     matrix_step(*moving, step=step.number, inside_replica=False)
-    elementwise_steps(moving.plan, step.replicas)
+    gradients = own_gradients(moving.plan.elementwise)
+    mean_(gradients, step.replicas)
+    elementwise_steps(moving.plan, gradients)
 
 
 def _with_mean_gradients(moving: Moving, replicas: dist.ProcessGroup | None) -> Moving:

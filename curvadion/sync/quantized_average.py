@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,14 @@ from curvadion.sync.anchored import (
     cut_alike,
 )
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import BITS, FORMAT, bits_within, coded_share
-from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.codec import FORMAT, bits_within, check_bits, coded_share
+from curvadion.sync.coded_mean import (
+    RESIDUAL_DTYPES,
+    ResidualDtype,
+    added_by_shards,
+    check_residual_dtype,
+    message_bytes,
+)
 from curvadion.sync.corrections import (
     LR_SINCE_ANCHOR,
     agree_on_lengths_,
@@ -61,8 +66,6 @@ from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
-
-RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class QuantizedAverage(Sync):
@@ -117,21 +120,14 @@ class QuantizedAverage(Sync):
         fragments: int = 1,
         align_momentum: bool = True,
         polar_correction: bool = True,
-        residual_dtype: Literal["bfloat16", "float32"] | torch.dtype = "bfloat16",
+        residual_dtype: ResidualDtype = "bfloat16",
         delay: int = 0,
         spectrum_decay: float = 0.8,
     ) -> None:
-        if bits is not None:
-            checks.integer("bits", bits, 1)
-            checks.one_of("bits", bits, BITS)
+        check_bits(bits)
         checks.integer("fragments", fragments, 1)
         checks.boolean("align_momentum", align_momentum)
         checks.boolean("polar_correction", polar_correction)
-        if isinstance(residual_dtype, torch.dtype):
-            name = str(residual_dtype).removeprefix("torch.")
-        else:
-            name = residual_dtype
-        checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
         checks.integer("delay", delay, 0)
         checks.number("spectrum_decay", spectrum_decay, below=1.0)
         self._bits = bits
@@ -139,7 +135,7 @@ class QuantizedAverage(Sync):
         self.fragments = fragments
         self.align_momentum = align_momentum
         self.polar_correction = polar_correction
-        self.residual_dtype: str = name
+        self.residual_dtype = check_residual_dtype(residual_dtype)
         self.delay = delay
         self.spectrum_decay = float(spectrum_decay)
         self._keeps_spectra = align_momentum and spectrum_decay > 0
@@ -169,9 +165,8 @@ class QuantizedAverage(Sync):
         return Costs((codes + lengths) / count, count)
 
     def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
-        # Each has blocks of its own, and its rank sends the lengths too.
-        whole, each = map(sum, shards), chain.from_iterable(shards)
-        codes = message_bytes(each, self.bits) - message_bytes(whole, self.bits)
+        codes = added_by_shards(shards, self.bits)
+        # The rank of each sends the lengths too.
         lengths = sum(len(s) - 1 for s in shards) if self.delay else 0
         return (codes + LENGTH_BYTES * lengths) / max(1, self.count)
 

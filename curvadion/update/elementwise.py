@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from collections.abc import Sequence
 
-from curvadion.comm.collectives import mean_
+import torch
+from torch import Tensor
+
 from curvadion.layout.dtensor import local
+from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.scalar import elementwise_step
 
 
-def elementwise_steps(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
-    """Steps with the gradients' means over replicas; a missing gradient is zero.
+def own_gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
+    """This replica's gradients; zeros of their own where one is missing."""
+    return [torch.zeros_like(p.local) if (G := p.G) is None else G for p in parameters]
+
+
+def elementwise_steps(plan: Plan, gradients: Sequence[Tensor]) -> None:
+    """Steps of the parameters that are not matrices.
 
     Args:
         plan: the parameters that move.
-        replicas: the process group to average over; None for this replica's own gradients.
+        gradients: of ``plan.elementwise``.
     """
-    gradients = [torch.zeros_like(p.local) if p.G is None else p.G for p in plan.elementwise]
-    mean_(gradients, replicas)
     gradient = {id(p): G for p, G in zip(plan.elementwise, gradients, strict=True)}
     for parameters in plan.elementwise_by_group():
         elementwise_step(
