@@ -127,8 +127,9 @@ class CurvaDion(Dion):
         self.warmup_steps = warmup_steps
         gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if _every_step(sync) else RMMC(0.3))
         sync = _sync(sync, gate)
+        _check_kinds(gate, sync)
         if gate.share is None:  # a budget knows later what openings cost
-            _check_gate(gate, sync, max_local_steps)
+            gate.check_feasible(max_local_steps)
         self._construct(params, replicas, gate, sync, **keys)
 
     def _foresee(self, plan: Plan) -> Foreseen:
@@ -227,7 +228,16 @@ class CurvaDion(Dion):
         self.progress.local_steps = self.progress.uneven_steps = 0
 
     def _check_gate(self) -> None:
-        _check_gate(self.gate, self.sync, self.max_local_steps)
+        gate, sync = self.gate, self.sync
+        _check_kinds(gate, sync)
+        if not sync.every_step:
+            gate.check_feasible(self.max_local_steps)
+        elif gate.share and gate.open_cost and gate.open_cost > gate.share:
+            raise ValueError(
+                f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
+                f"({gate.open_cost:.2%} of dense gradients): pass fewer bits, a larger budget or "
+                f"sync=QuantizedAverage()."
+            )
 
     def _listing(self, plan: Plan) -> Listing:
         names = ("local_step", "warmup_steps", "max_local_steps")
@@ -299,23 +309,13 @@ def _gate(gate: Any, threshold: float | None, wire_budget: float | None, default
     return gate
 
 
-def _check_gate(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
-    """Raise ValueError if the gate cannot work with what steps cost, or closes when it must not."""
-    if not sync.every_step:
-        gate.check_feasible(max_local_steps)
-        return
-    if gate.always_open:
-        return
-    if gate.share is None or not gate.follows_schedule:
+def _check_kinds(gate: Gate, sync: Sync) -> None:
+    """Raise ValueError if the gate may close where replicas must come together at every step."""
+    opens = gate.always_open or (gate.share is not None and gate.follows_schedule)
+    if sync.every_step and not opens:
         raise ValueError(
             f"gate={gate!r} may close, but with sync={sync!r} replicas come together at every "
             f"step: pass a wire_budget, gate=AlwaysOpen() or no gate."
-        )
-    if gate.open_cost is not None and gate.open_cost > gate.share:
-        raise ValueError(
-            f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-            f"({gate.open_cost:.2%} of dense gradients): pass fewer bits, a larger budget or "
-            f"sync=QuantizedAverage()."
         )
 
 

@@ -136,7 +136,8 @@ class CodedGradients(Sync):
                 first += len(chunk)
                 means = coded_mean(chunk, residuals, self.bits, replicas)
                 for gradient, mean in zip(chunk, means, strict=True):
-                    gradient.copy_(saturated(mean, gradient.dtype))
+                    wide = mean.to(torch.promote_types(mean.dtype, gradient.dtype))
+                    gradient.copy_(saturated(wide, gradient.dtype))
 
     def come_together(self, plan: Any, replicas: dist.ProcessGroup | None) -> int:
         return 0

@@ -1,0 +1,595 @@
+"""Replicas that share coded gradients take one step, which a float64 reference takes too.
+
+The reference starts each step from what the replicas hold, because a number on an edge between two
+codes may fall on either side. Means are compared with those that its own codes give, up to codes
+that may flip. Weights, momenta and moments are compared with a step along the replicas' own mean.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+import zlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import distributed
+import fsdp_training
+import tensor_parallel_training
+import transformer
+from curvadion import (
+    RMMC,
+    AlwaysOpen,
+    ByteBudget,
+    CodedGradients,
+    CurvaDion,
+    FixedPeriod,
+    LowRank,
+    QuantizedAverage,
+    WireMeter,
+)
+from curvadion.layout.dtensor import local
+from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.decision import GATE_BYTES
+from polar_reference import polar
+from quantized_reference import blocks_of, mean_in_codes
+from reference import initial_q, positive_qr, relative_error
+
+STEPS = 6
+# Tall, wide, square, prime, one row; two that fill several blocks.
+SHAPES = {
+    **{str(i): s for i, s in enumerate([(24, 10), (9, 30), (16, 16), (13, 7), (1, 12), (37, 23)])},
+    "bias": (11,),
+    "table": (20, 15),
+    "signs": (7,),
+}
+ALGORITHMS = {"bias": "adamw", "table": "adamw", "signs": "lion"}
+MISSING = {(2, 0, "4"), (3, 1, "bias"), (4, 0, "2"), (4, 1, "2"), (4, 2, "2"), (4, 3, "2")}
+LR, MU, WD, LOOK_AHEAD, BETAS, EPS = 0.03, 0.95, 0.1, 2.0, (0.9, 0.95), 1e-8
+
+
+def random(*key, shape):
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    )
+
+
+def gradient(name, step, rank):
+    """Half of it common to the replicas; None where it is missing."""
+    if (step, rank, name) in MISSING:
+        return None
+    shape = SHAPES[name]
+    return random("all", name, step, shape=shape) + random("own", name, step, rank, shape=shape)
+
+
+def start(dtype):
+    return {n: nn.Parameter(0.2 * random("X", n, shape=s).to(dtype)) for n, s in SHAPES.items()}
+
+
+def optimizer_of(X, sync=None, **options):
+    groups = [{"params": [(n, x) for n, x in X.items() if n not in ALGORITHMS]}]
+    groups += [{"params": [(n, X[n])], "algorithm": a} for n, a in ALGORITHMS.items() if n in X]
+    known = {"lr": LR, "mu": MU, "weight_decay": WD, "newton_schulz_steps": 14, **options}
+    return CurvaDion(groups, replicas=dist.group.WORLD, sync=sync or CodedGradients(), **known)
+
+
+def give_gradients(X, step, rank):
+    for name, x in X.items():
+        G = gradient(name, step, rank)
+        x.grad = None if G is None else G.to(x.dtype)
+
+
+def held(X, optimizer):
+    """By name what a replica holds: X, its state, and G, the mean that it stepped with."""
+    return {
+        name: {
+            "X": x.detach().clone(),
+            "G": None if x.grad is None else x.grad.clone(),
+            **{k: v.clone() for k, v in optimizer.state[x].items() if isinstance(v, torch.Tensor)},
+        }
+        for name, x in X.items()
+    }
+
+
+def train(rank, dtype, options, bits, steps=STEPS):
+    X = start(dtype)
+    optimizer = optimizer_of(X, CodedGradients(bits, residual_dtype="float32"), **options)
+    found = []
+    for step in range(1, steps + 1):
+        give_gradients(X, step, rank)
+        optimizer.step()
+        found.append(held(X, optimizer))
+    return found
+
+
+# ------------------------------------------------------------------------------- the reference
+
+
+@dataclass
+class Leaf:
+    """What all replicas hold of a parameter, in float64."""
+
+    name: str
+    X: torch.Tensor
+    state: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, name, held, direction):
+        """As held before a step; held: None before the first."""
+        zero = torch.zeros(SHAPES[name]).double()
+        if held is None:
+            X = 0.2 * random("X", name, shape=SHAPES[name]).double()
+            state = {"momentum": zero, "exp_avg": zero, "exp_avg_sq": zero, "step": zero.sum()}
+            if name not in ALGORITHMS and direction == "low_rank":
+                state["Q"] = initial_q(*X.shape, min(X.shape))
+            return cls(name, X, state)
+        state = {k: v.double() for k, v in held.items() if k not in ("X", "G")}
+        return cls(name, held["X"].double(), state)
+
+    def step(self, G):
+        if self.name in ALGORITHMS:
+            getattr(self, f"_{ALGORITHMS[self.name]}")(G)
+            return
+        m, n = self.X.shape
+        flip = m < n
+        M = self.state["momentum"] * (1.0 if "Q" in self.state else MU) + G
+        B = M + LOOK_AHEAD * G
+        if "Q" not in self.state:
+            U = polar(B)
+        else:
+            B = B.mT if flip else B
+            P = positive_qr(B @ self.state["Q"])
+            R = B.mT @ P
+            Q = self.state["Q"] = positive_qr(R)
+            U, kept = ((y.mT if flip else y) for y in (P @ Q.mT, P @ R.mT))
+            M = M - (1 - MU) * (kept - LOOK_AHEAD * G)
+        self.state["momentum"] = M
+        self.X = (1 - LR * WD) * self.X - LR * math.sqrt(m / n) * U
+
+    def _adamw(self, G):
+        s = self.state
+        s["step"] = s["step"] + 1
+        s["exp_avg"] = BETAS[0] * s["exp_avg"] + (1 - BETAS[0]) * G
+        s["exp_avg_sq"] = BETAS[1] * s["exp_avg_sq"] + (1 - BETAS[1]) * G.square()
+        m, v = (
+            s[k] / (1 - b ** s["step"])
+            for k, b in zip(("exp_avg", "exp_avg_sq"), BETAS, strict=True)
+        )
+        self.X = (1 - LR * WD) * self.X - LR * m / (v.sqrt() + EPS)
+
+    def _lion(self, G):
+        m = self.state["exp_avg"]
+        self.X = (1 - LR * WD) * self.X - LR * (BETAS[0] * m + (1 - BETAS[0]) * G).sign()
+        self.state["exp_avg"] = BETAS[1] * m + (1 - BETAS[1]) * G
+
+
+def moving(step, ranks):
+    """Parameters that have a gradient on some replica, matrices first."""
+    return [n for n in SHAPES if any(gradient(n, step, r) is not None for r in range(ranks))]
+
+
+def sent(step, rank, names, before):
+    """The gradients with what codes have lost, in blocks."""
+    blocks = []
+    for name in names:
+        G = gradient(name, step, rank)
+        G = torch.zeros(SHAPES[name]) if G is None else G
+        lost = torch.zeros(G.shape) if before is None else before[rank][name]["residual"]
+        blocks.append(blocks_of((G.double() + lost.double()).flatten()))
+    return torch.cat(blocks)
+
+
+def problems_of_step(step, before, after, bits, direction, tolerance):
+    """Where replicas went elsewhere than the reference; before, after: held by each."""
+    ranks, names = len(after), moving(step, len(after))
+    z = [sent(step, rank, names, before) for rank in range(ranks)]
+    (mean, *lost), codes = mean_in_codes(z, bits)
+    margin = 1e-4
+    flips = sum(code.largest_flip(margin) for code in codes)
+    first, problems = 0, []
+    for name in SHAPES:
+        leaf = Leaf.of(name, None if before is None else before[0][name], direction)
+        if name in names:
+            count, size = -(-leaf.X.numel() // 256), leaf.X.numel()
+            expected, *kept = (
+                x[first : first + count].flatten()[:size].view_as(leaf.X) for x in (mean, *lost)
+            )
+            first += count
+            for rank, (each, loss) in enumerate(zip(after, kept, strict=True)):
+                G = each[name]["G"]
+                if G is not None and (G - expected).norm() > flips + tolerance * expected.norm():
+                    problems.append(f"step {step}: the mean of {name} on {rank}")
+                distance = (each[name]["residual"] - loss).norm()
+                if distance > ranks * flips + tolerance * max(1.0, float(z[rank].norm())):
+                    problems.append(f"step {step}: what codes lost of {name} on {rank}")
+            real = next(each[name]["G"] for each in after if each[name]["G"] is not None)
+            leaf.step(real.double())
+        for rank, each in enumerate(after):
+            pairs = {"X": leaf.X, **{k: v for k, v in leaf.state.items() if k in each[name]}}
+            for key in ("X", "momentum", "exp_avg", "exp_avg_sq", "Q"):
+                if key not in pairs or not pairs[key].any():
+                    continue
+                if (error := relative_error(each[name][key], pairs[key])) > tolerance:
+                    problems.append(f"step {step}: {key} of {name} on {rank} is off by {error:.1e}")
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bits", "dtype", "direction"),
+    [
+        (2, 3, torch.float32, "polar"),
+        (4, 2, torch.float32, "polar"),
+        (2, 1, torch.float64, "polar"),
+        (4, 8, torch.float64, "polar"),
+        (2, 4, torch.float64, "low_rank"),
+    ],
+)
+def test_replicas_take_the_references_trajectory(ranks, bits, dtype, direction):
+    options = {"direction": direction}
+    replicas = distributed.run(ranks, train, dtype, options, bits)
+    tolerance = 2e-3 if dtype == torch.float32 else 2e-5
+    problems = []
+    for step in range(1, STEPS + 1):
+        before = None if step == 1 else [replica[step - 2] for replica in replicas]
+        after = [replica[step - 1] for replica in replicas]
+        problems += problems_of_step(step, before, after, bits, direction, tolerance)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nothing_that_codes_lose_is_lost(ranks, dtype):
+    """Means and what replicas still hold add up to the gradients; all replicas are the same."""
+    replicas = distributed.run(ranks, train, dtype, {}, 2)
+    for name in set(SHAPES) - {"2", "4", "bias"}:
+        given = sum(
+            gradient(name, step, rank).to(dtype).double()
+            for step in range(1, STEPS + 1)
+            for rank in range(ranks)
+        )
+        taken = sum(step[name]["G"].double() for step in replicas[0])
+        owed = sum(replica[-1][name]["residual"].double() for replica in replicas)
+        precise = 1e-5 if dtype == torch.float32 else 1e-2
+        assert relative_error(taken * ranks + owed, given) < precise, name
+        assert owed.norm() > 0.05 * given.norm(), name
+    for replica in replicas[1:]:
+        for step, first in zip(replica, replicas[0], strict=True):
+            for name in SHAPES:
+                for key in set(first[name]) - {"G", "residual"}:
+                    assert step[name][key].equal(first[name][key]), (name, key)
+
+
+def train_without(rank, wanted):
+    """What is held before and after a step with a NaN on the last rank, or without a gradient."""
+    X = start(torch.float32)
+    optimizer = optimizer_of(X)
+    for step in (1, 5):
+        give_gradients(X, step, rank)
+        optimizer.step()
+    before = held(X, optimizer)
+    give_gradients(X, 6, rank)
+    if wanted == "nan" and rank == 1:
+        X["0"].grad[3, 4] = float("nan")
+    if wanted == "none":
+        X["0"].grad = None
+    optimizer.step()
+    skipped = optimizer.report.skipped
+    after = held(X, optimizer)
+    give_gradients(X, 5, rank)
+    optimizer.step()
+    return before, after, skipped, optimizer.report.skipped, optimizer.drift()
+
+
+@pytest.mark.parametrize("wanted", ["nan", "none"])
+def test_what_cannot_move_stays(wanted):
+    for before, after, skipped, later, drift in distributed.run(2, train_without, wanted):
+        assert (skipped, later, drift) == (wanted == "nan", False, 0.0)
+        for name in SHAPES if wanted == "nan" else ["0"]:
+            for key in set(before[name]) - {"G"}:
+                assert before[name][key].equal(after[name][key]), (name, key)
+
+
+# ------------------------------------------------------------------------------- shards
+
+
+def train_sharded(rank, setup, layout, bits):
+    """By step: drift, bytes of codes sent and expected, how far means are from exact ones."""
+    model, replicas, _, reader = setup(layout)
+    optimizer = CurvaDion(transformer.groups(model), replicas=replicas, sync=CodedGradients(bits))
+    group = replicas.get_group()
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        transformer.loss_of(model, step, reader).backward()
+        X = [x for g in optimizer.param_groups for x in g["params"] if x.grad is not None]
+        for x in X:
+            if isinstance(x.grad, DTensor):
+                x.grad = x.grad.redistribute(placements=x.placements)
+        exact = [local(x.grad).double().clone() for x in X]
+        for mean in exact:
+            dist.all_reduce(mean, group=group)
+        lost = [local(optimizer.state[x]["residual"]) if optimizer.state else 0 for x in X]
+        for mean, e in zip(exact, lost, strict=True):
+            owed = torch.zeros_like(mean) + e
+            dist.all_reduce(owed, group=group)
+            mean.add_(owed).div_(group.size())
+        with WireMeter() as meter:
+            optimizer.step()
+        codes = sum(
+            n.sent
+            for (name, kind), n in meter.records.items()
+            if name == group.group_name and "all_to" in kind
+        )
+        errors = [
+            float((local(x.grad) - mean).norm() / mean.norm().clamp_min(1e-9))
+            for x, mean in zip(X, exact, strict=True)
+            if mean.numel()
+        ]
+        expected = message_bytes((local(x).numel() for x in X), bits)
+        found.append((optimizer.drift(), codes, expected, max(errors, default=0.0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("setup", "layout"),
+    [
+        (fsdp_training.setup, "hsdp 2x2"),
+        (fsdp_training.setup, "FSDP1, replicas outside"),
+        (tensor_parallel_training.setup, "dp x tp"),
+    ],
+    ids=["hsdp", "FSDP1", "dp x tp"],
+)
+def test_shards_share_means_with_their_like(setup, layout):
+    ranks = distributed.run(4, train_sharded, setup, layout, 8)
+    for step in zip(*ranks, strict=True):
+        assert all(drift == 0 for drift, *_ in step)
+        assert sum(codes for _, codes, _, _ in step) == sum(expected for _, _, expected, _ in step)
+        assert max(error for *_, error in step) < 0.03
+
+
+# ------------------------------------------------------------------------------- bytes
+
+
+def spend(rank, options):
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, **options)
+    sent = []
+    for step in (1, 5, 6, 1, 5):
+        give_gradients(X, step, rank)
+        with WireMeter() as meter:
+            optimizer.step()
+        sent.append(meter.total_sent)
+        assert optimizer.report.gate_open
+    return sent, optimizer.sync.bits, optimizer.param_groups[0]["nesterov"], repr(optimizer.gate)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [({}, 3), ({"wire_budget": 0.5}, 8), ({"wire_budget": 0.2}, 3), ({"gate": AlwaysOpen()}, 3)],
+)
+def test_a_step_sends_the_codes_and_what_replicas_agree_on(options, bits):
+    sizes = [math.prod(shape) for shape in SHAPES.values()]
+    for sent, chosen, look_ahead, gate in distributed.run(2, spend, options):
+        assert (chosen, look_ahead) == (bits, 2.0)
+        assert "AlwaysOpen" in gate or "wire_budget" in options
+        # The first steps also compare the replicas.
+        assert sent[-1] == message_bytes(sizes, bits) + GATE_BYTES
+        if "wire_budget" in options:
+            assert sent[-1] <= options["wire_budget"] * 4 * sum(sizes)
+
+
+# ------------------------------------------------------------------------------- checkpoints
+
+
+def resume(rank, how):
+    """Weights of a run in one piece, and of one that stops and goes on; both end alike."""
+    whole, X = start(torch.float32), start(torch.float32)
+    optimizers = [optimizer_of(x) for x in (whole, X)]
+    for step in (1, 5):
+        for x, optimizer in zip((whole, X), optimizers, strict=True):
+            give_gradients(x, step, rank)
+            optimizer.step()
+    if how == "file":
+        file = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each rank saves its own
+            torch.save(optimizers[1].state_dict(), file)
+        optimizers[1] = optimizer_of(X)
+        for _ in range(2):
+            file.seek(0)
+            optimizers[1].load_state_dict(torch.load(file, weights_only=True))
+    elif how == "deepcopy":
+        X, optimizers[1] = copy.deepcopy((X, optimizers[1]))
+    else:
+        X, optimizers[1] = pickle.loads(pickle.dumps((X, optimizers[1])))
+    sent = []
+    for step in (6, 1):
+        for x, optimizer in zip((whole, X), optimizers, strict=True):
+            give_gradients(x, step, rank)
+            with WireMeter() as meter:
+                optimizer.step()
+            sent.append(meter.total_sent)
+    return all(whole[name].equal(X[name]) for name in SHAPES), sent
+
+
+@pytest.mark.parametrize("how", ["file", "deepcopy", "pickle"])
+def test_a_run_goes_on_bitwise(how):
+    for equal, sent in distributed.run(2, resume, how):
+        assert equal
+        assert len(set(sent[2:])) == 1
+
+
+def synchronise(rank):
+    """What a run holds before and after an exact synchronisation in its middle."""
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, CodedGradients(2, residual_dtype="float32"))
+    for step in (1, 5):
+        give_gradients(X, step, rank)
+        optimizer.step()
+    before = held(X, optimizer)
+    with WireMeter() as meter:
+        optimizer.synchronize()
+    optimizer.synchronize(exact=True)
+    return before, held(X, optimizer), meter.total_sent
+
+
+def test_an_exact_synchronisation_keeps_what_codes_owe():
+    ranks = distributed.run(2, synchronise)
+    for before, after, sent in ranks:
+        assert sent == 0  # weights agree anyway
+        for name in SHAPES:
+            assert before[name]["X"].equal(after[name]["X"])
+            mean = sum(r[0][name]["residual"] for r in ranks) / 2
+            assert mean.norm() > 0
+            assert torch.allclose(after[name]["residual"], mean, atol=1e-6)
+
+
+def change_kind(rank, first, then):
+    """Drift after each step of one kind that goes on from another."""
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, first, gate=FixedPeriod(1))
+    for step in (1, 5):
+        give_gradients(X, step, rank)
+        optimizer.step()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = optimizer_of(X, then, gate=FixedPeriod(1))
+        optimizer.load_state_dict(saved)
+    momentum = optimizer.state[X["0"]]["momentum"].clone()
+    drifts = []
+    for step in (6, 1):
+        give_gradients(X, step, rank)
+        optimizer.step()
+        drifts.append(optimizer.drift())
+    state = {key for x in X.values() for key in optimizer.state[x]}
+    return (
+        momentum,
+        optimizer.state[X["0"]]["momentum"],
+        drifts,
+        state,
+        [str(t.message) for t in told],
+    )
+
+
+@pytest.mark.parametrize("first", [LowRank(), QuantizedAverage(2)])
+def test_it_goes_on_from_another_kind(first):
+    ranks = distributed.run(2, change_kind, first, CodedGradients())
+    for _, momentum, drifts, state, _ in ranks:
+        assert drifts == [0.0, 0.0]
+        assert "anchor" not in state
+        assert momentum.equal(ranks[0][1])
+    if isinstance(first, QuantizedAverage):  # each replica had its own
+        assert not ranks[0][0].equal(ranks[1][0])
+
+
+@pytest.mark.parametrize("then", [LowRank(), QuantizedAverage(2)])
+def test_another_kind_goes_on_from_it(then):
+    for _, _, drifts, state, told in distributed.run(2, change_kind, CodedGradients(), then):
+        assert drifts == [0.0, 0.0]
+        assert ("anchor" in state) == isinstance(then, QuantizedAverage)
+        assert any("what codes have lost" in text for text in told)
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [RMMC(0.3), FixedPeriod(2), ByteBudget(0.5, by="rmmc")],
+    ids=["RMMC", "FixedPeriod", "by rmmc"],
+)
+def test_a_gate_that_may_close_is_refused(gate):
+    with pytest.raises(ValueError, match=r"gate=.* may close.*every step: pass a wire_budget"):
+        CurvaDion([nn.Parameter(torch.ones(3, 2))], gate=gate, sync=CodedGradients())
+    with pytest.raises(ValueError, match=r"gate=RMMC.* may close"):
+        CurvaDion([nn.Parameter(torch.ones(3, 2))], threshold=0.1, sync=CodedGradients())
+
+
+def step_within(rank, budget):
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, wire_budget=budget)
+    give_gradients(X, 1, rank)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_a_budget_below_every_step_is_refused_on_all_ranks():
+    assert distributed.run(2, step_within, 0.2) == [None, None]
+    for text in distributed.run(2, step_within, 0.05):
+        assert text.startswith("wire_budget=0.05 is less than sync=CodedGradients(bits=2")
+        assert "pass fewer bits, a larger budget" in text
+
+
+def assign(rank):
+    X = start(torch.float32)
+    optimizer = optimizer_of(X)
+    give_gradients(X, 1, rank)
+    optimizer.step()
+    optimizer.gate = FixedPeriod(3)
+    with pytest.raises(ValueError, match="may close"):
+        optimizer.step()
+
+
+def test_a_gate_assigned_later_is_refused():
+    distributed.run(2, assign)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"bits": 5}, ValueError),
+        ({"bits": 0}, ValueError),
+        ({"bits": True}, TypeError),
+        ({"bits": 2.0}, TypeError),
+        ({"residual_dtype": "float16"}, ValueError),
+        ({"residual_dtype": torch.float64}, ValueError),
+    ],
+)
+def test_arguments_are_checked(arguments, error):
+    [(key, _)] = arguments.items()
+    with pytest.raises(error, match=key):
+        CodedGradients(**arguments)
+
+
+def test_one_replica_takes_its_own_gradients():
+    X, Y = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))
+    coded = CurvaDion([X], sync=CodedGradients(1))
+    dense = CurvaDion([Y], gate=AlwaysOpen(), direction="polar", rank_fraction=1.0, nesterov=2.0)
+    for step in range(3):
+        X.grad, Y.grad = (random("one", step, shape=(6, 4)) for _ in range(2))
+        coded.step()
+        dense.step()
+    assert X.equal(Y)
+    assert not coded.state[X]["residual"].any()
+
+
+def strided(rank):
+    """Gradients whose strides are not those of the weights."""
+    X = [nn.Parameter(torch.ones(24, 20)) for _ in range(2)]
+    found = []
+    for x, transposed in zip(X, (False, True), strict=True):
+        optimizer = CurvaDion([x], replicas=dist.group.WORLD, sync=CodedGradients(4))
+        for step in range(3):
+            G = random("strided", step, rank, shape=(24, 20))
+            x.grad = G.mT.contiguous().mT if transposed else G
+            optimizer.step()
+        found.append(x.detach())
+    return found
+
+
+def test_strides_of_gradients_do_not_matter():
+    for plain, transposed in distributed.run(2, strided):
+        assert torch.allclose(plain, transposed, atol=1e-5)
