@@ -26,6 +26,7 @@ LOOKS = {
     "authors": ("CurvaDion, authors' code", "#888888", "X"),
     "ours": ("CurvaDion under a budget", "#D55E00", "*"),
     "ours_rmmc": ("the same, by RMMC", "#882255", "*"),
+    "coded_gradients": ("gradients in codes", "#F0C020", "P"),
 }
 COLUMNS = 2  # of panels
 

@@ -116,6 +116,7 @@ LEARNING_RATES = {
     "ours": _DION,
     "ours_low_rank": _DION,
     "ours_rmmc": _DION,
+    "coded_gradients": _DION,
 }
 # Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
 # squared gradient, which is larger where gradients are not averaged before.
@@ -164,6 +165,8 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
             yield Variant(method, {"period": period}, budget)
     if period := traffic.averaging_period(shapes, budget, steps):
         yield Variant("averaging", {"period": period}, budget)
+    if bits := traffic.gradient_bits(shapes, budget):
+        yield Variant("coded_gradients", {"bits": bits}, budget)
     ways = ("ours", 1, 0), ("ours", 3, 0), ("ours_low_rank", 1, 0), ("ours_rmmc", 1, 1)
     for method, parts, spared in ways:
         if parts == 1 or budget in IN_PARTS:

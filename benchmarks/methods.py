@@ -265,9 +265,19 @@ def averaged_weights(
     return diloco_dion(model, replicas, lr, **outer, **settings)
 
 
+def coded_gradients(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, bits: int = 3, **settings: Any
+) -> Method:
+    """CurvaDion with gradients in codes at every step."""
+    config = _dion_config(
+        lr, optimizer="curvadion", sync="coded_gradients", period=1, bits=bits, **settings
+    )
+    return Gated(model, replicas, config)
+
+
 CODED = ("ours", "ours_low_rank", "ours_rmmc")  # whose replicas average in codes
-POLAR = ("muon", "ours", "ours_rmmc")  # whose directions are polar factors
-LOOK_AHEAD = ("dion", "muon")  # whose look-ahead can be set
+POLAR = ("muon", "ours", "ours_rmmc", "coded_gradients")  # whose directions are polar factors
+LOOK_AHEAD = ("dion", "muon", "coded_gradients")  # whose look-ahead can be set
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,
@@ -283,4 +293,5 @@ METHODS: dict[str, Callable[..., Method]] = {
     "ours": ours,
     "ours_low_rank": ours_low_rank,
     "ours_rmmc": ours_rmmc,
+    "coded_gradients": coded_gradients,
 }

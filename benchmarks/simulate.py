@@ -34,7 +34,8 @@ from grids import SIZES
 from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Method, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
-WITH_BITS = ("ours", "diloco", "muloco", "coded_muon")
+IN_CODES = ("ours", "coded_gradients")
+WITH_BITS = (*IN_CODES, "diloco", "muloco")
 RECORDS = "runs/simulated.json"
 DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISSING}
 
@@ -60,7 +61,7 @@ class Options(Machine):
     update_scale: tuple[str, ...] = option(("spectral",), "of curvadion's UPDATE_SCALES")
     budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
     bits: tuple[int, ...] = option(
-        (), "of a code, 0 for float32; default 2, of ours what the budget pays for"
+        (), "of a code, 0 for float32; default 2, of our methods what the budget pays for"
     )
     fragments: tuple[int, ...] = option((1,), "of ours")
     strided: bool = option(False, "ours: fragments of every n-th parameter, not of equal sizes")
@@ -93,7 +94,7 @@ def selected(options: Options) -> Iterator[Training]:
         method, fixed = settings["method"], list[str]()
         if settings["bits"] is None:
             settings["bits"] = (
-                bits_within(settings["budget"]) if method == "ours" else DEFAULTS["bits"]
+                bits_within(settings["budget"]) if method in IN_CODES else DEFAULTS["bits"]
             )
         fixed += OURS if method != "ours" else ()
         fixed += ["budget"] if method in SYNCHRONISED else []

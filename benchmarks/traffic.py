@@ -133,6 +133,13 @@ def spending(
     return Spending(math.ceil(1e6 * share) / 1e6, bits, parts)
 
 
+def gradient_bits(shapes: Shapes, budget: float) -> int | None:
+    """Return the bits of gradients in codes at every step that a budget pays for."""
+    bits = bits_within(budget)
+    sent = quantized_bytes(shapes, bits) + 4 * GATE
+    return bits if sent <= budget * 4 * shapes.parameters else None
+
+
 def powersgd_rank(shapes: Shapes, budget: float, steps: int) -> int | None:
     """Return the highest rank of PowerSGD that fits a budget, dense steps included."""
 

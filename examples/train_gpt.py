@@ -32,7 +32,9 @@ from checkpoint import Progress
 from command_line import option, parse
 from curvadion import (
     RMMC,
+    AlwaysOpen,
     ByteBudget,
+    CodedGradients,
     CurvaDion,
     Dion,
     FixedPeriod,
@@ -129,10 +131,12 @@ class Config:
         None, "share of dense gradients' bytes to send, instead of a threshold or a period"
     )
     budget_by: Literal["period", "rmmc"] = option("period", "when to spend the budget")
-    sync: Literal["low_rank", "low_rank_unaveraged", "quantized_average"] | None = option(
-        None, "how replicas come together; low_rank, with --wire-budget quantized_average"
+    sync: (
+        Literal["low_rank", "low_rank_unaveraged", "quantized_average", "coded_gradients"] | None
+    ) = option(None, "how replicas come together; low_rank, with --wire-budget quantized_average")
+    bits: int | None = option(
+        None, "of a code, by sync; default: by the budget, else 2, or 3 of coded_gradients"
     )
-    bits: int | None = option(None, "quantized_average: of a number; default: by the budget, or 2")
     fragments: int = option(1, "quantized_average: of the model, one at each opening")
     delay: int = option(0, "quantized_average: steps after which means arrive")
     align_momentum: bool = option(True, "quantized_average: momenta take the mean direction")
@@ -231,6 +235,8 @@ def gate(config: Config) -> Gate:
         )
     if config.wire_budget:
         return ByteBudget(config.wire_budget, config.budget_by)
+    if config.sync == "coded_gradients" and not config.period:
+        return AlwaysOpen()
     return FixedPeriod(config.period) if config.period else RMMC(config.threshold)
 
 
@@ -246,6 +252,8 @@ def sync(config: Config) -> Sync:
             spectrum_decay=config.spectrum_decay,
             polar_correction=config.polar_correction,
         )
+    if kind == "coded_gradients":
+        return CodedGradients(config.bits)
     return LowRank(average_weights=kind == "low_rank")
 
 

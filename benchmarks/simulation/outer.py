@@ -1,4 +1,4 @@
-"""How replicas come together, and our average in codes.
+"""How replicas come together, and our averages in codes: of weights and of gradients.
 
 Each counts the bytes that a rank sends, as a share of an all-reduce of all gradients in float32 at
 every step. Of n replicas' numbers an all-reduce sends 2 (n - 1) / n, and so do codes that go to
@@ -120,6 +120,27 @@ def _rows(x: Tensor) -> Tensor:
     """(replicas, ...) -> (replicas, blocks, 256), filled up with zeros."""
     flat = x.flatten(1)
     return F.pad(flat, (0, -flat.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
+
+
+class CodedGradients(Synchronous):
+    """Mean gradients in codes at every step, with error feedback in both directions.
+
+    The package's sync of this name (DoubleSqueeze, arXiv 1905.05957), around any optimizer.
+    """
+
+    def __init__(self, bits: int | None, budget: float, world: World):
+        super().__init__(world)
+        self.codes = Codes(bits)
+        self.cost = self.codes.share(list(self.sizes.values()))
+        if self.cost > budget:
+            raise ValueError(
+                f"bits={bits or 0}: gradients at every step send {self.cost:.2%}, "
+                f"more than the budget of {budget:.2%}"
+            )
+
+    def gradients(self, step: int, own: Weights) -> Weights:
+        self.sent += self.cost
+        return self.codes.means(own)
 
 
 @dataclass(frozen=True)

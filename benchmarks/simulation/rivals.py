@@ -1,4 +1,4 @@
-"""The rivals' ways to come together: outer steps with mean weights, and compressed gradients."""
+"""The rivals' ways to come together: outer steps with mean weights, and gradients of low rank."""
 
 from __future__ import annotations
 
@@ -139,27 +139,6 @@ def _in_two_bits(x: Tensor) -> Tensor:
     high = (size * large).sum(-1, keepdim=True) / large.sum(-1, keepdim=True).clamp_min(1)
     low = (size * ~large).sum(-1, keepdim=True) / (~large).sum(-1, keepdim=True).clamp_min(1)
     return x.sign() * torch.where(large, high, low)
-
-
-class CodedGradients(Synchronous):
-    """Mean gradients in codes at every step, with error feedback in both directions.
-
-    DoubleSqueeze (arXiv 1905.05957), around any optimizer.
-    """
-
-    def __init__(self, bits: int | None, budget: float, world: World):
-        super().__init__(world)
-        self.codes = Codes(bits)
-        self.cost = self.codes.share(list(self.sizes.values()))
-        if self.cost > budget:
-            raise ValueError(
-                f"bits={bits or 0}: gradients at every step send {self.cost:.2%}, "
-                f"more than the budget of {budget:.2%}"
-            )
-
-    def gradients(self, step: int, own: Weights) -> Weights:
-        self.sent += self.cost
-        return self.codes.means(own)
 
 
 class PowerSGD(Synchronous):

@@ -15,9 +15,8 @@ from curvadion.layout.matrix import UPDATE_SCALES
 from curvadion.sync.codec import BITS
 from grids import SIZES, Task
 from simulation.inner import Inner, Replicas
-from simulation.outer import Average, Outer, QuantizedAverage
+from simulation.outer import Average, CodedGradients, Outer, QuantizedAverage
 from simulation.rivals import (
-    CodedGradients,
     OuterMomentum,
     OuterStep,
     PowerSGD,
@@ -33,12 +32,12 @@ Method = Literal[
     "muon",
     "dion",
     "ours",
+    "coded_gradients",
     "averaged_weights",
     "diloco",
     "muloco",
     "sparseloco",
     "sparse_muon",
-    "coded_muon",
     "powersgd",
     "powersgd_muon",
 ]
@@ -54,7 +53,7 @@ DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
 }
 NESTEROV = 1 / 0.95  # the look-ahead that makes a momentum of 0.95 Nesterov's
 # With Nesterov's momentum, unless a look-ahead is given.
-MUON_INSIDE = ("muon", "muloco", "sparse_muon", "coded_muon", "powersgd_muon")
+MUON_INSIDE = ("muon", "muloco", "sparse_muon", "powersgd_muon")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Training:
         lr, elementwise, weight_decay, look_ahead, update_scale: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
         bits, fragments, strided, delay, align, polar, spectrum_decay: of "ours" (:class:`Average`);
-            bits of DiLoCo, MuLoCo and "coded_muon" too, 0 for float32.
+            bits of "coded_gradients", DiLoCo and MuLoCo too, 0 for float32.
         outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate of the sparse ones too.
         kept: of a chunk's 4096 numbers, by "sparseloco" around AdamW and "sparse_muon".
         size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
@@ -130,7 +129,7 @@ class Training:
             if rank is None:
                 raise ValueError(f"PowerSGD sends more than {self.budget:%}, even of rank 1")
             return PowerSGD(rank, world)
-        if self.method == "coded_muon":
+        if self.method == "coded_gradients":
             return CodedGradients(self.bits or None, self.budget, world)
         if self.method in SPARSE:
             sparse = Sparse(1, self.outer_lr, kept=self.kept)
@@ -145,6 +144,8 @@ class Training:
         ahead = self.look_ahead
         if ahead is None:
             ahead = NESTEROV if self.method in MUON_INSIDE else 0.0
+            if isinstance(outer, CodedGradients):
+                ahead = 2.0
             if isinstance(outer, QuantizedAverage):
                 ahead = round(1.6 * math.sqrt(outer.period), 1)
         direction = DIRECTIONS.get(self.method, "polar")

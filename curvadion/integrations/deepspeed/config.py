@@ -19,6 +19,7 @@ from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
+from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 
@@ -26,7 +27,11 @@ OPTIMIZERS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
 # Arguments that are objects: in the JSON {"type": ..., ...its arguments}.
 CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
     "gate": {"rmmc": RMMC, "period": FixedPeriod, "budget": ByteBudget, "always": AlwaysOpen},
-    "sync": {"low_rank": LowRank, "quantized_average": QuantizedAverage},
+    "sync": {
+        "low_rank": LowRank,
+        "quantized_average": QuantizedAverage,
+        "coded_gradients": CodedGradients,
+    },
 }
 _EXAMPLES = {
     "gate": '{"type": "period", "period": 25}',
