@@ -206,7 +206,11 @@ def full(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
 def quick(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
     """Yield runs of fewer steps, of one size, with one budget and learning rate a method."""
     steps, shapes = choice.steps or STEPS["quick"], SIZES["small"].shapes()
-    budgets = {0.1: ("powersgd",), 0.03: ("averaging", "ours"), 0.01: QUICK_BUDGETED}
+    budgets = {
+        0.1: ("powersgd", "coded_gradients"),
+        0.03: ("averaging", "ours"),
+        0.01: QUICK_BUDGETED,
+    }
     variants = [
         Variant("adamw", {}),
         *(Variant("dion", {"rank_fraction": rank}) for rank in DION_RANKS[:2]),

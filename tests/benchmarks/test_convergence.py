@@ -58,9 +58,10 @@ SETTINGS = {
     "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
     "ours_low_rank": {"wire_budget": 0.04, "bits": 2, "parts": 1},
     "ours_rmmc": {"wire_budget": 0.06, "bits": 4, "parts": 3},
+    "coded_gradients": {"bits": 4},
 }
 GATED = {"dion", "dion_nesterov", "muon", "averaging", "published", "authors"}
-GATED |= {"ours", "ours_low_rank", "ours_rmmc"}
+GATED |= {"ours", "ours_low_rank", "ours_rmmc", "coded_gradients"}
 SCHEDULED = {"averaging", "ours", "ours_low_rank"}  # replicas agree at openings only
 CPU = torch.device("cpu")
 
@@ -107,6 +108,9 @@ def test_a_method_sends_what_its_formula_says(records, method):
         taken, closed_at_last, open_at_last = bytes_in_fragments(opened, **SETTINGS[method])
         late = closed_at_last if sent > taken + open_at_last + 500 else open_at_last
         expected = taken + late
+    elif method == "coded_gradients":
+        assert opened == STEPS
+        expected = STEPS * traffic.quantized_bytes(SHAPES, SETTINGS[method]["bits"])
     else:
         # Without a number of its own, how often the gate was open decides.
         expected = 4 * NUMBERS.get(method, opened * SHAPES.dion_step())

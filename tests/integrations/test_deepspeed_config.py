@@ -306,6 +306,12 @@ def test_the_json_names_a_gate_and_a_sync():
             "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)"
         )
         assert opened == [False, True, False]
+    coded = {"type": "coded_gradients", "residual_dtype": "float32"}
+    for gate, kind, opened in distributed.run(2, choices, {"type": "always"}, coded):
+        assert (gate, kind) == (
+            "AlwaysOpen()", "CodedGradients(bits=3, residual_dtype='float32')"
+        )  # fmt: skip
+        assert all(opened)
     unaveraged = {"type": "low_rank", "average_weights": False}
     for gate, kind, opened in distributed.run(2, choices, {"type": "always"}, unaveraged):
         assert (gate, kind) == ("AlwaysOpen()", "LowRank(average_weights=False)")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_engines as ds
 import distributed
-from curvadion import Dion, FixedPeriod, QuantizedAverage
+from curvadion import CodedGradients, Dion, FixedPeriod, QuantizedAverage
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching
 from deepspeed_replicas import SIZE, ByHand, by_hand_groups, engine_of
@@ -107,6 +107,7 @@ SYNCS = {
     "delay": {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=3, fragments=2, delay=2)},
     "budget": {"wire_budget": 0.8, "sync": QuantizedAverage(bits=1, delay=1)},
     "low rank": {"gate": FixedPeriod(3), "local_step": "dion", "direction": "polar"},
+    "coded gradients": {"sync": CodedGradients(bits=2)},
 }
 JSON = {
     "codes": {
@@ -128,6 +129,7 @@ JSON = {
     "low rank": {
         "gate": {"type": "period", "period": 3}, "local_step": "dion", "direction": "polar",
     },
+    "coded gradients": {"sync": {"type": "coded_gradients", "bits": 2}},
 }  # fmt: skip
 LONG, FEW = 11, 8
 SPOILED = {(4, 1), (5, 2), (7, 0)}  # of the first FEW steps, the second at an opening
@@ -169,6 +171,8 @@ CASES = [
     ("3 sub-groups", "codes", SPOILED),
     ("3 bf16", "low rank", SPOILED),
     ("3 offload", "budget", ()),
+    ("2", "coded gradients", SPOILED),
+    ("3 bf16", "coded gradients", ()),
 ]
 
 
@@ -181,8 +185,9 @@ def test_every_sync_goes_where_flat_shards_declared_in_code_go():
             assert all(torch.equal(W, found[name, how][3][n]) for n, W in weights.items())
             unlike |= found[name, how][0]
         assert not unlike, (name, how)
-        assert apart > 0 and together == 0, (name, how)
-        assert 0 < sum(opened for opened, _ in told) < FEW, (name, how)
+        assert (apart > 0) == (how != "coded gradients") and together == 0, (name, how)
+        closed = FEW - sum(opened for opened, _ in told)
+        assert closed == len(spoil) if how == "coded gradients" else 0 < closed < FEW, (name, how)
         skipped = any(s for each in (first, *others) for _, s in each[name, how][1])
         assert skipped == bool(spoil), (name, how)
 

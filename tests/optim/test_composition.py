@@ -18,6 +18,7 @@ from curvadion import (
     RMMC,
     AlwaysOpen,
     ByteBudget,
+    CodedGradients,
     CurvaDion,
     Dion,
     FixedPeriod,
@@ -42,6 +43,7 @@ SYNCS = {
     "quantized": QuantizedAverage,
     "spectra": lambda: QuantizedAverage(bits=4, spectrum_decay=0.8),
     "fragments": lambda: QuantizedAverage(bits=3, fragments=2, align_momentum=False),
+    "gradients": CodedGradients,
 }
 KEYS = {
     "default": {},
@@ -59,14 +61,18 @@ def matrix():
 
 
 def impossible(gate, sync):
-    """A budget needs a sync that knows what an opening sends."""
+    """A budget needs a sync that knows what an opening sends, and some need every step."""
+    if sync == "gradients":
+        return gate != "always"
     return gate.startswith("budget") and sync in ("low rank", "unaveraged")
 
 
 # Every pair of two of them: of budgets and the syncs that they can pay for, and of the others.
 BUDGETS = ["budget", "budget by rmmc"]
+OTHERS = [sync for sync in SYNCS if sync != "gradients"]
 CHOICES = [
-    *all_pairs([gate for gate in GATES if gate not in BUDGETS], list(SYNCS), list(KEYS)),
+    *all_pairs([gate for gate in GATES if gate not in BUDGETS], OTHERS, list(KEYS)),
+    *all_pairs(["always"], ["gradients"], list(KEYS)),
     *all_pairs(BUDGETS, ["quantized", "spectra", "fragments"], list(KEYS)),
 ]
 
@@ -137,6 +143,15 @@ RESOLVED = [
         "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
         0.5, "qr",
     ),
+    (
+        {"sync": CodedGradients()}, "AlwaysOpen()",
+        "CodedGradients(bits=3, residual_dtype='bfloat16')", 1.0, "qr",
+    ),
+    (
+        {"wire_budget": 0.07, "sync": CodedGradients(residual_dtype="float32")},
+        "ByteBudget(share=0.07, by='period')",
+        "CodedGradients(bits=2, residual_dtype='float32')", 1.0, "qr",
+    ),
 ]  # fmt: skip
 
 
@@ -151,7 +166,7 @@ def test_repr_shows_the_choices_and_what_none_stands_for(
     assert f"    right_factor: {right_factor}\n" in text
     (nesterov,) = re.findall(r"    nesterov: (.*)\n", text)
     assert float(nesterov) >= 0
-    assert (float(nesterov) > 0) == ("QuantizedAverage" in sync)
+    assert (float(nesterov) > 0) == ("LowRank" not in sync)
     assert "None" not in text.replace("local_lr: None", "").replace("_dtype: None", "")
 
 
