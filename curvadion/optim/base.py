@@ -93,13 +93,7 @@ class ReplicaOptimizer(Optimizer):
     def _set_look_ahead(self) -> None:
         """Set what ``nesterov=None`` stands for if it depends on what the parameters cost."""
         if "nesterov" not in self._group_defaults:
-            trained = [
-                (group["algorithm"] != "dion", x)
-                for group in self.param_groups
-                for x in group["params"]
-                if x.requires_grad
-            ]
-            self._tell_costs([x for _, x in sorted(trained, key=lambda each: each[0])], cut=False)
+            self._tell_costs(self._trained(), cut=False)
             period = self.gate.openings_per_agreement * self.gate.expected_period(
                 self.gate.open_cost or self.sync.typical_cost
             )
@@ -107,6 +101,11 @@ class ReplicaOptimizer(Optimizer):
         for keys in (self.defaults, *self.param_groups):
             if keys["nesterov"] is None:
                 keys["nesterov"] = self._group_defaults["nesterov"]
+
+    def _trained(self) -> list[Tensor]:
+        """The parameters that are trained, in the order of a plan: those of Dion first."""
+        each = [(g["algorithm"] != "dion", x) for g in self.param_groups for x in g["params"]]
+        return [x for _, x in sorted(each, key=lambda pair: pair[0]) if x.requires_grad]
 
     @property
     def sync(self) -> Sync:
@@ -218,7 +217,7 @@ class ReplicaOptimizer(Optimizer):
                 f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
                 f"use gate=FixedPeriod(...) or AlwaysOpen()."
             )
-        check_one_replica(self.gate, self._replicas, plan)
+        check_one_replica(self.gate, self.sync, self._replicas, plan)
         note_optimizer([p.X for p in plan.parameters], self)
         self._tell_costs([p.X for p in plan.parameters])
         if plan.parameters:

@@ -226,7 +226,7 @@ def _states(
     dropped: set[str],
 ) -> tuple[dict[Any, Any], str | None]:
     """The states to load, and what is said about dropped residuals."""
-    states, with_losses = dict(saved["state"]), []
+    states, with_losses, kept = dict(saved["state"]), [], False
     for g, (live, held) in enumerate(zip(into.param_groups, saved["param_groups"], strict=True)):
         before = {**live, **held}
         for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
@@ -238,6 +238,7 @@ def _states(
                 residual = state.get(RESIDUAL)
                 if isinstance(residual, Tensor) and local(residual).any():
                     with_losses.append(name)
+                    kept |= ANCHOR in state
             state = {k: v for k, v in state.items() if k not in dropped}
             _check_complete(name, X, state, before, groups[g], into.sync)
             if groups[g]["algorithm"] == "dion":
@@ -248,7 +249,11 @@ def _states(
     return states, (
         f"state_dict holds what codes have lost of {len(with_losses)} parameters "
         f"({with_losses[0]} is the first), which sync={into.sync!r} has no use for: it is dropped. "
-        f"Call synchronize(exact=True) before saving to keep it."
+        + (
+            "Call synchronize(exact=True) before saving to keep it."
+            if kept  # an exact synchronisation adds it to weights
+            else "It is about what the codes of one step lose."
+        )
     )
 
 
@@ -377,5 +382,5 @@ def _how_far(record: Record) -> str:
     if not record.apart:
         return f"{record.progress.steps_since_exact} steps after they were the same"
     count = record.fragments_apart
-    fragments = f", {count} fragments of the weights" if count else ""
+    fragments = f", {count} fragment{'s' * (count > 1)} of the weights" if count else ""
     return f"{record.progress.local_steps} local steps{fragments}"

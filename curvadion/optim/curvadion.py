@@ -131,6 +131,8 @@ class CurvaDion(Dion):
         if gate.share is None:  # a budget knows later what openings cost
             gate.check_feasible(max_local_steps)
         self._construct(params, replicas, gate, sync, **keys)
+        if sync.every_step:
+            self._check_costs()
 
     def _foresee(self, plan: Plan) -> Foreseen:
         gate, progress = self.gate, self.progress
@@ -227,6 +229,11 @@ class CurvaDion(Dion):
                 self.gate.spend(self.sync.come_together(plan, self._replicas.process_group))
         self.progress.local_steps = self.progress.uneven_steps = 0
 
+    def _check_costs(self) -> None:
+        """Raise now, and not at the first step, if a budget does not pay for every step."""
+        self._tell_costs(self._trained(), cut=False)
+        self._check_gate()
+
     def _check_gate(self) -> None:
         gate, sync = self.gate, self.sync
         _check_kinds(gate, sync)
@@ -235,8 +242,8 @@ class CurvaDion(Dion):
         elif gate.share and gate.open_cost and gate.open_cost > gate.share:
             raise ValueError(
                 f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-                f"({gate.open_cost:.2%} of dense gradients): pass fewer bits, a larger budget or "
-                f"sync=QuantizedAverage()."
+                f"({gate.open_cost:.2%} of dense gradients, whose blocks of 256 numbers are filled "
+                f"up): pass a larger budget, fewer bits (1 takes 3.3%) or sync=QuantizedAverage()."
             )
 
     def _listing(self, plan: Plan) -> Listing:
@@ -315,7 +322,7 @@ def _check_kinds(gate: Gate, sync: Sync) -> None:
     if sync.every_step and not opens:
         raise ValueError(
             f"gate={gate!r} may close, but with sync={sync!r} replicas come together at every "
-            f"step: pass a wire_budget, gate=AlwaysOpen() or no gate."
+            f"step: pass gate=AlwaysOpen(), a ByteBudget by period (wire_budget=) or no gate."
         )
 
 

@@ -17,6 +17,7 @@ from curvadion.comm.replicas import ReplicaGroup
 from curvadion.gates import Gate
 from curvadion.layout.parameters import global_shape
 from curvadion.optim.conversion import fit_right_factors
+from curvadion.sync.base import Sync
 from curvadion.sync.verify import Listing
 from curvadion.update.gradients import same
 from curvadion.update.parameter import Parameter, names
@@ -233,26 +234,29 @@ def members(param_groups: Sequence[dict[str, Any]]) -> Listing:
     return listed
 
 
-def check_one_replica(gate: Gate, replicas: ReplicaGroup, plan: Plan) -> None:
+def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
     """Raise ValueError if processes with whole weights would never come together."""
-    if gate.share is not None and plan.inside is not None and replicas.size == 1:
+    between = gate.share is not None or sync.every_step
+    if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
-            f"gate={gate!r} with one replica, which is sharded over {group_size(plan.inside)} "
-            f"ranks: there is nothing to bring together, and shards send their factors at every "
-            f"step. Use Dion, or pass replicas= if there are several."
+            f"gate={gate!r} and sync={sync!r} with one replica, which is sharded over "
+            f"{group_size(plan.inside)} ranks: there is nothing to bring together, and shards send "
+            f"their factors at every step. Use Dion, or pass replicas= if there are several."
         )
     meant = replicas.single or replicas.process_group is not None
-    if meant or gate.always_open or plan.all_ranks is not None:
+    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
+    if meant or averaged or plan.all_ranks is not None:
         return
     initialized = dist.is_available() and dist.is_initialized()
     if initialized and dist.get_world_size() > 1:
         raise ValueError(
-            f"replicas=None with gate={gate!r}: there are {dist.get_world_size()} processes, each "
-            f"with whole parameters, and none of them would ever hear of the others. Pass "
-            f"replicas=torch.distributed.group.WORLD (which is None until init_process_group has "
-            f"been called) with keep_gradients_local, or replicas='single' if each process trains "
-            f"by itself or something else averages the gradients. If the model is to be sharded, "
-            f"make the optimizer's groups after fully_shard."
+            f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
+            f"{dist.get_world_size()} processes, each with whole parameters, and none of them "
+            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD (which "
+            f"is None until init_process_group has been called) with keep_gradients_local, or "
+            f"replicas='single' if each process trains by itself or something else averages the "
+            f"gradients. If the model is to be sharded, make the optimizer's groups after "
+            f"fully_shard."
         )
     if not initialized and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         warnings.warn(

@@ -155,7 +155,8 @@ def _delayed(params: Mapping[str, Any], delay: int) -> QuantizedAverage:
         sync = QuantizedAverage() if counts_bytes else LowRank()
     if not isinstance(sync, QuantizedAverage):
         raise ValueError(
-            f"{key}={delay} with sync={sync!r}: only codes can arrive later. Give a wire_budget, "
+            f"{key}={delay} with sync={sync!r}: only coded means of weights can arrive later. "
+            f"Give a wire_budget, "
             f'or "sync": {{"type": "quantized_average"}}, or leave {DELAY!r} out'
         )
     sync.delay = delay
