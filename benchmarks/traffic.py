@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.sync.codec import bits_within
+from curvadion.sync.codec import BITS, bits_within
 from curvadion.sync.coded_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 
@@ -135,9 +135,8 @@ def spending(
 
 def gradient_bits(shapes: Shapes, budget: float) -> int | None:
     """Return the bits of gradients in codes at every step that a budget pays for."""
-    bits = bits_within(budget)
-    sent = quantized_bytes(shapes, bits) + 4 * GATE
-    return bits if sent <= budget * 4 * shapes.parameters else None
+    left = budget * 4 * shapes.parameters - 4 * GATE
+    return max((b for b in BITS if b > 1 and quantized_bytes(shapes, b) <= left), default=None)
 
 
 def powersgd_rank(shapes: Shapes, budget: float, steps: int) -> int | None:

@@ -106,18 +106,18 @@ class Config:
     mu: float = option(0.95, "Dion's momentum")
     nesterov: float | None = option(
         None,
-        "weight of the gradient beside it; 0, with quantized_average more the rarer the gate opens",
+        "weight of the gradient beside it; 0, with codes more the rarer the gate opens",
     )
     direction: Literal["low_rank", "polar"] | None = option(
-        None, "of Dion's steps; low_rank, with quantized_average at full rank polar (Muon's)"
+        None, "of Dion's steps; low_rank, with codes at full rank polar (Muon's)"
     )
     newton_schulz_steps: int = option(4, "iterations for polar directions")
     rank_fraction: float | None = option(
-        None, "rank of an update, as a share of a smaller side; 1/4, with quantized_average 1"
+        None, "rank of an update, as a share of a smaller side; 1/4, with codes 1"
     )
     momentum_rule: Literal["error_feedback", "plain"] = option("error_feedback", "of Dion")
     right_factor: Literal["column_normalized", "qr"] | None = option(
-        None, "of Dion; column_normalized, with quantized_average qr"
+        None, "of Dion; column_normalized, with codes qr"
     )
 
     # CurvaDion: when replicas come together, how they do, and what they do meanwhile

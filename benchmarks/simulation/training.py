@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+import curvadion
 from corpora import CORPORA
 from curvadion import checks
 from curvadion.layout.matrix import UPDATE_SCALES
@@ -145,7 +146,7 @@ class Training:
         if ahead is None:
             ahead = NESTEROV if self.method in MUON_INSIDE else 0.0
             if isinstance(outer, CodedGradients):
-                ahead = 2.0
+                ahead = curvadion.CodedGradients.group_defaults["nesterov"]
             if isinstance(outer, QuantizedAverage):
                 ahead = round(1.6 * math.sqrt(outer.period), 1)
         direction = DIRECTIONS.get(self.method, "polar")

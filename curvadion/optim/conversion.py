@@ -56,7 +56,7 @@ class Loading:
     @property
     def anchored(self) -> bool:
         """Whether its sync begins from weights on which replicas agree."""
-        return bool(self.sync.state_keys)
+        return any(key.name == ANCHOR for key in self.sync.state_keys)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -107,15 +106,6 @@ def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
 def message_bytes(sizes: Iterable[int], bits: int) -> int:
     """Bytes of the codes of tensors of so many numbers; each has blocks, and scales, of its own."""
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
-
-
-def added_by_shards(shards: Sequence[Sequence[int]], bits: int) -> int:
-    """Bytes that codes take beside :func:`message_bytes` if parameters are in shards.
-
-    shards: numbers in each shard of every parameter. Each shard has blocks of its own.
-    """
-    whole, each = map(sum, shards), chain.from_iterable(shards)
-    return message_bytes(each, bits) - message_bytes(whole, bits)
 
 
 def _nothing_to_send(residuals: Sequence[Tensor], group: dist.ProcessGroup) -> bool:

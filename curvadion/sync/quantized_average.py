@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from curvadion.sync.codec import FORMAT, bits_within, check_bits, coded_share
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
-    added_by_shards,
     check_residual_dtype,
     message_bytes,
 )
@@ -165,8 +165,9 @@ class QuantizedAverage(Sync):
         return Costs((codes + lengths) / count, count)
 
     def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
-        codes = added_by_shards(shards, self.bits)
-        # The rank of each sends the lengths too.
+        # Each has blocks of its own, and its rank sends the lengths too.
+        whole, each = map(sum, shards), chain.from_iterable(shards)
+        codes = message_bytes(each, self.bits) - message_bytes(whole, self.bits)
         lengths = sum(len(s) - 1 for s in shards) if self.delay else 0
         return (codes + LENGTH_BYTES * lengths) / max(1, self.count)
 

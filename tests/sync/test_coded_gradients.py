@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distributed
 import fsdp_training
@@ -355,6 +356,58 @@ def test_shards_share_means_with_their_like(setup, layout):
         assert max(error for *_, error in step) < 0.03
 
 
+def cut_unevenly(rank):
+    """A whole parameter beside one of which the ranks of a replica hold 3 blocks and 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    given = random("uneven", shape=(19, 64)), random("whole", shape=(30, 40))
+    X = [
+        nn.Parameter(distribute_tensor(given[0], mesh["shard"], [Shard(0)])),
+        nn.Parameter(distribute_tensor(given[1], mesh["shard"], [Replicate()])),
+    ]
+    optimizer = CurvaDion(X, replicas=mesh["replicate"], wire_budget=0.2, sync=CodedGradients())
+    replica = mesh.get_local_rank("replicate")
+    for step in range(3):
+        for x, name in zip(X, ("uneven", "whole"), strict=True):
+            G = random(name, step, replica, shape=tuple(x.shape))
+            x.grad = distribute_tensor(G, mesh["shard"], x.placements)
+        optimizer.step()
+    return local(X[1]).detach(), local(optimizer.state[X[1]]["residual"]), replica
+
+
+def test_ranks_of_a_replica_hold_whole_parameters_alike():
+    ranks = distributed.run(4, cut_unevenly)
+    for X, residual, replica in ranks:
+        assert X.equal(ranks[0][0])
+        like = next(other for _, other, number in ranks if number == replica)
+        assert residual.equal(like)
+
+
+def bits_of_shards(rank, setup, layout, budget):
+    """The bits that are chosen, and what a step sends between replicas, of dense gradients."""
+    model, replicas, _, reader = setup(layout)
+    optimizer = CurvaDion(
+        transformer.groups(model), replicas=replicas, wire_budget=budget, sync=CodedGradients()
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        transformer.loss_of(model, step, reader).backward()
+        with WireMeter() as meter:
+            optimizer.step()
+    group = replicas.get_group()
+    sent = sum(n.sent for (name, _), n in meter.records.items() if name == group.group_name)
+    return optimizer.sync.bits, sent, optimizer.gate.open_cost
+
+
+def test_a_budget_chooses_bits_that_shards_can_pay():
+    whole = sum(x.numel() for x in transformer.build().parameters())
+    for budget, bits in ((0.3, 2), (0.45, 3)):
+        ranks = distributed.run(4, bits_of_shards, fsdp_training.setup, "hsdp 2x2", budget)
+        assert {chosen for chosen, *_ in ranks} == {bits}
+        sent = sum(each for _, each, _ in ranks) / 2  # by a replica
+        assert sent / (4 * whole) == pytest.approx(ranks[0][2], rel=0.02)
+        assert ranks[0][2] <= budget
+
+
 # ------------------------------------------------------------------------------- bytes
 
 
@@ -384,6 +437,77 @@ def test_a_step_sends_the_codes_and_what_replicas_agree_on(options, bits):
         assert sent[-1] == message_bytes(sizes, bits) + GATE_BYTES
         if "wire_budget" in options:
             assert sent[-1] <= options["wire_budget"] * 4 * sum(sizes)
+
+
+def in_debt(rank):
+    """Openings, drift and what was sent after an exact synchronisation under a budget."""
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, wire_budget=0.2)
+    found = []
+    for step in (1, 5, 6, 1, 5):
+        give_gradients(X, step, rank)
+        with WireMeter() as meter:
+            optimizer.step()
+        found.append((optimizer.report.gate_open, optimizer.drift(), meter.total_sent))
+        if step == 5:
+            optimizer.synchronize(exact=True)
+    return found
+
+
+def test_a_budget_in_debt_leaves_no_step_out():
+    for found in distributed.run(2, in_debt):
+        assert all(opened and drift == 0 for opened, drift, _ in found)
+        assert len({sent for *_, sent in found[2:]}) == 1
+
+
+def skip_first(rank, direction):
+    """What steps send after a first one that had a NaN."""
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, direction=direction)
+    sent = []
+    for step in (1, 5, 6, 1):
+        give_gradients(X, step, rank)
+        if step == 1 and not sent:
+            X["0"].grad.fill_(float("nan"))
+        with WireMeter() as meter:
+            optimizer.step()
+        sent.append(meter.total_sent)
+    return sent
+
+
+@pytest.mark.parametrize("direction", ["polar", "low_rank"])
+def test_a_skipped_first_step_costs_nothing(direction):
+    """And no direction sends anything of its own."""
+    codes = message_bytes([math.prod(shape) for shape in SHAPES.values()], 3)
+    for skipped, first, *later in distributed.run(2, skip_first, direction):
+        assert skipped == GATE_BYTES
+        assert first < 1.2 * codes  # with a comparison of the replicas
+        assert later == [codes + GATE_BYTES] * 2
+
+
+class Reading(AlwaysOpen):
+    """Always open, and reads momenta."""
+
+    reads_momentum = True
+
+
+def momentum_norms(rank):
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, gate=Reading())
+    for step in (1, 5):
+        give_gradients(X, step, rank)
+        optimizer.step()
+    return [
+        (optimizer.state[X[n]]["momentum_norm"], optimizer.state[X[n]]["momentum"].norm())
+        for n in SHAPES
+        if n not in ALGORITHMS
+    ]
+
+
+def test_gates_read_norms_of_what_momenta_hold():
+    for pairs in distributed.run(2, momentum_norms):
+        for told, norm in pairs:
+            assert float(told) == pytest.approx(float(norm), rel=1e-5)
 
 
 # ------------------------------------------------------------------------------- checkpoints
@@ -492,6 +616,37 @@ def test_it_goes_on_from_another_kind(first):
         assert not ranks[0][0].equal(ranks[1][0])
 
 
+def load_apart(rank, synchronises):
+    """Drifts after loading what each replica saved while it was apart, and after going on."""
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, QuantizedAverage(2), gate=FixedPeriod(3))
+    for step in (1, 5):
+        give_gradients(X, step, rank)
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each rank loads its own
+        saved = copy.deepcopy(optimizer.state_dict())
+    optimizer = optimizer_of(X)
+    optimizer.load_state_dict(saved)
+    drifts = [(optimizer.drift(), optimizer.apart)]
+    if synchronises:
+        optimizer.synchronize()
+    else:
+        give_gradients(X, 6, rank)
+        optimizer.step()
+    return [*drifts, (optimizer.drift(), optimizer.apart)], held(X, optimizer)
+
+
+@pytest.mark.parametrize("synchronises", [False, True])
+def test_it_brings_together_what_another_kind_left_apart(synchronises):
+    (first, one), (_, other) = distributed.run(2, load_apart, synchronises)
+    (before, apart), (after, still_apart) = first
+    assert before > 0 and apart and after == 0 and not still_apart
+    for name in SHAPES:
+        for key in set(one[name]) - {"G", "residual"}:
+            assert one[name][key].equal(other[name][key]), (name, key)
+
+
 @pytest.mark.parametrize("then", [LowRank(), QuantizedAverage(2)])
 def test_another_kind_goes_on_from_it(then):
     for _, _, drifts, state, told in distributed.run(2, change_kind, CodedGradients(), then):
@@ -580,6 +735,22 @@ def test_one_replica_takes_its_own_gradients():
         dense.step()
     assert X.equal(Y)
     assert not coded.state[X]["residual"].any()
+
+
+def expanded(rank):
+    """Weights after a step whose gradient is one row for all, in one replica's memory too."""
+    X = nn.Parameter(torch.ones(24, 20))
+    optimizer = CurvaDion([X], replicas=dist.group.WORLD, sync=CodedGradients(8))
+    for step in range(2):
+        row = random("row", step, rank, shape=(1, 20)).expand(24, 20)
+        X.grad = row if rank == 0 else row.clone()
+        optimizer.step()
+    return X.detach()
+
+
+def test_a_gradient_may_repeat_its_memory():
+    first, other = distributed.run(2, expanded)
+    assert first.equal(other)
 
 
 def strided(rank):
