@@ -357,9 +357,9 @@ def test_shards_share_means_with_their_like(setup, layout):
 
 
 def cut_unevenly(rank):
-    """A whole parameter beside one of which the ranks of a replica hold 3 blocks and 2."""
+    """A whole parameter beside one of which the ranks of a replica hold 6 blocks and 4."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    given = random("uneven", shape=(19, 64)), random("whole", shape=(30, 40))
+    given = random("uneven", shape=(5, 512)), random("whole", shape=(30, 40))
     X = [
         nn.Parameter(distribute_tensor(given[0], mesh["shard"], [Shard(0)])),
         nn.Parameter(distribute_tensor(given[1], mesh["shard"], [Replicate()])),
