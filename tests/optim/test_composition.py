@@ -148,8 +148,8 @@ RESOLVED = [
         "CodedGradients(bits=3, residual_dtype='bfloat16')", 1.0, "qr",
     ),
     (
-        {"wire_budget": 0.07, "sync": CodedGradients(residual_dtype="float32")},
-        "ByteBudget(share=0.07, by='period')",
+        {"wire_budget": 0.9, "sync": CodedGradients(residual_dtype="float32")},
+        "ByteBudget(share=0.9, by='period')",
         "CodedGradients(bits=2, residual_dtype='float32')", 1.0, "qr",
     ),
 ]  # fmt: skip

@@ -12,7 +12,6 @@ import io
 import math
 import pickle
 import warnings
-import zlib
 from dataclasses import dataclass
 
 import pytest
@@ -43,6 +42,7 @@ from curvadion.sync.decision import GATE_BYTES
 from polar_reference import polar
 from quantized_reference import blocks_of, mean_in_codes
 from reference import initial_q, positive_qr, relative_error
+from seeded import seeded
 
 STEPS = 6
 # Tall, wide, square, prime, one row; two that fill several blocks.
@@ -58,9 +58,7 @@ LR, MU, WD, LOOK_AHEAD, BETAS, EPS = 0.03, 0.95, 0.1, 2.0, (0.9, 0.95), 1e-8
 
 
 def random(*key, shape):
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-    )
+    return torch.randn(shape, generator=seeded(*key))
 
 
 def gradient(name, step, rank):
