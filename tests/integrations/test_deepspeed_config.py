@@ -96,11 +96,11 @@ MALFORMED = {
     ),
     "delay without codes": (
         with_params(threshold=0.3, delay=1),
-        "optimizer.params.delay=1 with sync=LowRank(average_weights=True): only codes",
+        "optimizer.params.delay=1 with sync=LowRank(average_weights=True): only coded means",
     ),
     "delay of another sync": (
         with_params(sync={"type": "low_rank"}, delay=1),
-        "optimizer.params.delay=1 with sync=LowRank(average_weights=True): only codes",
+        "optimizer.params.delay=1 with sync=LowRank(average_weights=True): only coded means",
     ),
     "delay without codes, sharded": (
         with_params(stage=1, threshold=0.3, delay=1),
