@@ -75,11 +75,7 @@ class CodedGradients(Sync):
     message_format = FORMAT
     UNBUDGETED_BITS = 3
 
-    def __init__(
-        self,
-        bits: int | None = None,
-        residual_dtype: ResidualDtype = "bfloat16",
-    ) -> None:
+    def __init__(self, bits: int | None = None, residual_dtype: ResidualDtype = "bfloat16") -> None:
         check_bits(bits)
         self._bits = bits
         self._budget: float | None = None
@@ -128,7 +124,7 @@ class CodedGradients(Sync):
     def open_step(self, step: Step) -> None:
         if self._alike is False and step.number:
             self.come_together(step.plan, step.replicas)
-        self._alike = True
+        self._alike, self.fragments_apart = True, 0
         moving = step.moving if step.complete else step.moving.among(step.plan.all_ranks)
         parameters = moving.plan.parameters
         each = map(_writable, own_gradients(parameters))

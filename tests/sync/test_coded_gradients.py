@@ -549,6 +549,25 @@ def test_a_run_goes_on_bitwise(how):
         assert len(set(sent[2:])) == 1
 
 
+def load_unstarted(rank):
+    X = start(torch.float32)
+    optimizer = optimizer_of(X)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    sent = []
+    for step in (1, 5, 6):
+        give_gradients(X, step, rank)
+        with WireMeter() as meter:
+            optimizer.step()
+        sent.append(meter.total_sent)
+    return sent, optimizer.apart
+
+
+def test_a_state_of_no_step_begins_a_run():
+    for (first, *later), apart in distributed.run(2, load_unstarted):
+        assert not apart
+        assert first < 1.2 * later[0] and later[0] == later[1]
+
+
 def synchronise(rank):
     """What a run holds before and after an exact synchronisation in its middle."""
     X = start(torch.float32)
