@@ -112,7 +112,7 @@ def _training(delay: int) -> Callable[[], float]:
         curvadion.param_groups(model),
         replicas=dist.group.WORLD,
         gate=curvadion.ByteBudget(BUDGET),
-        sync=curvadion.QuantizedAverage(delay=delay),
+        sync=curvadion.QuantizedAverage(fragments=1, delay=delay),
     )
 
     def step() -> float:

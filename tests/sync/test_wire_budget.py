@@ -539,6 +539,43 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
     assert optimizer_of(toy.model(), wire_budget=share, sync=halves).sync.bits == whole.bits
 
 
+@pytest.mark.parametrize(
+    ("share", "arguments", "fragments"),
+    [
+        (0.0025, {}, 3),
+        (0.01, {}, 3),
+        (0.0214, {}, 3),  # 2 bits and their scales are 6.45 %
+        (0.0215, {}, 1),
+        (0.03, {}, 1),
+        (0.1, {}, 1),
+        (0.011, {"bits": 1}, 3),
+        (0.012, {"bits": 1}, 1),
+        (0.05, {"bits": 8}, 3),
+        (0.01, {"fragments": 1}, 1),
+        (0.1, {"fragments": 2}, 2),
+    ],
+)
+def test_fragments_are_three_where_each_weight_is_agreed_on_at_every_third_step_at_most(
+    share, arguments, fragments
+):
+    for by in ("period", "rmmc"):
+        sync = QuantizedAverage(**arguments)
+        optimizer = CurvaDion(
+            [nn.Parameter(torch.zeros(64, 64)) for _ in range(4)],
+            max_local_steps=None,
+            gate=ByteBudget(share, by),
+            sync=sync,
+        )
+        assert optimizer.sync.fragments == optimizer.gate.openings_per_agreement == fragments
+        assert sync.fragments == arguments.get("fragments", 1)  # the copy chooses
+
+
+def test_without_a_budget_all_weights_come_together():
+    for gate in (FixedPeriod(6), RMMC(0.3)):
+        optimizer = optimizer_of(toy.model(), gate=gate, sync=QuantizedAverage())
+        assert optimizer.sync.fragments == optimizer.gate.openings_per_agreement == 1
+
+
 def test_the_rank_is_full_where_it_costs_no_bytes():
     ranks = {
         how: optimizer_of(toy.model(), **how_arguments).param_groups[0]["rank_fraction"]
@@ -774,7 +811,7 @@ def test_impossible_arguments_are_errors(arguments, error, message):
         ({"bits": 2.0}, TypeError),
         ({"bits": True}, TypeError),
         ({"fragments": 0}, ValueError),
-        ({"fragments": None}, TypeError),
+        ({"fragments": "3"}, TypeError),
         ({"align_momentum": 1}, TypeError),
         ({"polar_correction": "yes"}, TypeError),
     ],
