@@ -296,8 +296,6 @@ def wire_budget(
 ) -> list[Traffic]:
     """CurvaDion with a budget: codes of the weights' movement as often as it allows.
 
-    All weights come together at each opening, in one fragment.
-
     delayed: whether means are added later. What replicas tell each other then takes the place of
     the gate's bytes, and one message more brings the lengths of all matrices.
     """
@@ -314,7 +312,7 @@ def wire_budget(
 def openings(shapes: Shapes, share: float, bits: int = 2, *, delayed: bool = False) -> float:
     """Open steps per step that a budget allows: the gate's own answer."""
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
-    costs = curvadion.QuantizedAverage(bits, fragments=1, delay=int(delayed)).prepare(sizes)
+    costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare(sizes)
     gate = curvadion.ByteBudget(share)
     gate.open_cost = (costs.opening_bytes + GATE_BYTES) / (FLOAT * shapes.parameters)
     return gate.rate

@@ -112,7 +112,7 @@ def _training(delay: int) -> Callable[[], float]:
         curvadion.param_groups(model),
         replicas=dist.group.WORLD,
         gate=curvadion.ByteBudget(BUDGET),
-        sync=curvadion.QuantizedAverage(fragments=1, delay=delay),
+        sync=curvadion.QuantizedAverage(delay=delay),
     )
 
     def step() -> float:

@@ -67,11 +67,7 @@ def _collective(kind: str, payload: int) -> Record:
 def _training(name: str, rank: int) -> Record:
     X = [nn.Parameter(torch.zeros(shape)) for shape in MATRICES[name]]
     optimizer = curvadion.CurvaDion(
-        X,
-        replicas=dist.group.WORLD,
-        wire_budget=SHARE,
-        sync=curvadion.QuantizedAverage(fragments=1),
-        local_step="gradient",
+        X, replicas=dist.group.WORLD, wire_budget=SHARE, local_step="gradient"
     )
     generator = torch.Generator().manual_seed(rank)
 

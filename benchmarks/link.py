@@ -70,10 +70,7 @@ class Training:
             self.optimizer = curvadion.Dion(groups, replicas=replicas)
         else:
             self.optimizer = curvadion.CurvaDion(
-                groups,
-                replicas=replicas,
-                wire_budget=float(method.split("=")[1]),
-                sync=curvadion.QuantizedAverage(fragments=1),
+                groups, replicas=replicas, wire_budget=float(method.split("=")[1])
             )
 
     def step(self) -> bool:

@@ -137,9 +137,7 @@ class Config:
     bits: int | None = option(
         None, "of a code, by sync; default: by the budget, else 2, or 3 of coded_gradients"
     )
-    fragments: int | None = option(
-        None, "quantized_average: of the model, one at each opening; default: by the budget, else 1"
-    )
+    fragments: int = option(1, "quantized_average: of the model, one at each opening")
     delay: int = option(0, "quantized_average: steps after which means arrive")
     align_momentum: bool = option(True, "quantized_average: momenta take the mean direction")
     spectrum_decay: float = option(0.8, "quantized_average: earlier openings' weight in that")

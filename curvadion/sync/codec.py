@@ -47,16 +47,6 @@ def bits_within(share: float) -> int:
     return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
 
 
-def fragments_within(share: float, bits: int) -> int:
-    """How many fragments weights come together in, if replicas send this share of float32 bytes.
-
-    3 if it pays for codes of all weights at every third step or less often, else 1: one of three
-    fragments then comes together at every step at most. More gain nothing
-    (docs/convergence-lab.md).
-    """
-    return 3 if 3 * share <= coded_share(bits) else 1
-
-
 def encode(x: Tensor, bits: int) -> Tensor:
     """(k * BLOCK,) float32 -> (k, block_bytes(bits)) uint8.
 

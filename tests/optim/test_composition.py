@@ -125,7 +125,7 @@ RESOLVED = [
     ),
     (
         {"gate": ByteBudget(0.01, "rmmc")}, "ByteBudget(share=0.01, by='rmmc')",
-        "QuantizedAverage(bits=2, fragments=3, align_momentum=True, polar_correction=True, "
+        "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
         "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
         1.0, "qr",
     ),
