@@ -269,6 +269,7 @@ class ByteBudget(Gate):
         # In openings: what was earned and not spent, below 0 if more was spent; and how much of it
         # is for the next opening. The rest is kept back, or missing there.
         self._balance = self._credit = 0.0
+        self._counted_in: float | None = None  # what such an opening costs; None if unknown
         # Of by="rmmc", None before the first signal.
         self._log_threshold: float | None = None
 
@@ -328,8 +329,16 @@ class ByteBudget(Gate):
         exceeds = self._log_threshold is not None and signal > math.exp(self._log_threshold)
         return enough and exceeds
 
+    def _recount(self) -> None:
+        """Count in openings of today's cost, which bits, fragments and shards change."""
+        if self.open_cost and self._counted_in and self.open_cost != self._counted_in:
+            ratio = self._counted_in / self.open_cost
+            self._balance, self._credit = self._balance * ratio, self._credit * ratio
+        self._counted_in = self.open_cost
+
     def _earn(self) -> float:
         """Take in what a step earns; return how much of it is for the next opening."""
+        self._recount()
         missing = self.openings_per_agreement - (self._balance - self._credit)
         for_the_next = min(1.0, self._earned - min(max(0.0, missing), self._earned / 2))
         self._balance += self._earned
@@ -337,6 +346,7 @@ class ByteBudget(Gate):
         return for_the_next
 
     def spend(self, openings: float) -> None:
+        self._recount()
         paid = min(openings, self._credit)
         self._balance -= openings
         self._credit -= paid
@@ -345,13 +355,14 @@ class ByteBudget(Gate):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Earlier versions kept nothing back, so that the balance was the credit.
-        self.__dict__.update({"_balance": state["_credit"]} | state)
+        self.__dict__.update({"_balance": state["_credit"], "_counted_in": None} | state)
         self.follows_schedule = self.by == "period"
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "balance": self._balance,
             "credit": self._credit,
+            "open_cost": self._counted_in,
             "log_threshold": self._log_threshold,
         }
 
@@ -359,6 +370,7 @@ class ByteBudget(Gate):
         # Earlier versions kept nothing back, so that the balance was the credit.
         self._balance = state.get("balance", state["credit"])
         self._credit = max(0.0, state["credit"])
+        self._counted_in = state.get("open_cost")
         self._log_threshold = state["log_threshold"]
 
     def __repr__(self) -> str:

@@ -206,9 +206,9 @@ class CurvaDion(Dion):
                 the same on every replica. Averaged momenta change nothing in what later
                 synchronised steps compute, which depend on their mean only; local steps go on from
                 it.
-                False needs a sync that sends codes, such as QuantizedAverage. It sends what an open
-                step does (0.065 times in 2 bits) for each fragment that has moved since replicas
-                agreed on it, and nothing if none has. Weights are then the same on every replica;
+                False needs a sync that sends codes, such as QuantizedAverage. It sends those of the
+                fragments that have moved since replicas agreed on them (0.065 times in 2 bits, if
+                all have), and nothing if none has. Weights are then the same on every replica;
                 momenta, moments and residuals remain its own.
                 None takes False with such a sync, and True without.
 
