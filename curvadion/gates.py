@@ -331,7 +331,7 @@ class ByteBudget(Gate):
 
     def _recount(self) -> None:
         """Count in openings of today's cost, which bits, fragments and shards change."""
-        if self.open_cost and self._counted_in and self.open_cost != self._counted_in:
+        if self.open_cost and self._counted_in:
             ratio = self._counted_in / self.open_cost
             self._balance, self._credit = self._balance * ratio, self._credit * ratio
         self._counted_in = self.open_cost
