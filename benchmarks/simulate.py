@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,13 @@ import torch
 
 from command_line import option, parse
 from corpora import Corpus
-from curvadion.sync.codec import bits_within
+from curvadion.sync.codec import bits_of_weights, bits_within
 from demo import aligned
 from grids import SIZES
 from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Method, Training, train
 
 BEST_OF = ("method", "size", "corpus", "budget", "batch_size", "replicas", "steps")
-IN_CODES = ("ours", "coded_gradients")
-WITH_BITS = (*IN_CODES, "diloco", "muloco")
+WITH_BITS = ("ours", "coded_gradients", "diloco", "muloco")
 RECORDS = "runs/simulated.json"
 DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISSING}
 
@@ -93,9 +92,7 @@ def selected(options: Options) -> Iterator[Training]:
         settings = dict(zip(given, values, strict=True))
         method, fixed = settings["method"], list[str]()
         if settings["bits"] is None:
-            settings["bits"] = (
-                bits_within(settings["budget"]) if method in IN_CODES else DEFAULTS["bits"]
-            )
+            settings["bits"] = _chosen_bits(settings)
         fixed += OURS if method != "ours" else ()
         fixed += ["budget"] if method in SYNCHRONISED else []
         fixed += ["outer_momentum"] if method not in ("diloco", "muloco") else []
@@ -107,6 +104,15 @@ def selected(options: Options) -> Iterator[Training]:
         if training not in seen:
             seen.add(training)
             yield training
+
+
+def _chosen_bits(settings: Mapping[str, Any]) -> int:
+    """Bits of a code where none are given; of our methods what the package takes."""
+    if settings["method"] == "ours":
+        return bits_of_weights(settings["budget"], settings["fragments"])
+    if settings["method"] == "coded_gradients":
+        return bits_within(settings["budget"])
+    return int(DEFAULTS["bits"])
 
 
 def write(file: Path, records: Sequence[dict[str, Any]]) -> None:

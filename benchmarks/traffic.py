@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.sync.codec import BITS, bits_within
+from curvadion.sync.codec import BITS, bits_of_weights
 from curvadion.sync.coded_mean import message_bytes
 from methods import POWERSGD_DENSE_STEPS
 
@@ -123,7 +123,7 @@ def spending(
     more, and opens once it has that. ``spared``: so many openings less, for a gate that may end a
     run off its period. ``scheduled``: whether it follows a schedule.
     """
-    bits = bits_within(budget * parts)
+    bits = bits_of_weights(budget, parts)
     codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
     gate = GATE / shapes.parameters
     once, always = (codes + gate, 0.0) if scheduled else (codes, gate)

@@ -148,7 +148,7 @@ class Training:
             if isinstance(outer, CodedGradients):
                 ahead = curvadion.CodedGradients.group_defaults["nesterov"]
             if isinstance(outer, QuantizedAverage):
-                ahead = round(1.6 * math.sqrt(outer.period), 1)
+                ahead = curvadion.QuantizedAverage().look_ahead(outer.period)
         direction = DIRECTIONS.get(self.method, "polar")
         return Inner(
             direction,

@@ -16,6 +16,7 @@ __all__ = [
     "BITS",
     "BLOCK",
     "FORMAT",
+    "bits_of_weights",
     "bits_within",
     "block_bytes",
     "check_bits",
@@ -24,6 +25,8 @@ __all__ = [
     "encode",
     "levels",
 ]
+
+ONE_BIT_BELOW = 0.003  # as a budget; at 0.01 2 bits are better
 
 
 def check_bits(bits: int | None) -> None:
@@ -45,6 +48,18 @@ def bits_within(share: float) -> int:
     (docs/convergence-lab.md).
     """
     return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
+
+
+def bits_of_weights(budget: float, fragments: int) -> int:
+    """Bits of a code that suit averages of weights under a byte budget.
+
+    As many as it pays for at every opening, 2 at least. Below 0.3 % 2 bits would bring a weight
+    together at fewer than every 21st step, and 1 bit twice as often is better
+    (docs/convergence-lab.md).
+
+    budget: share of float32 bytes; 0 if there is none. fragments: openings of one agreement.
+    """
+    return 1 if 0 < budget < ONE_BIT_BELOW else bits_within(budget * fragments)
 
 
 def encode(x: Tensor, bits: int) -> Tensor:

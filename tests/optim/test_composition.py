@@ -181,10 +181,8 @@ def test_look_ahead_follows_the_period_between_agreements_on_a_weight():
         optimizer = CurvaDion([matrix()], max_local_steps=None, **options)
         return optimizer.param_groups[0]["nesterov"]
 
-    for period, fragments in ((1, 1), (6, 1), (25, 1)):
-        each = QuantizedAverage(fragments=fragments)
-        expected = round(1.6 * period**0.5, 1)
-        assert look_ahead(gate=FixedPeriod(period), sync=each) == expected
+    for period, expected in ((1, 1.6), (6, 3.9), (25, 4.1)):
+        assert look_ahead(gate=FixedPeriod(period), sync=QuantizedAverage()) == expected
     assert look_ahead(gate=FixedPeriod(6), sync=LowRank()) == 0.0
     assert look_ahead(gate=FixedPeriod(6), sync=QuantizedAverage(), nesterov=0.5) == 0.5
 

@@ -582,6 +582,16 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
     assert optimizer_of(toy.model(), wire_budget=share, sync=halves).sync.bits == whole.bits
 
 
+@pytest.mark.parametrize(("share", "bits"), [(0.003, 2), (0.0029, 1), (0.0025, 1), (0.0001, 1)])
+def test_small_budgets_take_codes_of_one_bit(share, bits):
+    for sync in (None, QuantizedAverage(), QuantizedAverage(fragments=3)):
+        assert optimizer_of(toy.model(), wire_budget=share, sync=sync).sync.bits == bits
+    two = QuantizedAverage(bits=2)
+    assert optimizer_of(toy.model(), wire_budget=share, sync=two).sync.bits == 2
+    # Without a budget there is none to be small.
+    assert optimizer_of(toy.model(), gate=FixedPeriod(50), sync=QuantizedAverage()).sync.bits == 2
+
+
 def test_the_rank_is_full_where_it_costs_no_bytes():
     ranks = {
         how: optimizer_of(toy.model(), **how_arguments).param_groups[0]["rank_fraction"]
@@ -606,10 +616,16 @@ def test_the_rank_is_full_where_it_costs_no_bytes():
         ({"wire_budget": 0.01}, 4.1),
         ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=1)}, 2.9),
         ({"wire_budget": 0.01, "sync": QuantizedAverage(fragments=3)}, 4.1),
+        ({"wire_budget": 0.003}, 4.1),
+        ({"wire_budget": 0.0025}, 4.1),
+        ({"wire_budget": 0.0025, "sync": QuantizedAverage(fragments=3)}, 4.1),
+        ({"gate": FixedPeriod(7), "sync": QuantizedAverage()}, 4.1),
         ({"wire_budget": 0.5}, 1.6),
     ],
 )
-def test_the_look_ahead_grows_with_the_period(options, nesterov):
+def test_the_look_ahead_grows_with_the_period_up_to_that_of_a_hundredth_of_the_bytes(
+    options, nesterov
+):
     X = [nn.Parameter(torch.zeros(512, 512)) for _ in range(3)]
     optimizer = CurvaDion(X, max_local_steps=None, **options)
     assert optimizer.param_groups[0]["nesterov"] == nesterov
@@ -619,7 +635,7 @@ def test_the_look_ahead_grows_with_the_period(options, nesterov):
 def test_the_look_ahead_is_that_of_the_period_in_use(fragments):
     optimizer = CurvaDion(
         parameters_with_padded_blocks(),
-        wire_budget=0.01,
+        wire_budget=0.02,
         sync=QuantizedAverage(fragments=fragments),
         max_local_steps=None,
         replicas=None,
@@ -636,11 +652,11 @@ def test_the_look_ahead_is_that_of_the_period_in_use(fragments):
         optimizer.step()
         if optimizer.report.gate_open:
             opened.append(step)
-    period = (CODES + 16 * fragments) / (0.01 * 4 * NUMBERS)
-    assert 7.5 < period < 8  # 6.5 without the padding and the gate's bytes, and 4.1
+    period = (CODES + 16 * fragments) / (0.02 * 4 * NUMBERS)
+    assert 3.75 < period < 4  # 3.2 without the padding and the gate's bytes, and 2.9
     steps_per_opening = (opened[-1] - opened[0]) / (len(opened) - 1)
     assert steps_per_opening * fragments == pytest.approx(period, rel=0.03)
-    assert set(known) == {round(1.6 * math.sqrt(period), 1)} == {4.4}
+    assert set(known) == {round(1.6 * math.sqrt(period), 1)} == {3.1}
 
 
 def test_the_look_ahead_of_parameters_that_are_all_frozen():
