@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import curvadion
 from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
+from curvadion.sync.codec import bits_of_weights
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.decision import GATE_BYTES
 from curvadion.sync.under_way import LENGTH_BYTES
@@ -292,15 +293,17 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
 
 
 def wire_budget(
-    shapes: Shapes, share: float, bits: int = 2, *, delayed: bool = False
+    shapes: Shapes, share: float, bits: int | None = None, *, delayed: bool = False
 ) -> list[Traffic]:
     """CurvaDion with a budget: codes of the weights' movement as often as it allows.
 
-    delayed: whether means are added later. What replicas tell each other then takes the place of
-    the gate's bytes, and one message more brings the lengths of all matrices.
+    bits: of a code; None takes those that the budget does. delayed: whether means are added later.
+    What replicas tell each other then takes the place of the gate's bytes, and one message more
+    brings the lengths of all matrices.
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     waves = waves_of_sizes(((size, False) for size in sizes), most_in_a_wave(sum(sizes)))
+    bits = bits or bits_of_weights(share, 1)
     sent = [GATE, Traffic("all_to_all", 2 * (waves[-1] + 1), 2 * message_bytes(sizes, bits))]
     matrices = len(shapes.matrices)
     if delayed and matrices:
@@ -309,9 +312,12 @@ def wire_budget(
     return total(t.times(rate) for t in sent)
 
 
-def openings(shapes: Shapes, share: float, bits: int = 2, *, delayed: bool = False) -> float:
+def openings(
+    shapes: Shapes, share: float, bits: int | None = None, *, delayed: bool = False
+) -> float:
     """Open steps per step that a budget allows: the gate's own answer."""
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
+    bits = bits or bits_of_weights(share, 1)
     costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare(sizes)
     gate = curvadion.ByteBudget(share)
     gate.open_cost = (costs.opening_bytes + GATE_BYTES) / (FLOAT * shapes.parameters)

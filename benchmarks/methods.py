@@ -277,7 +277,7 @@ def coded_gradients(
 
 CODED = ("ours", "ours_low_rank", "ours_rmmc")  # whose replicas average in codes
 POLAR = ("muon", "ours", "ours_rmmc", "coded_gradients")  # whose directions are polar factors
-LOOK_AHEAD = ("dion", "muon", "coded_gradients")  # whose look-ahead can be set
+LOOK_AHEAD = ("dion", "muon", "coded_gradients", *CODED)  # whose look-ahead can be set
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,

@@ -60,7 +60,7 @@ class Options(Machine):
     update_scale: tuple[str, ...] = option(("spectral",), "of curvadion's UPDATE_SCALES")
     budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
     bits: tuple[int, ...] = option(
-        (), "of a code, 0 for float32; default 2, of our methods what the budget pays for"
+        (), "of a code, 0 for float32; default 2, of our methods what the package takes"
     )
     fragments: tuple[int, ...] = option((1,), "of ours")
     strided: bool = option(False, "ours: fragments of every n-th parameter, not of equal sizes")

@@ -313,7 +313,7 @@ class ByteBudget(Gate):
             raise ValueError(
                 f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
                 f"max_local_steps={max_local_steps} asks for more: pass max_local_steps=None, "
-                f"fewer bits or a larger budget."
+                f"a larger budget or codes of fewer bits, if they have more than 1."
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:

@@ -135,7 +135,7 @@ class Config:
         Literal["low_rank", "low_rank_unaveraged", "quantized_average", "coded_gradients"] | None
     ) = option(None, "how replicas come together; low_rank, with --wire-budget quantized_average")
     bits: int | None = option(
-        None, "of a code, by sync; default: by the budget, else 2, or 3 of coded_gradients"
+        None, "of a code; default: by --wire-budget, else 2, or 3 of coded_gradients"
     )
     fragments: int = option(1, "quantized_average: of the model, one at each opening")
     delay: int = option(0, "quantized_average: steps after which means arrive")

@@ -99,9 +99,10 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
     """Make a saved state fit the optimizer that loads it; ``saved`` stays as it is.
 
     Groups keep their saved values, as in torch, but for those whose default depends on the sync:
-    where the two optimizers' defaults differ, the loading one's groups count. Right factors follow
-    the rank. The state of another sync kind is dropped; an anchor is then taken from the weights
-    at the next step.
+    where the two optimizers' defaults differ, the loading one's groups count. Within one kind of
+    sync a group keeps a value that was not the saved default. Right factors follow the rank. The
+    state of another sync kind is dropped; an anchor is then taken from the weights at the next
+    step.
 
     Args:
         saved: a state_dict, :func:`in_present_names`.
@@ -160,13 +161,16 @@ def _groups(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The groups to load, and what is said about keys that were missing."""
     following = _follow_the_arguments(record, into, same_kind)
+    before = (record.group_defaults or {}) if same_kind else {}
     groups, missing = [], {}
     for g, (live, held) in enumerate(zip(into.param_groups, saved, strict=True)):
         given = {k: v for k, v in live.items() if k not in ("params", "param_names")}
         own = given.keys() & check.SETTINGS - NEW_KEYS
         if lacking := sorted(own - held.keys()):
             missing[g] = {key: given[key] for key in lacking}
-        groups.append({**given, **held, **{key: given[key] for key in following}})
+        # Within one kind of sync a value that was set by hand means what it did.
+        followed = {k for k in following if k not in before or held.get(k) == before[k]}
+        groups.append({**given, **held, **{key: given[key] for key in followed}})
     if not missing:
         return groups, []
     return groups, [

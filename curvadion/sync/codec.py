@@ -44,8 +44,7 @@ def coded_share(bits: int) -> float:
 def bits_within(share: float) -> int:
     """Bits of a code that this share of float32 bytes pays for at every step; 2 at least.
 
-    More openings with fewer bits are worse below, fewer with more bits above
-    (docs/convergence-lab.md).
+    Fewer bits than that would let nothing come together more often.
     """
     return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
 
@@ -54,8 +53,8 @@ def bits_of_weights(budget: float, fragments: int) -> int:
     """Bits of a code that suit averages of weights under a byte budget.
 
     As many as it pays for at every opening, 2 at least. Below 0.3 % 2 bits would bring a weight
-    together at fewer than every 21st step, and 1 bit twice as often is better
-    (docs/convergence-lab.md).
+    together at every 22nd step or less often. There 1 bit, twice as often, ended lower in long runs
+    of the larger model (docs/convergence-lab.md).
 
     budget: share of float32 bytes; 0 if there is none. fragments: openings of one agreement.
     """

@@ -228,7 +228,7 @@ def test_diloco_wants_a_period():
 @pytest.mark.parametrize("steps", [300, 1000])
 @pytest.mark.parametrize("size", IN_FULL)
 @pytest.mark.parametrize("scheduled", [True, False])
-@pytest.mark.parametrize(("budget", "parts"), [*((b, 1) for b in BUDGETS), (0.01, 3)])
+@pytest.mark.parametrize(("budget", "parts"), [*((b, 1) for b in BUDGETS), (0.01, 3), (0.0025, 1)])
 def test_settings_use_a_budget_up(size, budget, parts, steps, scheduled):
     shapes = SIZES[size].shapes()
     limit = budget * steps * shapes.parameters
@@ -244,7 +244,8 @@ def test_settings_use_a_budget_up(size, budget, parts, steps, scheduled):
         assert math.ceil(steps / period) * opening <= limit
         assert math.ceil(steps / (period - 1)) * opening > limit
     spent = traffic.spending(shapes, budget, steps, parts=parts, scheduled=scheduled)
-    assert spent.bits == (3 if budget == 0.1 else 2)  # 3 of 32 bits, with the scales, are 9.6 %
+    # 3 of 32 bits, with the scales, are 9.6 %.
+    assert spent.bits == {0.1: 3, 0.0025: 1}.get(budget, 2)
     assert spent.parts == parts
     once = traffic.quantized_bytes(shapes, spent.bits) / (4 * shapes.parameters)
     assert once == pytest.approx(spent.bits / 32, rel=0.1)

@@ -71,7 +71,7 @@ def modelled(method):
         return cost_model.averaging(shapes, PERIOD)
     if method in ("wire_budget", "delay"):
         delay = method == "delay"
-        share, how = budget(delay=delay), {"delayed": delay}
+        share, how = budget(delay=delay), {"bits": 2, "delayed": delay}
         rate = cost_model.openings(shapes, share, **how)
         assert rate == pytest.approx(OPENED_BY_BUDGET, rel=1e-5)
         return cost_model.wire_budget(shapes, share, **how)
@@ -136,6 +136,14 @@ def test_a_delay_ends_a_step_before_the_next_opening():
     assert [cost_model.delay_within(period) for period in (1.0, 6.0, 6.45)] == [0, 5, 6]
     assert cost_model.beside_steps(5, 6.0) == 5 / 6
     assert cost_model.beside_steps(7, 6.5) == 1.0
+
+
+@pytest.mark.parametrize(("share", "bits"), [(0.0025, 1), (0.01, 2), (0.1, 3)])
+def test_bits_are_those_of_the_budget(share, bits):
+    shapes = Shapes.of(scaling.MODELS["llama-1.3b"])
+    for function in (cost_model.wire_budget, cost_model.openings):
+        assert function(shapes, share) == function(shapes, share, bits)
+        assert function(shapes, share) != function(shapes, share, bits + 1)
 
 
 def test_one_message_brings_the_lengths_of_all_matrices():

@@ -302,11 +302,12 @@ def test_replicas_with_equal_gradients_take_equal_steps(direction):
 def test_the_grid_has_each_training_once_and_records_are_not_run_again(tmp_path, monkeypatch):
     options = simulate.parse(
         simulate.Options,
-        ["--method", "muon", "ours", "--budget", "0.01", "0.1", "--lr", "0.1", "0.2"],
+        ["--method", "muon", "ours", "--budget", "0.0025", "0.01", "0.1", "--lr", "0.1", "0.2"],
     )
     trainings = list(simulate.selected(options))
-    assert [t.method for t in trainings] == ["muon"] * 2 + ["ours"] * 4
-    assert {(t.budget, t.bits) for t in trainings if t.method == "ours"} == {(0.01, 2), (0.1, 3)}
+    assert [t.method for t in trainings] == ["muon"] * 2 + ["ours"] * 6
+    bits = {t.budget: t.bits for t in trainings if t.method == "ours"}
+    assert bits == {0.0025: 1, 0.01: 2, 0.1: 3}
     file = tmp_path / "records.json"
     arguments = ["--size", "tiny", "--steps", "2", "--workers", "1", "--out", str(file)]
     monkeypatch.setattr(simulate, "map_trainings", lambda pending, *_: map(fake, pending))

@@ -318,6 +318,17 @@ def test_the_json_names_a_gate_and_a_sync():
         assert all(opened)
 
 
+def test_a_small_budget_of_the_json_takes_codes_of_one_bit():
+    for budget, bits in ((0.01, 2), (0.0025, 1)):
+        for kind in distributed.run(2, sync_of_budget, budget):
+            assert kind.startswith(f"QuantizedAverage(bits={bits}, "), budget
+
+
+def sync_of_budget(rank, share):
+    engine = ds.engine_of(with_params(wire_budget=share))
+    return repr(engine.basic_optimizer.sync)
+
+
 def no_delay(rank):
     """The syncs of engines whose JSON says that there is no delay."""
     chosen = (

@@ -240,6 +240,17 @@ def test_another_budget_brings_its_own_look_ahead():
     assert into.param_groups[0]["rank_fraction"] == 0.5
 
 
+def test_what_a_group_had_of_its_own_stays_under_another_budget():
+    matrices, *others = toy.groups(toy.model())
+    groups = [{**matrices, "nesterov": 2.0}, *others]
+    saved = CurvaDion(groups, wire_budget=0.5).state_dict()
+    for loaded in (saved, copy.deepcopy(saved)):
+        into = CurvaDion(toy.groups(toy.model()), wire_budget=0.01)
+        into.load_state_dict(loaded)
+        assert into.param_groups[0]["nesterov"] == 2.0
+        assert all(g["nesterov"] == into.defaults["nesterov"] for g in into.param_groups[1:])
+
+
 def without_new_keys(saved):
     """As versions before 0.1.0 wrote it, which told less of themselves."""
     old = old_state_dict(saved, LR_SUM)

@@ -358,17 +358,18 @@ def resume_in_debt(rank, share, before, after, saved_at, steps):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("share", "steps", "before", "after"),
     [
-        (QuantizedAverage(), QuantizedAverage(fragments=3)),
-        (QuantizedAverage(fragments=3), QuantizedAverage()),
-        (QuantizedAverage(bits=2), QuantizedAverage(bits=8)),
-        (QuantizedAverage(bits=8, fragments=2), QuantizedAverage(bits=1)),
+        (0.02, 300, QuantizedAverage(), QuantizedAverage(fragments=3)),
+        (0.02, 300, QuantizedAverage(fragments=3), QuantizedAverage()),
+        (0.02, 300, QuantizedAverage(bits=2), QuantizedAverage(bits=8)),
+        (0.02, 300, QuantizedAverage(bits=8, fragments=2), QuantizedAverage(bits=1)),
+        (0.0025, 2000, QuantizedAverage(bits=2), None),
     ],
-    ids=["into fragments", "out of fragments", "more bits", "both"],
+    ids=["into fragments", "out of fragments", "more bits", "both", "into those of a small budget"],
 )
-def test_a_debt_is_the_same_where_an_opening_costs_something_else(before, after):
-    sent = distributed.run(2, resume_in_debt, 0.02, before, after, 20, 300)
+def test_a_debt_is_the_same_where_an_opening_costs_something_else(share, steps, before, after):
+    sent = distributed.run(2, resume_in_debt, share, before, after, 20, steps)
     assert 0.97 <= sum(sent) / 2 <= 1.0
 
 
@@ -586,6 +587,8 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
 def test_small_budgets_take_codes_of_one_bit(share, bits):
     for sync in (None, QuantizedAverage(), QuantizedAverage(fragments=3)):
         assert optimizer_of(toy.model(), wire_budget=share, sync=sync).sync.bits == bits
+        gate = ByteBudget(share, by="rmmc")
+        assert optimizer_of(toy.model(), gate=gate, sync=sync).sync.bits == bits
     two = QuantizedAverage(bits=2)
     assert optimizer_of(toy.model(), wire_budget=share, sync=two).sync.bits == 2
     # Without a budget there is none to be small.
