@@ -81,8 +81,8 @@ class QuantizedAverage(Sync):
             for 0.1), 2 at least, but 1 below 0.3 %.
         fragments: parameters are divided into so many fragments of about equal size. At each
             opening one comes together, in rotation; under a byte budget the gate opens as many
-            times more often. 3 ended lower in most runs in which each weight was agreed on at every
-            sixth step or less often (docs/convergence-lab.md).
+            times more often. At 1 % of the bytes and less 3 ended a little lower with the smaller
+            of two models (docs/convergence-lab.md).
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a wave's weights meanwhile (docs/guide.md#memory).
