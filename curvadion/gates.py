@@ -312,8 +312,8 @@ class ByteBudget(Gate):
         if max_local_steps is not None and longest > max_local_steps:
             raise ValueError(
                 f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
-                f"max_local_steps={max_local_steps} asks for more: pass max_local_steps=None, "
-                f"a larger budget or codes of fewer bits, if they have more than 1."
+                f"max_local_steps={max_local_steps} asks for more: pass a larger one or None, "
+                f"a larger budget, or fewer bits if the codes have more than 1."
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:

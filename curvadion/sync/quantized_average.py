@@ -82,7 +82,7 @@ class QuantizedAverage(Sync):
         fragments: parameters are divided into so many fragments of about equal size. At each
             opening one comes together, in rotation; under a byte budget the gate opens as many
             times more often. At 1 % of the bytes and less 3 ended a little lower with the smaller
-            of two models (docs/convergence-lab.md).
+            of two models, and no lower with the larger (docs/convergence-lab.md).
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a wave's weights meanwhile (docs/guide.md#memory).
