@@ -74,7 +74,7 @@ class Options:
     newton_schulz_steps: int | None = option(None, "of polar directions, instead of the default")
     parts: tuple[int, ...] = option((), "only these numbers of fragments, of methods that have any")
     delay: int | None = option(None, "of methods that average in codes, instead of 0")
-    look_ahead: float | None = option(None, "of dion and muon, instead of 0 and Nesterov's")
+    look_ahead: float | None = option(None, "instead of the default of dion, muon and ours")
     corpus: Corpus = option("python", "the text, see corpora.py")
     best: bool = option(False, "only the rates that are the best of those that have records")
     replicas: int = option(8, "processes")

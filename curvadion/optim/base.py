@@ -340,11 +340,11 @@ class ReplicaOptimizer(Optimizer):
 
         From the saved state come momenta, right factors, moments, counters and the groups' values,
         learning rates among them. The constructor's arguments decide on the gate, the sync and,
-        if another sync changes their default, the groups' rank_fraction, rank_multiple_of,
-        right_factor and nesterov. The saved memory of a gate or sync counts for one of the same
-        class. Right factors take the new rank: the first columns stay, others are initial. State
-        that only the saved sync knows, such as anchors, is dropped under another sync, whose own
-        begins anew. Warnings say what is lost, and name keys of groups that mean nothing here.
+        if another sync or period changes their default, the groups' rank_fraction,
+        rank_multiple_of, right_factor and nesterov. The saved memory of a gate or sync counts for
+        one of the same class. Right factors take the new rank: the first columns stay, others are
+        initial. State that only the saved sync knows, such as anchors, is dropped under another,
+        whose own begins anew. Warnings say what is lost, and name keys that mean nothing here.
 
         Raises:
             TypeError: if this is no state_dict.

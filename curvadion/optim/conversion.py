@@ -99,10 +99,9 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
     """Make a saved state fit the optimizer that loads it; ``saved`` stays as it is.
 
     Groups keep their saved values, as in torch, but for those whose default depends on the sync:
-    where the two optimizers' defaults differ, the loading one's groups count. Within one kind of
-    sync a group keeps a value that was not the saved default. Right factors follow the rank. The
-    state of another sync kind is dropped; an anchor is then taken from the weights at the next
-    step.
+    where the two optimizers' defaults differ, the loading one's groups count. Right factors follow
+    the rank. The state of another sync kind is dropped; an anchor is then taken from the weights
+    at the next step.
 
     Args:
         saved: a state_dict, :func:`in_present_names`.
@@ -159,24 +158,30 @@ def _dropped_keys(record: Record, into: Loading, same_kind: bool) -> set[str]:
 def _groups(
     saved: Sequence[Mapping[str, Any]], record: Record, into: Loading, same_kind: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups to load, and what is said about keys that were missing."""
+    """The groups to load, and what is said about keys that were missing or have other values."""
     following = _follow_the_arguments(record, into, same_kind)
-    before = (record.group_defaults or {}) if same_kind else {}
-    groups, missing = [], {}
+    groups, missing, replaced = [], {}, {}
     for g, (live, held) in enumerate(zip(into.param_groups, saved, strict=True)):
         given = {k: v for k, v in live.items() if k not in ("params", "param_names")}
         own = given.keys() & check.SETTINGS - NEW_KEYS
         if lacking := sorted(own - held.keys()):
             missing[g] = {key: given[key] for key in lacking}
-        # Within one kind of sync a value that was set by hand means what it did.
-        followed = {k for k in following if k not in before or held.get(k) == before[k]}
-        groups.append({**given, **held, **{key: given[key] for key in followed}})
-    if not missing:
-        return groups, []
-    return groups, [
-        f"state_dict lacks keys of its param groups, which another version of this optimizer "
-        f"saved. They stay as they are here, by group: {missing}."
-    ]
+        if was := {k: held[k] for k in following & held.keys() if held[k] != given[k]}:
+            replaced[g] = was
+        groups.append({**given, **held, **{key: given[key] for key in following}})
+    told = []
+    if missing:
+        told.append(
+            f"state_dict lacks keys of its param groups, which another version of this optimizer "
+            f"saved. They stay as they are here, by group: {missing}."
+        )
+    if same_kind and replaced:
+        told.append(
+            f"state_dict is of a run with another default of {sorted(following)}, so the values of "
+            f"this optimizer count. The saved ones, by group: {replaced}. Set them in param_groups "
+            f"after loading to go on with them."
+        )
+    return groups, told
 
 
 def _without_right_factors(

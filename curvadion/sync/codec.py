@@ -53,12 +53,14 @@ def bits_of_weights(budget: float, fragments: int) -> int:
     """Bits of a code that suit averages of weights under a byte budget.
 
     As many as it pays for at every opening, 2 at least. Below 0.3 % 2 bits would bring a weight
-    together at every 22nd step or less often. There 1 bit, twice as often, ended lower in long runs
-    of the larger model (docs/convergence-lab.md).
+    together at every 22nd step or less often. There 1 bit, up to twice as often, ended lower with
+    the larger of two models (docs/convergence-lab.md); it is taken unless 2 bits at every step
+    leave something of the budget.
 
     budget: share of float32 bytes; 0 if there is none. fragments: openings of one agreement.
     """
-    return 1 if 0 < budget < ONE_BIT_BELOW else bits_within(budget * fragments)
+    share = budget * fragments
+    return 1 if 0 < budget < ONE_BIT_BELOW and share < coded_share(2) else bits_within(share)
 
 
 def encode(x: Tensor, bits: int) -> Tensor:

@@ -322,10 +322,10 @@ def test_flags_choose_runs():
         ("ours", 5),
         ("ours_low_rank", None),
     }
-    flags = "--grid full --size small --seed 0 --method muon adamw --look-ahead 2 --corpus cpp"
+    flags = "--grid full --size small --seed 0 --method muon adamw ours --look-ahead 2 --corpus cpp"
     chosen = convergence.selected(convergence.parse(convergence.Options, flags.split()))
     ahead = {(each.method, each.settings.get("nesterov")) for each in chosen}
-    assert ahead == {("muon", 2.0), ("adamw", None)}
+    assert ahead == {("muon", 2.0), ("adamw", None), ("ours", 2.0)}
     assert {each.task.corpus for each in chosen} == {"cpp"}
     assert all(each.slug.startswith("small-cpp-") for each in chosen)
     flags = "--grid quick --budget 0.03 0.01 --method ours"

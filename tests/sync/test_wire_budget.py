@@ -591,6 +591,9 @@ def test_small_budgets_take_codes_of_one_bit(share, bits):
         assert optimizer_of(toy.model(), gate=gate, sync=sync).sync.bits == bits
     two = QuantizedAverage(bits=2)
     assert optimizer_of(toy.model(), wire_budget=share, sync=two).sync.bits == 2
+    # Where 2 bits fit into every step, nothing would come together more often with 1.
+    many = QuantizedAverage(fragments=math.ceil(0.07 / share))
+    assert optimizer_of(toy.model(), wire_budget=share, sync=many).sync.bits == 2
     # Without a budget there is none to be small.
     assert optimizer_of(toy.model(), gate=FixedPeriod(50), sync=QuantizedAverage()).sync.bits == 2
 
