@@ -54,8 +54,8 @@ def bits_of_weights(budget: float, fragments: int) -> int:
 
     As many as it pays for at every opening, 2 at least. Below 0.3 % 2 bits would bring a weight
     together at every 22nd step or less often. There 1 bit, up to twice as often, ended lower with
-    the larger of two models (docs/convergence-lab.md); it is taken unless 2 bits at every step
-    leave something of the budget.
+    the larger of two models (docs/convergence-lab.md). It gains nothing where fragments are so
+    many that 2 bits fit into every step.
 
     budget: share of float32 bytes; 0 if there is none. fragments: openings of one agreement.
     """
