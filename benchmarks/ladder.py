@@ -101,14 +101,14 @@ def gaps(records: Sequence[dict[str, Any]]) -> dict[Place, Gap]:
     """The gap at each place where a synchronous method and ours at 1 %, in fragments, have ended.
 
     Settings that ran with more seeds than others decide, so that no single lucky seed does; ours
-    without spectra over openings only where ours with them did not run. What diverged has a loss of
-    infinity.
+    without spectra over openings only where ours with them did not run. Exact momenta for no byte
+    are no method. What diverged has a loss of infinity.
     """
     found: dict[Place, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
     for r in map(known, records):
         if r["budget"] not in (0.0, BUDGET) or r["warmdown"] != WARMDOWN:
             continue
-        if r["method"] == "ours" and r["fragments"] != FRAGMENTS:
+        if r["method"] == "ours" and (r["fragments"] != FRAGMENTS or r["exact_momenta"]):
             continue
         loss = math.inf if r["loss"] is None else r["loss"]
         settings = {k: r[k] for k in Training.__dataclass_fields__ if k != "seed"}

@@ -78,6 +78,7 @@ class Options(Machine):
     seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
     warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
     spectrum_decay: tuple[float, ...] = option((0.8,), "of ours: weight of earlier openings")
+    exact_momenta: bool = option(False, "ours: momenta are exact means for no byte; no method")
     out: str = option(RECORDS, "the records")
 
 
@@ -86,7 +87,8 @@ def selected(options: Options) -> Iterator[Training]:
     given = {f.name: getattr(options, f.name) for f in fields(Training)}
     for key in ("look_ahead", "bits"):
         given[key] = given[key] or (None,)
-    given["strided"] = (given["strided"],)
+    for key in ("strided", "exact_momenta"):
+        given[key] = (given[key],)
     seen = set()
     for values in itertools.product(*given.values()):
         settings = dict(zip(given, values, strict=True))

@@ -149,6 +149,8 @@ class Average:
 
     wire_budget: share of the bytes. delay: steps. align, polar: shares of the two corrections.
     spectrum_decay: weight of a momentum's spectra at earlier openings in its alignment.
+    exact_momenta: whether momenta are exact means after an opening instead of aligned, for no byte.
+    That is no method, but tells what better momenta could gain.
     strided: whether a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block;
     else fragments have about equal sizes, as the package makes them.
     """
@@ -161,6 +163,7 @@ class Average:
     polar: float = 1.0
     strided: bool = False
     spectrum_decay: float = 0.8
+    exact_momenta: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,10 @@ class QuantizedAverage(Outer):
         anchor, missing = self.anchor[name], D - arrival.D_i
         if name in own.M and corrected:
             length = arrival.L * own.scales[name]
-            self._align(own, name, missing, length)
+            if self.settings.exact_momenta:
+                own.M[name].copy_(own.M[name].mean(0, keepdim=True).expand_as(own.M[name]))
+            else:
+                self._align(own, name, missing, length)
             D = D + self._correction(D, length)
         anchor += D
         own.X[name] += D - arrival.D_i

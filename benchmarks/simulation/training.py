@@ -43,7 +43,8 @@ Method = Literal[
     "powersgd_muon",
 ]
 SYNCHRONISED = ("adamw", "muon", "dion")
-OURS = ("fragments", "delay", "align", "polar", "strided", "spectrum_decay")  # settings of ours
+# Settings of ours.
+OURS = ("fragments", "delay", "align", "polar", "strided", "spectrum_decay", "exact_momenta")
 SPARSE = ("sparseloco", "sparse_muon")
 DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
     "adamw": "adamw",
@@ -65,8 +66,8 @@ class Training:
         method: adamw, muon and dion average gradients at every step; the others keep to a budget.
         lr, elementwise, weight_decay, look_ahead, update_scale: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
-        bits, fragments, strided, delay, align, polar, spectrum_decay: of "ours" (:class:`Average`);
-            bits of "coded_gradients", DiLoCo and MuLoCo too, 0 for float32.
+        bits, fragments, strided, delay, align, polar, spectrum_decay, exact_momenta: of "ours"
+            (:class:`Average`); bits of "coded_gradients", DiLoCo and MuLoCo too, 0 for float32.
         outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate of the sparse ones too.
         kept: of a chunk's 4096 numbers, by "sparseloco" around AdamW and "sparse_muon".
         size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
@@ -98,6 +99,7 @@ class Training:
     seed: int = 0
     warmdown: float = 0.2
     spectrum_decay: float = 0.8
+    exact_momenta: bool = False
 
     def __post_init__(self) -> None:
         checks.one_of("method", self.method, get_args(Method))

@@ -271,6 +271,25 @@ def test_momenta_keep_their_mean_if_replicas_have_one_spectrum():
     torch.testing.assert_close(own.M[wide].mean(0), before)
 
 
+def test_exact_momenta_are_means_after_an_opening():
+    world = World(TINY, 0, REPLICAS)
+    momenta = []
+    for exact in (False, True):
+        average = Average(1.0, bits=None, spectrum_decay=0.0, exact_momenta=exact)
+        outer, own = (
+            QuantizedAverage(average, world),
+            Replicas(Inner("polar", 0.02), world, REPLICAS),
+        )
+        own.step(0, 1.0, world.gradients(0, own.X))
+        before = {name: M.clone() for name, M in own.M.items()}
+        while not outer.sent:
+            outer.after(0, own, 0.02, last=False)
+        momenta.append(own.M)
+    for name, M in momenta[1].items():
+        torch.testing.assert_close(M, before[name].mean(0, keepdim=True).expand_as(M))
+        assert not torch.allclose(momenta[0][name], M)
+
+
 @pytest.mark.parametrize("each", [False, True])
 def test_compiled_gradients_are_the_same(each):
     traced = partial(torch.compile, backend="aot_eager")  # needs no C++ compiler
