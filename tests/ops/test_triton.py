@@ -20,9 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 # Tests of the optimizer that make every kernel run, on matrices small enough to interpret.
 OPTIMIZER_TESTS = "test_rules_and_right_factors or test_local_steps_between"
+COMPILING = 480  # seconds at most, of all kernels for all targets on busy cores
+pytestmark = pytest.mark.timeout(COMPILING)  # whichever test asks first waits for that
 
 
-def run(arguments, **environment):
+def run(arguments, *, seconds=115, **environment):
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     env.pop("TRITON_INTERPRET", None)
     result = subprocess.run(
@@ -31,7 +33,7 @@ def run(arguments, **environment):
         text=True,
         cwd=ROOT,
         env={**env, **environment},
-        timeout=115,
+        timeout=seconds,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     return result.stdout
@@ -57,10 +59,9 @@ def test_the_optimizer_runs_on_interpreted_kernels():
 
 @pytest.fixture(scope="module")
 def compiled():
-    return [
-        json.loads(line)
-        for line in run([TESTS / "support" / "triton_ahead_of_time.py"]).splitlines()
-    ]
+    """What the compiler said of every kernel, one record a variant and target."""
+    said = run([TESTS / "support" / "triton_ahead_of_time.py"], seconds=COMPILING - 10)
+    return [json.loads(line) for line in said.splitlines()]
 
 
 def test_every_kernel_compiles_for_every_target(compiled):
