@@ -1,0 +1,118 @@
+"""Replicas under LowRank take a float64 reference's steps with all parameters, matrices or not.
+
+Gradients are prescribed. The reference of AdamW and Lion is written from their papers and from what
+an opening does to them: after local steps their weights and moments become means, and then all
+replicas take one step with the mean gradient.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distributed
+from curvadion import CurvaDion, FixedPeriod, LowRank
+from quantized_reference import Leaf, elementwise_
+from reference import DionReference, relative_error
+from seeded import gradient, weights
+
+# The gate opens at the steps 3, 6 and 9.
+STEPS, PERIOD = 10, 3
+SHAPES = {"matrix": (9, 14), "bias": (11,), "table": (7, 5), "scale": (), "signs": (13,)}
+ALGORITHMS = {"bias": "adamw", "table": "adamw", "scale": "adamw", "signs": "lion"}
+# By step and replica: at local steps, after which counters of steps differ, and at an open one.
+MISSING = {(2, 1, "bias"), (5, 0, "table"), (5, 0, "signs"), (6, 1, "signs"), (6, 0, "scale")}
+LR, WD, BETAS, EPS, RANK = 0.03, 0.1, (0.8, 0.95), 1e-6, 4
+# By the reference's names.
+STATE = {
+    "matrix": {"M": "momentum", "Q": "Q"},
+    "adamw": {"m": "exp_avg", "v": "exp_avg_sq", "t": "step"},
+    "lion": {"m": "exp_avg"},
+}
+
+
+def gradients(step, replica):
+    """Of a replica by name, in float64; None where one is missing."""
+    return {
+        name: None if (step, replica, name) in MISSING else gradient(shape, step, replica).double()
+        for name, shape in SHAPES.items()
+    }
+
+
+def train(rank, dtype, average_weights):
+    """By step and parameter what this replica holds."""
+    X = {name: nn.Parameter(weights(shape).to(dtype)) for name, shape in SHAPES.items()}
+    groups = [{"params": [X["matrix"]], "rank_fraction": RANK / 9}]
+    groups += [{"params": [X[name]], "algorithm": each} for name, each in ALGORITHMS.items()]
+    optimizer = CurvaDion(
+        groups,
+        lr=LR,
+        replicas=dist.group.WORLD,
+        gate=FixedPeriod(PERIOD),
+        sync=LowRank(average_weights),
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=WD,
+    )
+    found = []
+    for step in range(1, STEPS + 1):
+        for name, G in gradients(step, rank).items():
+            X[name].grad = None if G is None else G.to(dtype)
+        optimizer.step()
+        assert optimizer.report.gate_open == (step % PERIOD == 0)
+        found.append({name: {"X": x.detach().clone()} for name, x in X.items()})
+        for name, x in X.items():
+            keys = STATE[ALGORITHMS.get(name, name)].items()
+            found[-1][name] |= {own: optimizer.state[x][key].clone() for own, key in keys}
+    return found
+
+
+def start(name, replicas):
+    """The reference of replicas of a parameter that takes AdamW or Lion."""
+    zero = torch.zeros(SHAPES[name]).double()
+    begun = {"X": weights(SHAPES[name]).double(), "m": zero, "v": zero, "t": 0.0}
+    each = {key: [value] * replicas for key, value in begun.items()}
+    return Leaf(name, ALGORITHMS[name], shards=[], lr=LR, **each)
+
+
+def step_(leaf, gradients, gate_open, average_weights):
+    """A step; before an open gate there are local ones."""
+    if gate_open:
+        if average_weights:
+            for key in ("X", "m", "v", "t"):
+                setattr(leaf, key, means(getattr(leaf, key)))
+        gradients = means([torch.zeros_like(leaf.X[0]) if G is None else G for G in gradients])
+    for i, G in enumerate(gradients):
+        if G is not None:
+            elementwise_(leaf, i, G, WD, BETAS, EPS)
+
+
+def means(each):
+    return [sum(each) / len(each) for _ in each]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "dtype", "average_weights"),
+    [(2, torch.float32, True), (4, torch.float64, True), (2, torch.float64, False)],
+)
+def test_replicas_take_the_references_steps(replicas, dtype, average_weights):
+    ranks = distributed.run(replicas, train, dtype, average_weights)
+    leaves = {name: start(name, replicas) for name in ALGORITHMS}
+    matrix = DionReference(
+        weights(SHAPES["matrix"]), replicas, RANK, lr=LR, wd=WD, average_weights=average_weights
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    for step in range(1, STEPS + 1):
+        gate_open = step % PERIOD == 0
+        given = [gradients(step, replica) for replica in range(replicas)]
+        matrix.step([G["matrix"] for G in given], gate_open)
+        for name, leaf in leaves.items():
+            step_(leaf, [G[name] for G in given], gate_open, average_weights)
+        for name, reference in {"matrix": matrix, **leaves}.items():
+            for replica, found in enumerate(ranks):
+                for key, actual in found[step - 1][name].items():
+                    wanted = torch.as_tensor(getattr(reference, key)[replica])
+                    error = relative_error(actual, wanted)
+                    assert error < tolerance, (step, replica, name, key)
