@@ -25,12 +25,15 @@ SHARED = (
     "--steps 400 --dim 128 --layers 4 --heads 4 --context 128 --batch-size 8 "
     "--validate-every 50 --validation-tokens 16384"
 )
+BESIDE_MATRICES = "--embedding-lr 6e-3 --head-lr 6e-3 --vector-lr 6e-3"
 RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
-    # Among the best at every step: Dion with the polar direction and Nesterov's momentum.
-    "Muon": "--optimizer dion --direction polar --rank-fraction 1 --nesterov 1.05 --lr 0.02",
-    "CurvaDion": "--optimizer curvadion --lr 0.02 --max-local-steps 10",
-    "CurvaDion-1%": "--optimizer curvadion --lr 0.03 --wire-budget 0.01",
+    # The best method at every step that was found (docs/convergence.md): Muon's direction, with
+    # twice the gradient beside the momentum.
+    "Muon": "--optimizer dion --direction polar --rank-fraction 1 --nesterov 2 --lr 0.02 "
+    f"{BESIDE_MATRICES}",
+    "CurvaDion": f"--optimizer curvadion --lr 0.02 --max-local-steps 10 {BESIDE_MATRICES}",
+    "CurvaDion-1%": f"--optimizer curvadion --lr 0.03 --wire-budget 0.01 {BESIDE_MATRICES}",
 }
 
 

@@ -422,6 +422,7 @@ def test_gaps_are_of_the_settings_with_most_seeds():
         record["fragments"] = 3 if record["method"] == "ours" else 1
     [_, _, _, ours, *_] = records
     records.append({**ours, "fragments": 1, "loss": 0.5})
+    records.append({**ours, "exact_momenta": True, "loss": 0.5})
     without_spectra = {**ours, "spectrum_decay": 0.0, "loss": 0.75}
     records.append(without_spectra)
     [(_, gap)] = ladder.gaps(records).items()
