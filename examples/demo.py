@@ -28,8 +28,8 @@ SHARED = (
 BESIDE_MATRICES = "--embedding-lr 6e-3 --head-lr 6e-3 --vector-lr 6e-3"
 RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
-    # The best method at every step that was found (docs/convergence.md): Muon's direction, with
-    # twice the gradient beside the momentum.
+    # Among the best methods at every step (docs/convergence.md): Muon's direction, with twice the
+    # gradient beside the momentum.
     "Muon": "--optimizer dion --direction polar --rank-fraction 1 --nesterov 2 --lr 0.02 "
     f"{BESIDE_MATRICES}",
     "CurvaDion": f"--optimizer curvadion --lr 0.02 --max-local-steps 10 {BESIDE_MATRICES}",
