@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 
 from command_line import parse
-from simulate import Options, known, selected
+from simulate import Options, record_of, selected
 
 RECORDS = ROOT / "benchmarks" / "results" / "convergence" / "simulated.json"
 TEXTS = {"python": "Python", "cpp": "C++"}
 GRADIENTS = "--method coded_gradients --bits 3 --look-ahead 2"
+
+
+IN_CODES, IN_THREE = "gradients in codes", "three fragments"
 
 
 class Row(NamedTuple):
@@ -41,14 +43,28 @@ class Row(NamedTuple):
         return f"{100 * self.budget:g} %" + (f", {self.how}" if self.how else "")
 
 
-@dataclass(frozen=True)
-class Size:
-    """The best synchronous method of a size, and what is compared with it; flags of simulate.py."""
+class Size(NamedTuple):
+    """The best synchronous method of a size, and what is compared with it; flags of simulate.py.
+
+    averages, rivals: by budget. gradients: in codes, at 10 %.
+    """
 
     name: str
     every: str
     baseline: str
-    rows: tuple[Row, ...]
+    gradients: str
+    averages: dict[float, str]
+    rivals: dict[float, str]
+
+    def rows(self) -> Iterator[Row]:
+        """Yield what the tables have of this size."""
+        for budget, rival in self.rivals.items():
+            ours = self.averages[budget]
+            yield Row(budget, ours, rival)
+            if budget == 0.1:
+                yield Row(budget, self.gradients, rival, IN_CODES)
+            if budget <= 0.01:
+                yield Row(budget, f"{ours} --fragments 3", rival, IN_THREE)
 
 
 def mean_weights(bits: int, lr: float) -> str:
@@ -56,40 +72,46 @@ def mean_weights(bits: int, lr: float) -> str:
     return f"--method muloco --outer-lr 1 --outer-momentum 0 --bits {bits} --lr {lr}"
 
 
-IN_CODES, IN_THREE = "gradients in codes", "three fragments"
-SMALL = Size(
-    "131 thousand parameters",
-    "--steps 640",
-    "--method muon --look-ahead 3 --lr 0.04",
-    (
-        Row(0.1, "--lr 0.08", mean_weights(4, 0.04)),
-        Row(0.1, f"{GRADIENTS} --lr 0.04", mean_weights(4, 0.04), IN_CODES),
-        Row(0.03, "--lr 0.08", mean_weights(2, 0.04)),
-        Row(0.01, "--lr 0.08", mean_weights(1, 0.04)),
-        Row(0.01, "--lr 0.08 --fragments 3", mean_weights(1, 0.04), IN_THREE),
-        Row(0.0025, "--lr 0.04 --look-ahead 4.1", mean_weights(1, 0.02)),
-        Row(0.0025, "--lr 0.04 --look-ahead 4.1 --fragments 3", mean_weights(1, 0.02), IN_THREE),
+# The same in three fragments: our averages without their corrections.
+UNCORRECTED = "--align 0 --polar 0 --spectrum-decay 0 --bits 1 --look-ahead 2 --fragments 3"
+SIZES = (
+    Size(
+        "131 thousand parameters",
+        "--steps 640",
+        "--method muon --look-ahead 3 --lr 0.04",
+        f"{GRADIENTS} --lr 0.04",
+        {
+            0.1: "--lr 0.08",
+            0.03: "--lr 0.08",
+            0.01: "--lr 0.08",
+            0.0025: "--lr 0.04 --look-ahead 4.1",
+        },
+        {
+            0.1: mean_weights(4, 0.04),
+            0.03: mean_weights(2, 0.04),
+            0.01: mean_weights(1, 0.04),
+            0.0025: mean_weights(1, 0.02),
+        },
+    ),
+    Size(
+        "half a million parameters",
+        "--size medium --steps 2400",
+        "--method dion --look-ahead 2 --lr 0.02",
+        f"{GRADIENTS} --lr 0.02",
+        {
+            0.1: "--lr 0.04",
+            0.03: "--lr 0.02",
+            0.01: "--lr 0.02",
+            0.0025: "--lr 0.02 --look-ahead 4.1",
+        },
+        {
+            0.1: mean_weights(4, 0.02),
+            0.03: mean_weights(2, 0.02),
+            0.01: mean_weights(1, 0.02),
+            0.0025: f"{UNCORRECTED} --lr 0.02",
+        },
     ),
 )
-# Mean weights in three fragments: our averages without their corrections.
-UNCORRECTED = (
-    "--align 0 --polar 0 --spectrum-decay 0 --bits 1 --look-ahead 2 --fragments 3 --lr 0.02"
-)
-MEDIUM = Size(
-    "half a million parameters",
-    "--size medium --steps 2400",
-    "--method dion --look-ahead 2 --lr 0.02",
-    (
-        Row(0.1, "--lr 0.04", mean_weights(4, 0.02)),
-        Row(0.1, f"{GRADIENTS} --lr 0.02", mean_weights(4, 0.02), IN_CODES),
-        Row(0.03, "--lr 0.02", mean_weights(2, 0.02)),
-        Row(0.01, "--lr 0.02", mean_weights(1, 0.02)),
-        Row(0.01, "--lr 0.02 --fragments 3", mean_weights(1, 0.02), IN_THREE),
-        Row(0.0025, "--lr 0.02 --look-ahead 4.1", UNCORRECTED),
-        Row(0.0025, "--lr 0.02 --look-ahead 4.1 --fragments 3", UNCORRECTED, IN_THREE),
-    ),
-)
-SIZES = (SMALL, MEDIUM)
 
 
 class Ended(NamedTuple):
@@ -114,29 +136,36 @@ def percent(ratio: float) -> str:
     return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text.replace("-", "−")
 
 
-def ended(records: Sequence[Mapping[str, Any]], flags: str) -> Ended:
+def ended(records: Sequence[dict[str, Any]], flags: str) -> Ended:
     """Return how the trainings ended that simulate.py would run with these flags, three seeds."""
     found = []
     for training in selected(parse(Options, [*flags.split(), "--seed", "0", "1", "2"])):
-        settings = asdict(training).items()
-        record = next((r for r in records if settings <= r.items()), None)
+        record = record_of(training, records)
         if record is None:
             raise ValueError(f"no record of: simulate.py {flags} --seed {training.seed}")
         found.append(record)
     return Ended(tuple(r["loss"] for r in found), found[0]["share"])
 
 
-def by_seed(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def compared(
+    records: Sequence[dict[str, Any]], size: Size, corpus: str, row: Row
+) -> tuple[Ended, Ended, Ended]:
+    """Return how a row's baseline, ours and the best rival ended."""
+    where = f"{size.every} --corpus {corpus}"
+    flags = (size.baseline, *(f"--budget {row.budget} {x}" for x in (row.ours, row.rival)))
+    baseline, ours, rival = (ended(records, f"{where} {each}") for each in flags)
+    return baseline, ours, rival
+
+
+def by_seed(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of all rows."""
     yield "| budget | sent | CurvaDion | above the baseline | by seed | the best rival |"
     yield "|---|---|---|---|---|---|"
     for size in SIZES:
         for corpus, text in TEXTS.items():
-            where = f"{size.every} --corpus {corpus}"
-            baseline = ended(records, f"{where} {size.baseline}")
-            yield f"| **{size.name}**, {text}, baseline {baseline.mean:.3f} | | | | | |"
-            for row in size.rows:
-                ours, rival = both(records, where, row)
+            all_rows = [(row, *compared(records, size, corpus, row)) for row in size.rows()]
+            yield f"| **{size.name}**, {text}, baseline {all_rows[0][1].mean:.3f} | | | | | |"
+            for row, baseline, ours, rival in all_rows:
                 pairs = zip(ours.losses, baseline.losses, strict=True)
                 seeds = ", ".join(percent(x / y).removesuffix(" %") for x, y in pairs)
                 yield (
@@ -146,31 +175,25 @@ def by_seed(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 )
 
 
-def claim(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def claim(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of gaps on both texts, without those of fragments."""
     yield "| parameters | budget | Python: CurvaDion | best rival | C++: CurvaDion | best rival |"
     yield "|---|---|---|---|---|---|"
     for size in SIZES:
         named = size.name.removesuffix(" parameters")
-        for row in (r for r in size.rows if r.how != IN_THREE):
+        for row in (r for r in size.rows() if r.how != IN_THREE):
             cells = [named, row.name]
             for corpus in TEXTS:
-                where = f"{size.every} --corpus {corpus}"
-                baseline = ended(records, f"{where} {size.baseline}")
-                cells += [x.above(baseline) for x in both(records, where, row)]
+                baseline, *both = compared(records, size, corpus, row)
+                cells += [x.above(baseline) for x in both]
             yield f"| {' | '.join(cells)} |"
             named = ""
 
 
-def both(records: Sequence[Mapping[str, Any]], where: str, row: Row) -> tuple[Ended, Ended]:
-    """Return how ours and the best rival of a row ended."""
-    budget = f"{where} --budget {row.budget}"
-    return ended(records, f"{budget} {row.ours}"), ended(records, f"{budget} {row.rival}")
-
-
 def read() -> list[dict[str, Any]]:
-    """Return the records, with the defaults of settings that did not exist when they were made."""
-    return [known(r) for r in json.loads(RECORDS.read_text("utf-8"))["records"]]
+    """Return the records."""
+    records: list[dict[str, Any]] = json.loads(RECORDS.read_text("utf-8"))["records"]
+    return records
 
 
 if __name__ == "__main__":

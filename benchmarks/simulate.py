@@ -166,22 +166,24 @@ def known(record: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **record}
 
 
+def record_of(training: Training, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the record of a training, if there is one."""
+    settings = asdict(training).items()
+    return next((r for r in map(known, records) if settings <= r.items()), None)
+
+
 def add_missing(
     wanted: Sequence[Training], file: Path, command: str, machine: Machine
 ) -> list[dict[str, Any]]:
     """Run the trainings that have no record in a file, and add them; return all wanted records."""
     records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
 
-    def found(training: Training) -> dict[str, Any] | None:
-        settings = asdict(training).items()
-        return next((r for r in map(known, records) if settings <= r.items()), None)
-
-    pending = [training for training in wanted if found(training) is None]
+    pending = [training for training in wanted if record_of(training, records) is None]
     for number, record in enumerate(map_trainings(pending, machine), start=1):
         records.append({**record, "command": command})
         write(file, records)
         print(f"[{number}/{len(pending)}] {record['seconds']:.0f} s", flush=True)
-    return list(filter(None, map(found, wanted)))
+    return [r for training in wanted if (r := record_of(training, records)) is not None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -192,27 +192,35 @@ def sent(step, rank, names, before):
     return torch.cat(blocks)
 
 
+def from_blocks(blocks, shapes):
+    """By name, without the numbers that fill up last blocks."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    each = blocks.split([-(-size // 256) for size in sizes])
+    return {
+        name: rows.flatten()[:size].view(shape)
+        for rows, size, (name, shape) in zip(each, sizes, shapes.items(), strict=True)
+    }
+
+
 def problems_of_step(step, before, after, bits, direction, tolerance):
     """Where replicas went elsewhere than the reference; before, after: held by each."""
     ranks, names = len(after), moving(step, len(after))
     z = [sent(step, rank, names, before) for rank in range(ranks)]
-    (mean, *lost), codes = mean_in_codes(z, bits)
+    received, codes = mean_in_codes(z, bits)
+    shapes = {name: SHAPES[name] for name in names}
+    mean, *lost = (from_blocks(blocks, shapes) for blocks in received)
     margin = 1e-4
     flips = sum(code.largest_flip(margin) for code in codes)
-    first, problems = 0, []
+    problems = []
     for name in SHAPES:
         leaf = Leaf.of(name, None if before is None else before[0][name], direction)
         if name in names:
-            count, size = -(-leaf.X.numel() // 256), leaf.X.numel()
-            expected, *kept = (
-                x[first : first + count].flatten()[:size].view_as(leaf.X) for x in (mean, *lost)
-            )
-            first += count
-            for rank, (each, loss) in enumerate(zip(after, kept, strict=True)):
+            expected = mean[name]
+            for rank, (each, loss) in enumerate(zip(after, lost, strict=True)):
                 G = each[name]["G"]
                 if G is not None and (G - expected).norm() > flips + tolerance * expected.norm():
                     problems.append(f"step {step}: the mean of {name} on {rank}")
-                distance = (each[name]["residual"] - loss).norm()
+                distance = (each[name]["residual"] - loss[name]).norm()
                 if distance > ranks * flips + tolerance * max(1.0, float(z[rank].norm())):
                     problems.append(f"step {step}: what codes lost of {name} on {rank}")
             real = next(each[name]["G"] for each in after if each[name]["G"] is not None)
@@ -308,20 +316,11 @@ def regress_alone(ranks, bits, direction):
             G = slopes(leaves, step, rank)
             z.append(torch.cat([blocks_of((G[name] + owed[name]).flatten()) for name in leaves]))
         received, made = mean_in_codes(z, bits)
-        mean, *lost = (from_blocks(blocks, leaves) for blocks in received)
+        mean, *lost = (from_blocks(blocks, REGRESSION) for blocks in received)
         codes += made
         for name, leaf in leaves.items():
             leaf.step(mean[name])
     return leaves, lost, codes
-
-
-def from_blocks(blocks, leaves):
-    """By name, without the numbers that fill up last blocks."""
-    each = blocks.split([-(-leaf.X.numel() // 256) for leaf in leaves.values()])
-    return {
-        name: rows.flatten()[: leaf.X.numel()].view_as(leaf.X)
-        for rows, (name, leaf) in zip(each, leaves.items(), strict=True)
-    }
 
 
 @pytest.mark.parametrize(("bits", "direction"), [(4, "polar"), (3, "low_rank")])
