@@ -1,10 +1,13 @@
 import os
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
 
@@ -27,6 +30,18 @@ def leave_groups_behind(rank):
     tensor = torch.tensor(rank)
     dist.all_reduce(tensor, group=pairs[rank // 2])
     return tensor.item()
+
+
+def move_shards(rank):
+    """What fills each cache of DTensor that holds meshes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    x = distribute_tensor(torch.ones(4, 6), mesh, [Replicate(), Shard(0)])
+    return (x @ x.mT).redistribute(mesh, [Shard(0), Shard(1)]).full_tensor()
+
+
+def threads_of_groups(rank):
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().startswith("gloo") for task in tasks)
 
 
 def draw(rank):
@@ -96,6 +111,14 @@ def test_workers_are_reused_over_world_sizes():
 def test_groups_do_not_outlive_a_call():
     for _ in range(3):
         assert distributed.run(4, leave_groups_behind) == [1, 1, 5, 5]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
+def test_threads_of_groups_end_with_the_call():
+    before = distributed.run(4, threads_of_groups)
+    for _ in range(2):
+        distributed.run(4, move_shards)
+    assert distributed.run(4, threads_of_groups) == before
 
 
 def test_seed_is_the_same_at_each_call():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -273,7 +274,6 @@ def _answer(
 
 def _clean_up() -> str | None:
     import torch.distributed as dist
-    from torch.distributed.tensor import debug
 
     try:
         if dist.is_initialized():
@@ -281,12 +281,30 @@ def _clean_up() -> str | None:
             dist.destroy_process_group()
     except RuntimeError:
         return traceback.format_exc()
-    cast(
-        Any, debug
-    )._clear_sharding_prop_cache()  # it holds meshes, and those hold destroyed groups
+    _forget_meshes()
     gc.collect()
     _freeze_modules()
     return None
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor: they hold meshes, and so groups, each with a thread that polls.
+
+    A few hundred of these threads take half of two cores.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    cast(Any, debug)._clear_sharding_prop_cache()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # torch 2.11 has none
+        _redistribute.clear_redistribute_planner_cache()
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            classes = (x for x in vars(module).values() if isinstance(x, type))
+            for owner in (module, *classes):
+                for key in tuple(vars(owner)):
+                    cached = getattr(owner, key, None)
+                    if isinstance(cached, functools._lru_cache_wrapper):
+                        cached.cache_clear()
 
 
 def _freeze_modules() -> None:
