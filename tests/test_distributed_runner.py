@@ -32,6 +32,14 @@ def leave_groups_behind(rank):
     return tensor.item()
 
 
+held = []
+
+
+def hold_groups(rank, count):
+    held.extend(dist.new_group() for _ in range(count))
+    return len(held)
+
+
 def move_shards(rank):
     """What fills each cache of DTensor that holds meshes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -113,12 +121,23 @@ def test_groups_do_not_outlive_a_call():
         assert distributed.run(4, leave_groups_behind) == [1, 1, 5, 5]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
+lists_threads = pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads"
+)
+
+
+@lists_threads
 def test_threads_of_groups_end_with_the_call():
     before = distributed.run(4, threads_of_groups)
     for _ in range(2):
         distributed.run(4, move_shards)
     assert distributed.run(4, threads_of_groups) == before
+
+
+@lists_threads
+def test_workers_with_too_many_threads_are_replaced():
+    held = [distributed.run(2, hold_groups, 15)[0] for _ in range(3)]
+    assert held == [15, 30, 15]
 
 
 def test_seed_is_the_same_at_each_call():

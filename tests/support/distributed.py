@@ -9,7 +9,7 @@
 
 Each call gets fresh process groups, and the torch seed 0 on every rank. Module state of the code
 under test survives from call to call, as it does in a notebook. After any failure all workers are
-replaced.
+replaced, and where groups that something still holds have left too many threads behind.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import Any, cast
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 START = 60.0  # seconds for a worker to start
 CLEAN_UP = 10.0  # seconds for a worker to meet the others in a last barrier after a call
+THREADS = 80  # of a worker, at most: a group has three, of which one polls
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -81,10 +82,13 @@ def run(
     if _pool is None:
         _pool = _Pool()
     try:
-        return _pool.run(world_size, call, timeout)
+        results = _pool.run(world_size, call, timeout)
     except BaseException:
         shutdown()  # ranks may be anywhere
         raise
+    if _pool.is_worn():
+        shutdown()
+    return results
 
 
 def free_port() -> int:
@@ -146,6 +150,10 @@ class _Pool:
             worker.wait_until_ready(CLEAN_UP)
         return values
 
+    def is_worn(self) -> bool:
+        """Whether engines of DeepSpeed, which nothing frees, hold many groups of past calls."""
+        return any(worker.threads() > THREADS for worker in self._workers)
+
     def kill(self) -> None:
         for worker in self._workers:
             worker.process.kill()
@@ -179,6 +187,12 @@ class _Worker:
                 "A worker failed between calls. After a call all ranks meet in a barrier: has each "
                 f"of them taken part in the same collectives?\n\n{problem}"
             )
+
+    def threads(self) -> int:
+        """How many there are, where the machine tells (Linux)."""
+        with suppress(OSError):
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        return 0
 
     def stack(self) -> str:
         """Where the worker is now."""
