@@ -32,24 +32,23 @@ def leave_groups_behind(rank):
     return tensor.item()
 
 
-held = []
+groups_held = []
 
 
 def hold_groups(rank, count):
-    held.extend(dist.new_group() for _ in range(count))
-    return len(held)
+    groups_held.extend(dist.new_group() for _ in range(count))
+    return len(groups_held)
 
 
 def move_shards(rank):
-    """What fills each cache of DTensor that holds meshes."""
+    """What fills the caches of DTensor that hold meshes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     x = distribute_tensor(torch.ones(4, 6), mesh, [Replicate(), Shard(0)])
     return (x @ x.mT).redistribute(mesh, [Shard(0), Shard(1)]).full_tensor()
 
 
-def threads_of_groups(rank):
-    tasks = Path("/proc/self/task").iterdir()
-    return sum((task / "comm").read_text().startswith("gloo") for task in tasks)
+def polling(rank):
+    return len(distributed.polling(os.getpid()))
 
 
 def draw(rank):
@@ -128,15 +127,17 @@ lists_threads = pytest.mark.skipif(
 
 @lists_threads
 def test_threads_of_groups_end_with_the_call():
-    before = distributed.run(4, threads_of_groups)
-    for _ in range(2):
-        distributed.run(4, move_shards)
-    assert distributed.run(4, threads_of_groups) == before
+    with distributed.own_workers():
+        assert distributed.run(4, polling) == [1] * 4
+        for _ in range(2):
+            distributed.run(4, move_shards)
+        assert distributed.run(4, polling) == [1] * 4
 
 
 @lists_threads
-def test_workers_with_too_many_threads_are_replaced():
-    held = [distributed.run(2, hold_groups, 15)[0] for _ in range(3)]
+def test_workers_that_hold_many_groups_are_replaced():
+    with distributed.own_workers():
+        held = [distributed.run(2, hold_groups, 15)[0] for _ in range(3)]
     assert held == [15, 30, 15]
 
 

@@ -134,8 +134,8 @@ def test_a_simulation_follows_real_processes(kind):
         assert (X[0] - real[name]).norm() < tolerance * moved, name
     if training.method not in SYNCHRONISED:
         dense = 4 * steps * world.parameters * 2 * (REPLICAS - 1) / REPLICAS
-        # What ranks tell each other once, at the first step, weighs more in few steps.
-        assert share == pytest.approx(sent / dense, rel=0.03 * STEPS / steps)
+        # What ranks tell each other once, at the first step, weighs more in two steps.
+        assert share == pytest.approx(sent / dense, rel=0.03 if steps > 2 else 0.06)
 
 
 def test_held_out_files_are_not_trained_on():

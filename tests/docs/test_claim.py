@@ -1,12 +1,18 @@
 """The tables of losses are what the records say."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 import claim
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+HOW = {
+    "CodedGradients()": claim.IN_CODES,
+    "QuantizedAverage(fragments=3)": claim.IN_THREE,
+}
 
 
 @pytest.mark.parametrize(
@@ -14,6 +20,20 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 )
 def test_tables_are_those_of_the_records(table, page):
     assert "\n".join(table(claim.read())) in (DOCS / page).read_text("utf-8")
+
+
+@pytest.mark.parametrize(("page", "count"), [("README.md", 5), ("docs/choosing.md", 6)])
+def test_gaps_beside_arguments_are_those_of_the_records(page, count):
+    records = claim.read()
+    pattern = r"^\| .*`wire_budget=([\d.]+)(?:, sync=(.+))?`\)? \| ([^|]+ %) \| ([^|]+ %) \|$"
+    found = re.findall(pattern, (ROOT / page).read_text("utf-8"), re.MULTILINE)
+    assert len(found) == count
+    for budget, sync, *cells in found:
+        for size, cell in zip(claim.SIZES, cells, strict=True):
+            wanted = (float(budget), HOW.get(sync, ""))
+            [row] = [r for r in size.rows() if (r.budget, r.how) == wanted]
+            ended = [claim.compared(records, size, corpus, row)[:2] for corpus in claim.TEXTS]
+            assert cell == ", ".join(ours.above(baseline) for baseline, ours in ended), row.name
 
 
 def test_a_missing_record_is_named():

@@ -80,24 +80,6 @@ def test_seconds_to_choose_by_are_those_of_the_cost_model():
         assert (dense, seconds, compute) == (known["AdamW-DDP"], known[method], known["compute"])
 
 
-def test_losses_to_choose_by_are_those_of_the_runs():
-    measured = (ROOT / "docs" / "convergence-lab.md").read_text("utf-8")
-    losses = {}
-    for cells in rows(measured):
-        if len(cells) == 4 and re.fullmatch(r"1\.\d{3}", cells[2]):
-            losses[cells[1].removeprefix("CurvaDion, ").strip("`")] = cells[2:]
-    chosen = [row for row in rows((ROOT / "docs/choosing.md").read_text("utf-8")) if len(row) == 4]
-    names = {
-        "Dion`, full rank, every step": "Dion of full rank, every step",
-        "the same with a look-ahead of 1": "Dion of full rank with a look-ahead of 1, every step",
-    }
-    checked = 0
-    for argument, _, *values in chosen[2:]:
-        assert losses[names.get(argument, argument)] == values, argument
-        checked += 1
-    assert checked == 7
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
     for path in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text("utf-8")):

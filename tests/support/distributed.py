@@ -9,7 +9,7 @@
 
 Each call gets fresh process groups, and the torch seed 0 on every rank. Module state of the code
 under test survives from call to call, as it does in a notebook. After any failure all workers are
-replaced, and where groups that something still holds have left too many threads behind.
+replaced, and so they are when groups of past calls that something still holds become many.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any, cast
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 START = 60.0  # seconds for a worker to start
 CLEAN_UP = 10.0  # seconds for a worker to meet the others in a last barrier after a call
-THREADS = 80  # of a worker, at most: a group has three, of which one polls
+POLLING = 24  # threads of a worker that poll, one a group, before it is replaced
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -115,6 +115,16 @@ def own_workers() -> Iterator[None]:
         _pool = others
 
 
+def polling(process: int | None) -> list[int]:
+    """The threads of a process that poll for gloo's groups; none where no Linux lists them."""
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            if task.read_text().strip() == "gloo_tcp_loop":
+                found.append(int(task.parent.name))
+    return found
+
+
 @atexit.register
 def shutdown() -> None:
     """End all workers; the next :func:`run` starts new ones."""
@@ -151,8 +161,8 @@ class _Pool:
         return values
 
     def is_worn(self) -> bool:
-        """Whether engines of DeepSpeed, which nothing frees, hold many groups of past calls."""
-        return any(worker.threads() > THREADS for worker in self._workers)
+        """Whether something holds many groups of past calls, as DeepSpeed's engines do."""
+        return any(len(polling(worker.process.pid)) > POLLING for worker in self._workers)
 
     def kill(self) -> None:
         for worker in self._workers:
@@ -187,12 +197,6 @@ class _Worker:
                 "A worker failed between calls. After a call all ranks meet in a barrier: has each "
                 f"of them taken part in the same collectives?\n\n{problem}"
             )
-
-    def threads(self) -> int:
-        """How many there are, where the machine tells (Linux)."""
-        with suppress(OSError):
-            return len(os.listdir(f"/proc/{self.process.pid}/task"))
-        return 0
 
     def stack(self) -> str:
         """Where the worker is now."""
@@ -293,9 +297,9 @@ def _clean_up() -> str | None:
         if dist.is_initialized():
             dist.barrier()  # no rank hangs up while another still listens
             dist.destroy_process_group()
-    except RuntimeError:
+        _forget_meshes()
+    except Exception:
         return traceback.format_exc()
-    _forget_meshes()
     gc.collect()
     _freeze_modules()
     return None
@@ -304,21 +308,25 @@ def _clean_up() -> str | None:
 def _forget_meshes() -> None:
     """Empty the caches of DTensor: they hold meshes, and so groups, each with a thread that polls.
 
-    A few hundred of these threads take half of two cores.
+    A thousand of these threads take two fifths of two cores.
     """
     from torch.distributed.tensor import _redistribute, debug
 
     cast(Any, debug)._clear_sharding_prop_cache()
-    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # torch 2.11 has none
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
         _redistribute.clear_redistribute_planner_cache()
-    for name, module in tuple(sys.modules.items()):
-        if name.startswith("torch.distributed.tensor."):
-            classes = (x for x in vars(module).values() if isinstance(x, type))
-            for owner in (module, *classes):
-                for key in tuple(vars(owner)):
-                    cached = getattr(owner, key, None)
-                    if isinstance(cached, functools._lru_cache_wrapper):
-                        cached.cache_clear()
+    for cached in _caches("torch.distributed.tensor."):
+        cached.cache_clear()
+
+
+def _caches(prefix: str) -> list[Any]:
+    """The cached functions and methods of modules whose names begin so."""
+    modules = [module for name, module in tuple(sys.modules.items()) if name.startswith(prefix)]
+    values = [value for module in modules for value in vars(module).values()]
+    for owner in {x for x in values if isinstance(x, type) and x.__module__.startswith(prefix)}:
+        values += [getattr(owner, key, None) for key in vars(owner)]
+    cached = [x for x in values if isinstance(x, functools._lru_cache_wrapper)]
+    return [x for x in cached if x.__module__.startswith(prefix)]
 
 
 def _freeze_modules() -> None:
