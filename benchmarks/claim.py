@@ -24,8 +24,6 @@ from simulate import Options, record_of, selected
 RECORDS = ROOT / "benchmarks" / "results" / "convergence" / "simulated.json"
 TEXTS = {"python": "Python", "cpp": "C++"}
 GRADIENTS = "--method coded_gradients --bits 3 --look-ahead 2"
-
-
 IN_CODES, IN_THREE = "gradients in codes", "three fragments"
 
 

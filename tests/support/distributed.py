@@ -115,14 +115,13 @@ def own_workers() -> Iterator[None]:
         _pool = others
 
 
-def polling(process: int | None) -> list[int]:
-    """The threads of a process that poll for gloo's groups; none where no Linux lists them."""
-    found = []
-    for task in Path(f"/proc/{process}/task").glob("*/comm"):
+def polling(process: int | None) -> int:
+    """How many threads of a process poll for gloo's groups; 0 where no Linux lists them."""
+    count = 0
+    for name in Path(f"/proc/{process}/task").glob("*/comm"):
         with suppress(OSError):  # it has ended
-            if task.read_text().strip() == "gloo_tcp_loop":
-                found.append(int(task.parent.name))
-    return found
+            count += name.read_text().strip() == "gloo_tcp_loop"
+    return count
 
 
 @atexit.register
@@ -162,7 +161,7 @@ class _Pool:
 
     def is_worn(self) -> bool:
         """Whether something holds many groups of past calls, as DeepSpeed's engines do."""
-        return any(len(polling(worker.process.pid)) > POLLING for worker in self._workers)
+        return any(polling(worker.process.pid) > POLLING for worker in self._workers)
 
     def kill(self) -> None:
         for worker in self._workers:
