@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from switches import ROUNDING, switched
+
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,3 +120,23 @@ def test_bulk_data_moves_in_128_bits(compiled):
     assert chosen and all(r["wide_loads"] or r["kernel"] == turned for r in chosen)
     writing = [r for r in chosen if not r["kernel"].endswith("norms")]
     assert writing and all(r["wide_stores"] for r in writing)
+
+
+@pytest.mark.parametrize("switch", [*ROUNDING, "autocast"])
+def test_products_round_where_torch_says_so_by_either_interface(switch, monkeypatch):
+    from curvadion_kernels import low_rank, symmetric
+
+    asked = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, PRECISION, **__: asked.append(PRECISION)
+
+    monkeypatch.setattr(low_rank, "low_rank_kernel", Kernel())
+    monkeypatch.setattr(symmetric, "symmetric_kernel", Kernel())
+    monkeypatch.setattr(symmetric, "gains", lambda *_: True)
+    X, A = torch.ones(4, 4), torch.ones(1, 4, 4)
+    with switched(switch):
+        low_rank.low_rank_update_([X], [X], [X], [0.1], [1.0])
+        symmetric.symmetric_product(A, A, A.clone())
+    assert asked == (["tf32", "tf32"] if switch in ROUNDING else ["tf32x3", "ieee"])
