@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -28,10 +29,12 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+import distributed
 import toy
 from curvadion import (
     RMMC,
     AlwaysOpen,
+    CodedGradients,
     CurvaDion,
     Dion,
     FixedPeriod,
@@ -39,6 +42,8 @@ from curvadion import (
     QuantizedAverage,
     param_groups,
 )
+from switches import ROUNDING, SWITCHES, switched
+from tolerance import Rounding, assert_close
 
 OPTIMIZERS = {
     "dion": Dion,
@@ -151,47 +156,61 @@ def test_is_an_optimizer(make):
 # ---------------------------------------------------------------- global settings of torch
 
 
-@pytest.fixture
-def restored_defaults():
-    yield
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
+SWITCHED = {
+    "low rank": {"threshold": 0.3},
+    "gradient": {"threshold": 0.3, "local_step": "gradient"},
+    "quantized": {"gate": FixedPeriod(2), "sync": QuantizedAverage(spectrum_decay=0.8)},
+    "polar": {"direction": "polar", "sync": CodedGradients()},
+}
 
 
-QUANTIZED = {"gate": FixedPeriod(2), "sync": QuantizedAverage(spectrum_decay=0.8)}
-
-
-@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, QUANTIZED], ids=str)
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
-@pytest.mark.usefixtures("restored_defaults")
-def test_default_dtype_and_device_change_no_bit(options, default):
-    alike = run(CurvaDion(toy.groups(toy.model()), **copy.deepcopy(options)), 4)
-    optimizer = CurvaDion(toy.groups(toy.model()), **copy.deepcopy(options))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def life(options, setting, rank=0, replicas=None):
+    """Weights and states after steps, a synchronisation and a reload, with a setting of torch."""
+    model = toy.model()
+    parameters = list(model.parameters())
+    gradients = []
     for step in range(4):
-        give_gradients(parameters, step)
-        if isinstance(default, str):
-            torch.set_default_device(default)
+        give_gradients(parameters, step + 10 * rank)
+        gradients.append([p.grad for p in parameters])
+    with setting:
+        optimizer = CurvaDion(toy.groups(model), replicas=replicas, **copy.deepcopy(options))
+        for step, given in enumerate(gradients):
+            if step == 3:
+                optimizer.synchronize()
+                optimizer.load_state_dict(optimizer.state_dict())
+            for p, gradient in zip(parameters, given, strict=True):
+                p.grad = gradient.clone()
+            optimizer.step()
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    return parameters, [v for v in states if isinstance(v, torch.Tensor)]
+
+
+@pytest.mark.parametrize("options", SWITCHED.values(), ids=SWITCHED)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_global_switches_of_torch_change_no_bit(options, switch):
+    with_switch, plain = life(options, switched(switch)), life(options, contextlib.nullcontext())
+    for found, expected in zip(with_switch, plain, strict=True):
+        if switch in ROUNDING:  # which rounds products, where the CPU can
+            for a, b in zip(found, expected, strict=True):
+                assert_close(a, b, Rounding(torch.float16, terms=8, condition=10, steps=5))
         else:
-            torch.set_default_dtype(default)
-        optimizer.step()
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-    assert_same([p.detach() for p in parameters], alike)
-    steps = [s["step"] for s in optimizer.state.values() if "step" in s]
-    assert {s.dtype for s in steps} == {torch.float32}
+            assert [t.dtype for t in found] == [t.dtype for t in expected]
+            assert_same(found, expected)
 
 
-@pytest.mark.parametrize("options", [{}, QUANTIZED], ids=str)
-def test_a_step_inside_autocast_is_the_same(options):
-    ends = []
-    for inside in (False, True):
-        optimizer = CurvaDion(toy.groups(toy.model()), **copy.deepcopy(options))
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            ends.append(run(optimizer, 4))
-            if options:
-                optimizer.synchronize(exact=False)
-    assert_same(*ends)
+def lives_of_a_replica(rank, options):
+    """The weights of a replica in the end: without a switch, and with each of them."""
+    settings = [contextlib.nullcontext(), *map(switched, SWITCHES)]
+    lives = [life(options, setting, rank, dist.group.WORLD) for setting in settings]
+    return [[p.detach() for p in parameters] for parameters, _ in lives]
+
+
+@pytest.mark.parametrize("options", SWITCHED.values(), ids=SWITCHED)
+def test_global_switches_of_torch_change_no_bit_of_two_replicas(options):
+    for plain, *lives in distributed.run(2, lives_of_a_replica, options):
+        for switch, found in zip(SWITCHES, lives, strict=True):
+            if switch not in ROUNDING:
+                assert_same(found, plain)
 
 
 def test_data_set_to_another_size_after_the_gradient_is_an_error():
