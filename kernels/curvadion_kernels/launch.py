@@ -215,7 +215,8 @@ def rounds_float32() -> bool:
     This can be read whichever of torch's two interfaces has set it. The older one's own getters
     (get_float32_matmul_precision, allow_tf32) raise once fp32_precision has been set.
     """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -166,7 +166,8 @@ def test_symmetric_products_of_any_dtype_and_size(backend):
     operations.check_symmetric_product_leaves(backend, CPU)
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+# The interpreter is slow: one switch of a kind suffices there.
+@pytest.mark.parametrize("switch", SWITCHES[::2] if INTERPRETED else SWITCHES)
 def test_global_switches_of_torch_change_nothing(backend, switch, monkeypatch):
     force = operations.backend
 
