@@ -67,18 +67,18 @@ class Table:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._written: tuple[array[int], int] | None = None
-        self._on_device = torch.empty(0, dtype=torch.int64, device="cpu")
+        # What was copied last, for which stream, and where it is.
+        self._last: tuple[tuple[array[int], int], Tensor] | None = None
 
     def write(self, cells: array[int]) -> Tensor:
         """The cells as an int64 tensor on the device, for a launch on the current stream."""
-        # Another stream would not wait for this one's copy.
-        wanted = cells, stream_of(self._device)
-        if wanted != self._written:
-            host = torch.frombuffer(cells, dtype=torch.int64)
-            [self._on_device] = to_device([host], self._device)
-            self._written = wanted
-        return self._on_device
+        wanted, last = (cells, stream_of(self._device)), self._last
+        # Another stream would not wait for the copy of this one.
+        if last is None or last[0] != wanted:
+            [on_device] = to_device([torch.frombuffer(cells, dtype=torch.int64)], self._device)
+            # In one piece: another thread may write for its own stream.
+            self._last = last = wanted, on_device
+        return last[1]
 
 
 @dataclass(eq=False)
