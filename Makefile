@@ -45,7 +45,8 @@ test: .venv/installed
 test-plain: .venv/installed
 	CURVADION_BACKEND=torch $(PYTEST)
 
-# Frameworks pin torch, so this environment has none of them.
+# Frameworks pin torch, so this environment has none of them. Triton's interpreter before 3.7 needs
+# numpy 2.3.
 TORCH ?= 2.11.0
 WITHOUT_FRAMEWORKS := tests/update tests/optim tests/layout tests/ops tests/sync tests/comm tests/test_gates.py
 
@@ -54,7 +55,8 @@ test-torch: .venv-$(TORCH)/installed
 
 .venv-$(TORCH)/installed: constraints.txt setup.py
 	$(PYTHON) -m venv .venv-$(TORCH)
-	(grep -vE '^(torch|triton|setuptools)==' constraints.txt; echo torch==$(TORCH)) > .venv-$(TORCH)/constraints.txt
+	(grep -vE '^(torch|triton|setuptools|numpy)==' constraints.txt; \
+		echo 'torch==$(TORCH)'; echo 'numpy<2.4') > .venv-$(TORCH)/constraints.txt
 	.venv-$(TORCH)/bin/python -m pip install --quiet -c .venv-$(TORCH)/constraints.txt -e '.[test]'
 	touch $@
 
