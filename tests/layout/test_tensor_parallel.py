@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.torch_version import TorchVersion
 
 import distributed
 import formulas
@@ -35,7 +36,13 @@ def test_open_gate_trains_to_the_weights_of_one_process(layout):
 @pytest.mark.parametrize(
     ("layout", "local_step", "clip", "sparing", "schedule", "steps"),
     [
-        ("tp", "gradient", 0.5, False, OPEN_STEPS, STEPS),
+        pytest.param(
+            *("tp", "gradient", 0.5, False, OPEN_STEPS, STEPS),
+            marks=pytest.mark.skipif(
+                TorchVersion(torch.__version__) < (2, 13),
+                reason="clip_grad_norm_ of this torch scales partial gradients twice",
+            ),
+        ),
         ("dp x tp", "gradient", None, False, OPEN_STEPS, STEPS),
         ("dp x tp", "dion", None, True, OPEN_STEPS, STEPS),
         ("fsdp x tp", "dion", 0.5, False, OPEN_STEPS, STEPS),
