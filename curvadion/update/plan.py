@@ -28,11 +28,12 @@ from curvadion.update.parameter import (
     names,
     product_dtype,
 )
+from curvadion.update.sizes import most_together
 
 # Group keys that matrices of one stack have in common.
 _STEP_OF_A_STACK = ("direction", "right_factor", "newton_schulz", "newton_schulz_steps")
-# A wave has as many numbers, or this share of the plan's if that is more.
-WAVE, WAVE_SHARE = 2**22, 1 / 32
+# A wave has this share of the plan's numbers if that is more than the device's bound.
+WAVE_SHARE = 1 / 32
 
 
 class Plan:
@@ -147,7 +148,7 @@ class Plan:
     @cached_property
     def numbers_in_a_wave(self) -> float:
         """The most numbers that :meth:`waves` of this plan, and of its parts, hold on a rank."""
-        return most_in_a_wave(sum(map(_numbers_a_shard, self.parameters)))
+        return most_in_a_wave(sum(map(_numbers_a_shard, self.parameters)), self.device)
 
     @cached_property
     def _waves(self) -> list[tuple[Plan, list[int]]]:
@@ -304,9 +305,9 @@ class Plan:
         return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))
 
 
-def most_in_a_wave(numbers: int) -> float:
-    """The most numbers of a wave, in a plan of so many."""
-    return max(WAVE, WAVE_SHARE * numbers)
+def most_in_a_wave(numbers: int, device: torch.device) -> float:
+    """The most numbers of a wave, in a plan of so many on a device."""
+    return max(most_together(device).wave, WAVE_SHARE * numbers)
 
 
 def waves_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:
