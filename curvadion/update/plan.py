@@ -193,15 +193,6 @@ class Plan:
         """That of the matrices, if it is one."""
         return self.dion[0].direction
 
-    def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
-        """One number a matrix, given by stack, in the order of ``matrices``, (k,)."""
-        order = [i for stack in self.stack_positions for i in stack]
-        return torch.cat(list(values))[torch.tensor(order, device="cpu").argsort()]
-
-    def by_stack(self, values: Tensor) -> list[Tensor]:
-        """The inverse of :meth:`by_matrix`."""
-        return [values[stack] for stack in self.stack_positions]
-
     def elementwise_by_group(self) -> list[list[Parameter]]:
         by_group: dict[int, list[Parameter]] = {}
         for parameter in self.elementwise:
@@ -278,11 +269,15 @@ class Plan:
         # In float64, where the squares of tiny and of large numbers fit.
         return self.sum_over_shards(norms.double().square()).sqrt().to(norms.dtype)
 
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards."""
-        if self.inside is None or not self.matrices:
+    def sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix] | None = None) -> Tensor:
+        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards.
+
+        matrices: of the values; None for those of the plan.
+        """
+        matrices = self.matrices if matrices is None else matrices
+        if self.inside is None or not matrices:
             return values
-        slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in self.matrices]
+        slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in matrices]
         buckets = Buckets(slots)
         torch._foreach_copy_(buckets.views, list(values.unbind()))
         buckets.all_reduce_()
@@ -293,16 +288,15 @@ class Plan:
 
         Collective inside the replica.
         """
-        norms = [
-            torch.stack(
-                [
-                    torch.linalg.vector_norm(m.held(x), dtype=product_dtype(x))
-                    for m, x in zip(stack, each, strict=True)
-                ]
-            )
-            for stack, each in zip(self.stacks(), shards, strict=True)
-        ]
-        return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))
+        stacks, norms = self.stacks(), list[Tensor]()
+        for stack, each in zip(stacks, shards, strict=True):
+            held = [m.held(x) for m, x in zip(stack, each, strict=True)]
+            norms += torch._foreach_norm(held, dtype=product_dtype(held[0]))
+        if not norms:
+            return []
+        matrices = [m for stack in stacks for m in stack]
+        squares = self.sum_over_shards(torch.stack(norms).square(), matrices)
+        return list(squares.split([len(stack) for stack in stacks]))
 
 
 def most_in_a_wave(numbers: int, device: torch.device) -> float:
