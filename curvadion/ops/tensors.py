@@ -167,6 +167,14 @@ def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.clamp(-largest(dtype), largest(dtype))
 
 
+def saturate_(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """Limit each value, in place, as :func:`saturated` does; it may be narrower than its dtype."""
+    pairs = zip(values, dtypes, strict=True)
+    limits = [min(largest(dtype), torch.finfo(value.dtype).max) for value, dtype in pairs]
+    torch._foreach_clamp_min_(values, [-limit for limit in limits])
+    torch._foreach_clamp_max_(values, limits)
+
+
 def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor, (k,), on a device, without a copy that the host would wait for."""
     if device.type != "cuda" or not numbers:

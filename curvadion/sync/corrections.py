@@ -47,7 +47,7 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import from_host, largest
+from curvadion.ops.tensors import from_host, saturate_
 from curvadion.update.direction import Taken
 from curvadion.update.parameter import (
     Matrix,
@@ -128,7 +128,7 @@ def moved_since_(taken: Taken, own: Sequence[Tensor]) -> Sequence[Tensor]:
     """D - D_i by stack, in the place of the :func:`weights_of` the step before replicas agreed."""
     for stack, before in zip(taken.stacks, own, strict=True):
         _subtract_from_([m.X for m in stack], before)
-        _limit_(list(before), stack)
+        saturate_(list(before), [m.parameter.X.dtype for m in stack])
     return own
 
 
@@ -173,13 +173,6 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 def _subtract_from_(X: Sequence[Tensor], stack: Tensor) -> None:
     """X - stack, in the place of the stack."""
     torch._foreach_add_(list(stack.neg_()), X)
-
-
-def _limit_(tensors: Sequence[Tensor], matrices: Sequence[Matrix]) -> None:
-    """Limit numbers of matrices to the range of their weights."""
-    limits = [largest(m.parameter.X.dtype) for m in matrices]
-    torch._foreach_clamp_min_(tensors, [-limit for limit in limits])
-    torch._foreach_clamp_max_(tensors, limits)
 
 
 def _alignment_shares(
@@ -278,5 +271,5 @@ def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> Non
                 torch._foreach_copy_(moved, anchors)
             else:
                 torch._foreach_add_(moved, X)
-            _limit_(moved, chosen)
+            saturate_(moved, [x.dtype for x in X])
             torch._foreach_copy_(X, moved)

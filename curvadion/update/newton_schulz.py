@@ -115,10 +115,12 @@ def inverse_root(
     Returns:
         Z, (k, n, n), and the bounds, (k,), float32 or wider.
     """
-    Z = torch.empty_like(G, dtype=dtype or G.dtype)
-    bounds = G.new_empty(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
     n = G.shape[-1]
     count = max(1, most_together(G.device).squares // max(1, n * n))
+    if len(G) <= count:
+        return _inverse_root(G, coefficients, bound, dtype or G.dtype)
+    Z = torch.empty_like(G, dtype=dtype or G.dtype)
+    bounds = G.new_empty(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
     for first in range(0, len(G), count):
         these = slice(first, first + count)
         Z[these], bounds[these] = _inverse_root(G[these], coefficients, bound, Z.dtype)
