@@ -167,7 +167,7 @@ def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.clamp(-largest(dtype), largest(dtype))
 
 
-def saturate_(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+def saturate_(values: list[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     """Limit each value, in place, as :func:`saturated` does; it may be narrower than its dtype."""
     pairs = zip(values, dtypes, strict=True)
     limits = [min(largest(dtype), torch.finfo(value.dtype).max) for value, dtype in pairs]

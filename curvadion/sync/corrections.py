@@ -170,7 +170,7 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
             p.state[SPECTRUM_WEIGHT] = 0.0
 
 
-def _subtract_from_(X: Sequence[Tensor], stack: Tensor) -> None:
+def _subtract_from_(X: list[Tensor], stack: Tensor) -> None:
     """X - stack, in the place of the stack."""
     torch._foreach_add_(list(stack.neg_()), X)
 

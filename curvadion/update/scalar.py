@@ -63,8 +63,8 @@ def elementwise_step(
     narrow = [i for i, x in enumerate(X) if x.dtype == torch.float16]
     others = [i for i, x in enumerate(X) if x.dtype != torch.float16]
     if others:
-        lists = ([each[i] for i in others] for each in (X, G, states))
-        step(*lists, options, limit=True)
+        gradients, moments = [G[i] for i in others], [states[i] for i in others]
+        step([X[i] for i in others], gradients, moments, options, limit=True)
     for i in narrow:  # one after another, so that only one is also held in float32
         wide = {key: state if key == "step" else state.float() for key, state in states[i].items()}
         x = X[i].float()
