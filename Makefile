@@ -4,6 +4,7 @@
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations
+# make headroom           how much of each tolerance is used, over kernels and seeds
 # make docs               the documentation site: site/index.html
 # make soak               20 minutes of random trials beside references: docs/soak.md
 # make clean              remove the environment and whatever was built or run
@@ -20,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain docs soak clean
+.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain headroom docs soak clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -43,6 +44,11 @@ test: .venv/installed
 
 test-plain: .venv/installed
 	CURVADION_BACKEND=torch $(PYTEST)
+
+TESTS ?= tests
+
+headroom: .venv/installed
+	$(BIN)/python tests/headroom.py $(if $(EVERY),--every) $(TESTS)
 
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
