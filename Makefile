@@ -5,6 +5,7 @@
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations
 # make test-torch TORCH=2.11.0  the tests without frameworks, with that release of torch
+# make headroom           how much of each tolerance is used, over kernels and seeds
 # make docs               the documentation site: site/index.html
 # make soak               20 minutes of random trials beside references: docs/soak.md
 # make clean              remove the environment and whatever was built or run
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain test-torch docs soak clean
+.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain test-torch headroom docs soak clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -59,6 +60,11 @@ test-torch: .venv-$(TORCH)/installed
 		echo 'torch==$(TORCH)'; echo 'numpy<2.4') > .venv-$(TORCH)/constraints.txt
 	.venv-$(TORCH)/bin/python -m pip install --quiet -c .venv-$(TORCH)/constraints.txt -e '.[test]'
 	touch $@
+
+TESTS ?= tests
+
+headroom: .venv/installed
+	$(BIN)/python tests/headroom.py $(if $(EVERY),--every) $(TESTS)
 
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -31,7 +31,7 @@ def combinations(*axes):
     return all_pairs(*axes) if INTERPRETED else list(itertools.product(*axes))
 
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = [pytest.mark.numeric, pytest.mark.parametrize("backend", BACKENDS)]
 
 
 @pytest.fixture(autouse=True)
