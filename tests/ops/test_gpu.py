@@ -282,7 +282,7 @@ def test_cuda_graphs_hold_the_operations(backend):
                 assert_close(norms[i], wanted, Rounding(F32, terms=64))
         del junk
     for pair, wanted in zip(lists, expected, strict=True):
-        for actual, one in zip(sum(pair, []), sum(wanted, []), strict=True):
+        for actual, one in zip([*pair[0], *pair[1]], [*wanted[0], *wanted[1]], strict=True):
             assert_close(actual, one, Rounding(F32, steps=3))
 
 
