@@ -18,7 +18,7 @@ from curvadion import CodedGradients, Dion, FixedPeriod, QuantizedAverage
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching
 from deepspeed_replicas import SIZE, ByHand, by_hand_groups, engine_of
-from quantized_reference import Follower, QuantizedReference, spacing_of
+from quantized_reference import Follower, QuantizedReference
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
@@ -273,7 +273,7 @@ def test_codes_of_replicas_follow_a_float64_simulation():
         )  # fmt: skip
         for vector in vectors:
             reference.leaves[vector].lr = ds.ELEMENTWISE_LR
-        follower = Follower(reference, spacing_of(torch.float32))
+        follower = Follower(reference, torch.float32)
         for step in range(LONG):
             opened = each[0][name][step][0]
             assert opened == (step % 3 == 2)

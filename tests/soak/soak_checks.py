@@ -16,7 +16,6 @@ from quantized_reference import (
     deficient,
     elementwise_,
     oriented,
-    spacing_of,
 )
 from reference import DionReference
 from soak_ranks import BEFORE_A_FREEZE, Event, Record, frozen_after, gradient, weights
@@ -135,7 +134,7 @@ class Check:
         self.problems: list[str] = []
         self.reference = reference_of(trial, records)
         dtype = getattr(torch, trial.dtype)
-        self.follower = Follower(self.reference, spacing_of(dtype), trial.seed)
+        self.follower = Follower(self.reference, dtype, seed=trial.seed)
         self.follows = dtype is not torch.bfloat16
         self.held: list[dict[str, dict[str, object]]] = []
         self.local_steps = 0
