@@ -18,6 +18,7 @@ from curvadion import CurvaDion, WireMeter
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 from reference import DionReference, relative_error
+from tolerance import Rounding
 
 FRACTION = 0.3
 LR, ELEMENTWISE_LR = 0.02, 0.01
@@ -344,6 +345,11 @@ class Expected:
         wanted.update({name: copies[place].detach() for name, copies in self.vectors.items()})
         assert sorted(wanted) == sorted(actual)
         return {name: relative_error(actual[name], W) for name, W in wanted.items()}
+
+
+def rounding(steps):
+    """Of float32 weights, which the equations in float64 have exactly."""
+    return Rounding(torch.float32, terms=16 * steps)
 
 
 def scale_(each, max_norm):
