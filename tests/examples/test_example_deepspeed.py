@@ -16,7 +16,8 @@ import demo_deepspeed
 import distributed
 import train_gpt
 import train_gpt_deepspeed
-from example_runs import follow_in_workers
+from example_runs import LOSSES, assert_same_losses, follow_in_workers
+from tolerance import assert_within
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
@@ -48,7 +49,7 @@ def test_every_stage_trains_as_plain_ddp(tmp_path):
         out = tmp_path / str(stage)
         summary = distributed.run(2, with_deepspeed, stage, str(out), "--gate", "always")[0]
         assert json.loads((out / "summary.json").read_text("utf-8")) == summary
-        assert summary["val_loss"] == pytest.approx(wanted["val_loss"], abs=1e-5)
+        assert_same_losses([summary["val_loss"]], [wanted["val_loss"]])
         assert summary["tokens"] == wanted["tokens"]
         assert (summary["open_gate_share"], summary["drift"]) == (1.0, 0.0)
         assert (summary["replicas"], summary["shards"]) == ((1, 2) if stage else (2, 1))
@@ -109,8 +110,8 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(of_demo):
     summaries, printed = of_demo
     names = [summary["name"] for summary in summaries]
     assert names == ["Dion, DDP", "Dion, ZeRO 2", "1 %, HSDP", "1 %, ZeRO 2"]
-    assert all(summary["largest_difference"] < 1e-5 for summary in summaries[:2])
-    assert all(summary["largest_difference"] < 1e-4 for summary in summaries[2:])
+    for summary in summaries:  # the last step is the first that sends codes
+        assert_within(summary["largest_difference"], LOSSES, what=summary["name"])
     assert all(summary["drift"] == 0.0 for summary in summaries)
     assert [summary["open_gate_share"] for summary in summaries] == [1.0, 1.0, 1 / 14, 1 / 14]
     assert "no loss of any step is further from DDP's than" in printed

@@ -187,7 +187,7 @@ def clipped(rank, names):
 def test_gradients_are_clipped_by_one_norm_of_all_replicas():
     each = distributed.run(4, clipped, ["0", "1", "1 BF16_Optimizer", "2 offload", "3"])
     for name in each[0]:
-        assert_within(max(found[name][0] for found in each), ds.rounding(6), what=name)
+        assert_within(max(found[name][0] for found in each), ds.ROUNDING, what=name)
         assert len({found[name][1] for found in each}) == 1 and each[0][name][1] > 10, name
 
 
@@ -361,7 +361,7 @@ def clients(rank, cases):
 def test_an_optimizer_made_in_code_may_have_replicas():
     cases = [(0, 2), (1, 2), (2, 2), (3, 2), (0, 4), (1, 4), (3, 4)]
     for found in distributed.run(4, clients, cases):
-        assert_within(max(found.values()), ds.rounding(4), what=found)
+        assert_within(max(found.values()), ds.ROUNDING, what=found)
 
 
 class Applied(ds.Model):
@@ -508,7 +508,7 @@ def under_init(rank):
 
 def test_a_model_built_under_zero_init_starts_alike_on_all_replicas():
     for error, alike, unchanged, told in distributed.run(4, under_init):
-        assert_within(error, ds.rounding(6))
+        assert_within(error, ds.ROUNDING)
         assert alike and unchanged
         by_key, by_code, keyless = told
         over_all = r"sharded over the ranks \[0, 1, 2, 3\].*"

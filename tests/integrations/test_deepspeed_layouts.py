@@ -56,7 +56,7 @@ def test_partitions_cover_all_elements_once_and_follow_the_equations(name, world
         pytest.skip("this CPU has no float16 arithmetic")  # refused: test_deepspeed_config
     for kind, distances, gates, keys, covered in distributed.run(world, trajectory, configuration):
         assert (kind == "BF16_Optimizer") == name.endswith("BF16_Optimizer")
-        assert_within(max(distances.values()), ds.rounding(STEPS), what=distances)
+        assert_within(max(distances.values()), ds.ROUNDING, what=distances)
         assert gates == [(step + 1, step in ds.OPEN_STEPS) for step in range(STEPS)]
         assert keys == {
             frozenset({"momentum", "Q", "momentum_norm", "R_scale"}),

@@ -57,7 +57,7 @@ def trajectories(rank, names, size):
 def check_trajectories(names, world, size):
     for found in distributed.run(world, trajectories, names, size):
         for name, (distances, opened, covered) in found.items():
-            assert_within(max(distances.values()), ds.rounding(STEPS), what=(name, distances))
+            assert_within(max(distances.values()), ds.ROUNDING, what=(name, distances))
             assert opened == [step in ds.OPEN_STEPS for step in range(STEPS)], name
             if covered is None:
                 continue
@@ -100,7 +100,7 @@ def like_ddp(rank, names):
 
 def test_a_gate_that_is_always_open_is_plain_ddp():
     for found in distributed.run(4, like_ddp, ["0", "0 bf16", "1", "2 bf16", "2", "3", "3 bf16"]):
-        assert_within(max(found.values()), ds.rounding(STEPS), what=found)
+        assert_within(max(found.values()), ds.ROUNDING, what=found)
 
 
 SYNCS = {

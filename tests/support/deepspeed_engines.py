@@ -30,6 +30,7 @@ SCHEDULE = {
     "local_lr": 0.005,
 }
 OPEN_STEPS = (0, 1, 2, 5)  # of the first six
+ROUNDING = Rounding(torch.float32, terms=16)  # of weights after a few steps
 # Shapes that no world size divides, both orientations, matrices smaller than a padding.
 MATRICES = {"tall": (11, 7), "wide": (5, 13), "square": (6, 6), "row": (1, 9), "two": (2, 3)}
 
@@ -345,11 +346,6 @@ class Expected:
         wanted.update({name: copies[place].detach() for name, copies in self.vectors.items()})
         assert sorted(wanted) == sorted(actual)
         return {name: relative_error(actual[name], W) for name, W in wanted.items()}
-
-
-def rounding(steps):
-    """Of float32 weights, which the equations in float64 have exactly."""
-    return Rounding(torch.float32, terms=16 * steps)
 
 
 def scale_(each, max_norm):
