@@ -28,7 +28,7 @@ from simulation.outer import Average, Codes, QuantizedAverage
 from simulation.rivals import OuterMomentum, OuterStep, PowerSGD, Sparse, SparseAverage
 from simulation.training import SYNCHRONISED, Training, trained
 from simulation.world import World
-from tolerance import Rounding, assert_close
+from tolerance import Rounding, assert_close, assert_within
 
 pytestmark = pytest.mark.numeric
 STEPS, REPLICAS = 16, 2

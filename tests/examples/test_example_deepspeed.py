@@ -9,6 +9,7 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 
 import deepspeed_engines as ds
 import demo
@@ -17,7 +18,7 @@ import distributed
 import train_gpt
 import train_gpt_deepspeed
 from example_runs import LOSSES, assert_same_losses, follow_in_workers
-from tolerance import assert_within
+from tolerance import Rounding, assert_within
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
@@ -110,8 +111,11 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(of_demo):
     summaries, printed = of_demo
     names = [summary["name"] for summary in summaries]
     assert names == ["Dion, DDP", "Dion, ZeRO 2", "1 %, HSDP", "1 %, ZeRO 2"]
-    for summary in summaries:  # the last step is the first that sends codes
+    for summary in summaries[:2]:
         assert_within(summary["largest_difference"], LOSSES, what=summary["name"])
+    for summary in summaries[2:]:  # the last step is the first that sends codes
+        rounding = Rounding(torch.float32, terms=256 * summary["steps"])
+        assert_within(summary["largest_difference"], rounding, what=summary["name"])
     assert all(summary["drift"] == 0.0 for summary in summaries)
     assert [summary["open_gate_share"] for summary in summaries] == [1.0, 1.0, 1 / 14, 1 / 14]
     assert "no loss of any step is further from DDP's than" in printed

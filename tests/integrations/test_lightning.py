@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_workers")
 STEPS, SAVED = runs.STEPS, runs.SAVED
 LIGHTNINGS_OWN = 8  # bytes a batch, with which its ranks decide whether to stop
 FEW = 6
-ROUNDING = Rounding(torch.float32, terms=32 * FEW)
+ROUNDING = Rounding(torch.float32, terms=16)
 CLIP = {"norm": 0.05, "value": 0.002}
 
 

@@ -104,7 +104,7 @@ def test_sums_of_means_are_true_but_for_the_last_residuals(world, bits, sizes):
         residuals = sum(residuals[i].double() for _, residuals, _ in ranks)
         true = (sum(x.double() for x in numbers) - residuals) / world
         assert received.shape == sizes[i]
-        assert_close(received, true, Rounding(torch.float32, terms=BLOCK, steps=steps))
+        assert_close(received, true, Rounding(torch.float32, terms=steps))
 
 
 @pytest.mark.parametrize("world", [2, 4])
