@@ -14,8 +14,8 @@ from curvadion.sync.codec import BITS, BLOCK, block_bytes, decode, encode, level
 from curvadion.sync.coded_mean import coded_mean, message_bytes
 from tolerance import Rounding, assert_close
 
-# Mean square errors of the best quantizers of a standard normal number (Max, 1960, table I).
 pytestmark = pytest.mark.numeric
+# Mean square errors of the best quantizers of a standard normal number (Max, 1960, table I).
 LEAST_DISTORTION = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}
 
 

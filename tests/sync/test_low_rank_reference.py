@@ -19,9 +19,9 @@ from reference import DionReference
 from seeded import gradient, weights
 from tolerance import Rounding, assert_close
 
+pytestmark = pytest.mark.numeric
 # The gate opens at the steps 3, 6 and 9.
 STEPS, PERIOD = 10, 3
-pytestmark = pytest.mark.numeric
 SHAPES = {"matrix": (9, 14), "bias": (11,), "table": (7, 5), "scale": (), "signs": (13,)}
 ALGORITHMS = {"bias": "adamw", "table": "adamw", "scale": "adamw", "signs": "lion"}
 # By step and replica: at local steps, after which counters of steps differ, and at an open one.

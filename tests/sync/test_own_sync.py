@@ -34,6 +34,8 @@ from curvadion.update.state import Owner, StateKey, key_of
 from quantized_reference import QuantizedReference
 from tolerance import Rounding, assert_close
 
+pytestmark = pytest.mark.numeric
+
 
 class OuterMomentum(curvadion.Sync):
     """Local steps, then a step of heavy-ball momentum along the mean pseudo-gradient.
@@ -92,7 +94,6 @@ class OuterMomentum(curvadion.Sync):
 
 # -------------------------------------------------------------------- runs
 
-pytestmark = pytest.mark.numeric
 SHAPES = {"tall": (12, 8), "wide": (5, 9), "square": (8, 8), "vector": (7,)}
 NUMBERS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 PERIOD, STEPS = 3, 11

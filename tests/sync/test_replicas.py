@@ -356,8 +356,7 @@ def test_drift_is_the_distance_to_the_mean_and_synchronize_removes_it(replicas):
     drift = ((weights - mean).norm(dim=1).square().mean().sqrt() / mean.norm()).item()
     assert drift > 1e-3
     for _, before, after, X, state, local_steps, norms in ranks:
-        # Replicas are closer to each other than to zero.
-        assert_close(before, drift, Rounding(torch.float32, condition=1 / drift))
+        assert_close(before, drift, Rounding(torch.float32, terms=16))
         assert_within(after, Rounding(torch.float32))
         assert local_steps == 0
         assert all(torch.equal(a, b) for a, b in zip(X, ranks[0][3], strict=True))
