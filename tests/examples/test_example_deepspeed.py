@@ -88,10 +88,11 @@ def test_replicas_train_as_those_of_hsdp(tmp_path, of_demo):
     (*_, hsdp, second), _ = of_demo
     apart, first, third = distributed.run(4, with_replicas, str(tmp_path))[0]
     assert apart["open_gate_share"] == 0 and apart["drift"] > 1e-3
-    assert apart["val_loss"] != pytest.approx(hsdp["val_loss"], rel=2e-3)
+    # Shards of other shapes have other blocks, whose codes lose other numbers.
+    assert apart["val_loss"] != pytest.approx(hsdp["val_loss"], rel=0.02)
     for summary in (first, second, third):
         assert (summary["replicas"], summary["shards"], summary["steps"]) == (2, 2, 14)
-        assert summary["val_loss"] == pytest.approx(hsdp["val_loss"], rel=2e-3)
+        assert summary["val_loss"] == pytest.approx(hsdp["val_loss"], rel=0.02)
         assert summary["tokens"] == hsdp["tokens"]
         assert summary["open_gate_share"] == hsdp["open_gate_share"] == pytest.approx(1 / 14)
         assert summary["drift"] == hsdp["drift"] == 0.0
