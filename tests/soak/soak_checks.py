@@ -20,6 +20,7 @@ from quantized_reference import (
 from reference import DionReference
 from soak_ranks import BEFORE_A_FREEZE, Event, Record, frozen_after, gradient, weights
 from soak_trials import Parameter, Trial
+from tolerance import Rounding
 
 # What a step may send beside codes: the gate, and checks of how replicas are built.
 # A plan that has changed is agreed on first, and then the gate is asked again.
@@ -348,7 +349,7 @@ class Check:
                 whole = torch.zeros(math.prod(shape), dtype=shard.dtype)
             both = filled[indices]
             # Ranks that hold a row of Q between them make it by products of other shapes.
-            spacing = 8 * torch.finfo(shard.dtype).eps if key == "Q" else 0.0
+            spacing = Rounding(shard.dtype, max(shape)).allowed if key == "Q" else 0.0
             here, there = whole[indices][both], shard[both]
             if not torch.allclose(here, there, spacing, spacing, equal_nan=True):
                 self.say(number, f"ranks of replica {replica} hold different {key} of {p.name}")

@@ -450,7 +450,7 @@ class QuantizedReference:
     def _average_together(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
         means = {leaf.name: torch.zeros_like(leaf.anchor[0]) for leaf in leaves}
         for leaf in leaves:
-            leaf.codes = []
+            leaf.codes, leaf.coded_norm = [], 0.0
         for s in range(len(leaves[0].shards)):
             sent = [self._to_send(leaves, i, s) for i in range(self.replicas)]
             received, codes = mean_in_codes(sent, self.bits)
@@ -464,7 +464,8 @@ class QuantizedReference:
                 for i in range(self.replicas):
                     leaf.residual[i][s] = lost[i].clone()
                 leaf.codes += [Code(c.y[span], c.scale[span], c.bits) for c in codes]
-                leaf.coded_norm = max(float(z[span].norm()) for z in sent)
+                norms = (float(z[span].norm()) for z in sent)
+                leaf.coded_norm = max(leaf.coded_norm, *norms)
         return means
 
     def _to_send(self, leaves: Sequence[Leaf], i: int, s: int) -> Tensor:
