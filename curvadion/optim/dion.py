@@ -135,6 +135,7 @@ class Dion(SteppingOptimizer):
                 f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
                 f"{self.sync!r}: leave exact out."
             )
+        self._present_progress()  # waits for signals under way, so that no collectives overlap
         plan = self._known_plan()
         plan.look_up_states()
         kept = [] if self.apart else _of_frozen(plan)

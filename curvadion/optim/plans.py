@@ -235,7 +235,7 @@ def members(param_groups: Sequence[dict[str, Any]]) -> Listing:
 
 
 def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
-    """Raise ValueError if processes with whole weights would never come together."""
+    """Raise ValueError if processes with whole weights would never come together; or warn."""
     between = gate.share is not None or sync.every_step
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
@@ -243,11 +243,14 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"{group_size(plan.inside)} ranks: there is nothing to bring together, and shards send "
             f"their factors at every step. Use Dion, or pass replicas= if there are several."
         )
-    meant = replicas.single or replicas.process_group is not None
-    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
-    if meant or averaged or plan.all_ranks is not None:
+    if replicas.single or plan.all_ranks is not None:
         return
     initialized = dist.is_available() and dist.is_initialized()
+    if initialized:
+        _warn_of_one_rank(gate, replicas)
+    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
+    if averaged or replicas.process_group is not None:
+        return
     if initialized and dist.get_world_size() > 1:
         raise ValueError(
             f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
@@ -265,3 +268,23 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"replicas=torch.distributed.group.WORLD, or replicas='single' if this is meant.",
             stacklevel=checks.frames_up(),
         )
+
+
+def _warn_of_one_rank(gate: Gate, replicas: ReplicaGroup) -> None:
+    """Warn if a process that holds whole weights has no replica, and may be meant to have some."""
+    world, text = dist.get_world_size(), None
+    if world > 1 and replicas.process_group is not None:
+        text = (
+            f"replicas is a process group of this rank alone, and there are {world} ranks: its "
+            f"weights are never averaged with those of another rank. Pass "
+            f"replicas=torch.distributed.group.WORLD or the group of all ranks that train the same "
+            f"weights, or replicas='single' if no other rank does."
+        )
+    elif world == 1 and gate.share is not None:
+        text = (
+            f"gate={gate!r} with one process: there is no other replica to send anything to. Start "
+            f"one process for each replica, as torchrun --nproc-per-node does, or pass "
+            f"replicas='single' if there is to be one."
+        )
+    if text is not None:
+        warnings.warn(text, stacklevel=checks.frames_up())

@@ -143,6 +143,7 @@ def train(rank, layout, delay, gate, fragments, missing):
     group = placed.replicas if layout.startswith("whole") else placed.replicas.get_group()
     between = background_of(group, torch.device("cpu")).group.group_name
     sent = {kind: n.sent for (name, kind), n in meter.records.items() if name == between}
+    sent["all_to_all"] -= 1  # which connects the two replicas
     optimizer.synchronize()
     mine = [local(placed.parameter(name)).numel() for name in placed.trained]
     return history, placed.weights(), (sent, opened, mine), under_way
