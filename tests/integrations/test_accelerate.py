@@ -315,6 +315,10 @@ def mistakes(rank):
         model, _ = prepared(accelerator)
         accelerator.join_uneven_inputs([model])
 
+    def not_told_of_processors():
+        hf.launch("none")
+        attach(Accelerator())
+
     unattached = fresh(attaching=False)
     return {
         "not attached": raised(step, unattached, *prepared(unattached), rank),
@@ -324,6 +328,7 @@ def mistakes(rank):
         "mixed": raised(mixed),
         "some parameters": raised(some_parameters),
         "uneven inputs": raised(uneven),
+        "not told": raised(not_told_of_processors),
         "no accelerator": raised(attach, torch.nn.Linear(1, 1)),
     }
 
@@ -335,6 +340,7 @@ MISTAKES = {
         "with accelerate call curvadion.integrations.accelerate.attach(accelerator)",
     ),
     "attached late": ("RuntimeError", "call attach right after Accelerator(...)"),
+    "not told": ("ValueError", "num_processes=1, but WORLD_SIZE=2", "use_cpu=True", "cpu=True"),
     "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
     "another optimizer": ("ValueError", "SGD and Dion hold parameters of one model"),
     "mixed": ("ValueError", "two optimizers hold parameters of one model", "same replicas="),

@@ -353,6 +353,22 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned(make):
     toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
 
 
+def test_a_compiled_step_is_the_plain_step():
+    def traced(graph, inputs):
+        raise AssertionError(f"dynamo traced the step: {graph.code}")
+
+    states = []
+    for wrap in (lambda step: step, functools.partial(torch.compile, backend=traced)):
+        parameters = matrices()
+        optimizer = Dion(parameters, lr=0.1)
+        step = wrap(optimizer.step)
+        for seed in range(2):
+            give_gradients(parameters, seed)
+            step()
+        states.append([p.detach() for p in parameters])
+    assert_same(*states)
+
+
 def test_step_under_no_grad_still_gives_the_closure_gradients():
     model = toy.model()
     optimizer = CurvaDion(toy.groups(model))
