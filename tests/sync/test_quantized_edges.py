@@ -16,7 +16,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
 import toy
-from curvadion import ByteBudget, CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
+from curvadion import (
+    AlwaysOpen,
+    ByteBudget,
+    CodedGradients,
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    LowRank,
+    QuantizedAverage,
+)
 
 SHAPES = [(8, 6), (6, 6), (5, 9)]
 
@@ -144,6 +153,33 @@ def test_freezing_a_parameter_of_which_each_replica_has_its_own_is_an_error(sync
     for message in distributed.run(2, freeze, 4, sync):
         assert "param_groups[0]['params'][0]" in message and "synchronize()" in message
     assert distributed.run(2, freeze, 3, sync) == ["", ""]
+
+
+def freeze_and_save(rank, algorithm, sync, gate):
+    """Weights before, and all that the optimizer holds after an exact synchronisation."""
+    X = weights()
+    optimizer = optimizer_of([{"params": X, "algorithm": algorithm}], sync=sync, gate=gate)
+    for number in range(3):
+        step(X, optimizer, number, rank)
+    optimizer.synchronize()
+    X[0].requires_grad_(False)
+    before = X[0].detach().clone()
+    for number in range(3, 5):
+        step(X[1:], optimizer, number, rank)
+    X[1].requires_grad_(False)  # no step knows yet
+    optimizer.synchronize(exact=True)
+    held = [{**optimizer.state[x], "weights": x.detach()} for x in X]
+    return before, [{key: torch.as_tensor(value) for key, value in each.items()} for each in held]
+
+
+@pytest.mark.parametrize("algorithm", ["dion", "adamw"])
+@pytest.mark.parametrize("sync", [QuantizedAverage(), CodedGradients()], ids=repr)
+def test_exact_synchronisation_takes_along_the_state_of_frozen_parameters(algorithm, sync):
+    gate = AlwaysOpen() if sync.every_step else FixedPeriod(3)
+    (before, ours), (_, theirs) = distributed.run(2, freeze_and_save, algorithm, sync, gate)
+    assert torch.equal(before, ours[0]["weights"])
+    for one, other in zip(ours, theirs, strict=True):
+        toy.assert_bitwise_equal(one, other)
 
 
 def thaw(rank):
