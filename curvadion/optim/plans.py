@@ -124,13 +124,23 @@ class Plans:
         now = _Ingredients.of(param_groups, states, gate)
         return self._known is not None and not self._known.ingredients.same_as(now)
 
-    def make(self, param_groups: Sequence[dict[str, Any]], states: Any) -> Plan:
-        """A plan; the process groups of the plan before are asked for no more."""
+    def make(self, param_groups: Sequence[dict[str, Any]], states: Any, **wanted: Any) -> Plan:
+        """A plan; the process groups of the plan before are asked for no more.
+
+        wanted: as :meth:`Plan.of` takes it.
+        """
         unions = None if self._known is None else self._known.plan.unions
-        replicas = self._replicas
-        return Plan.of(
-            param_groups, states, replicas.process_group, single=replicas.single, unions=unions
+        group, single = self._replicas.process_group, self._replicas.single
+        return Plan.of(param_groups, states, group, single=single, unions=unions, **wanted)
+
+    def left_out(self, param_groups: Sequence[dict[str, Any]], states: States) -> Plan:
+        """A plan of what has a state and is no part of the known plan, because it was frozen."""
+        known = set() if self.known is None else {id(p.X) for p in self.known.parameters}
+        plan = self.make(
+            param_groups, states, wanted=lambda X: id(X) not in known and bool(states.get(X))
         )
+        plan.look_up_states()
+        return plan
 
     def renew(self, param_groups: Sequence[dict[str, Any]], states: Any, gate: Gate) -> Plan:
         """The plan of the groups as they are now, which all ranks must ask for together.

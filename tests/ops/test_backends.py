@@ -478,6 +478,47 @@ def test_a_cache_of_somebody_else_is_refused(where, package, cache):
     assert said.endswith("set CURVADION_CACHE to a folder of user 0")
 
 
+def mode_666(file):
+    file.chmod(0o666)
+
+
+def of_somebody_else(file):
+    os.chown(file, 12345, -1)
+
+
+def pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def link(file):
+    file.symlink_to(file.rename(file.with_suffix(".elsewhere")))
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("change", "which", "said"),
+    [
+        (mode_666, "library", "others can write to {} (mode 666)"),
+        pytest.param(of_somebody_else, "library", "{} belongs to user 12345", marks=only_root),
+        (pipe, "library", "{} is not a regular file"),
+        (pipe, "checksum", "{} is not a regular file"),
+        (link, "library", "{} is not a regular file"),
+    ],
+)
+def test_a_file_of_the_cache_that_others_could_have_written_is_refused(
+    change, which, said, package, cache
+):
+    library = cache / native.file_name("cpu")
+    file = library if which == "library" else native.checksum_file(library)
+    change(file)
+    answer = load(package, cache.parent)
+    assert answer.startswith(f"unavailable: {said.format(file)}") and answer.endswith("delete it")
+
+
 @needs_library
 def test_a_lock_that_is_a_link_leaves_its_target_alone(package, cache):
     precious = cache.parent / "precious"

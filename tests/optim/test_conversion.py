@@ -303,10 +303,6 @@ def build_old(kind):
 OLD_KINDS = {
     "rmmc": {"threshold": 0.3},
     "budget": {"wire_budget": 0.2, "sync": QuantizedAverage(spectrum_decay=0.0)},
-    "in fragments": {
-        "gate": FixedPeriod(2),
-        "sync": QuantizedAverage(fragments=3, spectrum_decay=0.0),
-    },
 }
 
 

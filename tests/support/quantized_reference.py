@@ -476,10 +476,11 @@ class QuantizedReference:
     def synchronize(self) -> None:
         """Exact: the means of weights with what codes have lost, of momenta, factors, moments.
 
-        Means that are under way are added before.
+        Means that are under way are added before. Frozen weights stay as they are.
         """
         self._arrive_all()
-        for leaf in self.trainable:
+        for leaf in self.leaves.values():
+            before = list(leaf.X)
             for i in range(self.replicas):
                 lost = torch.zeros_like(leaf.X[i])
                 for held, residual in zip(leaf.shards, leaf.residual[i], strict=True):
@@ -491,6 +492,8 @@ class QuantizedReference:
                 if held:
                     mean = sum(held) / len(held)
                     setattr(leaf, key, [mean + 0 for _ in held])
+            if not leaf.trainable:
+                leaf.X = before
             leaf.anchor = [X.clone() for X in leaf.X]
             leaf.S = [torch.zeros_like(S) for S in leaf.S]
             leaf.aligned = [0 for _ in leaf.aligned]
