@@ -73,7 +73,7 @@ def test_more_tensors_than_a_launch_takes():
     with ops.use_backend("cuda"):
         found = ops.norms(X)
     expected = torch.tensor([i * size**0.5 for i, size in enumerate(sizes)], dtype=torch.float64)
-    operations.assert_close(found, expected, float32_roundings=64)
+    operations.assert_close(found, expected, operations.IN_A_NORM)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ def test_the_checks_see_when(old, new, build):
     shapes = operations.SIZES["across blocks"]
     with (
         cuda_on_cpu.in_place_of_cuda(build(old, new)),
-        pytest.raises(AssertionError, match="times the allowed error"),
+        pytest.raises(AssertionError, match="of what Rounding"),
     ):
         operations.check_norms("cuda", CPU, shapes, [F32])

@@ -182,12 +182,10 @@ def test_global_switches_of_torch_change_nothing(backend, switch, monkeypatch):
     operations.check_momentum(backend, CPU, shapes, [F32, F16], [BF16, F32])
     operations.check_local_step(backend, CPU, shapes, [F32, BF16, F16], [F32], [BF16])
     operations.check_columns(backend, CPU, (2, 40, 7), BF16)
-    # TensorFloat-32, which some CPUs have, keeps ten bits of each factor.
-    roundings = 2**13 if switch in ROUNDING else 16
-    operations.check_low_rank_update(
-        backend, CPU, [(40, 24, 7), (24, 40, -8)], [F32], [F32], roundings=roundings
-    )
-    operations.check_symmetric_product(backend, CPU, 2, 33, F32, "rows", roundings=roundings)
+    # TensorFloat-32, which some CPUs have, keeps ten bits of each factor, as float16 does.
+    how = {"arithmetic": F16 if switch in ROUNDING else F32}
+    operations.check_low_rank_update(backend, CPU, [(40, 24, 7), (24, 40, -8)], [F32], [F32], **how)
+    operations.check_symmetric_product(backend, CPU, 2, 33, F32, "rows", **how)
 
 
 if INTERPRETED:  # of the kernel, not of the operation
