@@ -302,7 +302,9 @@ def wire_budget(
     brings the lengths of all matrices.
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
-    waves = waves_of_sizes(((size, False) for size in sizes), most_in_a_wave(sum(sizes)))
+    # Of a processor: a GPU's are larger, so this counts more messages than it sends.
+    most = most_in_a_wave(sum(sizes), torch.device("cpu"))
+    waves = waves_of_sizes(((size, False) for size in sizes), most)
     bits = bits or bits_of_weights(share, 1)
     sent = [GATE, Traffic("all_to_all", 2 * (waves[-1] + 1), 2 * message_bytes(sizes, bits))]
     matrices = len(shapes.matrices)

@@ -34,7 +34,7 @@ from curvadion import ops
 from curvadion.ops import reference as plain
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of
 from curvadion.ops.tensors import FixedTensors, Tensors
-from curvadion.update.newton_schulz import TOGETHER, TOGETHER_ELSEWHERE
+from curvadion.update.sizes import most_together
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
 
@@ -144,7 +144,7 @@ def _products(p: Problem) -> dict[str, tuple[Callable[[Any], object], int, int]]
     for x in p.X:
         B = x if x.shape[0] >= x.shape[1] else x.mT
         stacks.setdefault((B.shape[0], B.shape[1]), []).append(B)
-    alike = {n: TOGETHER.get(p.X[0].device.type, TOGETHER_ELSEWHERE) // n**2 for _, n in stacks}
+    alike = {n: most_together(p.X[0].device).squares // n**2 for _, n in stacks}
     factors = [torch.stack(found[: max(1, alike[n])]) for (_, n), found in stacks.items()]
     # Numbers of squares stay about as large as those of factors.
     squares = [B.mT @ (B / (B.shape[1] * B.shape[2]) ** 0.5) for B in factors]

@@ -100,11 +100,9 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         return
     for chunk in chunks(tensors):
         bucket = Buckets([Slot(tuple(t.shape), group, _sum_dtype(t), t.device) for t in chunk])
-        for view, tensor in zip(bucket.views, chunk, strict=True):
-            view.copy_(tensor)
+        torch._foreach_copy_(bucket.views, chunk)
         bucket.all_reduce_(divide_by=size)
-        for view, tensor in zip(bucket.views, chunk, strict=True):
-            tensor.copy_(view)
+        torch._foreach_copy_(chunk, bucket.views)
 
 
 def chunks(

@@ -167,6 +167,24 @@ def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.clamp(-largest(dtype), largest(dtype))
 
 
+def saturate_(values: list[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """Limit each value, in place, as :func:`saturated` does; it may be narrower than its dtype."""
+    pairs = zip(values, dtypes, strict=True)
+    limits = [min(largest(dtype), torch.finfo(value.dtype).max) for value, dtype in pairs]
+    torch._foreach_clamp_min_(values, [-limit for limit in limits])
+    torch._foreach_clamp_max_(values, limits)
+
+
+def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor, (k,), on a device, without a copy that the host would wait for."""
+    if device.type != "cuda" or not numbers:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    if numbers.count(numbers[0]) == len(numbers):
+        return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device)
+    pinned = torch.tensor(numbers, dtype=dtype, device="cpu").pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
 def norm_and_sum(x: Tensor) -> Tensor:
     """Norm and sum of a tensor, (2,) float64. Only a chunk is held in float64 at a time."""
     flat = x.mT if x.dim() == 2 and not x.is_contiguous() and x.mT.is_contiguous() else x

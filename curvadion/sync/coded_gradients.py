@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import saturated
+from curvadion.ops.tensors import saturate_
 from curvadion.sync.anchored import coded_together, cut_alike
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.codec import BITS, FORMAT, bits_within, check_bits, coded_share
@@ -29,6 +29,7 @@ from curvadion.sync.coded_mean import (
     ResidualDtype,
     check_residual_dtype,
     coded_mean,
+    decoded_together,
     message_bytes,
 )
 from curvadion.sync.decision import GATE_BYTES, Moving
@@ -152,9 +153,10 @@ class CodedGradients(Sync):
                 residuals = [local(p.state[RESIDUAL]) for p in alike[first : first + len(chunk)]]
                 first += len(chunk)
                 means = coded_mean(chunk, residuals, self.bits, replicas)
-                for gradient, mean in zip(chunk, means, strict=True):
-                    wide = mean.to(torch.promote_types(mean.dtype, gradient.dtype))
-                    gradient.copy_(saturated(wide, gradient.dtype))
+                for some in decoded_together(chunk):
+                    wide = list(islice(means, len(some)))
+                    saturate_(wide, [gradient.dtype for gradient in some])
+                    torch._foreach_copy_(some, wide)
 
     def come_together(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
         """Average what was loaded and may be each replica's own; else they are together."""

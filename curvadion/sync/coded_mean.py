@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import checks, ops
-from curvadion.comm.collectives import shares
+from curvadion.comm.collectives import chunks, shares
 from curvadion.ops.codes import BLOCK, block_bytes, blocks_of, part, rows_of
 from curvadion.ops.tensors import saturated
+from curvadion.update.sizes import most_together
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
@@ -47,8 +48,8 @@ def coded_mean(
 
     Yields:
         Float32 tensors of X's shapes. Nothing is sent before the first is asked for, and all is
-        sent then. Besides one tensor, twice the codes and a share of the numbers in float32 are
-        held meanwhile.
+        sent then. Besides the tensors of :func:`decoded_together`, twice the codes and a share of
+        the numbers in float32 are held meanwhile.
 
     Sends: 2 (n - 1) / n times the codes of all numbers, as :func:`message_bytes` gives them, on
     average over the n ranks.
@@ -60,11 +61,18 @@ def coded_mean(
     message = encode(X, (), residuals, bits, group)
     message.exchange_(group)
     message.store_losses_(residuals)
-    codes = message.codes
-    for residual, rows in zip(residuals, rows_of(residuals), strict=True):
-        mean = torch.empty(residual.shape, dtype=torch.float32, device=residual.device)
-        ops.decode_([mean], codes[rows], bits)
-        yield mean
+    left = message.codes
+    for some in decoded_together(residuals):
+        means = [torch.empty(r.shape, dtype=torch.float32, device=r.device) for r in some]
+        rows = sum(blocks_of(r.numel()) for r in some)
+        ops.decode_(means, left[:rows], bits)
+        left = left[rows:]
+        yield from means
+
+
+def decoded_together(X: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors whose means are held together."""
+    return chunks(X, 4 * most_together(X[0].device).wave)
 
 
 def add_coded_mean_(

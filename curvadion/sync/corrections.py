@@ -47,9 +47,16 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import largest, saturated
+from curvadion.ops.tensors import from_host, saturate_
 from curvadion.update.direction import Taken
-from curvadion.update.parameter import Matrix, Parameter, open_shards, product_dtype, stacked
+from curvadion.update.parameter import (
+    Matrix,
+    Parameter,
+    batches,
+    open_shards,
+    product_dtype,
+    stacked,
+)
 from curvadion.update.plan import Plan
 from curvadion.update.row_shards import (
     cut_columns,
@@ -77,10 +84,10 @@ def lengths_since_anchor(plan: Plan, key: str = LR_SINCE_ANCHOR) -> list[Tensor]
     key: of the state that has the sum of lr.
     """
     return [
-        torch.tensor(
+        from_host(
             [m.parameter.state[key] * m.update_scale for m in stack],
-            dtype=product_dtype(stack[0].parameter.X),
-            device=stack[0].parameter.X.device,
+            product_dtype(stack[0].parameter.X),
+            stack[0].parameter.X.device,
         )
         for stack in plan.stacks()
     ]
@@ -94,9 +101,7 @@ def agree_on_lengths_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
     counted = [p for p in plan.dion if LR_SINCE_ANCHOR in p.state]
     if group_size(replicas) == 1 or not counted:
         return
-    sums = torch.tensor(
-        [p.state[LR_SINCE_ANCHOR] for p in counted], dtype=torch.float64, device=plan.device
-    )
+    sums = from_host([p.state[LR_SINCE_ANCHOR] for p in counted], torch.float64, plan.device)
     dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=replicas)
     for p, largest_sum in zip(counted, sums.tolist(), strict=True):
         p.state[LR_SINCE_ANCHOR] = largest_sum
@@ -108,8 +113,7 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
     Codes move weights further than the steps since the last agreement did if the learning rate has
     fallen: they make up for what they lost when steps were longer.
     """
-    within = torch.maximum(torch.as_tensor(limit, dtype=size.dtype, device=size.device), size)
-    return factor / within.clamp_min(TINY)
+    return factor / size.clamp_min(limit).clamp_min(TINY)
 
 
 # -------------------------------------------------------------------- momentum alignment
@@ -123,8 +127,8 @@ def weights_of(taken: Taken) -> list[Tensor]:
 def moved_since_(taken: Taken, own: Sequence[Tensor]) -> Sequence[Tensor]:
     """D - D_i by stack, in the place of the :func:`weights_of` the step before replicas agreed."""
     for stack, before in zip(taken.stacks, own, strict=True):
-        for m, x in zip(stack, before, strict=True):
-            _difference_(m.X, x)
+        _subtract_from_([m.X for m in stack], before)
+        saturate_(list(before), [m.parameter.X.dtype for m in stack])
     return own
 
 
@@ -166,9 +170,9 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
             p.state[SPECTRUM_WEIGHT] = 0.0
 
 
-def _difference_(X: Tensor, own: Tensor) -> None:
-    """X - own, in the place of own; saturated, as weights are."""
-    own.neg_().add_(X).clamp_(-largest(X.dtype), largest(X.dtype))
+def _subtract_from_(X: list[Tensor], stack: Tensor) -> None:
+    """X - stack, in the place of the stack."""
+    torch._foreach_add_(list(stack.neg_()), X)
 
 
 def _alignment_shares(
@@ -197,8 +201,7 @@ def anchors_of(plan: Plan) -> list[Tensor]:
 def anchors_moved_(plan: Plan, before: Sequence[Tensor]) -> Sequence[Tensor]:
     """D by stack, in the place of the :func:`anchors_of` the plan before replicas agreed."""
     for stack, each in zip(plan.stacks(), before, strict=True):
-        for m, v in zip(stack, each, strict=True):
-            v.neg_().add_(m.read(_anchor(m)))
+        _subtract_from_([m.read(_anchor(m)) for m in stack], each)
     return before
 
 
@@ -225,8 +228,7 @@ def correct_polar_(
     for stack, each, length, square in zip(stacks, changes, lengths, squares, strict=True):
         limit = LARGEST_CORRECTION * math.sqrt(min(stack[0].layout.shape))
         share = _clip(limit, limit, square.sqrt())
-        moves = [change.mul_(alpha) for change, alpha in zip(each, length * share, strict=True)]
-        _move(stack, moves, together=together)
+        _move(stack, each.mul_((length * share).to(each.dtype)[:, None, None]), together=together)
 
 
 def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
@@ -255,9 +257,19 @@ def _anchor(m: Matrix) -> Tensor:
     return local(m.parameter.state[ANCHOR])
 
 
-def _move(matrices: Sequence[Matrix], changes: Sequence[Tensor], *, together: bool) -> None:
-    """anchor <- anchor + change, X <- anchor if they are together, else X + change."""
-    for m, change in zip(matrices, changes, strict=True):
-        with open_shards([m], [_anchor(m)], [m.parameter.local]) as ((anchor,), (X,)):
-            anchor.add_(change)
-            X.copy_(saturated(anchor if together else change.add_(X), X.dtype))
+def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
+    """anchor <- anchor + change, X <- anchor if they are together, else X + change.
+
+    changes: (k, m_i, n_j); overwritten.
+    """
+    for batch in batches(matrices):
+        chosen, moved = matrices[batch], list(changes[batch])
+        weights = [m.parameter.local for m in chosen]
+        with open_shards(chosen, [_anchor(m) for m in chosen], weights) as (anchors, X):
+            torch._foreach_add_(anchors, moved)
+            if together:
+                torch._foreach_copy_(moved, anchors)
+            else:
+                torch._foreach_add_(moved, X)
+            saturate_(moved, [x.dtype for x in X])
+            torch._foreach_copy_(X, moved)

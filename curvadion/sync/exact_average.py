@@ -25,16 +25,16 @@ def average_(
 ) -> None:
     """Replace tensors and scalar counters by their means over the replicas: the same bits on each.
 
-    Counters (one number each, often on the CPU) travel together as one tensor.
+    Counters (one number each, on the CPU or the GPU) travel together as one tensor.
     """
     if group_size(replicas) == 1:
         return
     mean_(tensors, replicas)
     if tensors and counters:
-        packed = torch.stack([c.detach() for c in counters]).to(tensors[0].device)
+        device = tensors[0].device
+        packed = torch.stack([c.detach().to(device) for c in counters])
         mean_([packed], replicas)
-        for counter, value in zip(counters, packed.to(counters[0].device).unbind(), strict=True):
-            counter.copy_(value)
+        torch._foreach_copy_(list(counters), list(packed.to(counters[0].device).unbind()))
 
 
 def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:

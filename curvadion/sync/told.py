@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.background import Background, Exchange, no_background
+from curvadion.ops.tensors import from_host
 from curvadion.sync.decision import Notice, notice_of
 from curvadion.update.plan import Plan
 
@@ -70,7 +71,8 @@ class Told(NamedTuple):
         cls, word: int, signal: int | None, step: int, due: int, plan: Plan, background: Background
     ) -> Told:
         """Tell the other replicas."""
-        words = torch.tensor([word, -word if signal is None else signal], device=plan.device)
+        both = [word, -word if signal is None else signal]
+        words = from_host(both, torch.int64, plan.device)
 
         def exchange() -> Tensor:
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=background.group)

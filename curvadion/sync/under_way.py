@@ -24,7 +24,7 @@ from curvadion import ops
 from curvadion.comm.background import Background, Exchange, Stopwatch
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import rows_of
-from curvadion.ops.tensors import saturated
+from curvadion.ops.tensors import from_host, saturated
 from curvadion.sync.coded_mean import Message, encode, moved_since
 from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update.parameter import Parameter
@@ -52,7 +52,7 @@ class Lengths:
         matrices = [p for p in parameters if p.matrices]
         counted = [p.state.get(LR_SINCE_ANCHOR, 0.0) for p in matrices]
         device = matrices[0].local.device if matrices else torch.device("cpu")
-        lengths = torch.tensor(counted, dtype=torch.float64, device=device)
+        lengths = from_host(counted, torch.float64, device)
 
         def exchange() -> Tensor:
             if len(lengths):

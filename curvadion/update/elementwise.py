@@ -10,7 +10,7 @@ from torch import Tensor
 from curvadion.layout.dtensor import local
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
-from curvadion.update.scalar import elementwise_step
+from curvadion.update.scalar import elementwise_step, place_counter_
 
 
 def own_gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
@@ -26,6 +26,8 @@ def elementwise_steps(plan: Plan, gradients: Sequence[Tensor]) -> None:
         gradients: of ``plan.elementwise``.
     """
     gradient = {id(p): G for p, G in zip(plan.elementwise, gradients, strict=True)}
+    for p in plan.elementwise:
+        place_counter_(p.state, p.local)
     for parameters in plan.elementwise_by_group():
         elementwise_step(
             parameters[0].group["algorithm"],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import look_ahead_
@@ -145,9 +146,10 @@ def _drop(matrices: Sequence[Matrix], low_rank: LowRank) -> Tensor:
     float64. Holds for orthonormal P. R may be the mean over replicas; M^T P is this replica's own.
     """
     layout = matrices[0].layout
-    c = low_rank.scale.new_tensor([m.feedback for m in matrices])
+    scale = low_rank.scale
+    c = from_host([m.feedback for m in matrices], scale.dtype, scale.device)
     # Lengths of about one, whose squares fit into any dtype.
-    unit = low_rank.scale.clamp_min(torch.finfo(low_rank.R.dtype).tiny)
+    unit = scale.clamp_min(torch.finfo(low_rank.R.dtype).tiny)
     R, own_R = (each / unit.to(each.dtype)[:, None, None] for each in (low_rank.R, low_rank.own_R))
     inner = (own_R * R).sum(dim=(1, 2))
     square = layout.columns.counted(R).square().sum(dim=(1, 2)) * layout.share_of_R()

@@ -42,7 +42,8 @@ def matrix_step(
             wave, gradients, step=step, inside_replica=inside_replica, remember=remember
         )
         if norms is not None and (dropped := taken.drops()):
-            drops |= zip(map(id, wave.matrices), wave.by_matrix(dropped), strict=True)
+            matrices = [m for stack in taken.stacks for m in stack]
+            drops |= zip(map(id, matrices), torch.cat(dropped).unbind(), strict=True)
         del taken  # before the next wave takes its memory
     if norms is None or not plan.matrices:
         return

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.update.sizes import most_together
 
 Coefficients = tuple[float, float, float]
 
@@ -41,9 +42,6 @@ SMALLEST_IN_HALF = 3e-3
 NARROW = 0.01
 # By what singular values are divided before an iteration in half precision.
 SAFETY = 1.01
-# Numbers of n x n matrices that are iterated together: bounds the memory, and keeps caches warm.
-TOGETHER = {"cpu": 2**20}
-TOGETHER_ELSEWHERE = 2**24
 
 
 @lru_cache
@@ -117,10 +115,12 @@ def inverse_root(
     Returns:
         Z, (k, n, n), and the bounds, (k,), float32 or wider.
     """
+    n = G.shape[-1]
+    count = max(1, most_together(G.device).squares // max(1, n * n))
+    if len(G) <= count:
+        return _inverse_root(G, coefficients, bound, dtype or G.dtype)
     Z = torch.empty_like(G, dtype=dtype or G.dtype)
     bounds = G.new_empty(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
-    n = G.shape[-1]
-    count = max(1, TOGETHER.get(G.device.type, TOGETHER_ELSEWHERE) // max(1, n * n))
     for first in range(0, len(G), count):
         these = slice(first, first + count)
         Z[these], bounds[these] = _inverse_root(G[these], coefficients, bound, Z.dtype)

@@ -25,6 +25,7 @@ from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent
 from curvadion.update.cholesky import inverse_triangle, none_set, without
+from curvadion.update.sizes import most_together
 
 # Added to the diagonal of a float64 Gram matrix, which is one, so that the Cholesky factorisation
 # does not fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
@@ -37,10 +38,6 @@ ERRORS_OF_A_PRODUCT = 8.0
 FALLEN = 3e-5
 # Columns shorter than this, in units of their dtype's smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
-# The float64 numbers that a slice of a stack may take: 128 MiB, or those of one matrix.
-WORKSPACE = 2**24
-# On a CPU fewer, which its caches hold.
-WORKSPACE_ON_CPU = 2**20
 # In a product with more, rounding errors of float32 sums may show.
 ROWS_IN_A_PRODUCT = 2**10
 # After the first pass the diagonal of the Cholesky factor is about one. Where it is larger than
@@ -278,8 +275,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
 def _slices(p: Tensor) -> list[slice]:
     """Slices of a stack that bound the memory of float64 copies."""
     k, m, r = p.shape
-    workspace = min(WORKSPACE, WORKSPACE_ON_CPU) if p.device.type == "cpu" else WORKSPACE
-    count = max(1, workspace // max(1, m * r + 6 * r * r))
+    count = max(1, most_together(p.device).wide // max(1, m * r + 6 * r * r))
     return [slice(first, first + count) for first in range(0, k, count)]
 
 

@@ -28,11 +28,12 @@ from curvadion.update.parameter import (
     names,
     product_dtype,
 )
+from curvadion.update.sizes import most_together
 
 # Group keys that matrices of one stack have in common.
 _STEP_OF_A_STACK = ("direction", "right_factor", "newton_schulz", "newton_schulz_steps")
-# A wave has as many numbers, or this share of the plan's if that is more.
-WAVE, WAVE_SHARE = 2**22, 1 / 32
+# A wave has this share of the plan's numbers if that is more than the device's bound.
+WAVE_SHARE = 1 / 32
 
 
 class Plan:
@@ -147,7 +148,7 @@ class Plan:
     @cached_property
     def numbers_in_a_wave(self) -> float:
         """The most numbers that :meth:`waves` of this plan, and of its parts, hold on a rank."""
-        return most_in_a_wave(sum(map(_numbers_a_shard, self.parameters)))
+        return most_in_a_wave(sum(map(_numbers_a_shard, self.parameters)), self.device)
 
     @cached_property
     def _waves(self) -> list[tuple[Plan, list[int]]]:
@@ -191,15 +192,6 @@ class Plan:
     def direction(self) -> str:
         """That of the matrices, if it is one."""
         return self.dion[0].direction
-
-    def by_matrix(self, values: Sequence[Tensor]) -> Tensor:
-        """One number a matrix, given by stack, in the order of ``matrices``, (k,)."""
-        order = [i for stack in self.stack_positions for i in stack]
-        return torch.cat(list(values))[torch.tensor(order, device="cpu").argsort()]
-
-    def by_stack(self, values: Tensor) -> list[Tensor]:
-        """The inverse of :meth:`by_matrix`."""
-        return [values[stack] for stack in self.stack_positions]
 
     def elementwise_by_group(self) -> list[list[Parameter]]:
         by_group: dict[int, list[Parameter]] = {}
@@ -277,11 +269,15 @@ class Plan:
         # In float64, where the squares of tiny and of large numbers fit.
         return self.sum_over_shards(norms.double().square()).sqrt().to(norms.dtype)
 
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards."""
-        if self.inside is None or not self.matrices:
+    def sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix] | None = None) -> Tensor:
+        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards.
+
+        matrices: of the values; None for those of the plan.
+        """
+        matrices = self.matrices if matrices is None else matrices
+        if self.inside is None or not matrices:
             return values
-        slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in self.matrices]
+        slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in matrices]
         buckets = Buckets(slots)
         torch._foreach_copy_(buckets.views, list(values.unbind()))
         buckets.all_reduce_()
@@ -292,21 +288,20 @@ class Plan:
 
         Collective inside the replica.
         """
-        norms = [
-            torch.stack(
-                [
-                    torch.linalg.vector_norm(m.held(x), dtype=product_dtype(x))
-                    for m, x in zip(stack, each, strict=True)
-                ]
-            )
-            for stack, each in zip(self.stacks(), shards, strict=True)
-        ]
-        return self.by_stack(self.sum_over_shards(self.by_matrix(norms).square()))
+        stacks, norms = self.stacks(), list[Tensor]()
+        for stack, each in zip(stacks, shards, strict=True):
+            held = [m.held(x) for m, x in zip(stack, each, strict=True)]
+            norms += torch._foreach_norm(held, dtype=product_dtype(held[0]))
+        if not norms:
+            return []
+        matrices = [m for stack in stacks for m in stack]
+        squares = self.sum_over_shards(torch.stack(norms).square(), matrices)
+        return list(squares.split([len(stack) for stack in stacks]))
 
 
-def most_in_a_wave(numbers: int) -> float:
-    """The most numbers of a wave, in a plan of so many."""
-    return max(WAVE, WAVE_SHARE * numbers)
+def most_in_a_wave(numbers: int, device: torch.device) -> float:
+    """The most numbers of a wave, in a plan of so many on a device."""
+    return max(most_together(device).wave, WAVE_SHARE * numbers)
 
 
 def waves_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets
+from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.newton_schulz import (
@@ -141,7 +142,7 @@ class PolarTaken(Taken):
         for p, weight in weights.items():
             p.state[SPECTRUM_WEIGHT] = weight
         return [
-            S.new_tensor([weights[m.parameter] for m in matrices])[:, None, None]
+            from_host([weights[m.parameter] for m in matrices], S.dtype, S.device)[:, None, None]
             for matrices, S in zip(self.stacks, summands.views, strict=True)
         ]
 

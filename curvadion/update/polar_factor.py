@@ -203,9 +203,9 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
     for s, run in groupby([places[number] for number in shared.mine], lambda place: place[0]):
         matrices = [i for _, i in run]
         G = unpack(torch.stack(list(islice(sums, len(matrices)))), min(works[s].layout.shape))
-        Z, scale = _root(
-            works[s]._replace(G=G, e=works[s].e[matrices], scale=works[s].scale[matrices])
-        )
+        # Not indexed by the list, which would be copied to the device.
+        e, scale = (torch.stack([t[i] for i in matrices]) for t in (works[s].e, works[s].scale))
+        Z, scale = _root(works[s]._replace(G=G, e=e, scale=scale))
         own += _with(pack(Z), scale)
     behind = works[0].scale.dtype.itemsize // summands[0].dtype.itemsize
     sizes = [len(row) + behind for row in summands]

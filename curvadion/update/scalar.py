@@ -10,20 +10,32 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from curvadion import ops
 from curvadion.ops.tensors import saturated
 
 STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
 
 
 def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
-    """Zero moments of X's shape and dtype, and a float32 step counter on the CPU.
+    """Zero moments of X's shape and dtype, and a float32 step counter.
 
+    The counter is on the CPU, but beside X on a GPU, whose fused AdamW reads it there.
     Moments of float16 parameters are float32, because in float16 the square of a gradient overflows
     above 256 and becomes zero below 2e-4.
     """
     dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
     state = {key: torch.zeros_like(X, dtype=dtype) for key in STATE_KEYS[algorithm]}
-    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **state}
+    return {"step": torch.zeros((), dtype=torch.float32, device=_counter_device(X)), **state}
+
+
+def place_counter_(state: dict[str, Any], X: Tensor) -> None:
+    """Bring a step counter, as a checkpoint may hold it, to where :func:`create_state` has it."""
+    if state["step"].device.type != X.device.type:
+        state["step"] = state["step"].to(_counter_device(X))
+
+
+def _counter_device(X: Tensor) -> torch.device:
+    return X.device if X.device.type == "cuda" else torch.device("cpu")
 
 
 def elementwise_step(
@@ -37,7 +49,8 @@ def elementwise_step(
 
     Weight decay is decoupled: X <- (1 - lr weight_decay) X. Weights and moments stay finite if
     gradients are finite: gradients are limited, in place, to numbers that can be squared, and
-    float16 saturates.
+    float16 saturates. Fused AdamW on a GPU, for which that would be two more passes over the
+    gradients, leaves out a step of its lists if a gradient's norm is above this limit.
 
     Args:
         algorithm: "adamw" or "lion".
@@ -50,25 +63,29 @@ def elementwise_step(
     narrow = [i for i, x in enumerate(X) if x.dtype == torch.float16]
     others = [i for i, x in enumerate(X) if x.dtype != torch.float16]
     if others:
-        gradients = [G[i] for i in others]
-        _limit_(gradients)
-        step([X[i] for i in others], gradients, [states[i] for i in others], options)
+        gradients, moments = [G[i] for i in others], [states[i] for i in others]
+        step([X[i] for i in others], gradients, moments, options, limit=True)
     for i in narrow:  # one after another, so that only one is also held in float32
         wide = {key: state if key == "step" else state.float() for key, state in states[i].items()}
         x = X[i].float()
-        step([x], [G[i].float()], [wide], options)
+        step([x], [G[i].float()], [wide], options, limit=False)
         for key, value in wide.items():
             if value is not states[i][key]:  # an earlier version saved moments in float16
                 states[i][key].copy_(saturated(value, states[i][key].dtype))
         X[i].copy_(saturated(x, X[i].dtype))
 
 
+def _limit(dtype: torch.dtype) -> float:
+    """The largest gradient whose square fits into the dtype of the moments."""
+    return math.sqrt(torch.finfo(dtype).max) / 16
+
+
 def _limit_(G: Sequence[Tensor]) -> None:
-    """Limit gradients, in place, so that their squares fit into the dtype of the moments."""
+    """Limit gradients, in place."""
     by_limit: dict[float, list[Tensor]] = {}
     for g in G:
         if g.dtype != torch.float16:
-            by_limit.setdefault(math.sqrt(torch.finfo(g.dtype).max) / 16, []).append(g)
+            by_limit.setdefault(_limit(g.dtype), []).append(g)
     for limit, chosen in by_limit.items():
         torch._foreach_clamp_min_(chosen, -limit)
         torch._foreach_clamp_max_(chosen, limit)
@@ -79,15 +96,23 @@ def _adamw(
     G: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
     options: Mapping[str, Any],
+    *,
+    limit: bool,
 ) -> None:
     beta1, beta2 = options["betas"]
     lists = list(X), list(G), [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+    fused, on_gpu = all(map(_fusible, *lists)), all(x.device.type == "cuda" for x in X)
+    if limit and not (fused and on_gpu):
+        _limit_(G)
     adamw(
         *lists,
         [],
         [s["step"] for s in states],
-        # On the CPU PyTorch uses its fused kernel only if asked to.
-        fused=True if all(map(_fusible, *lists)) else None,
+        # PyTorch uses its fused kernels only if asked to.
+        fused=True if fused else None,
+        # Otherwise each counter on a GPU would be read on the host.
+        capturable=on_gpu and not fused,
+        found_inf=_too_large(G) if limit and fused and on_gpu else None,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -99,11 +124,17 @@ def _adamw(
 
 
 def _fusible(*together: Tensor) -> bool:
-    """Whether PyTorch's fused CPU kernel takes this parameter, its gradient and its moments."""
+    """Whether PyTorch's fused kernels take this parameter, its gradient and its moments."""
     first = together[0]
-    return first.device.type == "cpu" and all(
+    return first.device.type in ("cpu", "cuda") and all(
         t.dtype == first.dtype and t.is_contiguous() for t in together
     )
+
+
+def _too_large(G: Sequence[Tensor]) -> Tensor:
+    """1 if a gradient is too long to be squared, or not finite; else 0."""
+    limit = min(map(_limit, {g.dtype for g in G}))
+    return (~(ops.norms(G).amax() <= limit)).float()
 
 
 def _lion(
@@ -111,13 +142,17 @@ def _lion(
     G: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
     options: Mapping[str, Any],
+    *,
+    limit: bool,
 ) -> None:
     beta1, beta2 = options["betas"]
     lr = options["lr"]
+    if limit:
+        _limit_(G)
     for x, g, state in zip(X, G, states, strict=True):
         m = state["exp_avg"]
         g = g.to(m.dtype)
         direction = torch.lerp(g, m, beta1).sign_()
         x.mul_(1 - lr * options["weight_decay"]).sub_(direction.mul_(lr))
         m.lerp_(g, 1 - beta2)
-        state["step"].add_(1)
+    torch._foreach_add_([state["step"] for state in states], 1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvadion.ops.tensors import from_host
 from curvadion.update.parameter import Matrix, product_dtype
 from curvadion.update.power_iteration import RightFactor, Stack
 
@@ -51,4 +52,4 @@ def scale_before(matrices: Sequence[Matrix]) -> Tensor:
     before = torch.stack([m.R_scale for m in matrices]).double()
     decays = [m.parameter.scale_decay for m in matrices]
     one = len(set(decays)) == 1
-    return before * (decays[0] if one else before.new_tensor(decays))
+    return before * (decays[0] if one else from_host(decays, before.dtype, before.device))

@@ -95,7 +95,7 @@ def averaged(
     Args:
         state: of a parameter.
         of_sync: the sync kind's keys.
-        counters: those that are one number on the host (``step``), instead of all others.
+        counters: those that are one number (``step``), instead of all others.
     """
     return {
         name: tensor

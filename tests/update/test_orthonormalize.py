@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvadion.update.orthonormalize as module
+import curvadion.update.sizes as batch_sizes
 import distributed
 from curvadion.layout.matrix import Extent
 from curvadion.update.cholesky import inverse_of
@@ -139,15 +140,15 @@ def test_always_orthonormal(m, r, rank, stack, seed):
 def in_small_slices(rank, P):
     """What is whole, and what is cut over ranks, by all at a time and by one; float64 sizes."""
     rows = range(20 * rank, 20 * (rank + 1))
-    ends, largest = [], []
+    ends, largest, before = [], [], batch_sizes.ON_CPU
     for workspace in (2**24, 1):
-        module.WORKSPACE = workspace
+        batch_sizes.ON_CPU = before._replace(wide=workspace)
         with Sizes() as sizes:
             cut = [P[:, rows], P[:2, rows]]
             extents = [Extent(rows, dist.group.WORLD)] * 2
             ends.append(orthonormalize([*cut, P], [*extents, Extent(range(40))]))
         largest.append(sizes.largest)
-    module.WORKSPACE = 2**24
+    batch_sizes.ON_CPU = before
     return ends, largest
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from curvadion import CurvaDion, Dion
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.update import plan as plans
+from curvadion.update import sizes as batch_sizes
 from curvadion.update.matrix_step import matrix_step
 from curvadion.update.newton_schulz import (
     SMALLEST_IN_HALF,
@@ -283,7 +284,7 @@ def test_the_memory_of_a_step_is_that_of_a_wave(monkeypatch):
     """Waves change nothing but what is held at a time."""
     ends = []
     for numbers in (2**22, 500):
-        monkeypatch.setattr(plans, "WAVE", numbers)
+        monkeypatch.setattr(batch_sizes, "ON_CPU", batch_sizes.ON_CPU._replace(wave=numbers))
         monkeypatch.setattr(plans, "WAVE_SHARE", 0.0)
         X = [nn.Parameter(weights(shape)) for shape in (*SHAPES, *SHAPES)]
         bias = nn.Parameter(weights((7,)))
@@ -302,6 +303,24 @@ def test_the_memory_of_a_step_is_that_of_a_wave(monkeypatch):
         ends.append([*X, bias, *norms])
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gpu_takes_gpt2_in_one_wave_and_a_cpu_in_small_ones():
+    """On "meta", which like a GPU is no CPU; each shape is then one stack of one wave."""
+    d, layers = 768, 12
+    shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
+    for device, waves in (("cpu", 31), ("meta", 1)):
+        # Expanded, so that on a CPU they take no memory.
+        X = [nn.Parameter(torch.empty(1, 1, device=device).expand(s)) for s in shapes]
+        embedding = nn.Parameter(torch.empty(1, 1, device=device).expand(50257, d))
+        groups = [
+            {"params": X, "direction": "polar"},
+            {"params": [embedding], "algorithm": "adamw"},
+        ]
+        plan = CurvaDion(groups, replicas="single").present_plan()
+        plan.look_up_states()
+        assert len(plan.matrix_waves()) == waves
+    assert [len(stack) for stack in plan.stacks()] == [layers] * 4
 
 
 # -------------------------------------------------------------------- group keys

@@ -1,0 +1,35 @@
+"""How many elements a step works on at a time, by device.
+
+A GPU wants few large batches, because each costs it a fixed number of launches. A CPU wants many
+small ones, which stay in its caches. Ranks must agree on the batches, so their sizes follow from
+the type of the device alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Most(NamedTuple):
+    """The most elements that are held together; a single matrix may have more.
+
+    Attributes:
+        wave: of a wave's parameters on a rank. A step or an opening holds about five copies of it.
+        squares: of the n x n matrices of Newton-Schulz iterations, of which it holds about six.
+        wide: of float64 copies while columns are orthonormalised.
+    """
+
+    wave: int
+    squares: int
+    wide: int
+
+
+ON_CPU = Most(wave=2**22, squares=2**20, wide=2**20)
+ON_ACCELERATORS = Most(wave=2**27, squares=2**26, wide=2**26)
+
+
+def most_together(device: torch.device) -> Most:
+    """The sizes for tensors on a device."""
+    return ON_CPU if device.type == "cpu" else ON_ACCELERATORS
