@@ -167,6 +167,7 @@ class Count(TorchDispatchMode):
         self.copies: list[str] = []
         self.mixed: list[str] = []
         self._answers = answers or {}
+        self._pinned: list[Tensor] = []
         self._patch = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._tolist(tensor))
 
     def __enter__(self) -> Count:
@@ -186,13 +187,16 @@ class Count(TorchDispatchMode):
             if args[0].is_cuda:
                 self.reads.append(_place())
             return _numbers((), args[0].dtype)
+        if name == "aten::_pin_memory":  # fake tensors do not know it
+            result = args[0].clone()
+            self._pinned.append(result)
+            return result
         result = function(*args, **(kwargs or {}))
-        given = _tensors((args, kwargs))
-        every = given + _tensors(result)
+        every = _tensors((args, kwargs, result))
         if name.startswith("prim") or not any(t.is_cuda for t in every):
             return result
         if name in COPIES:
-            self._note_copies(name, args, result)
+            self._note_copies(name, args, kwargs or {}, result)
         elif name in CHECKS:
             self.reads.append(_place())
         elif any(not t.is_cuda and t.dim() for t in every):
@@ -202,13 +206,17 @@ class Count(TorchDispatchMode):
             self.operations[name] += 1
         return result
 
-    def _note_copies(self, name: str, args: Sequence[Any], result: Any) -> None:
-        to, sources = (args[0], args[1]) if "copy_" in name[-6:] else (result, args[0])
+    def _note_copies(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        to, sources = (args[0], args[1]) if name.endswith("copy_") else (result, args[0])
+        waits = not (kwargs.get("non_blocking") or True in args[2:])
         for target, source in zip(_tensors(to), _tensors(sources), strict=True):
             if source.is_cuda and not target.is_cuda:
                 self.reads.append(_place())
             elif target.is_cuda and not source.is_cuda:
-                self.copies.append(_place(name))
+                if waits or not any(source is pinned for pinned in self._pinned):
+                    self.copies.append(_place(name))
 
     def _tolist(self, tensor: Tensor) -> Any:
         if tensor.is_cuda:
@@ -251,4 +259,5 @@ def _caller() -> FrameType:
 
 def _place(name: str = "") -> str:
     frame = _caller()
-    return f"{name} {Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}".strip()
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    return f"{name} {place}".strip()
