@@ -4,6 +4,8 @@
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations
+# make test-torch TORCH=2.11.0  the tests without frameworks, with that release of torch
+# make headroom           how much of each tolerance is used, over kernels and seeds
 # make docs               the documentation site: site/index.html
 # make soak               20 minutes of random trials beside references: docs/soak.md
 # make clean              remove the environment and whatever was built or run
@@ -20,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain docs soak clean
+.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain test-torch headroom docs soak clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -44,6 +46,26 @@ test: .venv/installed
 test-plain: .venv/installed
 	CURVADION_BACKEND=torch $(PYTEST)
 
+# Frameworks pin torch, so this environment has none of them. Triton's interpreter before 3.7 needs
+# numpy 2.3.
+TORCH ?= 2.11.0
+WITHOUT_FRAMEWORKS := tests/update tests/optim tests/layout tests/ops tests/sync tests/comm tests/test_gates.py
+
+test-torch: .venv-$(TORCH)/installed
+	.venv-$(TORCH)/bin/python -m pytest -q -n 2 --dist loadfile $(WITHOUT_FRAMEWORKS)
+
+.venv-$(TORCH)/installed: constraints.txt setup.py
+	$(PYTHON) -m venv .venv-$(TORCH)
+	(grep -vE '^(torch|triton|setuptools|numpy)==' constraints.txt; \
+		echo 'torch==$(TORCH)'; echo 'numpy<2.4') > .venv-$(TORCH)/constraints.txt
+	.venv-$(TORCH)/bin/python -m pip install --quiet -c .venv-$(TORCH)/constraints.txt -e '.[test]'
+	touch $@
+
+TESTS ?= tests
+
+headroom: .venv/installed
+	$(BIN)/python tests/headroom.py $(if $(EVERY),--every) $(TESTS)
+
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -62,5 +84,5 @@ soak: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build dist runs site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist runs site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -128,7 +128,7 @@ setup(
     cmdclass={"build_ext": BuildLibraries, "build_py": BuildPackages, "bdist_wheel": Wheel},
     package_data={package: ["py.typed"] for package in package_dir},
     python_requires=">=3.10",
-    install_requires=["torch>=2.11", "numpy"],
+    install_requires=["torch>=2.11,<2.16", "numpy"],
     extras_require={
         "triton": TRITON,
         "deepspeed": ["deepspeed"],

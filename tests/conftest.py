@@ -1,16 +1,19 @@
-"""One thread per process: the ranks of a test share few cores."""
+"""One thread per process, if `make headroom` asks for no more: ranks of a test share few cores."""
 
 import gc
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, and before torch is imported
+# For the workers, and before torch is imported.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("CURVADION_TEST_THREADS", "1")
 
 import pytest
 import torch
 
 import distributed
+import seeded
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+seeded.shift_seeds()
 
 
 # Files of long tests, which run first: the many short ones then keep all workers busy to the end.

@@ -8,21 +8,30 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from curvadion.comm.groups import BACKGROUND, new_group, timeout_of
+
 Result = TypeVar("Result")
 _Job = Callable[[], None]
-# By thread: it outlives its owner, who goes with the process group, while it has work.
-_queues: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Job | None]] = (
-    weakref.WeakKeyDictionary()
-)
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Background]]
 _of_group = weakref.WeakKeyDictionary()
+
+
+class _Working(NamedTuple):
+    """What a thread needs that outlives its owner, who goes with the user's process group."""
+
+    jobs: SimpleQueue[_Job | None]
+    group: weakref.ref[dist.ProcessGroup]
+    owner: weakref.ref[Background]
+    timeout: float  # of the group, in seconds
+
+
+_threads: dict[threading.Thread, _Working] = {}
 
 
 def background_of(like: dist.ProcessGroup, device: torch.device, lane: str = "") -> Background:
@@ -107,21 +116,28 @@ class Background:
 
         device: of the tensors that are sent.
         """
-        self.group = dist.new_group(
+        _destroy_abandoned()
+        self.group = group = new_group(
             dist.get_process_group_ranks(like),
-            timeout=_timeout(like, device),
-            backend=dist.get_backend_config(like),
-            use_local_synchronization=True,
+            [like],
+            backend=dist.get_backend(like),
+            description=BACKGROUND,
         )
         self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         thread = threading.Thread(
             target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
         )
-        _queues[thread] = self._jobs
+        timeout = timeout_of([group]).total_seconds()
+        _threads[thread] = _Working(self._jobs, weakref.ref(group), weakref.ref(self), timeout)
         thread.start()
         # The thread holds the queue only, so that it ends with its owner.
         weakref.finalize(self, self._jobs.put, None)
+        # NCCL connects ranks at the first collective of each kind. During training, kernels of
+        # other groups would be running then, and might wait for a rank that is still connecting.
+        self.begin(
+            "Connecting replicas for exchanges beside the training", lambda: _connect(group, device)
+        ).result()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
         """Let the thread do some work, which sends over ``group`` only.
@@ -160,17 +176,36 @@ def _work_off_here(jobs: SimpleQueue[_Job | None]) -> None:
         del job  # and the tensors that it holds, before the wait for the next
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """That of a group; None for the default."""
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    words = torch.zeros(group.size(), dtype=torch.uint8, device=device)
+    dist.all_reduce(words, group=group)
+    dist.all_to_all_single(torch.empty_like(words), words, group=group)
+
+
+def _destroy_abandoned() -> None:
+    """Destroy the groups whose owner no longer exists, which torch would keep for ever.
+
+    This is not done when the owner is collected, because that can happen in any thread and while
+    torch iterates over its groups.
+    """
+    for thread, working in list(_threads.items()):
+        if working.owner() is not None:
+            continue
+        thread.join(1.0)  # it may still be in an exchange that nobody waits for
+        if thread.is_alive():
+            continue
+        del _threads[thread]
+        group = working.group()
+        if group is not None and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 @atexit.register
 def _finish_all() -> None:
-    # Others may still wait for what has begun here. A lost one ends the wait with an error.
-    for thread, jobs in list(_queues.items()):
-        jobs.put(None)
-        thread.join()
+    # Other ranks may still wait for what has begun here. If one is lost, the exchange fails with an
+    # error, but a wait for a GPU never ends: wait no longer than a collective may take.
+    for thread, working in list(_threads.items()):
+        working.jobs.put(None)
+        thread.join(working.timeout)
     # Groups that nobody else holds end with their own threads, which may need the interpreter.
     _of_group.clear()

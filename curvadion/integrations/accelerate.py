@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -61,10 +62,10 @@ def attach(accelerator: Accelerator) -> Accelerator:
 
     Raises:
         TypeError: if it is not an Accelerator.
-        ValueError: under DeepSpeed, Megatron-LM and FSDP1, saying what to do. ``prepare`` raises it
-            for an optimizer that has no ``replicas`` although there are several, one that has
-            stepped before FSDP2 shards its parameters, and for a model of which another optimizer
-            holds some parameters.
+        ValueError: under DeepSpeed, Megatron-LM and FSDP1, saying what to do, and if Accelerate
+            takes each of several processes for the only one. ``prepare`` raises it for an optimizer
+            that has no ``replicas`` although there are several, one that has stepped before FSDP2
+            shards its parameters, and for a model of which another optimizer holds some parameters.
         RuntimeError: if DDP already wraps a model of a prepared CurvaDion or Dion.
     """
     from accelerate import Accelerator
@@ -118,6 +119,13 @@ def _check_kind(accelerator: Any) -> None:
         raise ValueError(
             "accelerator runs FSDP1, which flattens parameters before their optimizer is known: "
             "set fsdp_version=2 (FullyShardedDataParallelPlugin, or accelerate's configuration)."
+        )
+    world = os.environ.get("WORLD_SIZE", "1")
+    if accelerator.num_processes == 1 and int(world) > 1:
+        raise ValueError(
+            f"accelerator.num_processes=1, but WORLD_SIZE={world}: without a GPU Accelerate trains "
+            f"in each process by itself unless told to use the CPU. Pass use_cpu=True to "
+            f"TrainingArguments or cpu=True to Accelerator, or set ACCELERATE_USE_CPU=true."
         )
 
 

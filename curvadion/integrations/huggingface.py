@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,6 +28,14 @@ Trainer = TypeVar("Trainer")
 TRAINERS_RATE = 5e-5
 """The learning rate of TrainingArguments that name none: one for fine-tuning with AdamW."""
 _ATTACHED = "_curvadion_attached"  # an attribute of trainers
+_UNREAD = (
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
@@ -42,7 +51,7 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     When Trainer creates its optimizer it gets ``optimizer(param_groups(model), ...)``, with ``lr``
     and ``weight_decay`` of TrainingArguments and the replicas that Trainer runs: all ranks under
     DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. ``adam_beta1``, ``optim`` and
-    their kin are not read. Its accelerator is attached
+    their kin are not read, and a warning names those that were changed. Its accelerator is attached
     (:func:`curvadion.integrations.accelerate.attach`), so that DDP or FSDP2 leaves gradients in
     their replica and ``max_grad_norm`` takes one factor for all replicas. Also:
 
@@ -81,7 +90,8 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         RuntimeError: if it is attached already.
 
     Warns:
-        UserWarning: if the learning rate is the one that TrainingArguments have by default.
+        UserWarning: if the learning rate is the one that TrainingArguments have by default, or if
+            they choose an optimizer or set Adam's values.
     """
     from transformers import Trainer
 
@@ -95,6 +105,7 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         _check_given(trainer, settings)
     else:
         _warn_of_default_rate(trainer, settings)
+        _warn_of_unread(trainer, optimizer)
         wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
     if not of_deepspeed:
         _attach_accelerator(trainer)
@@ -153,6 +164,19 @@ def _warn_of_default_rate(trainer: Any, settings: Mapping[str, Any]) -> None:
             f"It becomes that of the matrices, for which Dion's default is 0.02: set "
             f"TrainingArguments(learning_rate=...), or attach(trainer, lr=...) to keep "
             f"{TRAINERS_RATE}.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_unread(trainer: Any, optimizer: type[Dion]) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(trainer.args)}
+    given = {key: getattr(trainer.args, key) for key in _UNREAD if key in defaults}
+    plain = {key: getattr(value, "value", value) for key, value in given.items()}  # of an enum
+    if changed := [f"{key}={value!r}" for key, value in plain.items() if value != defaults[key]]:
+        warnings.warn(
+            f"TrainingArguments({', '.join(changed)}) has no effect: attach makes "
+            f"{optimizer.__name__}, which reads learning_rate and weight_decay only. Pass its "
+            f"arguments to attach, such as betas= and eps= of AdamW.",
             stacklevel=3,
         )
 

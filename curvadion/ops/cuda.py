@@ -84,7 +84,9 @@ def _momentum_norms(facts: list[Facts], mu: array[float] | None, *, write: bool)
     gradients = addressed(facts[1]) if mu else (None, None)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
-        tickets = _tickets(device, stream.stream_id)
+        # The counters of a CUDA graph are its own, and so is what sets them to zero.
+        graph = torch.cuda.is_current_stream_capturing()
+        tickets = (_tickets.__wrapped__ if graph else _tickets)(device, stream.stream_id)
         code = library.curvadion_cuda_momentum_norms(
             count, *counted(facts[0]), *gradients, start(mu), write,
             None if write else result.data_ptr(), partial.data_ptr(), tickets.data_ptr(),

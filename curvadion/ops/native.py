@@ -6,7 +6,7 @@ serves every version of both. This module does not import torch, so setup.py can
 
 Beside each library is a file with its SHA-256, which is checked before the library is loaded:
 loading a truncated library would end the process. The cache holds code that will be run, so it is
-used only if it belongs to this user and nobody else can write to it.
+used only if it belongs to this user and nobody else can write to it, nor to the files in it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def library(name: str) -> ctypes.CDLL:
         Unavailable: if it is not installed and cannot be built.
     """
     installed = HERE / file_name(name)
-    if installed.exists():
+    if installed.is_file():
         try:
             return _load(name, installed)
         except Unavailable:
@@ -78,6 +78,8 @@ def _cached(name: str) -> Path:
     folder = cache_folder() / source_digest(name)
     _make_private(folder)
     cached = folder / file_name(name)
+    for file in (cached, checksum_file(cached)):
+        _check_own(file)
     if not is_whole(cached):
         with _lock(folder):
             if not is_whole(cached):
@@ -346,6 +348,30 @@ def _check_private(path: Path, writable: int) -> None:
         raise Unavailable(
             f"others can write to the cache {path} (mode {mode:o}) and could "
             f"put any code there: delete it, or set CURVADION_CACHE to a folder of mode 700"
+        )
+
+
+def _check_own(file: Path) -> None:
+    """Raise Unavailable unless a file of the cache, if it exists, is one that only its user writes.
+
+    It is not opened before: a pipe would never answer.
+    """
+    try:
+        found = file.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise Unavailable(f"cannot read {file} ({error}): set CURVADION_CACHE") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise Unavailable(f"{file} is not a regular file: delete it")
+    if found.st_uid not in (0, os.getuid()):
+        raise Unavailable(
+            f"{file} belongs to user {found.st_uid}, who could put any code there: delete it"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unavailable(
+            f"others can write to {file} (mode {stat.S_IMODE(found.st_mode):o}) and could put any "
+            f"code there: delete it"
         )
 
 

@@ -212,8 +212,8 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
 
     Such are B^T B, and products of symmetric matrices that commute. Only what is on and below the
     diagonal is sure to be computed, and the rest is its mirror image, so rounding errors, and what
-    of A B is not symmetric, depend on the backend. Float32 numbers may be rounded to TensorFloat-32
-    if ``torch.backends.cuda.matmul.allow_tf32`` says so, as in torch.bmm.
+    of A B is not symmetric, depend on the backend. Float32 numbers are rounded to TensorFloat-32
+    only where torch.bmm may round them.
 
     Args:
         A: (k, n, m), of any strides, as are B and out.

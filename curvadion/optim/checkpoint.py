@@ -39,7 +39,8 @@ def check_fits(optimizer: Optimizer, sync: Sync, saved: Mapping[str, Any]) -> No
     if len(here) != len(there):
         raise ValueError(
             f"state_dict has a different number of parameter groups: {len(there)} instead of "
-            f"{len(here)}."
+            f"{len(here)}. Make the optimizer as it was made when it was saved: from the same "
+            f"model with param_groups(model), or attach(trainer, ...), and the same arguments."
         )
     for g, (live, held) in enumerate(zip(here, there, strict=True)):
         if not isinstance(held.get("params"), list) or len(held["params"]) != len(live["params"]):

@@ -203,7 +203,8 @@ class CurvaDion(Dion):
             exact: True averages weights, momenta and moments exactly. It sends several times as
                 much as an all-reduce of all gradients: twice with direction="polar", for weights
                 and momenta, and up to 2.6 times with right factors of full rank. All state is then
-                the same on every replica. Averaged momenta change nothing in what later
+                the same on every replica, that of frozen parameters too, whose weights stay as
+                they are. Averaged momenta change nothing in what later
                 synchronised steps compute, which depend on their mean only; local steps go on from
                 it.
                 False needs a sync that sends codes, such as QuantizedAverage. It sends those of the

@@ -17,7 +17,6 @@ from curvadion.optim.stepping import SteppingOptimizer
 from curvadion.sync import exact_average
 from curvadion.sync.low_rank import LowRank
 from curvadion.update import hyperparameters as check
-from curvadion.update.plan import Plan
 
 
 class Dion(SteppingOptimizer):
@@ -121,8 +120,9 @@ class Dion(SteppingOptimizer):
     def synchronize(self, *, exact: bool | None = None) -> None:
         """Bring replicas together, so that they hold the same weights and state; collective.
 
-        Averages weights, momenta and moments exactly, for before a checkpoint. Averaged momenta
-        change nothing in what later synchronised steps compute, which depend on their mean only.
+        Averages weights, momenta and moments exactly, for before a checkpoint; of frozen parameters
+        the state only. Averaged momenta change nothing in what later synchronised steps compute,
+        which depend on their mean only.
 
         Args:
             exact: there is no other way here, so None and True mean the same.
@@ -135,14 +135,20 @@ class Dion(SteppingOptimizer):
                 f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
                 f"{self.sync!r}: leave exact out."
             )
+        self._present_progress()  # waits for signals under way, so that no collectives overlap
         plan = self._known_plan()
         plan.look_up_states()
-        kept = [] if self.apart else _of_frozen(plan)
-        exact_average.average_everything_(plan, self._replicas.process_group, self.sync)
-        for tensor, before in kept:
-            tensor.copy_(before)
-        if self.gate.open_cost:
-            self._spend(exact_average.bytes_of_everything(plan, self.sync), plan)
+        frozen = [p for p in plan.parameters if not p.X.requires_grad]
+        left_out = self._plans.left_out(self.param_groups, self.state)
+        # Weights that were frozen while replicas agreed are still alike.
+        differ = self.apart and not self.sync.brings_weights_together
+        for part, kept in (
+            (plan, () if self.apart else frozen),
+            (left_out, () if differ else left_out.parameters),
+        ):
+            exact_average.average_everything_(part, self._replicas.process_group, self.sync, kept)
+            if self.gate.open_cost:
+                self._spend(exact_average.bytes_of_everything(part, self.sync), plan)
         self.progress.local_steps = self.progress.uneven_steps = self.sync.fragments_apart = 0
         self.progress.steps_since_exact = 0
 
@@ -190,15 +196,3 @@ class Dion(SteppingOptimizer):
 
     def train(self) -> None:
         """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
-
-
-def _of_frozen(plan: Plan) -> list[tuple[Tensor, Tensor]]:
-    """Weights and states that have been frozen since the plan was made, each with a copy."""
-    tensors = [
-        local(tensor)
-        for p in plan.parameters
-        if not p.X.requires_grad
-        for tensor in (p.X.detach(), *p.state.values())
-        if isinstance(tensor, Tensor)
-    ]
-    return [(tensor, tensor.clone()) for tensor in tensors]

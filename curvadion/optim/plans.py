@@ -124,13 +124,23 @@ class Plans:
         now = _Ingredients.of(param_groups, states, gate)
         return self._known is not None and not self._known.ingredients.same_as(now)
 
-    def make(self, param_groups: Sequence[dict[str, Any]], states: Any) -> Plan:
-        """A plan; the process groups of the plan before are asked for no more."""
+    def make(self, param_groups: Sequence[dict[str, Any]], states: Any, **wanted: Any) -> Plan:
+        """A plan; the process groups of the plan before are asked for no more.
+
+        wanted: as :meth:`Plan.of` takes it.
+        """
         unions = None if self._known is None else self._known.plan.unions
-        replicas = self._replicas
-        return Plan.of(
-            param_groups, states, replicas.process_group, single=replicas.single, unions=unions
+        group, single = self._replicas.process_group, self._replicas.single
+        return Plan.of(param_groups, states, group, single=single, unions=unions, **wanted)
+
+    def left_out(self, param_groups: Sequence[dict[str, Any]], states: States) -> Plan:
+        """A plan of what has a state and is no part of the known plan, because it was frozen."""
+        known = set() if self.known is None else {id(p.X) for p in self.known.parameters}
+        plan = self.make(
+            param_groups, states, wanted=lambda X: id(X) not in known and bool(states.get(X))
         )
+        plan.look_up_states()
+        return plan
 
     def renew(self, param_groups: Sequence[dict[str, Any]], states: Any, gate: Gate) -> Plan:
         """The plan of the groups as they are now, which all ranks must ask for together.
@@ -235,7 +245,7 @@ def members(param_groups: Sequence[dict[str, Any]]) -> Listing:
 
 
 def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
-    """Raise ValueError if processes with whole weights would never come together."""
+    """Raise ValueError if processes with whole weights would never come together; or warn."""
     between = gate.share is not None or sync.every_step
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
@@ -243,11 +253,14 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"{group_size(plan.inside)} ranks: there is nothing to bring together, and shards send "
             f"their factors at every step. Use Dion, or pass replicas= if there are several."
         )
-    meant = replicas.single or replicas.process_group is not None
-    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
-    if meant or averaged or plan.all_ranks is not None:
+    if replicas.single or plan.all_ranks is not None:
         return
     initialized = dist.is_available() and dist.is_initialized()
+    if initialized:
+        _warn_of_one_rank(gate, replicas)
+    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
+    if averaged or replicas.process_group is not None:
+        return
     if initialized and dist.get_world_size() > 1:
         raise ValueError(
             f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
@@ -265,3 +278,23 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"replicas=torch.distributed.group.WORLD, or replicas='single' if this is meant.",
             stacklevel=checks.frames_up(),
         )
+
+
+def _warn_of_one_rank(gate: Gate, replicas: ReplicaGroup) -> None:
+    """Warn if a process that holds whole weights has no replica, and may be meant to have some."""
+    world, text = dist.get_world_size(), None
+    if world > 1 and replicas.process_group is not None:
+        text = (
+            f"replicas is a process group of this rank alone, and there are {world} ranks: its "
+            f"weights are never averaged with those of another rank. Pass "
+            f"replicas=torch.distributed.group.WORLD or the group of all ranks that train the same "
+            f"weights, or replicas='single' if no other rank does."
+        )
+    elif world == 1 and gate.share is not None:
+        text = (
+            f"gate={gate!r} with one process: there is no other replica to send anything to. Start "
+            f"one process for each replica, as torchrun --nproc-per-node does, or pass "
+            f"replicas='single' if there is to be one."
+        )
+    if text is not None:
+        warnings.warn(text, stacklevel=checks.frames_up())

@@ -10,6 +10,7 @@ from typing import overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from curvadion import checks
 from curvadion.layout.dtensor import local
@@ -36,6 +37,7 @@ class SteppingOptimizer(ReplicaOptimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @_disable_dynamo  # torch.compiler.disable would import torch._dynamo with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One optimizer step; collective over the replicas.

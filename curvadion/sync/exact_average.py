@@ -44,16 +44,22 @@ def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
     average_([*weights, *moments], _counters(plan), replicas)
 
 
-def average_everything_(plan: Plan, replicas: dist.ProcessGroup | None, sync: Sync) -> None:
+def average_everything_(
+    plan: Plan, replicas: dist.ProcessGroup | None, sync: Sync, kept: Sequence[Parameter] = ()
+) -> None:
     """Replace weights and all state that replicas have of their own by their means. Collective.
 
     sync: the kind that looks after the state that is neither (:class:`Sync`).
+    kept: the parameters whose weights, alike on all replicas, stay as they are.
     """
+    before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
     keys = sync.state_keys
     states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
     average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
+    for X, weights in before:
+        X.copy_(weights)
     sync.after_average(ready.parameters)
     measure_momenta(ready)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.collectives import divide, group_size
+from curvadion.comm.collectives import checksum, divide, group_size
 from curvadion.sync.anchored import (
     anchored,
     average_in_codes_,
@@ -144,6 +144,7 @@ class QuantizedAverage(Sync):
         self._keeps_spectra = align_momentum and spectrum_decay > 0
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
+        self._dealt = 0  # a checksum of it, which tells of the run that was saved
         self._under_way = UnderWay()
         self._expecting = True  # a loaded state may hold means that are to be added
 
@@ -158,8 +159,9 @@ class QuantizedAverage(Sync):
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
     def prepare(self, sizes: Sequence[int]) -> Costs:
-        before, self._fragment_of = self._fragment_of, divide(sizes, self.fragments)
-        if self.fragments_apart and before != self._fragment_of:
+        self._fragment_of = divide(sizes, self.fragments)
+        before, self._dealt = self._dealt, checksum(self._fragment_of)
+        if self.fragments_apart and before != self._dealt:
             self.fragments_apart = self.count  # which of the old ones is not known
         count = max(1, self.count)
         codes = message_bytes(sizes, self.bits)
@@ -377,17 +379,18 @@ class QuantizedAverage(Sync):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "next_fragment": self.next_fragment}
+        own = {"next_fragment": self.next_fragment, "dealt": self._dealt}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        number = state.get("next_fragment", 0)
+        number, dealt = state.get("next_fragment", 0), state.get("dealt", 0)
         checks.integer("next_fragment", number, 0)
+        checks.integer("dealt", dealt, 0)
         super().load_state_dict(state)
-        self.next_fragment = number
+        # Where parameters are divided otherwise here, prepare() counts all fragments as apart.
+        self.next_fragment, self._dealt = number, dealt
 
     def after_load(self) -> None:
-        # Parameters may be divided otherwise: prepare() then counts all fragments as apart.
-        self._fragment_of = []
         self._under_way, self._expecting = UnderWay(), True
 
     def __repr__(self) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,11 +78,13 @@ class Plan:
         *,
         single: bool = False,
         unions: Unions | None = None,
+        wanted: Callable[[Tensor], bool] = attrgetter("requires_grad"),
     ) -> Plan:
         """Collective where parameters are sharded: every rank must hold the same parameters.
 
         single: whether the user has said that other replicas, if any, are not to be heard of.
         unions: of an earlier plan, which knows the groups already.
+        wanted: which parameters are part of it; by default those that are trained.
         """
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
@@ -89,7 +92,7 @@ class Plan:
         kept_apart = {} if single else declared()
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
-                if not X.requires_grad:
+                if not wanted(X):
                     continue
                 check_parameter(X, name, group)
                 if not single:

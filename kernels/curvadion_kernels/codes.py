@@ -223,7 +223,7 @@ def encode_difference_(
         table = launch.table(facts, [], [rows.start for rows in rows_of(X)])
         with on(codes.device):
             encode_difference_kernel[(launch.blocks,)](
-                table, launch.numel, launch.of, launch.chunk, launch.count, codes, owned, first,
+                table, *launch.index.on_stream()[:3], launch.count, codes, owned, first,
                 len(owned), signs, midpoints, levels,
                 X_DTYPE=CODES[dtypes[0]], R_DTYPE=CODES[dtypes[-1]], HAS_A=bool(anchors),
                 HAS_R=bool(residuals), BITS=bits, CHUNK=CHUNK, ROWS=ROWS, **OPTIONS,
@@ -245,7 +245,7 @@ def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, b
         table = launch.table(facts, [], [rows.start for rows in rows_of(X)])
         with on(codes.device):
             decode_kernel[(launch.blocks,)](
-                table, launch.numel, launch.of, launch.chunk, launch.count, codes, signs, levels,
+                table, *launch.index.on_stream()[:3], launch.count, codes, signs, levels,
                 X_DTYPE=CODES[dtypes[0]], HAS_A=bool(anchors), BITS=bits,
                 CHUNK=CHUNK, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip

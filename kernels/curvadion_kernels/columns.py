@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.tensors import Unsupported, factors_facts, float32_stack
-from curvadion_kernels.launch import Table, on, stream_of
+from curvadion_kernels.launch import Table, kept, on
 from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
 
 ROWS = 512 if INTERPRETED else 64
@@ -91,7 +91,7 @@ def column_normalize_(
     columns = triton.next_power_of_2(r)
     at_once = max(1, TILE // columns)
     rows = max(ROWS, at_once)
-    table = _table(k, R.device, stream_of(R.device)).write(array("Q", q.addresses))
+    table = kept(_table, R.device)(k, R.device).write(array("Q", q.addresses))
     with on(R.device):
         normalize_kernel[(k, triton.cdiv(n, rows))](
             table, R, sums, floors, n, r,
@@ -100,5 +100,5 @@ def column_normalize_(
 
 
 @lru_cache(maxsize=64)
-def _table(cells: int, device: torch.device, stream: int) -> Table:
-    return Table(cells, device)
+def _table(cells: int, device: torch.device) -> Table:
+    return Table(device)

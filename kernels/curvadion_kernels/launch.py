@@ -1,17 +1,19 @@
 """One launch for a list of tensors: which block works on which chunk, and where the tensors are.
 
-What follows from sizes and dtypes alone is computed once and kept on the device. Addresses and
-numbers are sent there when they change, in one small asynchronous copy.
+What follows from sizes and dtypes alone is computed once and kept on the device, for launches on
+any stream. Addresses and numbers are sent there when they change, in one small asynchronous copy.
+While a CUDA graph is captured nothing is kept: all of it is made again in memory of the graph, so
+that a replay depends on nothing outside.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,82 +21,96 @@ from torch import Tensor
 from curvadion.ops.tensors import Facts, Sizes
 from curvadion_kernels.numbers import INTERPRETED
 
+if TYPE_CHECKING:
+    from functools import _lru_cache_wrapper
+
 # Elements per block: enough to hide the start of a block, and few enough for many blocks per model.
 # The interpreter's time depends on the number of operations, not on their size.
 CHUNK = 16384
 BLOCK = 16384 if INTERPRETED else 2048
 
-# Host copies that CUDA graphs read at each replay; they must exist as long as the graphs.
-_captured: list[Tensor] = []
+T = TypeVar("T")
+
+
+class Index:
+    """Tensors that are copied to the device once, for launches on any stream.
+
+    Args:
+        tensors: on the host.
+        device: where they are wanted.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._tensors = to_device(tensors, device)
+        self._streams = {stream_of(device)}
+        if device.type == "cuda":
+            self._copied = torch.cuda.current_stream(device).record_event()
+
+    def on_stream(self) -> list[Tensor]:
+        """The tensors, for a launch on the current stream."""
+        device = self._tensors[0].device
+        if stream_of(device) not in self._streams:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self._copied)
+            # They share this memory, which must not be reused before the stream has read it.
+            self._tensors[0].record_stream(stream)
+            self._streams.add(stream.stream_id)
+        return self._tensors
 
 
 class Table:
     """64-bit cells on the device. They are copied when they change, and nothing waits for the copy.
 
-    One host copy is set aside for a CUDA graph, because memory cannot be pinned while a stream is
-    being captured.
-
     Args:
-        size: number of cells.
         device: where the cells are wanted.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cells: array[int] | None = None
-        self._on_device = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._spare = [self._pinned(size)] if device.type == "cuda" else []
+        # What was copied last, for which stream, and where it is.
+        self._last: tuple[tuple[array[int], int], Tensor] | None = None
 
     def write(self, cells: array[int]) -> Tensor:
-        """The cells as an int64 tensor on the device."""
-        if cells == self._cells:
-            return self._on_device
-        host = torch.frombuffer(cells, dtype=torch.int64)
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # This copy happens when the graph is replayed; it cannot serve other launches now.
-            pinned = self._spare.pop() if self._spare else self._pinned(len(cells))
-            _captured.append(pinned.copy_(host))
-            return pinned.to(self._device, non_blocking=True)
-        if self._device.type == "cuda":
-            pinned = self._pinned(len(cells)).copy_(host)
-            self._on_device = pinned.to(self._device, non_blocking=True)
-        else:
-            self._on_device = host.clone()
-        self._cells = cells
-        return self._on_device
-
-    def _pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+        """The cells as an int64 tensor on the device, for a launch on the current stream."""
+        wanted, last = (cells, stream_of(self._device)), self._last
+        # Another stream would not wait for the copy of this one.
+        if last is None or last[0] != wanted:
+            [on_device] = to_device([torch.frombuffer(cells, dtype=torch.int64)], self._device)
+            # In one piece: another thread may write for its own stream.
+            self._last = last = wanted, on_device
+        return last[1]
 
 
 @dataclass(eq=False)
 class Launch:
-    """Tensors of a list that share a launch. Its tensors are on the device.
+    """Tensors of a list that share a launch.
 
     Attributes:
         members: positions in the list; empty if all of the list shares the launch.
         count: number of tensors.
         blocks: number of blocks.
-        of: for each block its tensor, int32.
-        chunk: for each block the chunk of this tensor that it works on, int32.
-        first: for each tensor its first block, int32.
-        slots: for each tensor its position in the list, int32.
-        numel: for each tensor its number of elements, int64.
-        tickets: for each tensor the number of blocks that have finished, int32; zero between
-            launches.
+        index: numel, for each tensor its number of elements (int64); of and chunk, for each block
+            its tensor and the chunk of it that it works on; first and slots, for each tensor its
+            first block and its position in the list (int32).
         cells: the device's copy of what :meth:`table` returns.
     """
 
     members: list[int]
     count: int
     blocks: int
-    of: Tensor
-    chunk: Tensor
-    first: Tensor
-    slots: Tensor
-    numel: Tensor
-    tickets: Tensor
+    index: Index
     cells: Table
+    _tickets: dict[int, Tensor] = field(default_factory=dict)
+
+    def tickets(self, device: torch.device) -> Tensor:
+        """For each tensor the number of blocks that have finished, int32; zero between launches.
+
+        Launches share them that follow one another: those of one stream.
+        """
+        stream = stream_of(device)
+        if stream not in self._tickets:
+            self._tickets[stream] = torch.zeros(self.count, dtype=torch.int32, device=device)
+        return self._tickets[stream]
 
     def table(
         self,
@@ -127,50 +143,80 @@ def launches(facts: Sequence[Facts]) -> list[tuple[Launch, tuple[int, ...]]]:
     device = facts[0].device
     assert device is not None
     codes = tuple(one.codes.tobytes() for one in facts)
-    return _launches(facts[0].sizes, codes, device, stream_of(device))
+    return kept(_launches, device)(facts[0].sizes, codes, device)
 
 
 @lru_cache(maxsize=256)
 def _launches(
-    sizes: Sizes, codes: tuple[bytes, ...], device: torch.device, stream: int
+    sizes: Sizes, codes: tuple[bytes, ...], device: torch.device
 ) -> list[tuple[Launch, tuple[int, ...]]]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, combination in enumerate(zip(*codes, strict=True)):
         groups.setdefault(combination, []).append(i)
-    # Cells per tensor: addresses, at most three numbers and a seed.
-    cells = len(codes) + 4
     return [
-        (_launch(sizes, members, device, len(groups) == 1, cells), combination)
+        (_launch(sizes, members, device, len(groups) == 1), combination)
         for combination, members in groups.items()
     ]
 
 
-def _launch(
-    sizes: Sizes, members: list[int], device: torch.device, everything: bool, cells: int
-) -> Launch:
+def _launch(sizes: Sizes, members: list[int], device: torch.device, everything: bool) -> Launch:
     numel = torch.tensor([sizes.numel[i] for i in members], device="cpu")
     # An empty tensor gets a block too, which writes its norm.
     blocks = ((numel + CHUNK - 1) // CHUNK).clamp_min(1)
     first = blocks.cumsum(0) - blocks
     of = torch.repeat_interleave(torch.arange(len(members), device="cpu"), blocks)
     chunk = torch.arange(len(of), device="cpu") - first[of]
+    slots = torch.tensor(members, dtype=torch.int32, device="cpu")
     return Launch(
         [] if everything else members,
         len(members),
         len(of),
-        of.int().to(device),
-        chunk.int().to(device),
-        first.int().to(device),
-        torch.tensor(members, dtype=torch.int32, device="cpu").to(device),
-        numel.to(device),
-        torch.zeros(len(members), dtype=torch.int32, device=device),
-        Table(cells * len(members), device),
+        Index([numel, of.int(), chunk.int(), first.int(), slots], device),
+        Table(device),
     )
 
 
+def kept(make: _lru_cache_wrapper[T], device: torch.device) -> Callable[..., T]:
+    """A cached function, without its cache while a CUDA graph is captured.
+
+    The graph must own what its launches read, and nobody else can read what it has not filled yet.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return make.__wrapped__ if capturing else make
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies on the device, made in one transfer, for which the host does not wait.
+
+    While a CUDA graph is captured, the transfer is part of it, and the graph owns both ends.
+    """
+    # Kernels that have seen a multiple of 16 bytes as an address are compiled again for others.
+    sizes = [-(-t.nbytes // 16) * 16 for t in tensors]
+    pinned = device.type == "cuda"
+    host = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+    def views(memory: Tensor) -> list[Tensor]:
+        places = zip(memory.split(sizes), tensors, strict=True)
+        return [place[: t.nbytes].view(t.dtype).view(t.shape) for place, t in places]
+
+    for place, t in zip(views(host), tensors, strict=True):
+        place.copy_(t)
+    return views(host.to(device, non_blocking=True))
+
+
 def stream_of(device: torch.device) -> int:
-    """The stream of the next launch. What is kept between launches is kept for each stream."""
+    """The stream of the next launch."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+
+
+def rounds_float32() -> bool:
+    """Whether float32 factors may be rounded to TensorFloat-32, as torch.bmm rounds them.
+
+    This can be read whichever of torch's two interfaces has set it. The older one's own getters
+    (get_float32_matmul_precision, allow_tf32) raise once fp32_precision has been set.
+    """
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

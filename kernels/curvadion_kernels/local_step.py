@@ -110,7 +110,7 @@ def local_step_(
         table = launch.table(facts, numbers, seeds)
         with on(table.device):
             local_step_kernel[(launch.blocks,)](
-                table, launch.numel, launch.of, launch.chunk, launch.count,
+                table, *launch.index.on_stream()[:3], launch.count,
                 X_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], M_DTYPE=CODES[codes[1]],
                 HAS_M=bool(M), SEEDED=seeds is not None, CHUNK=CHUNK, BLOCK=BLOCK,
             )  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvadion.ops.arguments import floats, host_numbers
 from curvadion.ops.tensors import Facts, Unsupported, check_shapes, facts_of
-from curvadion_kernels.launch import Table, on, stream_of
+from curvadion_kernels.launch import Index, Table, kept, on, rounds_float32
 from curvadion_kernels.numbers import CODES, saturated, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers. Two accumulators stay in registers during the loop,
@@ -141,19 +141,20 @@ def low_rank_update_(
             if M and _swapped(m, i) != orientation:
                 raise Unsupported
             groups.setdefault((x.codes[i], m.codes[i], orientation), []).append(i)
-    # "highest" asks for float32 arithmetic: three products of high and low halves.
-    precise = torch.get_float32_matmul_precision() == "highest"
+    # Three products of high and low halves are as exact as float32 arithmetic.
+    precision = "tf32" if rounds_float32() else "tf32x3"
     for (x_code, m_code, swapped), members in groups.items():
         aligned = all(_aligned(one, members) for one in (x, m, *factors))
         shapes = tuple(_shape(x, i, swapped) for i in members)
         device = X[0].device
-        tiles, kept = _tiles(shapes, TILE_M[aligned], device, stream_of(device))
-        table = kept.write(_cells(members, swapped, x, m, factors, numbers, seeds))
+        index, cells = kept(_tiles, device)(shapes, TILE_M[aligned], device)
+        [tiles] = index.on_stream()
+        table = cells.write(_cells(members, swapped, x, m, factors, numbers, seeds))
         with on(device):
             low_rank_kernel[(len(tiles),)](
                 table, tiles, X_DTYPE=CODES[x_code], M_DTYPE=CODES[m_code], HAS_M=bool(M),
                 SEEDED=seeds is not None, SWAPPED=swapped, ALIGNED=aligned,
-                PRECISION="tf32x3" if precise else "tf32",
+                PRECISION=precision,
                 TILE_M=TILE_M[aligned], TILE_N=TILE_N, TILE_K=TILE_K, **OPTIONS,
             )  # fmt: skip
 
@@ -230,12 +231,11 @@ def _cells(
 
 @lru_cache(maxsize=64)
 def _tiles(
-    shapes: tuple[tuple[int, int], ...], height: int, device: torch.device, stream: int
-) -> tuple[Tensor, Table]:
+    shapes: tuple[tuple[int, int], ...], height: int, device: torch.device
+) -> tuple[Index, Table]:
     """For each tile its matrix and its place in it, int32 (tiles, 2); a table for the matrices."""
     each = [triton.cdiv(m, height) * triton.cdiv(n, TILE_N) for m, n in shapes]
     counts = torch.tensor(each, device="cpu")
     matrix = torch.repeat_interleave(torch.arange(len(shapes), device="cpu"), counts)
     place = torch.arange(len(matrix), device="cpu") - (counts.cumsum(0) - counts)[matrix]
-    tiles = torch.stack([matrix, place], dim=1).int().to(device)
-    return tiles, Table(CELLS.value * len(shapes), device)
+    return Index([torch.stack([matrix, place], dim=1).int()], device), Table(device)

@@ -136,8 +136,7 @@ def _run(facts: list[Facts], mu: Sequence[float], *, write: bool) -> Tensor:
         with on(device):
             momentum_kernel[(launch.blocks,)](
                 launch.table(facts, factors),
-                launch.numel, launch.of, launch.chunk, launch.first, launch.slots, launch.tickets,
-                partial, result, launch.count,
+                *launch.index.on_stream(), launch.tickets(device), partial, result, launch.count,
                 M_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], HAS_G=has_g, WRITE=write,
                 CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
             )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from curvadion.ops.tensors import DTYPE_CODES, Unsupported, check_product
-from curvadion_kernels.launch import on
+from curvadion_kernels.launch import on, rounds_float32
 from curvadion_kernels.numbers import add_product, to_nearest
 
 # As large as registers allow for every dtype and precision. Three stages of them leave room for two
@@ -105,8 +105,7 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
     programs = k * rows * (rows + 1) // 2
     if not gains(A, B, out, programs):
         raise Unsupported
-    # What torch.backends.cuda.matmul.allow_tf32 sets; to read that fails where this one was set.
-    precise = A.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    precise = A.dtype == torch.float32 and not rounds_float32()
     if programs:
         with on(A.device):
             symmetric_kernel[(programs,)](

@@ -28,7 +28,9 @@ from simulation.outer import Average, Codes, QuantizedAverage
 from simulation.rivals import OuterMomentum, OuterStep, PowerSGD, Sparse, SparseAverage
 from simulation.training import SYNCHRONISED, Training, trained
 from simulation.world import World
+from tolerance import Rounding, assert_close, assert_within
 
+pytestmark = pytest.mark.numeric
 STEPS, REPLICAS = 16, 2
 TINY = Task(
     layers=1, dim=16, heads=2, context=16, batch_size=4, data_bytes=60_000, validation_tokens=256
@@ -41,14 +43,23 @@ TOLERANCE = {
     "3 bits": 0.1,
     "coded_gradients in 3 bits": 0.1,
 }
-OURS = {"lr": 0.02, "budget": 0.08, "bits": 8}
+OURS = {"lr": 0.02, "budget": 0.08, "bits": 8, "steps": 8}
 SIMULATED = (*SYNCHRONISED, "diloco", "powersgd", "coded_gradients")  # under the names of the cases
 # The real method of a simulated one, and its settings.
 REAL = {
     "adamw": ("adamw", {"lr": 0.01}, {}),
-    "muon": ("muon", {"lr": 0.02}, {}),
-    "muon with a look-ahead of 2": ("muon", {"lr": 0.02, "look_ahead": 2.0}, {"nesterov": 2.0}),
-    "dion": ("dion_nesterov", {"lr": 0.02, "look_ahead": 1.0}, {"rank_fraction": 1.0}),
+    # Few steps: directions amplify the roundings of those before them.
+    "muon": ("muon", {"lr": 0.02, "steps": 8}, {}),
+    "muon with a look-ahead of 2": (
+        "muon",
+        {"lr": 0.02, "look_ahead": 2.0, "steps": 8},
+        {"nesterov": 2.0},
+    ),
+    "dion": (
+        "dion_nesterov",
+        {"lr": 0.02, "look_ahead": 1.0, "steps": 2},
+        {"rank_fraction": 1.0},
+    ),
     "diloco": ("diloco_adamw", {"lr": 0.01, "budget": 3 / 16, "bits": 0}, {"period": 6}),
     "powersgd": ("powersgd", {"lr": 0.01, "budget": 0.3}, {"rank": 2}),
     "ours": ("ours", OURS, {"wire_budget": 0.08, "bits": 8}),
@@ -128,10 +139,16 @@ def test_a_simulation_follows_real_processes(kind):
     world = World(training.task, 0, REPLICAS)
     with mock.patch("torch.randn", unit_columns):
         replicas, share = trained(training, world)
-    tolerance = TOLERANCE.get(kind, TOLERANCE.get(training.method, 1e-3))
+    tolerance = TOLERANCE.get(kind, TOLERANCE.get(training.method))
     for name, X in replicas.X.items():
         moved = (real[name] - world.initial[name]).norm()
-        assert (X[0] - real[name]).norm() < tolerance * moved, name
+        if tolerance is None:
+            condition = float(real[name].norm() / moved)
+            amplifying = 1 if "adamw" in method else steps
+            rounding = Rounding(torch.float32, TINY.dim, condition, amplifying)
+            assert_within(float((X[0] - real[name]).norm() / moved), rounding, what=name)
+        else:
+            assert (X[0] - real[name]).norm() < tolerance * moved, name
     if training.method not in SYNCHRONISED:
         dense = 4 * steps * world.parameters * 2 * (REPLICAS - 1) / REPLICAS
         # What ranks tell each other once, at the first step, weighs more in two steps.
@@ -155,7 +172,9 @@ def test_what_codes_lose_is_sent_later():
         exact = x[name].mean(0)
         assert (means[0][name][0] - exact).norm() > 0.1 * exact.norm()
         left = lost[:, rows].flatten(1)[:, : exact.numel()].mean(0).view_as(exact)
-        torch.testing.assert_close(sum(m[name][0] for m in means) + left, 10 * exact)
+        assert_close(
+            sum(m[name][0] for m in means) + left, 10 * exact, Rounding(torch.float32, 256)
+        )
 
 
 def test_sparse_messages_are_the_largest_numbers_and_what_was_left_follows():
@@ -164,8 +183,8 @@ def test_sparse_messages_are_the_largest_numbers_and_what_was_left_follows():
     x = torch.tensor([[1.0, -9, 2, 0, 0, 5, 0, 0], [0, 0, 0, 0, 0, 0, 3, -4]])[:, None]
     first = sparse._mean("x", x)
     expected = torch.tensor([[0, -9, 0, 0, 0, 5, 3, -4]])[:, None] / 2
-    torch.testing.assert_close(first, expected)
-    torch.testing.assert_close(sparse._mean("x", 0 * x)[0, 0, :3], torch.tensor([0.5, 0, 1]))
+    assert torch.equal(first, expected)
+    assert torch.equal(sparse._mean("x", 0 * x)[0, 0, :3], torch.tensor([0.5, 0, 1]))
 
 
 def test_chunks_hold_no_numbers_but_a_tensors_own():
@@ -173,7 +192,7 @@ def test_chunks_hold_no_numbers_but_a_tensors_own():
     assert [settings.chunks(size) for size in (3, 8, 10, 16)] == [(1, 3), (1, 8), (2, 5), (2, 8)]
     sparse = SparseAverage(settings, World(TINY, 0, REPLICAS))
     x = torch.tensor([[1.0, 2, 9], [-1, 2, 9]])
-    torch.testing.assert_close(sparse._mean("x", x), torch.tensor([[0, 1.5, 9]]))
+    assert torch.equal(sparse._mean("x", x), torch.tensor([[0, 1.5, 9]]))
 
 
 def test_low_rank_gradients_are_means_and_what_they_missed_follows():
@@ -187,11 +206,11 @@ def test_low_rank_gradients_are_means_and_what_they_missed_follows():
             assert len(each) == 1  # for all replicas
             sums[name] += each[0]
             if step < 2:
-                torch.testing.assert_close(each[0], G[name].mean(0))
+                assert_close(each[0], G[name].mean(0), Rounding(torch.float32))
     assert set(sgd._lost) == {name for name, x in world.initial.items() if x.ndim == 2}
     for name, total in sums.items():
         left = sgd._lost[name].mean(0) if name in sgd._lost else 0
-        torch.testing.assert_close(total + left, 8 * G[name].mean(0))
+        assert_close(total + left, 8 * G[name].mean(0), Rounding(torch.float32, terms=64))
 
 
 def test_means_in_codes_are_ours_without_corrections():
@@ -213,12 +232,12 @@ def test_means_in_codes_are_ours_without_corrections():
         ended.append(own.X)
     for name, X in ended[0].items():
         assert torch.equal(X[0], X[1])
-        torch.testing.assert_close(X, ended[1][name])
+        assert_close(X, ended[1][name], Rounding(torch.float32, terms=64))
 
 
-@pytest.mark.parametrize(("bits", "tolerance"), [(0, 1e-3), (8, 0.2)])
-def test_gradients_in_codes_train_as_exact_ones_do(bits, tolerance):
-    task = {"size": "tiny", "batch_size": TINY.batch_size, "replicas": REPLICAS, "steps": STEPS}
+@pytest.mark.parametrize("bits", [0, 8])
+def test_gradients_in_codes_train_as_exact_ones_do(bits):
+    task = {"size": "tiny", "batch_size": TINY.batch_size, "replicas": REPLICAS, "steps": 8}
     world = World(TINY, 0, REPLICAS)
     task["look_ahead"] = 2.0
     coded = Training("coded_gradients", 0.02, budget=1.0, bits=bits, **task)
@@ -228,7 +247,11 @@ def test_gradients_in_codes_train_as_exact_ones_do(bits, tolerance):
     for name, X in own.X.items():
         assert len(X) == 1
         moved = (exact.X[name] - world.initial[name]).norm()
-        assert (X - exact.X[name]).norm() < tolerance * moved, name
+        error, size = ((x.norm() / moved).item() for x in (X - exact.X[name], X))
+        if bits:  # what codes lose, not roundings
+            assert error < 0.2, name
+        else:
+            assert_within(error, Rounding(torch.float32, TINY.dim, size, steps=8), what=name)
 
 
 def test_rivals_keep_to_their_budget():
@@ -262,14 +285,14 @@ def test_momenta_keep_their_mean_if_replicas_have_one_spectrum():
         weights = [decay**age for age in range(len(openings))]
         S = sum(w * each for w, each in zip(weights, openings, strict=True)) / sum(weights)
         outer._align(own, wide, missing, L)
-        torch.testing.assert_close(own.M[wide].double(), M - S @ D / L, rtol=1e-4, atol=1e-4)
+        assert_close(own.M[wide], M - S @ D / L, Rounding(torch.float32, terms=64))
     total, weight = outer._spectra[wide]
     outer._spectra[wide] = total.mean(0, keepdim=True).expand_as(S), weight
     outer.settings = replace(outer.settings, spectrum_decay=1 - 1e-12)
     before = own.M[wide].mean(0)
     centred = missing - missing.mean(0)
     outer._align(own, wide, centred, L)
-    torch.testing.assert_close(own.M[wide].mean(0), before)
+    assert_close(own.M[wide].mean(0), before, Rounding(torch.float32, terms=64))
 
 
 def test_exact_momenta_are_means_after_an_opening():
@@ -287,8 +310,9 @@ def test_exact_momenta_are_means_after_an_opening():
             outer.after(0, own, 0.02, last=False)
         momenta.append(own.M)
     for name, M in momenta[1].items():
-        torch.testing.assert_close(M, before[name].mean(0, keepdim=True).expand_as(M))
-        assert not torch.allclose(momenta[0][name], M)
+        wanted = before[name].mean(0, keepdim=True).expand_as(M)
+        assert_close(M, wanted, Rounding(torch.float32))
+        assert (momenta[0][name] - M).norm() > 0.01 * M.norm()
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -301,7 +325,7 @@ def test_compiled_gradients_are_the_same(each):
     for step in range(2):
         expected = eager.gradients(step, X, each=each)
         for name, G in compiled.gradients(step, X, each=each).items():
-            torch.testing.assert_close(G, expected[name])
+            assert_close(G, expected[name], Rounding(torch.float32, terms=64))
 
 
 @pytest.mark.parametrize("direction", ["adamw", "polar", "low_rank"])
@@ -316,7 +340,7 @@ def test_replicas_with_equal_gradients_take_equal_steps(direction):
         torch.manual_seed(0)
         two.step(step, 1.0, {name: g.expand(2, *g.shape[1:]) for name, g in G.items()})
     for name, X in two.X.items():
-        torch.testing.assert_close(X, one.X[name].expand_as(X))
+        assert_close(X, one.X[name].expand_as(X), Rounding(torch.float32, terms=64))
 
 
 def test_the_grid_has_each_training_once_and_records_are_not_run_again(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 
 import deepspeed_engines as ds
 import demo
@@ -16,7 +17,8 @@ import demo_deepspeed
 import distributed
 import train_gpt
 import train_gpt_deepspeed
-from example_runs import follow_in_workers
+from example_runs import LOSSES, assert_same_losses, follow_in_workers
+from tolerance import Rounding, assert_within
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
@@ -48,7 +50,7 @@ def test_every_stage_trains_as_plain_ddp(tmp_path):
         out = tmp_path / str(stage)
         summary = distributed.run(2, with_deepspeed, stage, str(out), "--gate", "always")[0]
         assert json.loads((out / "summary.json").read_text("utf-8")) == summary
-        assert summary["val_loss"] == pytest.approx(wanted["val_loss"], abs=1e-5)
+        assert_same_losses([summary["val_loss"]], [wanted["val_loss"]])
         assert summary["tokens"] == wanted["tokens"]
         assert (summary["open_gate_share"], summary["drift"]) == (1.0, 0.0)
         assert (summary["replicas"], summary["shards"]) == ((1, 2) if stage else (2, 1))
@@ -86,10 +88,11 @@ def test_replicas_train_as_those_of_hsdp(tmp_path, of_demo):
     (*_, hsdp, second), _ = of_demo
     apart, first, third = distributed.run(4, with_replicas, str(tmp_path))[0]
     assert apart["open_gate_share"] == 0 and apart["drift"] > 1e-3
-    assert apart["val_loss"] != pytest.approx(hsdp["val_loss"], rel=2e-3)
+    # Shards of other shapes have other blocks, whose codes lose other numbers.
+    assert apart["val_loss"] != pytest.approx(hsdp["val_loss"], rel=0.02)
     for summary in (first, second, third):
         assert (summary["replicas"], summary["shards"], summary["steps"]) == (2, 2, 14)
-        assert summary["val_loss"] == pytest.approx(hsdp["val_loss"], rel=2e-3)
+        assert summary["val_loss"] == pytest.approx(hsdp["val_loss"], rel=0.02)
         assert summary["tokens"] == hsdp["tokens"]
         assert summary["open_gate_share"] == hsdp["open_gate_share"] == pytest.approx(1 / 14)
         assert summary["drift"] == hsdp["drift"] == 0.0
@@ -109,8 +112,11 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(of_demo):
     summaries, printed = of_demo
     names = [summary["name"] for summary in summaries]
     assert names == ["Dion, DDP", "Dion, ZeRO 2", "1 %, HSDP", "1 %, ZeRO 2"]
-    assert all(summary["largest_difference"] < 1e-5 for summary in summaries[:2])
-    assert all(summary["largest_difference"] < 1e-4 for summary in summaries[2:])
+    for summary in summaries[:2]:
+        assert_within(summary["largest_difference"], LOSSES, what=summary["name"])
+    for summary in summaries[2:]:  # the last step is the first that sends codes
+        rounding = Rounding(torch.float32, terms=256 * summary["steps"])
+        assert_within(summary["largest_difference"], rounding, what=summary["name"])
     assert all(summary["drift"] == 0.0 for summary in summaries)
     assert [summary["open_gate_share"] for summary in summaries] == [1.0, 1.0, 1 / 14, 1 / 14]
     assert "no loss of any step is further from DDP's than" in printed

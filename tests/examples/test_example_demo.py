@@ -6,7 +6,8 @@ import pytest
 
 import demo
 import demo_layouts
-from example_runs import follow_in_workers
+from example_runs import LOSSES, follow_in_workers
+from tolerance import assert_within
 
 TINY = (
     "--steps 4 --validate-every 2 --dim 16 --heads 2 --layers 1 --context 16 --batch-size 2 "
@@ -85,7 +86,8 @@ def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys, monkey
     names = [summary["name"] for summary in summaries]
     assert names == ["one process", "DDP 2", "FSDP 2", "TP 2"]
     assert {summary["tokens_per_step"] for summary in summaries} == {8 * 16}
-    assert all(summary["largest_difference"] < 1e-5 for summary in summaries)
+    for summary in summaries:
+        assert_within(summary["largest_difference"], LOSSES, what=summary["name"])
     for summary in summaries[1:]:
         assert 0 < summary["optimizer_bytes_per_step"] <= summary["wire_bytes_per_step"]
     assert (tmp_path / "demo_layouts.png").read_bytes().startswith(b"\x89PNG")

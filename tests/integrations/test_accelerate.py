@@ -18,6 +18,7 @@ import distributed
 import hugging_face as hf
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.metering.report import Summary
+from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.usefixtures("own_workers")
 
@@ -314,6 +315,10 @@ def mistakes(rank):
         model, _ = prepared(accelerator)
         accelerator.join_uneven_inputs([model])
 
+    def not_told_of_processors():
+        hf.launch("none")
+        attach(Accelerator())
+
     unattached = fresh(attaching=False)
     return {
         "not attached": raised(step, unattached, *prepared(unattached), rank),
@@ -323,6 +328,7 @@ def mistakes(rank):
         "mixed": raised(mixed),
         "some parameters": raised(some_parameters),
         "uneven inputs": raised(uneven),
+        "not told": raised(not_told_of_processors),
         "no accelerator": raised(attach, torch.nn.Linear(1, 1)),
     }
 
@@ -334,6 +340,7 @@ MISTAKES = {
         "with accelerate call curvadion.integrations.accelerate.attach(accelerator)",
     ),
     "attached late": ("RuntimeError", "call attach right after Accelerator(...)"),
+    "not told": ("ValueError", "num_processes=1, but WORLD_SIZE=2", "use_cpu=True", "cpu=True"),
     "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
     "another optimizer": ("ValueError", "SGD and Dion hold parameters of one model"),
     "mixed": ("ValueError", "two optimizers hold parameters of one model", "same replicas="),
@@ -413,12 +420,13 @@ def accumulated(rank, precision):
     return by_hand.progress.steps, optimizer.optimizer.progress.steps, whole(model), whole(alone)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_accumulates_like_a_plain_loop(precision):
     for steps, counted, model, alone in distributed.run(2, accumulated, precision):
         assert steps == counted == 5
         for name, W in alone.items():
-            torch.testing.assert_close(model[name], W, rtol=0, atol=1e-6)
+            assert_close(model[name], W, Rounding(torch.float32), what=name)
 
 
 def alone_in_one_process(rank):

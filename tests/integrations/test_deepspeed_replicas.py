@@ -18,11 +18,13 @@ from curvadion import CodedGradients, Dion, FixedPeriod, QuantizedAverage
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching
 from deepspeed_replicas import SIZE, ByHand, by_hand_groups, engine_of
-from quantized_reference import Follower, QuantizedReference, spacing_of
+from quantized_reference import Follower, QuantizedReference
+from tolerance import assert_within
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
-)
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 STEPS = 6
 # Of each of DeepSpeed's classes of optimizers, and what changes how gradients or weights lie.
 NAMES = [
@@ -55,7 +57,7 @@ def trajectories(rank, names, size):
 def check_trajectories(names, world, size):
     for found in distributed.run(world, trajectories, names, size):
         for name, (distances, opened, covered) in found.items():
-            assert max(distances.values()) < 1e-5, (name, distances)
+            assert_within(max(distances.values()), ds.ROUNDING, what=(name, distances))
             assert opened == [step in ds.OPEN_STEPS for step in range(STEPS)], name
             if covered is None:
                 continue
@@ -98,7 +100,7 @@ def like_ddp(rank, names):
 
 def test_a_gate_that_is_always_open_is_plain_ddp():
     for found in distributed.run(4, like_ddp, ["0", "0 bf16", "1", "2 bf16", "2", "3", "3 bf16"]):
-        assert max(found.values()) < 1e-5, found
+        assert_within(max(found.values()), ds.ROUNDING, what=found)
 
 
 SYNCS = {
@@ -273,7 +275,7 @@ def test_codes_of_replicas_follow_a_float64_simulation():
         )  # fmt: skip
         for vector in vectors:
             reference.leaves[vector].lr = ds.ELEMENTWISE_LR
-        follower = Follower(reference, spacing_of(torch.float32))
+        follower = Follower(reference, torch.float32)
         for step in range(LONG):
             opened = each[0][name][step][0]
             assert opened == (step % 3 == 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ import curvadion
 import deepspeed_engines as ds
 import distributed
 from curvadion import RMMC, AlwaysOpen, CurvaDion
+from tolerance import Rounding, assert_close, assert_within
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
-)
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 PERIOD = {"gate": {"type": "period", "period": 3}, "local_step": "gradient", "local_lr": 0.005}
 
 
@@ -94,12 +97,17 @@ def like_one_process(rank, stage):
 @pytest.mark.parametrize(("stage", "world"), [(0, 3), (1, 2), (2, 3), (3, 2)])
 def test_json_alone_trains_like_one_process(stage, world):
     for errors, records in distributed.run(world, like_one_process, stage):
-        assert max(errors.values()) < 1e-5, errors
+        assert_within(max(errors.values()), ds.ROUNDING, what=errors)
         for ours, plain in records:
             assert ours.gate_open == plain.gate_open
             if stage:
-                assert ours.rmmc == pytest.approx(plain.rmmc, rel=1e-4, abs=1e-6)
                 assert ours.rmmc_parameter == plain.rmmc_parameter
+                if plain.rmmc == math.inf:
+                    assert ours.rmmc == math.inf
+                    continue
+                # A difference of norms, relative to one of them.
+                condition = 1 / min(plain.rmmc, 1.0)
+                assert_close(ours.rmmc, plain.rmmc, Rounding(torch.float32, 12 * 32, condition))
         opened = [ours.gate_open for ours, _ in records]
         assert all(opened) if stage == 0 else 1 < sum(opened) < 12
 
@@ -118,7 +126,7 @@ def dion(rank, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_type_dion(stage):
     for error, reports in distributed.run(2, dion, stage):
-        assert error < 1e-5
+        assert_within(error, ds.ROUNDING)
         assert [report.reason for report in reports] == ["always"] * 5
 
 
@@ -139,7 +147,7 @@ def clipped(rank, name, clip):
 def test_gradients_are_clipped_by_one_norm(name):
     results = distributed.run(2, clipped, name, 10.0)
     for error, norm in results:
-        assert error < 1e-5
+        assert_within(error, ds.ROUNDING)
         assert norm > 10.0  # clipped at all
     assert len({float(norm) for _, norm in results}) == 1
 
@@ -349,7 +357,7 @@ def clients(rank, stage, how):
     ],
 )
 def test_an_optimizer_made_in_code(stage, how):
-    assert max(distributed.run(2, clients, stage, how)) < 1e-5
+    assert_within(max(distributed.run(2, clients, stage, how)), ds.ROUNDING)
 
 
 def reduced_twice(rank):
@@ -386,7 +394,7 @@ def built_under_zero_init(rank):
 
 
 def test_a_model_built_under_zero_init():
-    assert max(distributed.run(2, built_under_zero_init)) < 1e-5
+    assert_within(max(distributed.run(2, built_under_zero_init)), ds.ROUNDING)
 
 
 def moved_away(rank, name):
@@ -403,7 +411,7 @@ def moved_away(rank, name):
 
 @pytest.mark.parametrize("name", ["1", "2 round robin", "2 bf16"])
 def test_states_may_be_offloaded_between_steps(name):
-    assert max(distributed.run(2, moved_away, name)) < 1e-5
+    assert_within(max(distributed.run(2, moved_away, name)), ds.ROUNDING)
 
 
 def scheduled(rank, stage):

@@ -19,6 +19,7 @@ from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.sync.coded_mean import message_bytes
 from deepspeed_replicas import SIZE, crossing, engine_of, ranges_of
 from flat_shards import held
+from one_at_a_time import one_at_a_time
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
@@ -258,3 +259,17 @@ def test_losses_under_a_budget_are_those_of_hsdp():
 
 def difference(curve, wanted):
     return max(abs(a / b - 1) for a, b in zip(curve, wanted, strict=True))
+
+
+# -------------------------------------------------------------------- in one order
+
+
+def train_in_one_order(rank):
+    engine = engine_of("2", {"threshold": 0.3})
+    with one_at_a_time():
+        ds.train(engine, range(3))
+        engine.basic_optimizer.synchronize()
+
+
+def test_zero_in_replicas_does_not_depend_on_collectives_that_overlap():
+    distributed.run(4, train_in_one_order)

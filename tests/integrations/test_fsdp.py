@@ -28,8 +28,10 @@ from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_loca
 from curvadion.layout.parameters import global_shape
 from fsdp_training import LAYOUTS, mesh_of, setup, shard
 from pairwise import all_pairs
+from tolerance import Rounding, assert_close, assert_within
 from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
 
+pytestmark = pytest.mark.numeric
 SOME = ["hsdp 2x2", "replicas outside FSDP's mesh", "FSDP1, replicas outside"]
 
 
@@ -105,7 +107,7 @@ def test_gradients_are_those_of_the_replica_and_nothing_crosses_between_replicas
     for (error, name), sent in distributed.run(
         math.prod(LAYOUTS[layout]), two_backwards, layout, True
     ):
-        assert error < 1e-5, name
+        assert_within(error, Rounding(torch.float32, terms=16), what=name)
         assert not [how for how in sent if how.endswith("replicate")]
         if shards > 1:
             assert sent["reduce_scatter over shard"] == 2 * padded_bytes(shards)
@@ -113,7 +115,7 @@ def test_gradients_are_those_of_the_replica_and_nothing_crosses_between_replicas
 
 def test_without_the_integration_fsdp_averages_over_the_replicas():
     for (error, name), sent in distributed.run(4, two_backwards, "hsdp 2x2", False):
-        assert error < 1e-5, name
+        assert_within(error, Rounding(torch.float32, terms=16), what=name)
         assert sent["all_reduce over replicate"] == padded_bytes(2)
 
 
@@ -221,7 +223,7 @@ def test_the_call_may_come_late_and_twice():
             ranks = shard_place, shard_place + 2
             mean = (own[ranks[0]][name] + own[ranks[1]][name]) / 2
             for rank in ranks:
-                torch.testing.assert_close(averaged[rank][name], mean)
+                assert_close(averaged[rank][name], mean, Rounding(torch.float32), what=name)
                 assert torch.equal(again[rank][name], own[rank][name])
 
 

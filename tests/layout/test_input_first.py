@@ -15,9 +15,13 @@ from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from flat_shards import declared
 from seeded import gradient, weights
 from shards import shard
+from tolerance import Rounding, assert_close, assert_within
+
+pytestmark = pytest.mark.numeric
 
 SHAPES = [(8, 24), (24, 8), (7, 7), (1, 5), (5, 1)]  # (out, in)
 STEPS = 6
+ROUNDING = Rounding(torch.float32, terms=24, steps=STEPS)
 
 
 def pair(make, shapes=SHAPES, **options):
@@ -56,7 +60,7 @@ def distance(finals):
 )
 def test_a_matrix_and_its_transpose_train_alike(options):
     shapes = [(8, 24), (8, 3)] if "row_blocks" in options else SHAPES
-    assert distance(pair(Dion, shapes, **options)) < 1e-6
+    assert_within(distance(pair(Dion, shapes, **options)), ROUNDING)
 
 
 def test_scale_is_the_root_of_outputs_over_inputs():
@@ -66,7 +70,7 @@ def test_scale_is_the_root_of_outputs_over_inputs():
     options = {"rank_fraction": 1.0, "right_factor": "qr", "input_first": True}
     optimizer = Dion([x], lr=1.0, weight_decay=0.0, **options)
     optimizer.step()
-    assert torch.linalg.matrix_norm(x.detach(), 2).item() == pytest.approx(4.0, rel=1e-3)
+    assert_close(torch.linalg.matrix_norm(x.detach(), 2), 4.0, Rounding(torch.float32, terms=64))
 
 
 def under_a_budget(rank, options):
@@ -181,4 +185,4 @@ def resumed_in_another_layout(rank):
 
 def test_state_moves_between_layouts():
     for apart in distributed.run(2, resumed_in_another_layout):
-        assert apart < 1e-5
+        assert_within(apart, ROUNDING)

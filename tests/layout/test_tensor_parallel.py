@@ -12,17 +12,22 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.torch_version import TorchVersion
 
 import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
+from reference import relative_error
 from tensor_parallel_training import LAYOUTS, setup
+from tolerance import Rounding, assert_close, assert_within
 from training import (
     OPEN_STEPS,
     STEPS,
     assert_trains_like_one_process,
     assert_trains_like_whole_replicas,
 )
+
+pytestmark = pytest.mark.numeric
 
 
 # The others open the gates of a schedule below.
@@ -35,7 +40,13 @@ def test_open_gate_trains_to_the_weights_of_one_process(layout):
 @pytest.mark.parametrize(
     ("layout", "local_step", "clip", "sparing", "schedule", "steps"),
     [
-        ("tp", "gradient", 0.5, False, OPEN_STEPS, STEPS),
+        pytest.param(
+            *("tp", "gradient", 0.5, False, OPEN_STEPS, STEPS),
+            marks=pytest.mark.skipif(
+                TorchVersion(torch.__version__) < (2, 13),
+                reason="clip_grad_norm_ of this torch scales partial gradients twice",
+            ),
+        ),
         ("dp x tp", "gradient", None, False, OPEN_STEPS, STEPS),
         ("dp x tp", "dion", None, True, OPEN_STEPS, STEPS),
         ("fsdp x tp", "dion", 0.5, False, OPEN_STEPS, STEPS),
@@ -98,7 +109,7 @@ def settle(mesh, given, wanted, count):
     with WireMeter() as meter:
         optimizer.step()
     assert all(x.grad.placements == tuple(wanted) for x in X)
-    errors = [(x.grad.full_tensor() - g).norm().item() for x, g in zip(X, full, strict=True)]
+    errors = [relative_error(x.grad.full_tensor(), g) for x, g in zip(X, full, strict=True)]
     return max(errors), meter.total_calls
 
 
@@ -107,7 +118,7 @@ def test_gradients_are_brought_to_their_parameters_placements():
         for (given, wanted, collectives), settled in zip(SETTLED, of_rank, strict=True):
             gate = 1 if S in wanted else 0
             for error, calls in settled:
-                assert error < 1e-5, (given, wanted)
+                assert_within(error, Rounding(torch.float32, terms=4), what=(given, wanted))
                 assert collectives is None or calls == collectives + gate, (given, wanted)
 
 
@@ -141,11 +152,12 @@ def test_summands_on_the_replicas_are_their_own_gradients():
         optimizer.step()
     low_rank = formulas.open_step([formulas.held((9, 6), 3, replicas=2)])
     weights, momenta, sent = zip(*distributed.run(2, native_data_parallel), strict=True)
+    rounding = Rounding(torch.float32, terms=9, condition=10, steps=5)  # tanh and its square
     for actual in weights:
-        torch.testing.assert_close(actual, X.detach(), rtol=1e-5, atol=1e-6)
+        assert_close(actual, X, rounding)
     # The update does not see the gradient's scale; the momenta do, and their mean is the whole's.
     mean = (momenta[0] + momenta[1]) / 2
-    torch.testing.assert_close(mean, optimizer.state[X]["momentum"], rtol=1e-4, atol=1e-6)
+    assert_close(mean, optimizer.state[X]["momentum"], rounding)
     assert sent == (low_rank, low_rank)
 
 

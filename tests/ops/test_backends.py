@@ -22,6 +22,7 @@ from curvadion.ops import cpu, native
 from curvadion.ops import reference as plain
 from curvadion.ops.codes import block_bytes, blocks_of
 from curvadion.ops.tensors import Tensors
+from tolerance import Rounding, assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -477,6 +478,47 @@ def test_a_cache_of_somebody_else_is_refused(where, package, cache):
     assert said.endswith("set CURVADION_CACHE to a folder of user 0")
 
 
+def mode_666(file):
+    file.chmod(0o666)
+
+
+def of_somebody_else(file):
+    os.chown(file, 12345, -1)
+
+
+def pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def link(file):
+    file.symlink_to(file.rename(file.with_suffix(".elsewhere")))
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("change", "which", "said"),
+    [
+        (mode_666, "library", "others can write to {} (mode 666)"),
+        pytest.param(of_somebody_else, "library", "{} belongs to user 12345", marks=only_root),
+        (pipe, "library", "{} is not a regular file"),
+        (pipe, "checksum", "{} is not a regular file"),
+        (link, "library", "{} is not a regular file"),
+    ],
+)
+def test_a_file_of_the_cache_that_others_could_have_written_is_refused(
+    change, which, said, package, cache
+):
+    library = cache / native.file_name("cpu")
+    file = library if which == "library" else native.checksum_file(library)
+    change(file)
+    answer = load(package, cache.parent)
+    assert answer.startswith(f"unavailable: {said.format(file)}") and answer.endswith("delete it")
+
+
 @needs_library
 def test_a_lock_that_is_a_link_leaves_its_target_alone(package, cache):
     precious = cache.parent / "precious"
@@ -659,11 +701,12 @@ def test_they_compile_as_one_graph(backend):
     # Headers are compiled once for many graphs; here there is one.
     with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
         actual = torch.compile(whole_step, backend=backend, fullgraph=True)(*compiled)
+    rounding = Rounding(torch.float32, terms=20)
     for e, a in zip(expected, actual, strict=True):
-        torch.testing.assert_close(a, e)
+        assert_close(a, e, rounding)
     for i in (0, 2):
         for e, a in zip(eager[i], compiled[i], strict=True):
-            torch.testing.assert_close(a, e)
+            assert_close(a, e, rounding)
 
 
 def test_lists_that_remember_are_lists():

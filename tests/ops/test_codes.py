@@ -87,6 +87,7 @@ def test_memory_layouts(backend):
     code_operations.check_memory_layouts(backend, CPU)
 
 
+@pytest.mark.numeric
 @each_backend
 def test_wide_tensors(backend):
     code_operations.check_wide_tensors(backend, CPU)

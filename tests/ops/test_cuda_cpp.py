@@ -10,6 +10,7 @@ from array import array
 import pytest
 import torch
 
+import nvcc_ahead_of_time
 from compiler import needs_compiler
 from curvadion import ops
 from curvadion.ops import cuda, native
@@ -25,25 +26,13 @@ def unavailable():
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
-KERNELS = ("momentum", "local_step")
+# Four blocks of 256 threads then share the registers of a multiprocessor.
+MOST_REGISTERS = 64
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """What ptxas says of each kernel, and its machine code, by kernel and target."""
-    folder = tmp_path_factory.mktemp("cuda")
-    results = {}
-    for kernel in KERNELS:
-        source = native.source_folder("cuda") / f"{kernel}.cu"
-        for target in native.CUDA_TARGETS:
-            output = folder / f"{kernel}.{target}.cubin"
-            said = subprocess.run(
-                [native._nvcc(), *native.NVCC_FLAGS, f"-arch=sm_{target}", "-Xptxas=-v", "-cubin",
-                 source, "-o", output],
-                capture_output=True, text=True, check=True, timeout=100,
-            ).stderr  # fmt: skip
-            results[kernel, target] = said, output
-    return results
+    return nvcc_ahead_of_time.compiled(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -67,19 +56,19 @@ def test_an_older_nvcc_compiles_for_what_it_knows(knows, machines, ptx, tmp_path
 
 
 @needs_compiler  # nvcc asks it for the host's code
-def test_no_kernel_spills_registers(compiled):
-    for said, _ in compiled.values():
-        assert re.findall(r"(\d+) bytes spill", said) == ["0", "0"], said
-        assert re.findall(r"(\d+) bytes stack frame", said) == ["0"], said
+def test_registers_suffice_and_leave_room_for_four_blocks(compiled):
+    assert len(compiled) == 6
+    assert [r for r in compiled if r["spilled_bytes"] or r["stack_bytes"]] == []
+    assert [r for r in compiled if r["registers"] > MOST_REGISTERS] == []
 
 
 @needs_compiler  # nvcc asks it for the host's code
 def test_bulk_data_moves_in_128_bits_to_and_from_global_memory(compiled):
     nvidia = pytest.importorskip("triton.backends.nvidia")
     disassembler = f"{nvidia.__path__[0]}/bin/cuobjdump"
-    for _, cubin in compiled.values():
+    for record in compiled:
         code = subprocess.run(
-            [disassembler, "-sass", cubin], capture_output=True, text=True, check=True
+            [disassembler, "-sass", record["cubin"]], capture_output=True, text=True, check=True
         ).stdout
         assert "LDG.E.128" in code and "STG.E.128" in code
         # Generic accesses would mean that the compiler does not know where the tensors are.

@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 that includes the Triton kernels; test_triton.py runs it
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -15,6 +16,7 @@ import torch
 import operations
 from curvadion import ops
 from pairwise import all_pairs
+from switches import ROUNDING, SWITCHES, switched
 
 F32, BF16, F16 = operations.DTYPES
 CPU = torch.device("cpu")
@@ -29,7 +31,7 @@ def combinations(*axes):
     return all_pairs(*axes) if INTERPRETED else list(itertools.product(*axes))
 
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = [pytest.mark.numeric, pytest.mark.parametrize("backend", BACKENDS)]
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +164,30 @@ def test_symmetric_products_refuse_what_does_not_fit(backend):
 
 def test_symmetric_products_of_any_dtype_and_size(backend):
     operations.check_symmetric_product_leaves(backend, CPU)
+
+
+# The interpreter is slow: one switch of a kind suffices there.
+@pytest.mark.parametrize("switch", SWITCHES[::2] if INTERPRETED else SWITCHES)
+def test_global_switches_of_torch_change_nothing(backend, switch, monkeypatch):
+    force = operations.backend
+
+    @contextlib.contextmanager
+    def forced(name):
+        with force(name), switched(switch):
+            yield
+
+    monkeypatch.setattr(operations, "backend", forced)  # which surrounds only the operations
+    shapes = SIZES["few"]
+    operations.check_norms(backend, CPU, shapes, [F32, BF16, F16])
+    operations.check_momentum(backend, CPU, shapes, [F32, F16], [BF16, F32])
+    operations.check_local_step(backend, CPU, shapes, [F32, BF16, F16], [F32], [BF16])
+    operations.check_columns(backend, CPU, (2, 40, 7), BF16)
+    # TensorFloat-32, which some CPUs have, keeps ten bits of each factor.
+    roundings = 2**13 if switch in ROUNDING else 16
+    operations.check_low_rank_update(
+        backend, CPU, [(40, 24, 7), (24, 40, -8)], [F32], [F32], roundings=roundings
+    )
+    operations.check_symmetric_product(backend, CPU, 2, 33, F32, "rows", roundings=roundings)
 
 
 if INTERPRETED:  # of the kernel, not of the operation

@@ -27,11 +27,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 import distributed
 import shards
 from curvadion import CurvaDion, Dion, FixedPeriod, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
+from tolerance import Rounding, assert_close, assert_within
 
 LAYOUTS = {
     "one process": 1,
@@ -44,6 +46,11 @@ LAYOUTS = {
 }
 VOCABULARY, BATCH = 13, 8
 SAVED_AFTER, STEPS = 3, 5
+
+
+def rounding(steps):
+    """Of backward passes over a batch of tokens, at every step."""
+    return Rounding(torch.float32, terms=64, steps=steps)
 
 
 # -------------------------------------------------------------------- a model in every layout
@@ -293,7 +300,7 @@ class Loads:
         for key, tensor in held.items():
             wanted = self.first[key]
             assert tensor.dtype == wanted.dtype, (name, key)
-            assert (tensor - wanted).norm() <= 1e-5 * wanted.norm(), (name, key)
+            assert_close(tensor, wanted, rounding(SAVED_AFTER), what=(name, key))
 
 
 def ending_before(name, layouts):
@@ -337,11 +344,12 @@ def go_on(placed, optimizer, expected):
     return placed.distance(expected)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_checkpoint_goes_on_in_every_layout(checkpoints, expected, layout):
     folder, _ = checkpoints
     for distance in distributed.run(LAYOUTS[layout], resume, layout, folder, expected):
-        assert distance < 1e-5
+        assert_within(distance, rounding(STEPS))
 
 
 def test_state_is_of_one_form_in_all_layouts_and_on_all_ranks(checkpoints):
@@ -449,13 +457,16 @@ def load_whole(rank, layout, folder, saved_by, expected):
     return go_on(placed, optimizer, expected)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_states_go_on_in_every_layout(checkpoints, expected, layout):
+    if "tp" in layout and TorchVersion(torch.__version__) < (2, 13):
+        pytest.skip("set_model_state_dict of this torch gives wrong columns of uneven shards")
     names = list(LAYOUTS)
     saved_by = {layout, names[names.index(layout) - 1]}
     arguments = (layout, checkpoints[0], sorted(saved_by), expected)
     for distance in distributed.run(LAYOUTS[layout], load_whole, *arguments):
-        assert distance < 1e-5
+        assert_within(distance, rounding(STEPS))
 
 
 def whole_codes(rank, layout):
@@ -623,10 +634,11 @@ def view_checkpoints(tmp_path_factory):
     return folder, weights
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("layout", VIEW_LAYOUTS)
 def test_stacked_experts_and_row_blocks_move_between_layouts(view_checkpoints, layout):
     for distance in distributed.run(world(layout), resume_views, layout, *view_checkpoints):
-        assert distance < 1e-5
+        assert_within(distance, rounding(STEPS))
 
 
 # -------------------------------------------------------------------- flat shards of FSDP1

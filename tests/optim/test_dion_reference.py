@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
 from pairwise import all_pairs
 from reference import DionReference, relative_error
+from tolerance import Rounding, assert_within
+
+pytestmark = pytest.mark.numeric
 
 SHAPES = {
     "tall": (48, 16),
@@ -23,6 +26,9 @@ SHAPES = {
     "prime": (37, 23),
     "two": (2, 3),
 }
+
+# Sums over the longest side; the momenta are well conditioned along what is followed of them.
+TEN_STEPS = Rounding(torch.float32, terms=48, steps=10)
 
 # test_triton.py has the Triton kernels interpreted here.
 FORCED = os.environ.get("CURVADION_BACKEND")
@@ -66,12 +72,13 @@ def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.
 @pytest.mark.parametrize("rank_fraction", [1.0, 0.5, 0.1])
 @pytest.mark.parametrize("name", SHAPES)
 def test_update_equals_the_equations(name, rank_fraction, seed):
-    assert max(run(Dion, SHAPES[name], rank_fraction, seed=seed)) < 2e-5
+    assert_within(max(run(Dion, SHAPES[name], rank_fraction, seed=seed)), TEN_STEPS)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_float64_parameters_are_updated_in_float64(name):
-    assert max(run(Dion, SHAPES[name], 0.5, dtype=torch.float64)) < 1e-10
+    errors = run(Dion, SHAPES[name], 0.5, dtype=torch.float64)
+    assert_within(max(errors), Rounding(torch.float64, terms=48, condition=10, steps=10))
 
 
 RULES = ["error_feedback", "plain"]
@@ -84,7 +91,7 @@ FACTORS = ["column_normalized", "qr"]
 )
 def test_rules_and_right_factors(shape, momentum_rule, right_factor, nesterov):
     rules = dict(momentum_rule=momentum_rule, right_factor=right_factor)
-    assert max(run(Dion, shape, 0.5, nesterov=nesterov, **rules)) < 2e-5
+    assert_within(max(run(Dion, shape, 0.5, nesterov=nesterov, **rules)), TEN_STEPS)
 
 
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
@@ -94,7 +101,7 @@ def test_local_steps_between(local_step, momentum_rule):
         CurvaDion, (24, 40), 0.5, gate=FixedPeriod(4), local_step=local_step, local_lr=0.01,
         momentum_rule=momentum_rule, nesterov=1.0, steps=10,
     )  # fmt: skip
-    assert max(errors) < 2e-5
+    assert_within(max(errors), TEN_STEPS)
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,7 +123,8 @@ def test_any_shape_rank_and_hyperparameters(
         Dion, (m, n), rank_fraction, rank_multiple_of=multiple, lr=lr, mu=mu, seed=seed,
         nesterov=nesterov, weight_decay=weight_decay, dtype=torch.float64, steps=4,
     )  # fmt: skip
-    assert errors[0] < 1e-6
+    # Momenta that are drawn may be nearly singular.
+    assert_within(errors[0], Rounding(torch.float64, terms=33, condition=1e6, steps=4))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from quantized_reference import (
     deficient,
     elementwise_,
     oriented,
-    spacing_of,
 )
 from reference import DionReference
 from soak_ranks import BEFORE_A_FREEZE, Event, Record, frozen_after, gradient, weights
 from soak_trials import Parameter, Trial
+from tolerance import Rounding
 
 # What a step may send beside codes: the gate, and checks of how replicas are built.
 # A plan that has changed is agreed on first, and then the gate is asked again.
@@ -135,7 +135,7 @@ class Check:
         self.problems: list[str] = []
         self.reference = reference_of(trial, records)
         dtype = getattr(torch, trial.dtype)
-        self.follower = Follower(self.reference, spacing_of(dtype), trial.seed)
+        self.follower = Follower(self.reference, dtype, seed=trial.seed)
         self.follows = dtype is not torch.bfloat16
         self.held: list[dict[str, dict[str, object]]] = []
         self.local_steps = 0
@@ -349,7 +349,7 @@ class Check:
                 whole = torch.zeros(math.prod(shape), dtype=shard.dtype)
             both = filled[indices]
             # Ranks that hold a row of Q between them make it by products of other shapes.
-            spacing = 8 * torch.finfo(shard.dtype).eps if key == "Q" else 0.0
+            spacing = Rounding(shard.dtype, max(shape)).allowed if key == "Q" else 0.0
             here, there = whole[indices][both], shard[both]
             if not torch.allclose(here, there, spacing, spacing, equal_nan=True):
                 self.say(number, f"ranks of replica {replica} hold different {key} of {p.name}")

@@ -18,6 +18,7 @@ from curvadion import CurvaDion, WireMeter
 from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 from reference import DionReference, relative_error
+from tolerance import Rounding
 
 FRACTION = 0.3
 LR, ELEMENTWISE_LR = 0.02, 0.01
@@ -29,6 +30,7 @@ SCHEDULE = {
     "local_lr": 0.005,
 }
 OPEN_STEPS = (0, 1, 2, 5)  # of the first six
+ROUNDING = Rounding(torch.float32, terms=16)  # of weights after a few steps
 # Shapes that no world size divides, both orientations, matrices smaller than a padding.
 MATRICES = {"tall": (11, 7), "wide": (5, 13), "square": (6, 6), "row": (1, 9), "two": (2, 3)}
 

@@ -152,8 +152,9 @@ class _Pool:
             worker.wait_until_ready(START)
         workers = self._workers[:world_size]
         self._calls += 1
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
         for rank, worker in enumerate(workers):
-            worker.connection.send((sys.path, self._calls, rank, world_size, timeout, call))
+            worker.connection.send((sys.path, test, self._calls, rank, world_size, timeout, call))
         values = _collect(workers, timeout)
         for worker in workers:
             worker.wait_until_ready(CLEAN_UP)
@@ -244,7 +245,10 @@ def _serve(connection: Connection, stack_file: Path, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    import seeded
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    seeded.shift_seeds()
     stack = stack_file.open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     faulthandler.enable(stack)  # where it was when it died of a signal
@@ -264,6 +268,7 @@ def _serve(connection: Connection, stack_file: Path, port: int) -> None:
 def _answer(
     store: Any,
     path: list[str],
+    test: str,
     number: int,
     rank: int,
     world_size: int,
@@ -275,6 +280,7 @@ def _answer(
 
     try:
         sys.path[:] = path
+        os.environ["PYTEST_CURRENT_TEST"] = test
         function, args = pickle.loads(call)
         dist.init_process_group(
             "gloo",

@@ -148,6 +148,20 @@ model.layer.experts = Experts()
 model.layer.c_attn = nn.Linear(8, 24)
 model.layer.patch_embed = nn.Conv2d(3, 8, 4)
 """
+EMA = """
+from curvadion.integrations.ddp import keep_gradients_local
+
+ddp = DistributedDataParallel(model)
+keep_gradients_local(ddp)
+"""
+EMA_AGREES = """
+assert optimizer.apart
+flat = nn.utils.parameters_to_vector(averaged.parameters()).detach()
+everyones = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+dist.all_gather(everyones, flat)
+assert all(torch.equal(each, flat) for each in everyones)
+averaged.update_parameters(model)
+"""
 TOGETHER = "assert not optimizer.apart\n"
 STEPS = "train()\nassert optimizer.report.step == 3\n"
 
@@ -198,6 +212,7 @@ AROUND = {
     ),
     "docs/guide.md: dist.group.WORLD, wire_budget=0.01)": Around(after=STEPS, ranks=2),
     "docs/guide.md: delay=1": Around(after=STEPS, ranks=2),
+    "docs/guide.md: AveragedModel": Around(EMA + BUDGETED, EMA_AGREES, ranks=2),
     "docs/guide.md: WireMeter": Around(TRAINED, "assert meter.total_bytes > 0", ranks=2),
     "docs/kernels.md: use_backend": Around(
         after="assert curvadion.ops.backend_for(torch.device('cpu')) == 'cpu'\n"

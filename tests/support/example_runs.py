@@ -11,6 +11,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import deepspeed_engines
 import distributed
 import train_gpt
+from tolerance import Rounding, assert_close
+
+LOSSES = Rounding(torch.float32, terms=16)  # of runs whose sums differ in their order
 
 
 def train(rank, *arguments):
@@ -32,6 +35,10 @@ def run_program(rank, name, arguments):
     if name == "train_gpt_deepspeed":
         deepspeed_engines.prepare()
     importlib.import_module(name).main(arguments)
+
+
+def assert_same_losses(actual, expected):
+    assert_close(torch.tensor(actual), torch.tensor(expected), LOSSES)
 
 
 def assert_same_checkpoint(one: Path, other: Path):

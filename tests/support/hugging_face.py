@@ -33,7 +33,7 @@ def launch(device_kind="cpu"):
     """Forget what Accelerate knows of the last call; set what a launcher sets.
 
     device_kind: "gpu" lets Accelerate, which has FSDP on accelerators only, take gloo for one;
-        "deepspeed" the same for DeepSpeed.
+        "deepspeed" the same for DeepSpeed; "none" lets it find no backend, as on a CPU.
     """
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
@@ -51,7 +51,11 @@ def launch(device_kind="cpu"):
     if not hasattr(PartialState, "before_tests"):
         PartialState.before_tests = PartialState._prepare_backend
     PartialState._prepare_backend = PartialState.before_tests
-    kinds = {"gpu": DistributedType.MULTI_GPU, "deepspeed": DistributedType.NO}
-    if device_kind in kinds:
+    found = {
+        "gpu": ("gloo", DistributedType.MULTI_GPU),
+        "deepspeed": ("gloo", DistributedType.NO),
+        "none": (None, DistributedType.NO),
+    }
+    if device_kind in found:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        PartialState._prepare_backend = lambda *_, **__: ("gloo", kinds[device_kind])
+        PartialState._prepare_backend = lambda *_, **__: found[device_kind]

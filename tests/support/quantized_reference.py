@@ -21,8 +21,12 @@ import torch
 from torch import Tensor
 
 from reference import initial_q, positive_qr
+from tolerance import Rounding, assert_within
 
 BLOCK = 256
+# The ratio of singular values for which Newton-Schulz's polynomials are the best: the first of them
+# takes singular values of any size to ones that are smaller than the largest by up to so much.
+NEWTON_SCHULZ = 1e3
 TENSORS = ("X", "M", "Q", "S", "anchor", "m", "v")  # what each replica holds of a parameter
 
 
@@ -162,6 +166,9 @@ class Leaf:
     added_length: float = 0.0
     # Of the last step, whether a direction was made of rounding errors.
     degenerate: bool = False
+    # By how much polar factors that iterations on Gram matrices find amplify roundings more than
+    # exact ones, since a follower went on from a run's state.
+    gram_condition: float = 1.0
 
     @property
     def length(self) -> float:
@@ -325,6 +332,9 @@ class QuantizedReference:
         if polar:
             U, S, Vh = torch.linalg.svd(B, full_matrices=False)
             leaf.degenerate |= float(S.min()) < 1e-5 * float(S.max())
+            if not leaf.degenerate:
+                condition = max(NEWTON_SCHULZ, float(S.max() / S.min()))
+                leaf.gram_condition = max(leaf.gram_condition, condition)
             step = leaf.lr * math.sqrt(m / n) * oriented_like(U @ Vh, G)
             leaf.X[i] = leaf.X[i] - step
             return U @ Vh, torch.eye(len(Vh)).double()
@@ -440,7 +450,7 @@ class QuantizedReference:
     def _average_together(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
         means = {leaf.name: torch.zeros_like(leaf.anchor[0]) for leaf in leaves}
         for leaf in leaves:
-            leaf.codes = []
+            leaf.codes, leaf.coded_norm = [], 0.0
         for s in range(len(leaves[0].shards)):
             sent = [self._to_send(leaves, i, s) for i in range(self.replicas)]
             received, codes = mean_in_codes(sent, self.bits)
@@ -454,7 +464,8 @@ class QuantizedReference:
                 for i in range(self.replicas):
                     leaf.residual[i][s] = lost[i].clone()
                 leaf.codes += [Code(c.y[span], c.scale[span], c.bits) for c in codes]
-                leaf.coded_norm = max(float(z[span].norm()) for z in sent)
+                norms = (float(z[span].norm()) for z in sent)
+                leaf.coded_norm = max(leaf.coded_norm, *norms)
         return means
 
     def _to_send(self, leaves: Sequence[Leaf], i: int, s: int) -> Tensor:
@@ -465,10 +476,11 @@ class QuantizedReference:
     def synchronize(self) -> None:
         """Exact: the means of weights with what codes have lost, of momenta, factors, moments.
 
-        Means that are under way are added before.
+        Means that are under way are added before. Frozen weights stay as they are.
         """
         self._arrive_all()
-        for leaf in self.trainable:
+        for leaf in self.leaves.values():
+            before = list(leaf.X)
             for i in range(self.replicas):
                 lost = torch.zeros_like(leaf.X[i])
                 for held, residual in zip(leaf.shards, leaf.residual[i], strict=True):
@@ -480,6 +492,8 @@ class QuantizedReference:
                 if held:
                     mean = sum(held) / len(held)
                     setattr(leaf, key, [mean + 0 for _ in held])
+            if not leaf.trainable:
+                leaf.X = before
             leaf.anchor = [X.clone() for X in leaf.X]
             leaf.S = [torch.zeros_like(S) for S in leaf.S]
             leaf.aligned = [0 for _ in leaf.aligned]
@@ -514,50 +528,73 @@ class QuantizedReference:
             leaf.residual[i] = [lost.double().clone() for lost in held["residual"]]
 
     def expected(
-        self, twin: QuantizedReference, name: str, i: int, spacing: float
-    ) -> Iterator[tuple[str, Tensor, float]]:
-        """Key, tensor and its largest distance (Frobenius) from a real replica's.
+        self, twin: QuantizedReference, name: str, i: int, spacing: float, rounding: Rounding
+    ) -> Iterator[Expected]:
+        """What a real replica should hold.
 
-        spacing: of the replica's numbers, relative. The distance is a multiple of what roundings
-        of the start do to the twin, which tells how ill-conditioned a matrix is, and of roundings
-        of the result. Codes that lie too close to an edge may flip; all that these could move is
-        added where their mean is, or has just been added.
+        spacing: of the twin's roundings, relative. rounding: of the replica's numbers. How far
+        roundings took a tensor of the twin tells how ill-conditioned it is. Codes that lie too
+        close to an edge may flip; all that these could move is added where their mean is, or has
+        just been added.
         """
         leaf, other = self.leaves[name], twin.leaves[name]
-        flips = self._flips(leaf, other)
-        of_codes = 2e-6 * leaf.coded_norm + flips if leaf.codes else 0.0
-        of_mean = 2e-6 * leaf.added_norm + (flips if leaf.under_way is None else 0.0)
+        flips = self._flips(leaf, other, rounding.allowed / spacing)
+        of_codes = (leaf.coded_norm, flips) if leaf.codes else (0.0, 0.0)
+        of_mean = leaf.added_norm, flips if leaf.under_way is None else 0.0
+
+        def of(
+            key: str, tensor: Tensor, shaken: Tensor, coded: tuple[float, float], times: float = 1.0
+        ) -> Expected:
+            moved = float((tensor - shaken).norm()) / spacing
+            scale = float(tensor.norm()) + leaf.gram_condition * moved
+            return Expected(key, tensor, scale, *(times * number for number in coded))
+
         for key in TENSORS:
             if getattr(leaf, key):
                 tensor, shaken = getattr(leaf, key)[i], getattr(other, key)[i]
-                reach = 1.0 if key in ("X", "anchor") else 0.0
+                times = 1.0 if key in ("X", "anchor") else 0.0
                 aligned = self.align_momentum and self.local_step == "dion"
                 if key == "M" and aligned and leaf.added_length > 0:
-                    reach = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.added_length
-                # S follows from a Gram matrix, which squares condition numbers.
-                times = 10 if key == "S" else 1
-                yield key, tensor, times * _roundings(tensor, shaken, spacing) + reach * of_mean
+                    times = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.added_length
+                yield of(key, tensor, shaken, of_mean, times)
         if leaf.under_way is not None and other.under_way is not None:
             sent, mean = leaf.under_way.sent[i], leaf.under_way.mean[i]
-            single = 1e-7 * float(sent.norm())  # D_i is held in float32
-            yield "sent", sent, _roundings(sent, other.under_way.sent[i], spacing) + single
-            yield "mean", mean, _roundings(mean, other.under_way.mean[i], spacing) + of_codes
+            held = float(sent.norm()), 0.0  # in float32
+            yield of("sent", sent, other.under_way.sent[i], held)
+            yield of("mean", mean, other.under_way.mean[i], of_codes)
         pairs = zip(leaf.residual[i], other.residual[i], strict=True)
         for s, (lost, shaken) in enumerate(pairs):
-            yield f"residual {s}", lost, _roundings(lost, shaken, spacing) + of_codes
+            yield of(f"residual {s}", lost, shaken, of_codes)
 
-    def _flips(self, leaf: Leaf, shaken: Leaf) -> float:
-        """What codes that are close to an edge may move."""
+    def _flips(self, leaf: Leaf, shaken: Leaf, times: float) -> float:
+        """What codes that are close to an edge may move.
+
+        times: by how much more a replica's roundings may move numbers than the twin's have.
+
+        If a number of a replica moves by a flip f, the mean moves by f / replicas and may then
+        flip too, and its owner's residual has the mean's error times the replicas.
+        """
         flips = 0.0
         for code, other in zip(leaf.codes, shaken.codes, strict=True):
             if code.y.numel():
-                margin = 2e-6 + 30 * float((code.y - other.y).abs().median())
+                moved = float((code.y - other.y).abs().median())
+                margin = IN_CODES.allowed + times * moved
                 flips += code.largest_flip(margin) ** 2
-        return 3 * math.sqrt(flips)
+        return (self.replicas + 2) * math.sqrt(flips)
 
 
-def _roundings(tensor: Tensor, shaken: Tensor, spacing: float) -> float:
-    return 30 * float((tensor - shaken).norm()) + 8 * spacing * float(tensor.norm())
+class Expected(NamedTuple):
+    """A tensor, and what its distance (Frobenius) from a real replica's may come from.
+
+    scale: what its roundings are relative to. coded: the same of float32 roundings before codes.
+    flips: how far codes may take it that fall on the other side of an edge.
+    """
+
+    key: str
+    tensor: Tensor
+    scale: float
+    coded: float
+    flips: float
 
 
 def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...], list[Code]]:
@@ -658,25 +695,34 @@ def shake(tensor: Tensor, spacing: float, generator: torch.Generator) -> Tensor:
     return tensor * (1 + spacing * torch.randn(tensor.shape, generator=generator).double())
 
 
-def spacing_of(dtype: torch.dtype) -> float:
-    """Of a run in this dtype. What keeps a Gram matrix's factorisation from failing is 1e-13."""
-    return max(torch.finfo(dtype).eps, 1e-13)
+IN_CODES = Rounding(torch.float32, terms=8)  # a rotation adds a block's 256 numbers in 8 stages
+PRODUCTS = 3  # of a step, one after another: B Q, B^T P, P R^T
 
 
 @dataclass
 class Follower:
     """Goes beside a real run and says where it leaves the reference.
 
-    spacing: of the run's numbers, relative to them.
+    dtype: of the run. terms: of its longest sums.
     """
 
     reference: Any
-    spacing: float
+    dtype: torch.dtype
+    terms: int = 64
     seed: int = 0
     twin: Any = None
     earlier: Any = None  # the last twin
-    worst: float = 0.0
+    steps: int = 1  # since then
     compared: int = 0
+
+    @property
+    def spacing(self) -> float:
+        """Of the twin's roundings: the dtype's, or more, so that the reference's own vanish."""
+        return max(torch.finfo(self.dtype).eps, 1e-11)
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(self.dtype, self.terms, steps=PRODUCTS * self.steps)
 
     def step(
         self,
@@ -697,8 +743,12 @@ class Follower:
 
     def before(self) -> None:
         """Make the twin where there is none."""
+        self.steps += 1
         if self.twin is None:
             self.seed += 1
+            self.steps = 1
+            for leaf in self.reference.leaves.values():
+                leaf.gram_condition = 1.0
             self.twin = self.reference.shaken(self.spacing, self.seed)
             for name, leaf in self.twin.leaves.items():
                 if self.earlier is not None:
@@ -719,20 +769,27 @@ class Follower:
                 actual = dict(replica[name])
                 for s, lost in enumerate(actual.get("residual", [])):
                     actual[f"residual {s}"] = lost
-                for key, wanted, bound in self.reference.expected(self.twin, name, i, self.spacing):
-                    if leaf.degenerate or key not in actual:
+                for expected in self.reference.expected(
+                    self.twin, name, i, self.spacing, self.rounding
+                ):
+                    if leaf.degenerate or expected.key not in actual:
                         continue
                     self.compared += 1
-                    distance = float((actual[key].double() - wanted).norm())
-                    if not distance <= bound:
-                        problems.append(
-                            f"{key} of {name} on replica {i} is {distance:.2e} from the "
-                            f"reference, of norm {float(wanted.norm()):.2e}; {bound:.2e} is allowed"
-                        )
-                    self.worst = max(self.worst, distance / bound if bound else 0.0)
+                    try:
+                        self._compare(actual[expected.key], expected, f"{name} on replica {i}")
+                    except AssertionError as error:
+                        problems.append(str(error))
         if feed_back or any(leaf.degenerate for leaf in self.reference.leaves.values()):
             self.feed_back(held)
         return problems
+
+    def _compare(self, actual: Tensor, expected: Expected, whose: str) -> None:
+        distance = float((actual.double() - expected.tensor).norm())
+        error = max(0.0, distance - expected.flips)
+        # Before codes all is rounded in float32.
+        scale = expected.scale + expected.coded * IN_CODES.allowed / self.rounding.allowed
+        what = f"{expected.key} of {whose}, of norm {float(expected.tensor.norm()):.2e}"
+        assert_within(error / scale if error else 0.0, self.rounding, what=what)
 
     def feed_back(self, held: Sequence[Mapping[str, Held]]) -> None:
         """Go on from what the replicas hold, so that a flipped code is forgotten."""

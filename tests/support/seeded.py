@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import torch
+
+OFFSET = "CURVADION_SEED_OFFSET"  # what `make headroom` adds to every seed, for other inputs
 
 
 def seeded(*key):
@@ -19,3 +22,17 @@ def gradient(shape, step, replica, seed=0):
     """Half of it common to the replicas and the steps."""
     base = torch.randn(shape, generator=seeded("base", shape, seed))
     return base + torch.randn(shape, generator=seeded("own", shape, step, replica, seed))
+
+
+def shift_seeds():
+    """Add the offset of the environment to the seeds of this process, the library's included."""
+    if not (offset := int(os.environ.get(OFFSET, "0"))):
+        return
+    of_default, of_generator = torch.manual_seed, torch.Generator
+
+    class Generator(of_generator):
+        def manual_seed(self, seed):
+            return super().manual_seed(seed + offset)
+
+    torch.manual_seed = lambda seed: of_default(seed + offset)
+    torch.Generator = Generator

@@ -87,7 +87,7 @@ def _note(share: float) -> None:
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
     line = {
-        "test": os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0],
+        "test": os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0],
         "where": f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",
         "share": share,
     }

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import curvadion
+import tolerance
+from tolerance import Rounding
 
 WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 12, 2, 22, 8, 3
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_bytes()
@@ -54,6 +56,10 @@ class MLP(nn.Module):
 
 class Expert(nn.Linear):
     """A layer that not every batch uses."""
+
+    def forward(self, x):
+        # By sequence: older DTensors cannot flatten a batch of which the sequences are sharded.
+        return torch.stack([nn.functional.linear(one, self.weight, self.bias) for one in x])
 
 
 class Block(nn.Module):
@@ -116,6 +122,17 @@ def loss_of(model, step, place, use_expert=True):
 
 def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def rounding(steps):
+    """Of sums over a batch's tokens, and of backward passes through a block, at every step."""
+    return Rounding(torch.float32, terms=BATCH * LENGTH, steps=steps)
+
+
+def assert_close(actual, expected, rounding):
+    assert list(actual) == list(expected)
+    for name, wanted in expected.items():
+        tolerance.assert_close(actual[name], wanted, rounding, what=name)
 
 
 def worst(actual, expected):

@@ -174,6 +174,7 @@ def resources(name: str, capability: int) -> dict[str, object]:
     return {
         "kernel": name,
         "target": f"sm_{capability}",
+        "threads": 32 * compiled.metadata.num_warps,
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
         "shared_bytes": compiled.metadata.shared,

@@ -12,7 +12,9 @@ from curvadion.metering.wire import WireMeter
 from curvadion.ops import reference_codes
 from curvadion.sync.codec import BITS, BLOCK, block_bytes, decode, encode, levels
 from curvadion.sync.coded_mean import coded_mean, message_bytes
+from tolerance import Rounding, assert_close
 
+pytestmark = pytest.mark.numeric
 # Mean square errors of the best quantizers of a standard normal number (Max, 1960, table I).
 LEAST_DISTORTION = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}
 
@@ -40,7 +42,7 @@ def test_levels_are_the_means_of_what_they_stand_for(bits):
     numbers = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
     ascending = levels(bits)
     assert len(ascending) == 2**bits
-    assert torch.allclose(ascending, -ascending.flip(0), atol=1e-6)
+    assert_close(ascending, -ascending.flip(0), Rounding(torch.float32))
     nearest = torch.bucketize(numbers, (ascending[1:] + ascending[:-1]) / 2)
     for i in range(len(ascending)):
         mine = numbers[nearest == i]
@@ -102,7 +104,7 @@ def test_sums_of_means_are_true_but_for_the_last_residuals(world, bits, sizes):
         residuals = sum(residuals[i].double() for _, residuals, _ in ranks)
         true = (sum(x.double() for x in numbers) - residuals) / world
         assert received.shape == sizes[i]
-        assert torch.allclose(received, true, atol=1e-5)
+        assert_close(received, true, Rounding(torch.float32, terms=steps))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -18,8 +18,10 @@ import distributed
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
 from curvadion.sync.coded_mean import message_bytes
 from shards import shard
+from tolerance import Rounding, assert_close
 from two_programs import two_programs
 
+pytestmark = pytest.mark.numeric
 SHAPES = [(20, 12), (12, 26), (1, 9), (40,)]
 LR, DECAY = 0.05, 0.01
 NEVER = FixedPeriod(10**6)
@@ -97,11 +99,14 @@ def follow_one_mean(rank, delay, dtype):
         both = torch.stack([D_own[i], lost[i]])
         dist.all_reduce(both)
         moved, losses = both / dist.get_world_size()
-        tolerance = {torch.float32: 3e-7, torch.bfloat16: 1e-6, torch.float64: 3e-7}[dtype]
-        torch.testing.assert_close(D[i] + losses, moved, rtol=0, atol=tolerance)
+        # Anchors, means and losses are held in float32.
+        anchor = float(start[i].norm())
+        assert_close(D[i] + losses, moved, Rounding(torch.float32), scale=anchor)
         expected = twins[i].double() + D[i] - D_own[i]
-        rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
-        torch.testing.assert_close(x.double(), expected, rtol=rounding, atol=1e-6)
+        if dtype == torch.bfloat16:  # one rounding of each number, by 2^-9 of it
+            assert bool(((x.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all())
+        else:
+            assert_close(x, expected, Rounding(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -139,8 +144,9 @@ def follow_corrections(rank, direction, delay):
         D, D_own = A0[i] - start[i], sent[i] - start[i]
         V = D / L
         correction = L * (V - V @ V.mT @ V) / 2
-        torch.testing.assert_close(A2[i] - A0[i], correction, rtol=0, atol=2e-6)
-        torch.testing.assert_close(X2[i] - X0[i], correction, rtol=0, atol=2e-6)
+        for moved in (A2[i] - A0[i], X2[i] - X0[i]):
+            of_weights = float(start[i].norm())
+            assert_close(moved, correction, Rounding(torch.float32), scale=of_weights)
         # The direction of the last step, told by what the weights moved without the arrival.
         moved = X0[i] - (D - D_own) - before[i] * (1 - LR * DECAY)
         U = -moved / (LR * scale)
@@ -151,7 +157,8 @@ def follow_corrections(rank, direction, delay):
         got = M1[i] if m >= n else M1[i].mT
         limit = math.sqrt(min(m, n)) * L
         if change.norm() <= limit:
-            torch.testing.assert_close(got, expected, rtol=0, atol=2e-2 * expected.abs().max())
+            # Six iterations leave the direction 0.003 from a polar factor.
+            assert float((got - expected).norm()) < 0.03 * float(expected.norm())
 
 
 @pytest.mark.parametrize("delay", [1, 2])
@@ -175,7 +182,7 @@ def count(rank, gate, delay, fragments, steps):
             assert_all_equal(gathered(anchors(X, optimizer))) if step % 4 == 0 else None
         optimizer.sync.settle()
         calls = meter.bytes_by_collective
-    return calls["all_to_all"], opened
+    return calls["all_to_all"] - dist.get_world_size(), opened  # a byte a rank connects them
 
 
 @pytest.mark.parametrize("delay", [1, 3])
@@ -454,7 +461,7 @@ def roundings(rank):
                 x.add_(1.001)
     optimizer.synchronize(exact=True)
     for x, x0 in zip(X, weights(), strict=True):
-        torch.testing.assert_close(x - x0, torch.full_like(x, 40 * 1.001), rtol=0, atol=2e-3)
+        assert_close(x - x0, torch.full_like(x, 40 * 1.001), Rounding(torch.float32, steps=40))
 
 
 def test_what_bfloat16_rounds_away_is_sent_once():

@@ -15,9 +15,11 @@ from torch import nn
 import distributed
 from curvadion import CurvaDion, FixedPeriod, LowRank
 from quantized_reference import Leaf, elementwise_
-from reference import DionReference, relative_error
+from reference import DionReference
 from seeded import gradient, weights
+from tolerance import Rounding, assert_close
 
+pytestmark = pytest.mark.numeric
 # The gate opens at the steps 3, 6 and 9.
 STEPS, PERIOD = 10, 3
 SHAPES = {"matrix": (9, 14), "bias": (11,), "table": (7, 5), "scale": (), "signs": (13,)}
@@ -103,7 +105,6 @@ def test_replicas_take_the_references_steps(replicas, dtype, average_weights):
     matrix = DionReference(
         weights(SHAPES["matrix"]), replicas, RANK, lr=LR, wd=WD, average_weights=average_weights
     )
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     for step in range(1, STEPS + 1):
         gate_open = step % PERIOD == 0
         given = [gradients(step, replica) for replica in range(replicas)]
@@ -114,5 +115,5 @@ def test_replicas_take_the_references_steps(replicas, dtype, average_weights):
             for replica, found in enumerate(ranks):
                 for key, actual in found[step - 1][name].items():
                     wanted = torch.as_tensor(getattr(reference, key)[replica])
-                    error = relative_error(actual, wanted)
-                    assert error < tolerance, (step, replica, name, key)
+                    rounding = Rounding(dtype, terms=14, steps=step)
+                    assert_close(actual, wanted, rounding, what=(step, replica, name, key))

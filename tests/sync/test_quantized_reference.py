@@ -20,15 +20,10 @@ from torch import nn
 import distributed
 from curvadion import CurvaDion, QuantizedAverage
 from curvadion.sync.codec import levels
-from quantized_reference import (
-    Follower,
-    QuantizedReference,
-    _off_centre,
-    best_levels,
-    spacing_of,
-)
+from quantized_reference import Follower, QuantizedReference, _off_centre, best_levels
 from scheduled import Scheduled
 
+pytestmark = pytest.mark.numeric
 STEPS = 9
 OPEN_STEPS = (2, 5, 6, 9)
 # Tall, wide, square, prime, one row; two that fill several blocks.
@@ -140,7 +135,7 @@ def follow(ranks, dtype, settings):
     # The last mean is still under way at the end: synchronize() adds it.
     steps = STEPS + max(0, reference.delay - 1)
     held = distributed.run(ranks, train, dtype, fall, reference.scheduled, steps, rule)
-    follower = Follower(reference, spacing_of(dtype))
+    follower = Follower(reference, dtype)
     problems = []
     for step in range(1, steps + 1):
         gradients = [

@@ -392,6 +392,26 @@ def test_processes_without_a_group_are_warned(monkeypatch):
     CurvaDion(groups(X), replicas="single").step()
 
 
+def step_alone(rank, gate):
+    """What a first step without another replica warns of, and one where that is meant."""
+    X = parameters()
+    give_gradients(X, 0, rank)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    return [warned(CurvaDion(groups(X), replicas=r, **gate).step) for r in (alone, "single")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gate", "words"),
+    [
+        (2, {"threshold": 0.3}, ("this rank alone, and there are 2 ranks", "group.WORLD")),
+        (1, {"wire_budget": 0.5}, ("gate=ByteBudget(", "torchrun")),
+    ],
+)
+def test_a_replica_without_another_is_warned_unless_it_is_meant(ranks, gate, words):
+    for (text,), meant in distributed.run(ranks, step_alone, gate):
+        assert all(word in text for word in (*words, "replicas='single'")) and not meant
+
+
 # ---------------------------------------------------------------- double synchronisation
 
 

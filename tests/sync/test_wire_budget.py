@@ -22,7 +22,9 @@ from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.quantized_average import divide
 from gate_steps import ask
 from scheduled import Scheduled
+from tolerance import Rounding, assert_close, assert_within
 
+pytestmark = pytest.mark.numeric
 BITS = (1, 2, 4, 8)
 
 
@@ -463,7 +465,9 @@ def test_momenta_align_with_the_mean_direction(options, fragments, rates):
             U, D = (before - own) / (rates[-1] * length), (agreed - own) / gone
             expected = M - (D @ U.T @ M if tall else M @ U.T @ D)
             assert float((expected - M).norm()) > 0.1 * float(M.norm())
-            assert float((aligned - expected).norm()) < 1e-3 * float(M.norm())
+            # U is a difference of weights that a short step has moved.
+            condition = float(own.norm() / (before - own).norm())
+            assert_close(aligned, expected, Rounding(torch.float32, max(M.shape), condition))
         assert agreements == len(ends["aligned"][0]) / fragments
 
 
@@ -499,7 +503,8 @@ def test_the_polar_correction_is_a_newton_schulz_step(options, align_momentum, r
             V = (mean - X) / length
             expected = length * (V - V @ V.T @ V) / 2
             assert float(expected.norm()) > 0.01 * float((mean - X).norm())
-            assert float((actual - mean - expected).norm()) < 1e-3 * float(expected.norm())
+            condition = float(mean.norm() / expected.norm())
+            assert_close(actual - mean, expected, Rounding(torch.float32, condition=condition))
             assert actual.equal(other)
 
 
@@ -528,13 +533,13 @@ def after_a_drop_of_the_rate(rank, corrected=False):
 
 def test_what_codes_lost_at_a_higher_rate_aligns_no_momenta():
     for moved, _ in distributed.run(2, after_a_drop_of_the_rate):
-        assert max(moved) < 1e-4
+        assert_within(max(moved), Rounding(torch.float32, steps=PERIOD))
 
 
 def test_what_codes_lost_at_a_higher_rate_is_not_corrected():
     kept, corrected = (distributed.run(2, after_a_drop_of_the_rate, c)[0][1] for c in (0, 1))
     for X, Y in zip(kept, corrected, strict=True):
-        assert float((X - Y).norm()) < 1e-6
+        assert_close(X, Y, Rounding(torch.float32))
 
 
 def norms_after_an_open_step(rank):
@@ -548,7 +553,8 @@ def norms_after_an_open_step(rank):
 
 def test_the_gate_measures_changes_of_turned_momenta():
     for norms in distributed.run(2, norms_after_an_open_step):
-        assert all(kept == pytest.approx(true, rel=1e-5) for kept, true in norms)
+        for kept, true in norms:
+            assert_close(kept, true, Rounding(torch.float32, terms=16))
 
 
 def compare_with_8_bits(rank):
@@ -706,7 +712,7 @@ def synchronize(rank):
     optimizer.synchronize(exact=True)
     for x, mean in zip(model.parameters(), true, strict=True):
         state = optimizer.state[x]
-        assert torch.allclose(x, mean, atol=1e-6)
+        assert_close(x, mean, Rounding(torch.float32))
         assert torch.equal(state["anchor"], x) and not state["residual"].any()
     return toy.weights(model)
 
@@ -736,7 +742,9 @@ def test_replicas_can_agree_before_the_gate_opens():
 
 
 def go_on_from_one_replicas_state(rank, exact):
-    """How far that takes weights from what replicas had in common, relative to their last steps."""
+    """How far that takes weights from what replicas had in common, how far their last steps went,
+    and how large weights are.
+    """
     groups = parameters_with_padded_blocks()
     X = [x for group in groups for x in group["params"]]
     arguments = dict(replicas=dist.group.WORLD, gate=FixedPeriod(6), sync=QuantizedAverage())
@@ -758,8 +766,8 @@ def go_on_from_one_replicas_state(rank, exact):
     optimizer = CurvaDion(parameters_like(groups), **arguments)
     optimizer.load_state_dict(saved[0][1])
     actual = mean_with_losses(optimizer, X)
-    moved = distance(expected, agreed)
-    return distance(actual, expected) / moved
+    size = distance(expected, [torch.zeros_like(x) for x in X])
+    return distance(actual, expected), distance(expected, agreed), size
 
 
 def parameters_like(groups):
@@ -781,11 +789,10 @@ def distance(these, those):
 
 
 def test_a_checkpoint_of_one_replica_needs_an_exact_synchronisation():
-    exact, cheap = (
-        distributed.run(3, go_on_from_one_replicas_state, exact)[0] for exact in (True, None)
-    )
-    assert exact < 1e-4
-    assert cheap > 0.2
+    (apart, _, size), *_ = distributed.run(3, go_on_from_one_replicas_state, True)
+    assert_within(apart / size, Rounding(torch.float32))
+    (apart, moved, _), *_ = distributed.run(3, go_on_from_one_replicas_state, None)
+    assert apart > 0.2 * moved
 
 
 def start_from_other_weights(rank):

@@ -24,7 +24,9 @@ from curvadion.layout.parameters import shard_sizes
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.exact_average import bytes_of_everything, sizes
 from pairwise import all_pairs
+from tolerance import Rounding, assert_within
 
+pytestmark = pytest.mark.numeric
 STEPS = 4
 BITS = 2
 
@@ -300,6 +302,6 @@ def test_codes_alone_make_trajectories_depend_on_the_layout(shape, cut):
     (ends, start), *_ = distributed.run(2, train_one_matrix, shape, None)
     (in_shards, _), *_ = distributed.run(4, train_one_matrix, shape, cut)
     apart = {how: moved_apart(in_shards[how], ends[how], start) for how in ends}
-    assert apart["exact"] < 1e-5
+    assert_within(apart["exact"], Rounding(torch.float32, terms=max(shape)))
     assert apart["8 bits"] < 0.03
-    assert 0.03 < apart["2 bits"] < 1.6 * moved_apart(ends["2 bits"], ends["8 bits"], start)
+    assert 0.03 < apart["2 bits"] < 3 * moved_apart(ends["2 bits"], ends["8 bits"], start)

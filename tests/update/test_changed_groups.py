@@ -18,6 +18,9 @@ from reference import DionReference, initial_q, relative_error
 from scheduled import Scheduled
 from seeded import gradient, weights
 from shards import shard
+from tolerance import Rounding, assert_close
+
+pytestmark = pytest.mark.numeric
 
 # Shapes with the keys of their group.
 KINDS = {
@@ -28,6 +31,7 @@ KINDS = {
     "input first": ((9, 14), {"input_first": True}),
 }
 STEPS, OPEN_STEPS = 10, (1, 4, 5, 8)
+ROUNDING = Rounding(torch.float32, terms=14, steps=STEPS)
 FIRST, CHANGE = 0.5, 6  # the rank at first, and the step before which it changes, apart
 
 
@@ -124,7 +128,7 @@ def test_right_factors_keep_their_first_columns(fraction, multiple, how):
         wanted = expected(shape, options, fraction, multiple, CHANGE)
         unchanged = expected(shape, options, FIRST, 1, None)
         for X, reference, other in zip(ranks, wanted, unchanged, strict=True):
-            assert relative_error(flattened(X[k], options), reference) < 1e-5
+            assert_close(flattened(X[k], options), reference, ROUNDING)
             another = any(
                 rank_of(m.shape, FIRST) != rank_of(m.shape, fraction, multiple)
                 for m in matrices_of(weights(shape), options)
@@ -178,7 +182,7 @@ def test_shards_of_right_factors_keep_them_too(layout):
     whole = distributed.run(2, train, keys, "in place")
     for replica, found in distributed.run(4, train_shards, layout, keys):
         for x, wanted in zip(found, whole[replica], strict=True):
-            assert relative_error(x.view(wanted.shape), wanted) < 1e-5
+            assert_close(x.view(wanted.shape), wanted, ROUNDING)
 
 
 # -------------------------------------------------------------------- what is refused

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,8 +18,16 @@ import curvadion.update.sizes as batch_sizes
 import distributed
 from curvadion.layout.matrix import Extent
 from curvadion.update.cholesky import inverse_of
-from curvadion.update.orthonormalize import completing_directions, orthonormalize
-from reference import positive_qr, relative_error
+from curvadion.update.orthonormalize import (
+    completing_directions,
+    orthonormal_columns,
+    orthonormalize,
+)
+from reference import positive_qr
+from tolerance import Rounding, assert_close, assert_within
+
+pytestmark = pytest.mark.numeric
+F32, F64 = torch.float32, torch.float64
 
 
 def gaussian(m, r, seed=0):
@@ -36,40 +45,65 @@ def solve(P):
     return orthonormalize([P.unsqueeze(0)], [Extent(range(P.shape[0]))])[0].squeeze(0)
 
 
+def conditions(P):
+    """Of each matrix' directions, of which few dimensions may have been left for the completed."""
+    (found,) = orthonormal_columns([P], [Extent(range(P.shape[1]))])
+    directions = F.normalize(completing_directions(torch.arange(P.shape[1]), P.shape[2]), dim=0)
+    given = torch.where(found.dependent.unsqueeze(1), directions, found.columns)
+    return torch.linalg.cond(given).tolist()
+
+
 def orthogonality_error(Q):
     r = Q.shape[-1]
     eye = torch.eye(r, dtype=torch.float64)
     return ((Q.double().mT @ Q.double() - eye).norm() / r**0.5).item()
 
 
+def assert_orthonormal(Q, dtype=F32, condition=1.0):
+    """Columns are divided by lengths and rounded; Q^T Q has twice the relative error of Q."""
+    m, r = Q.shape
+    terms = r if dtype == F32 else m * r  # float32 is summed in float64
+    rounding = Rounding(dtype, terms=terms, condition=2 * condition, steps=2)
+    assert_within(orthogonality_error(Q), rounding, what="Q^T Q - I")
+
+
+def assert_spans(Q, P, condition=1.0):
+    """Q's columns hold P up to the rounding of Q and P."""
+    Q, P = Q.double(), P.double()
+    rounding = Rounding(F32, terms=P.shape[-1], condition=condition)
+    assert_close(Q @ (Q.mT @ P), P, rounding, what="Q Q^T P")
+
+
 @pytest.mark.parametrize(("m", "r"), [(768, 96), (128, 128), (37, 23), (5, 1), (1, 1), (300, 299)])
 def test_equals_the_qr_factor_with_positive_diagonal(m, r):
     P = gaussian(m, r)
+    condition = float(torch.linalg.cond(P))
     # Float32 input: what matters is the factor of the rounded matrix.
-    assert relative_error(solve(P.float()), positive_qr(P.float().double())) < 1e-4
-    assert relative_error(solve(P), positive_qr(P)) < 1e-10
-    assert orthogonality_error(solve(P.float())) < 1e-6
+    found, expected = solve(P.float()), positive_qr(P.float().double())
+    assert_close(found, expected, Rounding(F32, terms=r, condition=condition))
+    assert_close(solve(P), positive_qr(P), Rounding(F64, terms=m, condition=condition))
+    assert_orthonormal(found)
 
 
 @pytest.mark.parametrize("condition", [1e1, 1e3, 1e5, 1e6])
 def test_condition_numbers(condition):
     P = with_condition(512, 64, condition)
     Q = solve(P.float())
-    assert orthogonality_error(Q) < 1e-6
-    # The span holds P up to float32 rounding, whatever its condition.
-    assert relative_error(Q.double() @ (Q.double().mT @ P), P) < 1e-6
+    assert_orthonormal(Q)
+    assert_spans(Q, P)  # whatever its condition
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
 def test_scale_does_not_matter(scale):
     P = gaussian(64, 8)
-    assert relative_error(solve((P * scale).float()), positive_qr(P)) < 1e-5
+    rounding = Rounding(F32, terms=8, condition=float(torch.linalg.cond(P)))
+    assert_close(solve((P * scale).float()), positive_qr(P), rounding)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1e-5), (1e-5, 1.0)])
 def test_columns_of_very_different_lengths(scales):
-    P = gaussian(64, 2) * torch.tensor(scales)
-    assert relative_error(solve(P.float()), positive_qr(P.float().double())) < 1e-5
+    P = (gaussian(64, 2) * torch.tensor(scales)).float()
+    assert_close(solve(P), positive_qr(P.double()), Rounding(F32, terms=2))
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1e-8), (1e-8, 1.0)])
@@ -77,11 +111,13 @@ def test_a_column_as_short_as_the_others_rounding_errors_is_replaced(scales):
     P = (gaussian(64, 2) * torch.tensor(scales)).float()
     long = scales.index(1.0)
     Q = solve(P)
-    assert relative_error(Q[:, long], P[:, long].double() / P[:, long].double().norm()) < 1e-6
-    assert orthogonality_error(Q) < 1e-6
+    expected = P[:, long].double() / P[:, long].double().norm()
+    assert_close(Q[:, long], expected, Rounding(F32, terms=2))
+    assert_orthonormal(Q)
     kept, found = orthonormalize([P], [Extent(range(64))], complete=False), solve(P.double())
     assert kept[0][:, 1 - long].norm() == 0
-    assert relative_error(found, positive_qr(P.double())) < 1e-6  # float64 tells them apart
+    # Float64 tells them apart.
+    assert_close(found, positive_qr(P.double()), Rounding(F64, terms=64, condition=1e8))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3, 7])
@@ -89,9 +125,10 @@ def test_a_column_as_short_as_the_others_rounding_errors_is_replaced(scales):
 def test_rank_deficient_input_is_completed(m, r, rank):
     P = (gaussian(m, rank) @ gaussian(rank, r, seed=1)).float()
     Q = solve(P)
-    assert orthogonality_error(Q) < 1e-5
-    if rank:
-        assert relative_error(Q.double() @ (Q.double().mT @ P.double()), P) < 1e-5
+    assert_orthonormal(Q, condition=conditions(P.unsqueeze(0))[0])
+    if rank:  # the other columns are combinations of the first ones
+        first = float(torch.linalg.cond(P[:, :rank].double()))
+        assert_spans(Q, P, max(first, *conditions(P.unsqueeze(0))))
 
 
 def test_zero_and_repeated_columns_leave_the_others_alone():
@@ -99,8 +136,8 @@ def test_zero_and_repeated_columns_leave_the_others_alone():
     expected = positive_qr(P[:, [0, 2, 5]].double())
     P[:, 1], P[:, 3], P[:, 4] = 0, P[:, 0], 2 * P[:, 2] - P[:, 0]
     Q = solve(P)
-    assert relative_error(Q[:, [0, 2, 5]], expected) < 1e-5
-    assert orthogonality_error(Q) < 1e-6
+    assert_close(Q[:, [0, 2, 5]], expected, Rounding(F32, terms=6))
+    assert_orthonormal(Q)
 
 
 def test_without_completion_dependent_columns_become_zero():
@@ -108,7 +145,8 @@ def test_without_completion_dependent_columns_become_zero():
     P[:, 2] = P[:, 0] + P[:, 1]
     (Q,) = orthonormalize([P], [Extent(range(50))], complete=False)
     assert Q[:, 2].norm() == 0
-    assert relative_error(Q[:, [0, 1, 3]], positive_qr(P[:, [0, 1, 3]].double())) < 1e-5
+    expected = positive_qr(P[:, [0, 1, 3]].double())
+    assert_close(Q[:, [0, 1, 3]], expected, Rounding(F32, terms=4))
 
 
 def test_completing_directions_follow_the_global_index_alone():
@@ -132,9 +170,9 @@ def test_always_orthonormal(m, r, rank, stack, seed):
     P = torch.stack(
         [gaussian(m, rank, s) @ gaussian(rank, r, s + 9) for s in range(seed, seed + stack)]
     )
-    (Q,) = orthonormalize([P.float()], [Extent(range(m))])
-    for one in Q:
-        assert orthogonality_error(one) < 1e-3
+    (found,) = orthonormalize([P.float()], [Extent(range(m))])
+    for Q, condition in zip(found, conditions(P.float()), strict=True):
+        assert_orthonormal(Q, condition=condition)
 
 
 def in_small_slices(rank, P):
@@ -169,7 +207,7 @@ def test_stacks_in_slices_take_less_memory_and_give_the_same():
     P[1, :, 3:6] = 0
     for (together, one_by_one), (whole, one) in distributed.run(2, in_small_slices, P):
         for x, y in zip(together, one_by_one, strict=True):
-            assert relative_error(x, y) < 1e-6
+            assert_close(x, y, Rounding(F32, terms=30))
         # The packed triangles of the two stacks that are cut cross the ranks together.
         assert whole >= 6 * 40 * 30 and one == max(8 * 30 * 31 // 2, 40 * 30)
 
@@ -191,10 +229,10 @@ def test_cut_rows_equal_the_uncut_result(sizes, deficient):
         P[1, :, 8] = P[1, :, 0] - P[1, :, 1]
     pieces = distributed.run(len(sizes), cut_rows, sizes, P)
     whole = orthonormalize([P], [Extent(range(40))])[0]
-    assert relative_error(torch.cat(pieces, dim=1), whole) < 1e-5
+    assert_close(torch.cat(pieces, dim=1), whole, Rounding(F32, terms=9))
 
 
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-13}
+DTYPES = (F32, F64)
 
 
 @contextmanager
@@ -204,30 +242,30 @@ def second_pass_in_float64():
         yield
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("condition", [1e0, 1e2, 1e4, 1e5, 1e6, 1e7, 1e8])
 @pytest.mark.parametrize(("m", "r"), [(512, 64), (70, 70), (400, 390)])
 def test_a_second_pass_in_the_columns_dtype_is_as_accurate(dtype, condition, m, r):
     P = with_condition(m, r, condition).to(dtype)
     Q = solve(P)
-    assert orthogonality_error(Q) < TOLERANCE[dtype]
+    assert_orthonormal(Q, dtype, conditions(P.unsqueeze(0))[0])
     with second_pass_in_float64():
         wide = solve(P)
     # What both passes leave open is how the first one rounds directions that are badly conditioned.
-    assert relative_error(Q, wide) < max(1e-5, 10 * condition * torch.finfo(dtype).eps)
+    rounding = Rounding(dtype, terms=r, condition=condition)
+    assert_close(Q, wide, rounding)
     if condition < 1e5:
-        errors = {torch.float32: 1e-6 * condition, torch.float64: 1e-12 * condition}
-        assert relative_error(Q, positive_qr(P.double())) < 1e-6 + errors[dtype]
+        assert_close(Q, positive_qr(P.double()), rounding)
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 @pytest.mark.parametrize(("m", "r"), [(50_257, 8), (300_000, 2), (4_096, 1), (20_000, 24)])
 def test_many_rows_lose_nothing_in_sums_of_float32(m, r, mean):
     P = (gaussian(m, r) + mean).float()
-    assert orthogonality_error(solve(P)) < 1e-6
+    assert_orthonormal(solve(P))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dependent", ["zero", "repeated", "not finite", "all zero"])
 def test_matrices_with_dependent_columns_keep_the_float64_pass(dtype, dependent):
     P = torch.stack([gaussian(60, 12, seed) for seed in range(3)]).to(dtype)
@@ -236,10 +274,12 @@ def test_matrices_with_dependent_columns_keep_the_float64_pass(dtype, dependent)
     (Q,) = orthonormalize([P], [Extent(range(60))])
     with second_pass_in_float64():
         (wide,) = orthonormalize([P], [Extent(range(60))])
-    assert torch.equal(Q, wide) or relative_error(Q, wide) < TOLERANCE[dtype]
+    rounding = Rounding(dtype, terms=12, condition=10)
+    assert_close(Q, wide, rounding)
     for i in (0, 2):
-        assert relative_error(Q[i], positive_qr(P[i].double())) < 100 * TOLERANCE[dtype]
-    assert all(orthogonality_error(one) < TOLERANCE[dtype] for one in Q)
+        assert_close(Q[i], positive_qr(P[i].double()), rounding)
+    for one in Q:
+        assert_orthonormal(one, dtype)
 
 
 def test_columns_that_are_not_near_are_left_to_float64():
@@ -253,5 +293,5 @@ def test_columns_that_are_not_near_are_left_to_float64():
 def test_inverses_of_triangles(r):
     lower = torch.eye(r, dtype=torch.float64) + gaussian(r, r).tril(-1) / r
     found = inverse_of(lower.unsqueeze(0)).squeeze(0)
-    assert relative_error(found, torch.linalg.inv(lower)) < 1e-13
+    assert_close(found, torch.linalg.inv(lower), Rounding(F64, terms=r))
     assert found.triu(1).abs().max() == 0 if r > 1 else found == 1

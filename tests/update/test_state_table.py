@@ -11,6 +11,9 @@ import distributed
 from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.update.state import Owner, key_of, like_parameter
 from flat_shards import declared
+from tolerance import Rounding, assert_close
+
+pytestmark = pytest.mark.numeric
 
 # Shapes with the keys of their group. Of 12 rows in blocks of 8 and 4 with 5 columns, one block is
 # upright and one is not.
@@ -170,14 +173,13 @@ def test_an_exact_synchronisation_does_to_each_key_what_the_table_says(kind):
                     else 0
                 )
                 mean = (mine[name].float() + yours[name].float()) / 2 + lost
-                tolerance = 1e-2 if value.dtype == torch.bfloat16 else 1e-5
-                assert torch.allclose(value.float(), mean, atol=tolerance, rtol=tolerance), name
+                assert_close(value, mean.to(value.dtype), Rounding(torch.float32), what=name)
                 assert value.equal(there[name]), name
             elif key.owner is Owner.MEASURED:
                 assert value.equal(there[name])
-                assert float(value.square().sum().sqrt()) == pytest.approx(
-                    float(now["momentum"].float().norm()), rel=1e-4
-                )
+                norm = now["momentum"].float().norm()
+                rounding = Rounding(torch.float32, terms=now["momentum"].numel())
+                assert_close(value.square().sum().sqrt(), norm, rounding, what=name)
             elif name == "anchor":
                 assert value.equal(now["X"])
             else:

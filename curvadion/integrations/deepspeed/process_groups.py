@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from curvadion.comm.groups import existing_group
+from curvadion.comm.groups import existing_group, new_group
 
 _BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
 
@@ -36,10 +36,7 @@ def replica_groups(size: int) -> ReplicaGroups:
 
 def _group(ranks: range) -> dist.ProcessGroup:
     """The same at every call; also of one rank, which DeepSpeed wants a group of."""
-    group = existing_group(ranks)
-    if group is None:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-    return group
+    return existing_group(ranks) or new_group(ranks)
 
 
 def data_parallel_group(engine: Any) -> dist.ProcessGroup:
@@ -89,8 +86,5 @@ class Reaching:
             return group
         if group not in self._made:
             ranks = dist.get_process_group_ranks(group)
-            made: dist.ProcessGroup = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True
-            )
-            self._made[group] = made
+            self._made[group] = new_group(ranks, [group], backend="gloo")
         return self._made[group]

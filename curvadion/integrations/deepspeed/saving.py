@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import zipfile
 from collections.abc import Callable
 from functools import wraps
@@ -92,6 +93,9 @@ def _saved_ranks(folder: Path, *, cuts_weights: bool) -> int | None:
         return None
     # Tensors stay on the disk, except in the format that torch wrote long ago.
     mapped = zipfile.is_zipfile(first)
-    states = torch.load(first, map_location="cpu", mmap=mapped, weights_only=False)
+    try:
+        states = torch.load(first, map_location="cpu", mmap=mapped, weights_only=True)
+    except pickle.UnpicklingError:  # a user's own objects: DeepSpeed decides whether to load them
+        return None
     ranks: int | None = states.get("dp_world_size")
     return ranks

@@ -1,0 +1,216 @@
+"""Process groups that the package makes: by their members alone, connected, and not for ever."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import distributed
+from curvadion import RMMC, CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from curvadion.comm import background
+from curvadion.comm.groups import Unions, existing_group, new_group, timeout_of
+from one_at_a_time import one_at_a_time
+from shards import shard
+
+CPU = torch.device("cpu")
+
+
+def period(**delay):
+    return {"gate": FixedPeriod(2), "sync": QuantizedAverage(bits=2, **delay)}
+
+
+def train(optimizer, replica, steps=4, cut=lambda whole: whole):
+    generator = torch.Generator().manual_seed(replica)
+    for _ in range(steps):
+        for x in optimizer.param_groups[0]["params"]:
+            x.grad = cut(torch.randn(16, 24, generator=generator))
+        optimizer.step()
+    optimizer.synchronize()
+
+
+class Layout:
+    """Two matrices in replicas of two shards each, or of one rank."""
+
+    def __init__(self, shards):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.replica, self.replicas, self.cut = rank, dist.group.WORLD, lambda whole: whole
+        if shards:
+            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+            self.replica, self.replicas = rank // 2, mesh["replicate"]
+            self.cut = lambda whole: shard(whole, "0", mesh["shard"])
+
+    def train(self, kind=CurvaDion, **options):
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(16, 24, generator=generator) / 10 for _ in range(2)]
+        X = [torch.nn.Parameter(self.cut(x)) for x in whole]
+        train(kind(X, replicas=self.replicas, **options), self.replica, cut=self.cut)
+
+
+# ------------------------------------------------------------------------ who must make them
+
+
+def two_cuts():
+    """The union of the two dimensions is not the world, whose last rank has no optimizer."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    if mesh.get_coordinate() is None:
+        return
+    cut = lambda whole: shard(whole, "01", mesh)  # noqa: E731
+    train(Dion([torch.nn.Parameter(cut(torch.ones(16, 24)))]), 0, cut=cut)
+
+
+def stages_of_a_pipeline():
+    """The first has a delay and shares no moment with the second, which makes no group."""
+    stage, replica = divmod(dist.get_rank(), 2)
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
+    X = [torch.nn.Parameter(torch.ones(16, 24))]
+    optimizer = Dion(X, replicas=replicas)
+    if stage == 0:
+        optimizer = CurvaDion(X, replicas=replicas, **period(delay=1))
+    train(optimizer, replica)
+
+
+LAYOUTS = {
+    "whole, with a delay": lambda: Layout(shards=False).train(**period(delay=1)),
+    "whole, two delays": lambda: Layout(shards=False).train(
+        gate=RMMC(0.3, delay=1), sync=QuantizedAverage(delay=2)
+    ),
+    "shards, with a delay": lambda: Layout(shards=True).train(**period(delay=1)),
+    "two cuts": two_cuts,
+    "stages of a pipeline": stages_of_a_pipeline,
+}
+
+
+def calls_of_new_group(rank, layout):
+    """How often a rank calls torch's ``new_group``, where rank 0 is in one group more."""
+    dist.new_group([0])
+    original, calls = dist.new_group, []
+
+    def counting(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    dist.new_group = counting
+    try:
+        LAYOUTS[layout]()
+    finally:
+        dist.new_group = original
+    return len(calls)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_in_unequal_numbers_of_groups_train_and_call_new_group_equally_often(layout):
+    ranks = 5 if layout == "two cuts" else 4
+    assert len({*distributed.run(ranks, calls_of_new_group, layout, timeout=30)}) == 1
+
+
+def own_groups(rank):
+    """Whether a group beside the training is found once the one that it was made for has gone."""
+    with pytest.raises(ValueError, match=rf"rank {rank} is not one of .* \({(rank + 1) % 3},\)"):
+        new_group([(rank + 1) % 3])
+    replicas = dist.new_group([0, 1])
+    if rank == 2:
+        return False
+    beside = background.background_of(replicas, CPU)
+    assert existing_group([0, 1]) is replicas
+    dist.destroy_process_group(replicas)
+    return existing_group(dist.get_process_group_ranks(beside.group)) is not None
+
+
+def test_a_group_is_made_by_its_members_and_one_beside_the_training_is_never_found():
+    assert distributed.run(3, own_groups) == [False] * 3
+
+
+def timeouts(rank):
+    """Of a union of rows and columns, which is not the world, and of a group beside a row."""
+    short, long = timedelta(minutes=2), timedelta(minutes=3)
+    rows = [dist.new_group(ranks, timeout=short) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks, timeout=long) for ranks in ([0, 2], [1, 3])]
+    if rank == 4:
+        return short, long
+    row = rows[rank // 2]
+    union = Unions().of([row, columns[rank % 2]])
+    return timeout_of([background.background_of(row, CPU).group]), timeout_of([union])
+
+
+def test_a_group_has_the_timeout_of_those_that_it_is_made_of():
+    wanted = timedelta(minutes=2), timedelta(minutes=3)
+    assert distributed.run(5, timeouts) == [wanted] * 5
+
+
+# ------------------------------------------------------------------------ how long they last
+
+
+def resources(rank, rounds):
+    """How many threads and open files trainings with a delay add, one after the other."""
+    found = []
+    for _ in range(rounds):
+        replicas = dist.new_group([0, 1])
+        X = [torch.nn.Parameter(torch.ones(16, 24))]
+        optimizer = CurvaDion(X, replicas=replicas, **period(delay=1))
+        train(optimizer, rank, steps=2)
+        dist.destroy_process_group(replicas)
+        del X, optimizer, replicas
+        gc.collect()
+        found.append([len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")])
+    return [last - second for second, last in zip(found[1], found[-1], strict=True)]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")
+def test_groups_and_threads_end_with_the_group_that_the_user_destroys():
+    for added in distributed.run(2, resources, 10):
+        assert max(added) < 8  # one group is three threads and five files
+
+
+def leave_one_stuck(rank):
+    """How long the end of a process waits for an exchange that never ends."""
+    group, released = dist.new_group([0], timeout=timedelta(seconds=1)), threading.Event()
+    exchange = background.background_of(group, CPU).begin("a lost exchange", released.wait)
+    start = time.monotonic()
+    background._finish_all()
+    waited = time.monotonic() - start
+    released.set()
+    exchange.result()
+    return waited
+
+
+def test_the_end_of_a_process_waits_for_exchanges_no_longer_than_their_timeout():
+    (waited,) = distributed.run(1, leave_one_stuck, timeout=30)
+    assert 0.9 < waited < 20
+
+
+# ------------------------------------------------------------------------ one order
+
+
+# What completes where collectives of one rank never overlap: all without a delay, and one delay
+# whose replicas are one rank each. docs/several-nodes.md says what depends on more.
+PROGRAMS = {
+    "always open": {"kind": Dion},
+    "a gate that reads momenta": {"gate": RMMC(0.3)},
+    "local steps": period(),
+    "coded gradients": {"sync": CodedGradients(2)},
+}
+DELAYED = {
+    "a delay": period(delay=1),
+    "a delay, in fragments": period(delay=2, fragments=2),
+    "signals with a delay": {"gate": RMMC(0.3, delay=1)},
+}
+
+
+def train_in_one_order(rank, shards):
+    layout = Layout(shards)
+    with one_at_a_time():
+        for options in (PROGRAMS if shards else {**PROGRAMS, **DELAYED}).values():
+            layout.train(**options)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_does_not_depend_on_collectives_that_overlap(ranks):
+    distributed.run(ranks, train_in_one_order, ranks == 4)

@@ -1,0 +1,96 @@
+"""The numbers of CUDA C++ without a GPU: csrc/cuda compiled for one CPU thread."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import cuda_on_cpu
+import operations
+from compiler import needs_compiler
+from curvadion import ops
+from curvadion.ops import cuda
+
+CPU = torch.device("cpu")
+F32, BF16, F16 = operations.DTYPES
+pytestmark = needs_compiler
+CHECKS = {
+    check.__name__: check
+    for check in (
+        operations.check_non_finite,
+        operations.check_overflow,
+        operations.check_largest_numbers,
+        operations.check_any_scale,
+        operations.check_strides,
+        operations.check_moved_tensors,
+        operations.check_stochastic_local_step,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+
+    @functools.cache
+    def built(*mutation):
+        return cuda_on_cpu.build(folder / str(len(list(folder.iterdir()))), *mutation)
+
+    return built
+
+
+@pytest.fixture
+def emulated(build):
+    with cuda_on_cpu.in_place_of_cuda(build()):
+        yield
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("sizes", operations.SIZES)
+@pytest.mark.usefixtures("emulated")
+def test_lists(sizes, aligned):
+    shapes = operations.SIZES[sizes]
+    operations.check_norms("cuda", CPU, shapes, [BF16, F16, F32], aligned=aligned)
+    operations.check_momentum("cuda", CPU, shapes, [F32, F16], [F16, F32], aligned=aligned)
+    operations.check_local_step(
+        "cuda", CPU, shapes, [F16, F32], [F16, F32], [BF16], aligned=aligned
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.usefixtures("emulated")
+def test_special_cases(check):
+    CHECKS[check]("cuda", CPU)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_more_tensors_than_a_launch_takes():
+    capacity = cuda.load().curvadion_cuda_capacity()
+    sizes = [3 + i for i in range(2 * capacity)] + [40_000, 5]
+    X = [torch.full((size,), float(i)) for i, size in enumerate(sizes)]
+    with ops.use_backend("cuda"):
+        found = ops.norms(X)
+    expected = torch.tensor([i * size**0.5 for i, size in enumerate(sizes)], dtype=torch.float64)
+    operations.assert_close(found, expected, float32_roundings=64)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("== blocks - 1", ">= blocks - 2"),
+        (
+            "warps[threadIdx.x / 32] = value;\n    __syncthreads();",
+            "warps[threadIdx.x / 32] = value;",
+        ),
+    ],
+    ids=["a block ends a norm too early", "a barrier is missing"],
+)
+def test_the_checks_see_when(old, new, build):
+    shapes = operations.SIZES["across blocks"]
+    with (
+        cuda_on_cpu.in_place_of_cuda(build(old, new)),
+        pytest.raises(AssertionError, match="times the allowed error"),
+    ):
+        operations.check_norms("cuda", CPU, shapes, [F32])
