@@ -156,8 +156,6 @@ class Count(TorchDispatchMode):
             allocations are not counted.
         reads: where the host read from the device, and so waited for it.
         copies: where the device read from unpinned memory of the host, and so the host waited.
-        mixed: operations on tensors of the host and the device at once. Numbers on the host
-            (tensors without dimensions) are allowed: kernels get them as arguments.
     """
 
     def __init__(self, answers: Mapping[str, Answer] | None = None) -> None:
@@ -165,7 +163,6 @@ class Count(TorchDispatchMode):
         self.operations: Counter[str] = Counter()
         self.reads: list[str] = []
         self.copies: list[str] = []
-        self.mixed: list[str] = []
         self._answers = answers or {}
         self._pinned: list[Tensor] = []
         self._patch = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._tolist(tensor))
@@ -200,8 +197,7 @@ class Count(TorchDispatchMode):
         elif name in CHECKS:
             self.reads.append(_place())
         elif any(not t.is_cuda and t.dim() for t in every):
-            # An index on the host is copied to the device first.
-            (self.copies if name.startswith("aten::index") else self.mixed).append(_place(name))
+            self.copies.append(_place(name))  # an index; other mixtures of devices are errors
         if launches:
             self.operations[name] += 1
         return result
@@ -215,7 +211,8 @@ class Count(TorchDispatchMode):
             if source.is_cuda and not target.is_cuda:
                 self.reads.append(_place())
             elif target.is_cuda and not source.is_cuda:
-                if waits or not any(source is pinned for pinned in self._pinned):
+                pinned = any(source is each for each in self._pinned)
+                if waits or not pinned:
                     self.copies.append(_place(name))
 
     def _tolist(self, tensor: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """Counts what optimizer steps would do on a GPU, with fake CUDA tensors: no GPU is needed.
 
-    python tests/fake_cuda/counted_steps.py --out benchmarks/results/fake_cuda/steps.md
+    python tests/support/counted_steps.py --out benchmarks/results/fake_cuda/steps.md
 
 Each line of the table is a step: dispatched operations (about one kernel launch each), reads by the
 host and blocking copies from it. Fused operations run in plain PyTorch here, so a GPU with Triton
@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import argparse
 import struct
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 import torch
 import torch.distributed as dist
@@ -115,7 +110,6 @@ class Counted(NamedTuple):
     operations: int
     reads: list[str]
     copies: list[str]
-    mixed: list[str]
 
 
 def counted_steps(case: Case) -> list[Counted]:
@@ -131,8 +125,7 @@ def counted_steps(case: Case) -> list[Counted]:
                 optimizer.step()
             assert optimizer.report is not None and optimizer.report.gate_open == opens
             kind = ("open" if opens else "closed") if number else "first"
-            found = count.reads, count.copies, count.mixed
-            counted.append(Counted(kind, count.operations.total(), *found))
+            counted.append(Counted(kind, count.operations.total(), count.reads, count.copies))
     return counted
 
 
@@ -180,7 +173,7 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     arguments = parser.parse_args()
     lines = [
-        f"Made with torch {torch.__version__} by `python tests/fake_cuda/counted_steps.py`.",
+        f"Made with torch {torch.__version__} by `python tests/support/counted_steps.py`.",
         "",
         "| case | dtype | step | operations | host reads | blocking copies |",
         "|---|---|---|---:|---:|---:|",
@@ -188,7 +181,7 @@ def main() -> None:
     for name, case in CASES.items():
         if arguments.cases in name:
             dtype = str(case.dtype).removeprefix("torch.")
-            for kind, operations, reads, copies, _ in counted_steps(case):
+            for kind, operations, reads, copies in counted_steps(case):
                 numbers = f"{operations:,} | {len(reads)} | {len(copies)}"
                 lines.append(f"| {name} | {dtype} | {kind} | {numbers} |")
     text = "\n".join(lines) + "\n"
