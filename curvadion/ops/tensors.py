@@ -188,12 +188,14 @@ def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
 def norm_and_sum(x: Tensor) -> Tensor:
     """Norm and sum of a tensor, (2,) float64. Only a chunk is held in float64 at a time."""
     flat = x.mT if x.dim() == 2 and not x.is_contiguous() and x.mT.is_contiguous() else x
-    result = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for chunk in flat.reshape(-1).split(2**20):
+    chunks = []
+    for chunk in flat.reshape(-1).split(2**20 if x.device.type == "cpu" else 2**26):
         wide = chunk.double()
-        result += torch.stack([wide.square().sum(), wide.sum()])
-    result[0].sqrt_()
-    return result
+        chunks.append(torch.stack([torch.linalg.vector_norm(wide), wide.sum()]))
+    if len(chunks) == 1:
+        return chunks[0]
+    norms, sums = torch.stack(chunks, dim=1)
+    return torch.stack([torch.linalg.vector_norm(norms), sums.sum()])
 
 
 class Unsupported(Exception):

@@ -132,7 +132,7 @@ def agree(
     signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
     finite = torch.isfinite(norms).all() & ~torch.isnan(signal)
     bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
-    word = (bits << 32) | ((norms > 0).any().long() << 31) | owners[matrix]
+    word = (bits << 32) | ((norms > 0).any().long() << 31) | owners.take(matrix)
     told = word_of(notice, settings)
     words = torch.stack([word, torch.full_like(word, told)])
     if group_size(group) > 1:

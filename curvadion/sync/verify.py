@@ -249,15 +249,14 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
 
     Of what was agreed on if something was: weights may have moved since.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for i, p in enumerate(parameters):
-        X = local(p.state[ANCHOR]) if ANCHOR in p.state else p.local
-        norm, total_of_one = norm_and_sum(X)
-        of_one = 2 * norm + total_of_one
-        # The factors tell two parameters of one shape from each other. Infinite weights, such as a
-        # mask's, tell nothing.
-        total += math.sqrt(i + 2) * torch.nan_to_num(of_one, 0.0, 0.0, 0.0).to(device)
-    return total
+    held = [local(p.state[ANCHOR]) if ANCHOR in p.state else p.local for p in parameters]
+    if not held:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms, sums = torch.stack([norm_and_sum(X).to(device) for X in held], dim=1)
+    # The factors tell two parameters of one shape from each other. Infinite weights, such as a
+    # mask's, tell nothing.
+    factors = torch.arange(2, len(held) + 2, dtype=torch.float64, device=device).sqrt()
+    return factors @ torch.nan_to_num(2 * norms + sums, 0.0, 0.0, 0.0)
 
 
 def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
@@ -265,20 +264,21 @@ def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
 
     Two zeros where those that tell have too few numbers to be told apart.
     """
-    telling = {id(p) for p in told_by}
-    numbers = sum(p.G.numel() for p in told_by if p.G is not None)
+    gradients = {p: G for p in plan.parameters if (G := p.G) is not None}
     result = torch.zeros(3, dtype=torch.float64, device=plan.device)
-    for p in plan.parameters:
-        if (G := p.G) is None:
-            continue
-        square = norm_and_sum(G)[0].square().to(plan.device)
-        result[2] += square
-        if id(p) in telling and numbers >= FEWEST_NUMBERS:
-            sample = _sample(G)
-            result[0] += square
-            result[1] += (sample @ _signs(sample)).to(plan.device)
-    result[0].sqrt_()
-    result[2].sqrt_()
+    if not gradients:
+        return result
+    norms = torch.stack([norm_and_sum(G)[0].to(plan.device) for G in gradients.values()])
+    result[2] = torch.linalg.vector_norm(norms)
+    telling = [G for p in told_by if (G := gradients.get(p)) is not None]
+    if sum(G.numel() for G in telling) >= FEWEST_NUMBERS:
+        tells = set(map(id, told_by))
+        places = [i for i, p in enumerate(gradients) if id(p) in tells]
+        result[0] = torch.linalg.vector_norm(torch.stack([norms[i] for i in places]))
+        samples = [_sample(G) for G in telling]
+        signs = {(len(x), x.device): _signs(x) for x in samples}
+        projections = [x @ signs[len(x), x.device] for x in samples]
+        result[1] = torch.stack([each.to(plan.device) for each in projections]).sum()
     return result
 
 

@@ -7,13 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvadion import CurvaDion, Dion
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.update import plan as plans
 from curvadion.update import sizes as batch_sizes
-from curvadion.update.matrix_step import matrix_step
 from curvadion.update.newton_schulz import (
     SMALLEST_IN_HALF,
     Bound,
@@ -263,31 +261,6 @@ def test_a_matrix_whose_gradients_end_comes_to_rest():
     before = x.detach().clone()
     optimizer.step()
     assert torch.equal(x.detach(), before)
-
-
-class Reads(TorchDispatchMode):
-    """Counts numbers that go to Python, which on a GPU would wait for it."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_step_reads_nothing_back():
-    X = [nn.Parameter(weights(shape)) for shape in SHAPES]
-    optimizer = Dion(X, direction="polar", nesterov=1.0)
-    for number in range(2):
-        for x in X:
-            x.grad = gradient(x.shape, number, 0)
-        if number:
-            plan = optimizer.present_plan()
-            plan.look_up_states()
-            with Reads() as reads, torch.no_grad():
-                matrix_step(plan, plan.gradients(), None, step=1, inside_replica=True)
-            assert reads.count == 0
-        optimizer.step()
 
 
 def test_the_memory_of_a_step_is_that_of_a_wave(monkeypatch):

@@ -1,0 +1,115 @@
+"""What steps do on a GPU, counted with fake CUDA tensors: launches, reads and copies.
+
+Operations may not be more than the number in the table, nor so few that the table is out of date.
+``python tests/support/counted_steps.py`` prints today's.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from counted_steps import CASES, counted_steps
+from fake_cuda import CUDA, Count, fake_cuda, needs_fake_cuda
+
+pytestmark = needs_fake_cuda
+
+# By case: operations of the first step, of an opening, and of a closed step if there is one.
+OPERATIONS = {
+    "Dion, low_rank": (1560, 1010),
+    "Dion, polar, 8 ranks": (2670, 590),
+    "LowRank, RMMC, low_rank": (1780, 1240, 1240),
+    "LowRank, RMMC, polar, 8 ranks": (2640, 670, 550),
+    "LowRank, schedule, low_rank, 8 ranks": (3220, 1090, 1010),
+    "QuantizedAverage, schedule, polar, 8 ranks": (3010, 870, 550),
+    "QuantizedAverage, RMMC, polar": (1400, 810, 610),
+    "QuantizedAverage, RMMC, low_rank, 8 ranks": (4070, 1870, 1590),
+    "CodedGradients, polar, 8 ranks": (2810, 570),
+    "CodedGradients, low_rank, 8 ranks": (4000, 1670),
+    "1.3B: Dion, low_rank, 8 ranks": (8100, 3820),
+    "1.3B: QuantizedAverage, schedule, polar, 8 ranks": (6200, 2630, 1620),
+    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (7740, 3960, 3450),
+}
+# The first step also compares the replicas, and creates states: right factors begin on the host.
+READS, READS_OF_THE_FIRST, COPIES = 1, 3, 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_keeps_to_its_budget(name):
+    steps = counted_steps(CASES[name])
+    assert len(steps) == len(OPERATIONS[name])
+    for step, most in zip(steps, OPERATIONS[name], strict=True):
+        assert 0.95 * most <= step.operations <= most, (step.kind, step.operations)
+        if step.kind == "first":
+            assert len(step.reads) <= READS_OF_THE_FIRST, step.reads
+        else:
+            assert len(step.reads) == READS, (step.kind, step.reads)
+            assert len(step.copies) == COPIES, (step.kind, step.copies)
+
+
+# -------------------------------------------------------------------- the counter itself
+
+
+def on_device(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device=CUDA)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: float(x[0]),
+        lambda x: torch.empty(3)[x.argmax()],
+        lambda x: x[x.argmax()],
+        lambda x: torch.empty(3).copy_(x),
+        lambda x: torch.linalg.cholesky(x[:, None] * x),
+    ],
+)
+def test_every_way_to_read_the_device_is_counted(read):
+    with fake_cuda():
+        x = on_device(3)
+        with Count() as count:
+            read(x)
+    assert len(count.reads) == 1 and not count.copies
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: torch.empty(3).to(CUDA),
+        lambda x: torch.tensor([1.0, 2.0], device=CUDA),
+        lambda x: x.copy_(torch.empty(3)),
+        lambda x: x[torch.tensor([0, 2])],
+        lambda x: x[[0, 2]],
+        lambda x: torch.empty(3).to(CUDA, non_blocking=True),  # not pinned: the host waits
+    ],
+)
+def test_every_copy_for_which_the_host_waits_is_counted(copy):
+    with fake_cuda():
+        x = on_device(3)
+        with Count() as count:
+            copy(x)
+    assert len(count.copies) == 1 and not count.reads
+
+
+def test_what_costs_no_wait_is_not_counted():
+    with fake_cuda():
+        x, i = on_device(3), on_device(2, dtype=torch.int64)
+        with Count() as count:
+            pinned = torch.empty(3).pin_memory()
+            x += pinned.to(CUDA, non_blocking=True)
+            x.mul_(torch.tensor(2.0))  # a number of the host is an argument of the kernel
+            x.view(1, 3)[0].add_(x.take(i).sum())
+    assert not (count.reads or count.copies)
+    # The copy, +=, mul, take, sum and add.
+    assert count.operations.total() == 6, count.operations
+
+
+def test_tensors_of_two_devices_are_an_error():
+    with fake_cuda():
+        x = on_device(3)
+        with pytest.raises(RuntimeError, match="devices"):
+            x.add_(torch.empty(3))

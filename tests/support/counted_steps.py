@@ -1,0 +1,195 @@
+"""Counts what optimizer steps would do on a GPU, with fake CUDA tensors: no GPU is needed.
+
+    python tests/support/counted_steps.py --out benchmarks/results/fake_cuda/steps.md
+
+Each line of the table is a step: dispatched operations (about one kernel launch each), reads by the
+host and blocking copies from it. Fused operations run in plain PyTorch here, so a GPU with Triton
+launches fewer kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from curvadion import CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
+from fake_cuda import CUDA, Count, fake_cuda
+
+Shape = tuple[int, ...]
+
+
+def _gpt2() -> tuple[list[Shape], list[Shape]]:
+    d, layers = 768, 12
+    matrices = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
+    vectors = [(d,), (d,), (3 * d,), (d,), (d,), (d,), (4 * d,), (d,)] * layers
+    return matrices, [*vectors, (d,), (d,), (50257, d), (1024, d)]
+
+
+def _llama() -> tuple[list[Shape], list[Shape]]:
+    d, hidden, layers = 2048, 5504, 24
+    matrices = [*[(d, d)] * 4, (hidden, d), (hidden, d), (d, hidden)] * layers
+    return matrices, [*[(d,)] * (2 * layers + 1), (32000, d), (32000, d)]
+
+
+MODELS = {"GPT-2": _gpt2, "Llama 1.3B": _llama}
+
+
+LOW_RANK = {"rank_fraction": 0.25}
+
+
+def _average() -> QuantizedAverage:
+    return QuantizedAverage(2)
+
+
+class Case(NamedTuple):
+    """An optimizer of a model's parameters on one of some ranks.
+
+    model: of MODELS. build: makes the optimizer of parameter groups. opens: whether the gate is
+    open at each step that is counted.
+    """
+
+    model: str
+    dtype: torch.dtype
+    ranks: int
+    build: Callable[..., Dion]
+    opens: tuple[bool, ...]
+
+
+def _dion(model: str, dtype: torch.dtype, ranks: int, **keys: Any) -> Case:
+    return Case(model, dtype, ranks, partial(Dion, **keys), (True, True))
+
+
+def _coded(model: str, dtype: torch.dtype, ranks: int, **keys: Any) -> Case:
+    build = partial(CurvaDion, sync=CodedGradients(), **keys)
+    return Case(model, dtype, ranks, build, (True, True))
+
+
+def _local(model: str, dtype: torch.dtype, ranks: int, **keys: Any) -> Case:
+    """Replicas step by themselves, but at every other step."""
+    if "threshold" not in keys:
+        keys["gate"] = FixedPeriod(2)
+    return Case(model, dtype, ranks, partial(CurvaDion, **keys), (False, True, False))
+
+
+WIDE, NARROW = torch.float32, torch.bfloat16
+CASES = {
+    "Dion, low_rank": _dion("GPT-2", WIDE, 1),
+    "Dion, polar, 8 ranks": _dion("GPT-2", NARROW, 8, direction="polar"),
+    "LowRank, RMMC, low_rank": _local("GPT-2", NARROW, 1, threshold=0.3),
+    "LowRank, RMMC, polar, 8 ranks": _local("GPT-2", WIDE, 8, threshold=0.3, direction="polar"),
+    "LowRank, schedule, low_rank, 8 ranks": _local("GPT-2", WIDE, 8),
+    "QuantizedAverage, schedule, polar, 8 ranks": _local("GPT-2", WIDE, 8, sync=_average()),
+    "QuantizedAverage, RMMC, polar": _local("GPT-2", NARROW, 1, sync=_average(), threshold=0.3),
+    "QuantizedAverage, RMMC, low_rank, 8 ranks": _local(
+        "GPT-2", WIDE, 8, sync=_average(), threshold=0.3, **LOW_RANK
+    ),
+    "CodedGradients, polar, 8 ranks": _coded("GPT-2", WIDE, 8),
+    "CodedGradients, low_rank, 8 ranks": _coded("GPT-2", NARROW, 8, **LOW_RANK),
+    "1.3B: Dion, low_rank, 8 ranks": _dion("Llama 1.3B", NARROW, 8),
+    "1.3B: QuantizedAverage, schedule, polar, 8 ranks": _local(
+        "Llama 1.3B", WIDE, 8, sync=_average()
+    ),
+    "1.3B: LowRank, RMMC, low_rank, 8 ranks": _local("Llama 1.3B", WIDE, 8, threshold=0.3),
+}
+
+
+class Counted(NamedTuple):
+    """What one step did; ``kind`` is "first", "open" or "closed"."""
+
+    kind: str
+    operations: int
+    reads: list[str]
+    copies: list[str]
+
+
+def counted_steps(case: Case) -> list[Counted]:
+    """The first step of a case and one later step of each kind that it has."""
+    counted = []
+    with fake_cuda(), _replicas(case.ranks) as replicas:
+        parameters, groups = _parameters(case)
+        optimizer = case.build(groups, replicas=replicas)
+        for number, opens in enumerate(case.opens):
+            for p in parameters:
+                p.grad = torch.empty_like(p)
+            with Count(_answers(signal=1.0 if opens else 0.1)) as count:
+                optimizer.step()
+            assert optimizer.report is not None and optimizer.report.gate_open == opens
+            kind = ("open" if opens else "closed") if number else "first"
+            counted.append(Counted(kind, count.operations.total(), count.reads, count.copies))
+    return counted
+
+
+def _parameters(case: Case) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+    matrices, others = (
+        [nn.Parameter(torch.empty(shape, dtype=case.dtype, device=CUDA)) for shape in shapes]
+        for shapes in MODELS[case.model]()
+    )
+    adamw = {"params": others, "algorithm": "adamw", "lr": 1e-3}
+    return [*matrices, *others], [{"params": matrices}, adamw]
+
+
+@contextmanager
+def _replicas(ranks: int) -> Iterator[dist.ProcessGroup | str]:
+    """Ranks of which this process is one; the others exist in torch's fake group only."""
+    if ranks == 1:
+        yield "single"
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _answers(signal: float) -> dict[str, Callable[[Mapping[str, Any]], list[Any]]]:
+    """What the host reads: all is finite, replicas are alike, and their gradients are not."""
+    bits = struct.unpack("i", struct.pack("f", signal))[0]
+    positive = 1 << 31
+
+    def agree(local: Mapping[str, Any]) -> list[Any]:
+        unread = 0 if local["unread"] is None else local["unread"].numel()
+        return [bits << 32 | positive, local["told"], *[0] * unread]
+
+    def verify(local: Mapping[str, Any]) -> list[Any]:
+        return [1, 1, 1, 1, 1, -1, -1, -0.5, -0.5, -0.5, 0]
+
+    return {"agree": agree, "verify_replicas": verify}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a file for the table, in Markdown")
+    parser.add_argument("--cases", default="", help="only cases whose name contains this")
+    arguments = parser.parse_args()
+    lines = [
+        f"Made with torch {torch.__version__} by `python tests/support/counted_steps.py`.",
+        "",
+        "| case | dtype | step | operations | host reads | blocking copies |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for name, case in CASES.items():
+        if arguments.cases in name:
+            dtype = str(case.dtype).removeprefix("torch.")
+            for kind, operations, reads, copies in counted_steps(case):
+                numbers = f"{operations:,} | {len(reads)} | {len(copies)}"
+                lines.append(f"| {name} | {dtype} | {kind} | {numbers} |")
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
