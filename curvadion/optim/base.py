@@ -22,7 +22,7 @@ from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim import saving
 from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
-from curvadion.optim.conversion import Loading, convert, in_present_names, wrong_algorithm
+from curvadion.optim.conversion import Loading, convert, wrong_algorithm
 from curvadion.optim.plans import Plans, check_one_replica, members
 from curvadion.optim.record import Progress, read_record, record, remember
 from curvadion.sync.agreement import Agreement
@@ -353,11 +353,10 @@ class ReplicaOptimizer(Optimizer):
                 that were saved while replicas were apart.
         """
         held = read_record(state_dict)
-        saved = in_present_names(state_dict)
-        check_fits(self, self.sync, saved)
-        check_complete(self, saved, held.progress.steps)
+        check_fits(self, self.sync, state_dict)
+        check_complete(self, state_dict, held.progress.steps)
         own = self._group_defaults, self._replicas.replica, self._first_memory
-        fitting = convert(saved, held, Loading(self.param_groups, self.sync, *own))
+        fitting = convert(state_dict, held, Loading(self.param_groups, self.sync, *own))
         remember(held, self.gate, self.sync, fitting.sync)
         super().load_state_dict(fitting.state_dict)
         restore_dtypes(self, fitting.state_dict)

@@ -16,10 +16,7 @@ from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.parameters import global_shape
 from curvadion.layout.squares import squares_fit
-from curvadion.optim.conversion import OLD_LR_AT_AGREEMENT, OLD_LR_SUM, OLD_NAMES
 from curvadion.sync.base import Sync
-from curvadion.sync.corrections import LR_SINCE_ANCHOR
-from curvadion.update.hyperparameters import RECORD
 from curvadion.update.parameter import names
 from curvadion.update.state import (
     R_SCALE,
@@ -130,7 +127,6 @@ def fit_to_checkpoint(
             raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
         storage_reader = FileSystemReader(checkpoint_id)
     saved = storage_reader.read_metadata().state_dict_metadata
-    _take_old_names(state, saved)
     dispensable = {R_SCALE, *_keys_of_syncs(Sync)}
     _, paths = flatten_state_dict(state)
     for key, path in paths.items():
@@ -150,64 +146,6 @@ def _keys_of_syncs(kind: Any) -> set[str]:
     """The state keys of a sync kind and all kinds that build on it, a user's included."""
     own = {key.name for key in kind.state_keys}
     return own.union(*(_keys_of_syncs(one) for one in kind.__subclasses__()))
-
-
-def _take_old_names(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give keys the names that they have in a checkpoint of an earlier version.
-
-    ``load_state_dict`` gives them their present names again.
-    """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    renamed = {new: old for old, new in OLD_NAMES.items()}
-    renamed[LR_SINCE_ANCHOR] = OLD_LR_AT_AGREEMENT
-    _, paths = flatten_state_dict(state)
-    for key, path in paths.items():
-        prefix, dot, name = str(path[-1]).rpartition(".")
-        head = key.removesuffix(name)
-        parent = _at(state, path[:-1])
-        if name == RECORD and not dot and head + OLD_LR_SUM in saved:
-            parent[OLD_LR_SUM] = 0.0
-        old_name = renamed.get(name)
-        if key in saved or old_name is None or head + old_name not in saved:
-            continue
-        if not dot:
-            parent[old_name] = parent.pop(name)
-        elif len(path) > 1:
-            if not isinstance(parent, _WithAliases):
-                parent = _at(state, path[:-2])[path[-2]] = _WithAliases(parent)
-            parent.rename(str(path[-1]), f"{prefix}.{old_name}")
-            if name == LR_SINCE_ANCHOR:
-                parameter = prefix.removeprefix("state.")
-                parent.subtract_from(f"param_groups.{parameter}.{OLD_LR_SUM}", str(path[-1]))
-
-
-class _WithAliases(dict[str, Any]):
-    """A flattened optimizer state in which some keys are found under other names.
-
-    torch asks a flattened state for the optimizer's own keys, and gives it no others to convert.
-    """
-
-    def __init__(self, held: Mapping[str, Any]) -> None:
-        super().__init__(held)
-        self._aliases: dict[str, str] = {}
-        self._minuends: dict[str, str] = {}
-
-    def rename(self, key: str, to: str) -> None:
-        self[to] = self.pop(key)
-        self._aliases[key] = to
-
-    def subtract_from(self, minuend: str, key: str) -> None:
-        """Let a renamed key mean a number that is another key's less its own."""
-        self[minuend] = 0.0
-        self._minuends[key] = minuend
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self._aliases
-
-    def __missing__(self, key: str) -> Any:
-        value = self[self._aliases[key]]
-        return self[self._minuends[key]] - value if key in self._minuends else value
 
 
 def _at(state: dict[str, Any], path: Sequence[Any]) -> Any:

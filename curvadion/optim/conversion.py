@@ -31,14 +31,6 @@ from curvadion.update.state import (
     is_right_factor,
 )
 
-# Keys of groups that older versions did not save, because there was one way only.
-NEW_KEYS = {"input_first", "newton_schulz", "newton_schulz_steps", "update_scale"}
-# What groups were like before they had the key.
-BEFORE = {"direction": "low_rank"}
-# Keys of states that earlier versions gave other names.
-OLD_NAMES = {"weight_agreed": ANCHOR, "weight_residual": RESIDUAL}
-OLD_LR_SUM, OLD_LR_AT_AGREEMENT = "lr_sum", "lr_at_agreement"
-
 
 @dataclass(frozen=True)
 class Loading:
@@ -73,28 +65,6 @@ class Converted:
     warnings: list[str]
 
 
-def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict of any version with this version's keys of states; ``saved`` stays as it is."""
-    states = dict(saved["state"])
-    groups = []
-    for group in saved["param_groups"]:
-        lr_sum = group.get(OLD_LR_SUM)
-        groups.append(BEFORE | {key: value for key, value in group.items() if key != OLD_LR_SUM})
-        numbers = group.get("params")
-        for i in numbers if isinstance(numbers, list) else ():
-            held = states.get(i)
-            if not isinstance(held, Mapping):
-                continue
-            state = {OLD_NAMES.get(key, key): value for key, value in held.items()}
-            if SPECTRUM_WEIGHT not in state:
-                state.pop(SPECTRUM, None)  # a mean, not cut among ranks: it begins anew
-            before = state.pop(OLD_LR_AT_AGREEMENT, None)
-            if isinstance(before, (int, float)) and isinstance(lr_sum, (int, float)):
-                state[LR_SINCE_ANCHOR] = float(lr_sum) - float(before)
-            states[i] = state
-    return {**saved, "state": states, "param_groups": groups}
-
-
 def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converted:
     """Make a saved state fit the optimizer that loads it; ``saved`` stays as it is.
 
@@ -104,7 +74,7 @@ def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converte
     at the next step.
 
     Args:
-        saved: a state_dict, :func:`in_present_names`.
+        saved: a state_dict.
         record: what its groups hold of the run.
         into: the optimizer that loads.
 
@@ -163,7 +133,7 @@ def _groups(
     groups, missing, replaced = [], {}, {}
     for g, (live, held) in enumerate(zip(into.param_groups, saved, strict=True)):
         given = {k: v for k, v in live.items() if k not in ("params", "param_names")}
-        own = given.keys() & check.SETTINGS - NEW_KEYS
+        own = given.keys() & check.SETTINGS
         if lacking := sorted(own - held.keys()):
             missing[g] = {key: given[key] for key in lacking}
         if was := {k: held[k] for k in following & held.keys() if held[k] != given[k]}:

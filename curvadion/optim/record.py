@@ -14,8 +14,6 @@ from curvadion.sync.decision import Signal
 from curvadion.update.hyperparameters import RECORD
 
 # Names of earlier versions: the values of reconcile=, and classes.
-_SYNC_OF_RECONCILE = {"average": "LowRank", "none": "LowRank", "quantized": "QuantizedAverage"}
-_RENAMED_CLASSES = {"WireBudget": "ByteBudget"}
 _KINDS_OF_SIGNAL = {"signal": float, "signal_parameter": str}
 
 
@@ -163,7 +161,7 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
                 )
     text = state_dict["param_groups"][0][RECORD]
     try:
-        return _parse(_in_present_names(json.loads(text)))
+        return _parse(json.loads(text))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"state_dict is damaged: {RECORD!r} in its param groups is {text!r} ({error}). Load "
@@ -217,27 +215,6 @@ def _groups(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"parameters' states"
         )
     return groups
-
-
-def _in_present_names(held: dict[str, Any]) -> dict[str, Any]:
-    """A record of an earlier version with the names of this one."""
-    if "sync" in held:
-        return held
-    _check_counts({key: held[key] for key in ("part", "parts_apart") if key in held})
-    reconcile = held.pop("reconcile", None)
-    if reconcile is not None and reconcile not in _SYNC_OF_RECONCILE:
-        raise ValueError(f"reconcile={reconcile!r} is unknown")
-    held["fragments_apart"] = held.pop("parts_apart", 0)
-    held["sends_codes"] = reconcile == "quantized"
-    held["sync"] = {
-        "fragments_apart": held["fragments_apart"],
-        "next_fragment": held.pop("part", 0),
-    }
-    held["sync_class"] = None if reconcile is None else _SYNC_OF_RECONCILE[reconcile]
-    held["group_defaults"] = held.pop("defaults_by_sync", None)
-    gate_class = held.get("gate_class")
-    held["gate_class"] = _RENAMED_CLASSES.get(str(gate_class), gate_class)
-    return held
 
 
 def _parse(held: dict[str, Any]) -> Record:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import re
 import warnings
 
@@ -27,7 +26,6 @@ from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.layout.matrix import MatrixLayout
 from pairwise import all_pairs
 from tolerance import Rounding, assert_close
-from version_0_1_0 import old_flattened, old_state_dict
 
 KINDS = {
     "rmmc": (CurvaDion, {"threshold": 0.3}),
@@ -43,7 +41,6 @@ QUANTIZED = ("budget", "quantized period")
 PAIRS = list(itertools.product(KINDS, KINDS))
 BY_SYNC = ("direction", "rank_fraction", "rank_multiple_of", "right_factor", "nesterov")
 TRAINED = 5
-LR, LR_SUM = 2.0**-6, 5 * 2.0**-6  # sums and differences of which are exact
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -263,124 +260,6 @@ def test_a_look_ahead_of_ones_own_stays_where_the_default_does():
     with pytest.warns(UserWarning, match=re.escape(LOOK_AHEAD)):
         into.load_state_dict(saved)
     assert into.param_groups[0]["nesterov"] == 3.0
-
-
-def without_new_keys(saved):
-    """As versions before 0.1.0 wrote it, which told less of themselves."""
-    old = old_state_dict(saved, LR_SUM)
-    for group in old["param_groups"]:
-        held = json.loads(group["progress"])
-        for key in ("gate_class", "reconcile", "defaults_by_sync", "replica"):
-            held.pop(key, None)
-        group["progress"] = json.dumps(held)
-    return old
-
-
-def of_0_1_0(saved):
-    return old_state_dict(saved, LR_SUM)
-
-
-@pytest.mark.parametrize("version", [of_0_1_0, without_new_keys])
-@pytest.mark.parametrize(("saved", "kind"), PAIRS, ids=str)
-def test_checkpoints_of_earlier_versions_load(saved, kind, version):
-    model, optimizer = build(saved)
-    old = version(trained_state(optimizer, model))
-    model, into = build(kind)
-    fresh = values(into, BY_SYNC)
-    into.load_state_dict(old)
-    # Where the file does not tell what was a default, only another kind of sync changes values.
-    told = version is of_0_1_0 or (saved in QUANTIZED) != (kind in QUANTIZED)
-    assert values(into, BY_SYNC) == (fresh if told else values(optimizer, BY_SYNC))
-    toy.train(model, into, range(2, 4))
-    into.load_state_dict(old)
-
-
-def build_old(kind):
-    model = toy.model()
-    return model, CurvaDion(toy.groups(model), replicas=dist.group.WORLD, lr=LR, **OLD_KINDS[kind])
-
-
-OLD_KINDS = {
-    "rmmc": {"threshold": 0.3},
-    "budget": {"wire_budget": 0.2, "sync": QuantizedAverage(spectrum_decay=0.0)},
-}
-
-
-def saved_and_loaded_as_0_1_0(model, optimizer, kind, way, folder, rank):
-    """A new model and optimizer, with what an earlier version would have written of these."""
-    resumed, into = build_old(kind)
-    if way == "own":
-        saved = {
-            "model": model.state_dict(),
-            "optimizer": old_state_dict(optimizer.state_dict(), LR_SUM),
-        }
-        torch.save(saved, f"{folder}/{rank}.pt")
-        saved = torch.load(f"{folder}/{rank}.pt", weights_only=True)
-        resumed.load_state_dict(saved["model"])
-        into.load_state_dict(saved["optimizer"])
-        return resumed, into
-    how = FLAT if way == "flat" else None
-    weights, state = get_state_dict(model, optimizer, options=how)
-    old = (old_flattened if way == "flat" else old_state_dict)(state, LR_SUM)
-    dcp.save({"model": weights, "optimizer": old}, checkpoint_id=folder)
-    weights, state = get_state_dict(resumed, into, options=how)
-    held = {"model": weights, "optimizer": state}
-    fit_to_checkpoint(held, checkpoint_id=folder)
-    dcp.load(held, checkpoint_id=folder)
-    set_state_dict(
-        resumed, into, model_state_dict=held["model"], optim_state_dict=held["optimizer"],
-        options=how,
-    )  # fmt: skip
-    return resumed, into
-
-
-def go_on_from_0_1_0(rank, kind, way, together, folder):
-    """Weights, states and memories of a run that went on, and of one that was saved and loaded."""
-    model, optimizer = build_old(kind)
-    toy.train(model, optimizer, range(TRAINED), rank)
-    if together:
-        optimizer.synchronize(exact=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            loaded = saved_and_loaded_as_0_1_0(model, optimizer, kind, way, folder, rank)
-        except ValueError as error:
-            return str(error)
-        found = []
-        for of, each in ((model, optimizer), loaded):
-            held = each.state_dict()
-            since = {i: s.get("lr_since_anchor") for i, s in held["state"].items()}
-            assert all("lr_sum" not in group for group in held["param_groups"])
-            before = [group["progress"] for group in held["param_groups"]], since
-            reports = toy.train(of, each, range(TRAINED, TRAINED + 5), rank)
-            states = {
-                f"{i}.{key}": torch.as_tensor(value)
-                for i, state in each.state_dict()["state"].items()
-                for key, value in state.items()
-            }
-            gates = [report.gate_open for report in reports]
-            found.append((before, gates, toy.weights(of), states))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "way", "together"), all_pairs(list(OLD_KINDS), ["own", "dcp", "flat"], [True, False])
-)
-def test_a_run_of_version_0_1_0_goes_on(kind, way, together, tmp_path):
-    answers = distributed.run(2, go_on_from_0_1_0, kind, way, together, str(tmp_path))
-    for rank, (straight, resumed) in enumerate(answers):
-        (_, since), *went_on = straight
-        (record, since_again), *again = resumed
-        if way == "own" or together:
-            assert since_again == since
-            assert record == straight[0][0]
-            assert went_on[0] == again[0]
-            toy.assert_bitwise_equal(went_on[1], again[1])
-            toy.assert_bitwise_equal(went_on[2], again[2])
-        elif rank == 0:  # whose state the file holds
-            assert since_again == since
-        apart = any(since.values())
-        assert apart == (not together and kind != "rmmc")
 
 
 def test_spectra_begin_where_a_state_has_none():
