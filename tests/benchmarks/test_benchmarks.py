@@ -52,10 +52,10 @@ def test_optimizer_step(tmp_path):
     by_name = {r["contender"]: r for r in found}
     assert {"open gate", "closed gate, gradient step", "AdamW, fused"} <= set(by_name)
     closed = by_name["closed gate, gradient step"]
-    # One number tells the host what to do. Compiled operations make nothing of a weight's size,
-    # plain PyTorch the sum and the copies that it saturates, of one weight at a time.
+    # Compiled operations make nothing of a weight's size, plain PyTorch the sum and the copies that
+    # it saturates, of one weight at a time.
     copies = 1 if ops.lacking("cpu") is None else 4
-    assert closed["peak_bytes"] < copies * 2000 * 4 and closed["host_reads"] == 1
+    assert closed["peak_bytes"] < copies * 2000 * 4
     assert by_name["open gate"]["peak_bytes"] > 2000 * 4
     assert closed["host_microseconds_a_tensor"] == pytest.approx(
         1e6 * (closed["seconds"] - by_name["fused operations alone"]["seconds"]) / 20
