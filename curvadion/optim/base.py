@@ -357,9 +357,17 @@ class ReplicaOptimizer(Optimizer):
         check_complete(self, state_dict, held.progress.steps)
         own = self._group_defaults, self._replicas.replica, self._first_memory
         fitting = convert(state_dict, held, Loading(self.param_groups, self.sync, *own))
-        remember(held, self.gate, self.sync, fitting.sync)
-        super().load_state_dict(fitting.state_dict)
-        restore_dtypes(self, fitting.state_dict)
+        before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
+        try:
+            remember(held, self.gate, self.sync, fitting.sync)
+            super().load_state_dict(fitting.state_dict)
+            restore_dtypes(self, fitting.state_dict)
+        except Exception:
+            self.state, self.param_groups, of_gate, of_sync = before
+            self.gate.load_state_dict(of_gate)
+            self.sync.load_state_dict(of_sync)
+            self._forget()
+            raise
         self.progress = fitting.progress
         self.sync.fragments_apart = fitting.fragments_apart
         self.sync.after_load()

@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvadion import checks
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.parameters import global_shape
 from curvadion.layout.squares import squares_fit
 from curvadion.sync.base import Sync
-from curvadion.update.parameter import names
+from curvadion.sync.corrections import LR_SINCE_ANCHOR
+from curvadion.update import hyperparameters as check
+from curvadion.update.parameter import check_parameter, names
 from curvadion.update.state import (
     R_SCALE,
     SPECTRUM,
     SPECTRUM_WEIGHT,
     is_right_factor,
+    key_of,
     like_parameter,
 )
 
@@ -45,15 +49,27 @@ def check_fits(optimizer: Optimizer, sync: Sync, saved: Mapping[str, Any]) -> No
                 f"state_dict has {held.get('params')!r} in param group {g}, which does not match "
                 f"the size of optimizer's group: {len(live['params'])} parameters."
             )
+        named = held.get("param_names")
+        right = isinstance(named, list) and all(isinstance(name, str) for name in named)
+        if named is not None and not (right and len(named) == len(live["params"])):
+            raise ValueError(
+                f"state_dict has param_names={named!r} in param group {g}, which must be one name "
+                f"for each of its {len(live['params'])} parameters: load another checkpoint."
+            )
         if live["algorithm"] != held["algorithm"]:
             raise ValueError(
                 f"state_dict has algorithm={held['algorithm']!r} in param group {g}, which has "
                 f"{live['algorithm']!r} here: give the groups in the order in which they were "
                 f"saved."
             )
+        if wrong := check.settings([{**live, **held}]):
+            raise ValueError(f"state_dict holds an impossible value: {wrong}")
     for name, X, group, state in _states(optimizer, saved):
         if not isinstance(state, Mapping):
             raise TypeError(f"state_dict holds {state!r} for {name}: it must be a dictionary")
+        check_parameter(X, name, group)
+        for key, value in state.items():
+            _check_value(name, key, value)
         for key in like_parameter(sync.state_keys):
             if isinstance(tensor := state.get(key), Tensor):
                 _check_shard(name, X, key, tensor)
@@ -179,6 +195,19 @@ def _states(
         for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
             if i in saved["state"]:
                 yield name, X, group, saved["state"][i]
+
+
+def _check_value(name: str, key: str, value: object) -> None:
+    if key in (LR_SINCE_ANCHOR, SPECTRUM_WEIGHT):
+        checks.number(f"state_dict: {key} of {name}", value)
+    elif key_of(key) is not None and not isinstance(value, Tensor):
+        raise TypeError(f"state_dict holds {key}={value!r} for {name}: it must be a tensor")
+    if not isinstance(value, Tensor):
+        return
+    if key in (R_SCALE, "step") and not value.numel():
+        raise ValueError(f"state_dict holds an empty {key!r} for {name}: load another checkpoint.")
+    if bool(local(value).isnan().any()):
+        raise ValueError(f"state_dict holds a NaN in {key!r} of {name}: load another checkpoint.")
 
 
 def _check_shard(name: str, X: Tensor, key: str, tensor: Tensor) -> None:

@@ -64,9 +64,9 @@ class Dion(SteppingOptimizer):
             their number (arXiv 2505.16932). Matrices are divided by a bound of the largest singular
             value first, which is at most n^(1/8) times it. Singular values from 0.003 of the bound
             on come out in [0.8, 1.2] with 4 steps, those from 0.001 on within 0.12 of 1 with 5 and
-            within 0.001 with 6. Smaller ones come out smaller, and zeros stay zero. "muon" has
-            Muon's, and divides by the Frobenius norm as it does: 5 of them bring singular values
-            from 0.002 of that on to between 0.68 and 1.21.
+            within 0.001 with 6 (0.05 with rounding in float32). Smaller ones come out smaller, and
+            zeros stay zero. "muon" has Muon's, and divides by the Frobenius norm as it does: 5 of
+            them bring singular values from 0.002 of that on to between 0.68 and 1.21.
         newton_schulz_steps: how many there are.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).

@@ -162,7 +162,7 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     text = state_dict["param_groups"][0][RECORD]
     try:
         return _parse(json.loads(text))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"state_dict is damaged: {RECORD!r} in its param groups is {text!r} ({error}). Load "
             f"another checkpoint."

@@ -13,6 +13,7 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.update import plan as plans
 from curvadion.update import sizes as batch_sizes
 from curvadion.update.newton_schulz import (
+    SMALLEST,
     SMALLEST_IN_HALF,
     Bound,
     inverse_root,
@@ -79,6 +80,15 @@ def test_singular_values_come_out_near_one(shape, condition, steps, low, high, d
     # None falls, and the smallest grow by much.
     assert (gained > 0.9 * S.clamp(max=0.5)).all() or dtype == torch.float32
     assert gained.min() > -slack
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (512, 512), (512, 256)], ids=str)
+def test_six_iterations_of_gaussian_matrices_are_as_close_as_documented(shape):
+    B = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    U, S, Vh = torch.linalg.svd(B.double(), full_matrices=False)
+    gained = (U.mT @ factor(B, 6).double() @ Vh.mT).diagonal()
+    bound = S.square().square().square().sum() ** 0.125
+    assert (gained[SMALLEST * bound < S] - 1).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (160, 40), (37, 31)], ids=str)
