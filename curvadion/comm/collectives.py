@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,29 @@ def said_alike(said: object, group: dist.ProcessGroup | None, device: torch.devi
 def checksum(said: object) -> int:
     """A checksum of an object's repr: an integer below 2**32."""
     return zlib.crc32(repr(said).encode())
+
+
+@contextmanager
+def explain_lost_ranks(call: str) -> Iterator[None]:
+    """Say what to do where a backend says only that a connection or a wait has ended.
+
+    call: what was called, for the message.
+
+    Raises:
+        RuntimeError: from a backend's own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        of_backend = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not of_backend or error.__cause__ is not None:
+            raise
+        raise RuntimeError(
+            f"{call} is a call of all ranks, and another rank has ended or did not make it within "
+            f"the timeout of its process group. Look for the first error in the output of the "
+            f"other ranks, make the call on every rank, and start again from the last checkpoint. "
+            f"({error})"
+        ) from error
 
 
 class Slot(NamedTuple):

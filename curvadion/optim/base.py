@@ -180,6 +180,8 @@ class ReplicaOptimizer(Optimizer):
         """What is wrong in the groups as they are now."""
         if wrong := check.settings(self.param_groups):
             return wrong
+        if wrong := self._cast_since():
+            return wrong
         algorithms = [group["algorithm"] for group in self.param_groups]
         if algorithms != self._algorithms:
             if wrong := wrong_algorithm(self.param_groups, self.state):
@@ -187,6 +189,20 @@ class ReplicaOptimizer(Optimizer):
             self._algorithms = algorithms
         if self._plans.known is None:  # later, all ranks agree on a change before they see it
             return self._plans.wrong_cut(self.param_groups, self.state)
+        return None
+
+    def _cast_since(self) -> str | None:
+        """Which parameter has another dtype than AdamW's moments of it."""
+        for g, group in enumerate(self.param_groups):
+            if group["algorithm"] != "adamw":
+                continue
+            for i, X in enumerate(group["params"]):
+                held = self.state.get(X, {}).get("exp_avg")
+                if held is not None and held.dtype != X.dtype != torch.float16:
+                    return (
+                        f"{names(group, g)[i]} has dtype {X.dtype}, and its exp_avg {held.dtype}: "
+                        f"cast the model before the optimizer's first step, or cast the state too."
+                    )
         return None
 
     # ---------------------------------------------------------------- the plan

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.background import Background
+from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate, check_delay
 from curvadion.optim.base import Params
@@ -226,7 +227,7 @@ class CurvaDion(Dion):
         plan = self._known_plan()
         plan.look_up_states()
         if self.sync.fragments_apart:
-            with full_precision(plan.device):
+            with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
                 self.gate.spend(self.sync.come_together(plan, self._replicas.process_group))
         self.progress.local_steps = self.progress.uneven_steps = 0
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import AlwaysOpen
 from curvadion.layout.dtensor import local
@@ -135,6 +136,10 @@ class Dion(SteppingOptimizer):
                 f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
                 f"{self.sync!r}: leave exact out."
             )
+        with explain_lost_ranks("optimizer.synchronize()"):
+            self._average_everything()
+
+    def _average_everything(self) -> None:
         self._present_progress()  # waits for signals under way, so that no collectives overlap
         plan = self._known_plan()
         plan.look_up_states()

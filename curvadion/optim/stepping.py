@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from curvadion import checks
+from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.layout.dtensor import local
 from curvadion.metering.report import StepReport
 from curvadion.optim.base import ReplicaOptimizer
@@ -60,7 +61,7 @@ class SteppingOptimizer(ReplicaOptimizer):
         # Ranks agree by the plan they had: what has changed here may be this rank's alone.
         plan = self._known_plan()
         scaled = self._unscale(plan.device)
-        with full_precision(plan.device):
+        with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
             self._step(plan, scaled=scaled)
         return loss
 

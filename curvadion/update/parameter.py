@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from curvadion.update.scalar import create_state
 from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, dict[str, Any]]
+TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,10 +310,15 @@ def product_dtype(X: Tensor) -> torch.dtype:
     return torch.promote_types(X.dtype, torch.float32)
 
 
-def check_parameter(X: Tensor, name: str, group: dict[str, Any]) -> None:
+def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the parameter, if the group's algorithm cannot take it."""
     if X.is_complex():
         raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
+    if X.requires_grad and X.dtype not in TRAINED:
+        raise ValueError(
+            f"{name} has dtype {X.dtype}: train float32, float64, bfloat16 or float16 weights, and "
+            f"cast copies of them for products in other dtypes."
+        )
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -524,6 +525,53 @@ def test_sparse_gradient_is_named():
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match=r"words\.weight.*sparse=False"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "polar"])
+def test_weights_on_the_meta_device(kind):
+    x = nn.Parameter(torch.empty(4, 3, device="meta"))
+    optimizer = Dion([x], direction=kind)
+    x.grad = torch.empty_like(x)
+    with pytest.raises(ValueError, match="meta device.*to_empty"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", ["dion", "adamw"])
+def test_weights_of_a_dtype_that_nothing_is_added_in(algorithm):
+    x = nn.Parameter(torch.zeros(4, 3).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="float8_e4m3fn: train float32"):
+        Dion([{"params": [x], "algorithm": algorithm}])
+
+
+def test_a_model_that_was_cast_after_a_step():
+    layer = nn.Linear(4, 3)
+    optimizer = Dion([{"params": [("bias", layer.bias)], "algorithm": "adamw"}])
+    layer.bias.grad = torch.ones(3)
+    optimizer.step()
+    layer.to(torch.bfloat16)
+    layer.bias.grad = torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="bias has dtype torch.bfloat16.*cast the model before"):
+        optimizer.step()
+
+
+def alone(rank, call):
+    """What rank 0 is told of a call that rank 1 does not make."""
+    x = nn.Parameter(torch.ones(4, 3))
+    replicas = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    optimizer = CurvaDion([x], replicas=replicas, threshold=0.3)
+    x.grad = torch.rand(4, 3, generator=torch.Generator().manual_seed(rank))
+    optimizer.step()
+    if rank:
+        return None
+    with pytest.raises(RuntimeError) as raised:
+        getattr(optimizer, call)()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("call", ["step", "synchronize"])
+def test_a_call_that_another_rank_does_not_make(call):
+    said, _ = distributed.run(2, alone, call)
+    assert re.match(rf"optimizer\.{call}\(\) is a call of all ranks.*make the call on every", said)
 
 
 def test_rmmc_gate_without_matrices():
