@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 import deepspeed_engines as ds
 import distributed
+from curvadion.integrations.deepspeed import saving
 from deepspeed_replicas import SIZE, engine_of
 
 pytestmark = pytest.mark.skipif(
@@ -157,6 +159,42 @@ def test_a_tag_may_be_used_again_by_smaller_replicas(tmp_path):
     for found in distributed.run(4, used_again, ["1", "3 bf16"], str(tmp_path)):
         for files, told in found.values():
             assert files == 4 and "saved with 2 ranks in a replica" in told
+
+
+def of_another_stage(rank, folder):
+    """What is said where a checkpoint of one stage is loaded at another."""
+    said = {}
+    for saved, here in (("1", "3"), ("3", "1")):
+        engine = engine_of(saved, PERIOD)
+        ds.train(engine, range(2))
+        engine.save_checkpoint(f"{folder}/{saved}", tag="here")
+        with pytest.raises(ValueError) as error:
+            engine_of(here, PERIOD).load_checkpoint(f"{folder}/{saved}", tag="here")
+        said[saved] = str(error.value)
+    return said
+
+
+def test_a_checkpoint_of_another_stage_is_refused(tmp_path):
+    for said in distributed.run(2, of_another_stage, str(tmp_path)):
+        assert re.search(r"ZeRO stage 2 or less.*zero_optimization\.stage=3 here", said["1"])
+        assert re.search(r"ZeRO stage 3, .*zero_optimization\.stage=1 here", said["3"])
+
+
+class Harmful:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_nothing_in_a_file_is_called_to_look_at_it(tmp_path):
+    torch.save(
+        {"dp_world_size": Harmful(tmp_path / "made")}, tmp_path / "mp_rank_00_model_states.pt"
+    )
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    assert saving._saved_ranks(tmp_path, cuts_weights=False) is None
+    assert not (tmp_path / "made").exists()
 
 
 # -------------------------------------------------------------------- weights alone

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -436,3 +438,22 @@ def test_schedules_reach_the_update(stage):
         # AdamW moves each element by at most about lr, which is 0 at first.
         assert all(m <= 1.2 * 0.001 * step for step, m in enumerate(moved))
         assert moved[-1] > 0.001
+
+
+def one_rate(rank, rate):
+    """What is said of a scheduler's rate, and the rates that the groups then have."""
+    scheduler = {"type": "WarmupLR", "params": {
+        "warmup_min_lr": 0.0, "warmup_max_lr": rate, "warmup_num_steps": 10}}  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine = ds.engine_of(ds.config(1, scheduler=scheduler))
+    said = [str(w.message) for w in told if "scheduler" in str(w.message)]
+    return said, len(engine.basic_optimizer.param_groups)
+
+
+def test_one_rate_for_all_groups_is_warned_of():
+    ((said,), groups), *_ = distributed.run(2, one_rate, 0.02)
+    assert groups == 2
+    assert re.search(r"warmup_max_lr=0\.02 gives all.*write a list with one rate for each", said)
+    for said, _ in distributed.run(2, one_rate, [0.02, 0.003]):
+        assert not said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,12 @@ _EXAMPLES = {
 }
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
 DELAY = "delay"  # short for that of the sync
+# Of DeepSpeed's schedulers that set rates, the key of the largest.
+ONE_RATE = {
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+    "OneCycle": "cycle_max_lr",
+}
 NOTHING_TO_BRING_TOGETHER = (
     f"one replica is sharded over all ranks, so there is nothing to bring together. Divide the "
     f"ranks by optimizer.params.{REPLICA_SIZE}, or use stage 0."
@@ -78,9 +85,24 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
         groups = _groups(engine.module, model_parameters, routing)
         if replicas is not None:
             replicas = Reaching()(replicas, _device_of_weights(engine))
-        return kind(groups, replicas=replicas, **params)
+        optimizer = kind(groups, replicas=replicas, **params)
     except (TypeError, ValueError) as error:
         raise type(error)(f"optimizer.params: {error}") from error
+    _warn_of_one_rate(engine, optimizer)
+    return optimizer
+
+
+def _warn_of_one_rate(engine: Any, optimizer: Dion) -> None:
+    """Warn if a scheduler of DeepSpeed gives one rate to groups that have several."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    key = ONE_RATE.get(engine.scheduler_name())
+    rate = (engine.scheduler_params() or {}).get(key)
+    if isinstance(rate, (int, float)) and len(set(rates)) > 1:
+        warnings.warn(
+            f"scheduler.params.{key}={rate!r} gives all parameter groups this learning rate, and "
+            f"they have {rates}: write a list with one rate for each of them, in this order.",
+            stacklevel=checks.frames_up(),
+        )
 
 
 def _check_sections(optimizer: Mapping[str, Any]) -> None:

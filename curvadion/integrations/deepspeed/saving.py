@@ -47,7 +47,7 @@ def _after_meeting(method: Callable[..., Any], optimizer: Dion) -> Callable[...,
 
 
 def check_shards_before_loading(engine: Any) -> None:
-    """Raise ValueError before ZeRO reads files that were cut for another number of ranks."""
+    """Raise ValueError before ZeRO reads files of another kind of shards or number of ranks."""
     load = engine.load_checkpoint
     signature = inspect.signature(load)
 
@@ -60,6 +60,7 @@ def check_shards_before_loading(engine: Any) -> None:
         cuts_weights = engine.zero_optimization_partition_weights()  # stage 3, in the files too
         if states or cuts_weights:
             folder = _folder(said["load_dir"], said["tag"])
+            _check_stage(folder, engine.zero_optimization_stage(), cuts_weights=cuts_weights)
             _check_shards(folder, data_parallel_group(engine).size(), cuts_weights=cuts_weights)
         return load(*args, **kwargs)
 
@@ -71,6 +72,21 @@ def _folder(load_dir: Any, tag: Any) -> Path:
     if tag is None and latest.is_file():
         tag = latest.read_text("utf-8").strip()
     return Path(load_dir) if tag is None else Path(load_dir, str(tag))
+
+
+def _check_stage(folder: Path, stage: int, *, cuts_weights: bool) -> None:
+    """Raise ValueError if weights in the files are cut and those here are not, or otherwise."""
+    whole = (folder / "mp_rank_00_model_states.pt").is_file()
+    cut = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").is_file()
+    if whole == cut or cut == cuts_weights:  # or there are none, or those of both
+        return
+    saved = "3, which shards the weights" if cut else "2 or less, which does not shard the weights"
+    raise ValueError(
+        f"The checkpoint {folder} was saved with ZeRO stage {saved}, and "
+        f"zero_optimization.stage={stage} here: set the stage with which it was saved. To change "
+        f"it, load the weights alone into the model before deepspeed.initialize, as "
+        f"deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint gives them."
+    )
 
 
 def _check_shards(folder: Path, here: int, *, cuts_weights: bool) -> None:
