@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
@@ -207,5 +208,12 @@ def _finish_all() -> None:
     for thread, working in list(_threads.items()):
         working.jobs.put(None)
         thread.join(working.timeout)
-    # Groups that nobody else holds end with their own threads, which may need the interpreter.
+    # The threads of gloo's groups release tensors, which needs the interpreter: end them before it.
+    # (To destroy a group of NCCL may wait for ranks that are lost.)
+    stuck = [working.owner() for thread, working in _threads.items() if thread.is_alive()]
+    for background in [each for lanes in _of_group.values() for each in lanes.values()]:
+        if background._device.type != "cuda" and background not in stuck:
+            with suppress(ValueError):  # the program has destroyed it
+                dist.destroy_process_group(background.group)
+            del background.group
     _of_group.clear()

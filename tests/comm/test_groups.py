@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +185,26 @@ def leave_one_stuck(rank):
 def test_the_end_of_a_process_waits_for_exchanges_no_longer_than_their_timeout():
     (waited,) = distributed.run(1, leave_one_stuck, timeout=30)
     assert 0.9 < waited < 20
+
+
+def gloo_threads():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def end_with_a_background(rank):
+    """How many of gloo's threads are left of a group for exchanges, which torch's map holds."""
+    dist.barrier()  # the first collective of a group starts its threads
+    before = gloo_threads()
+    held = background.background_of(dist.group.WORLD, CPU)
+    assert held.begin("an exchange", lambda: 1).result() == 1 and gloo_threads() > before
+    background._finish_all()
+    return gloo_threads() - before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")
+def test_threads_of_gloo_end_before_the_interpreter_does():
+    assert distributed.run(2, end_with_a_background) == [0, 0]
 
 
 # ------------------------------------------------------------------------ one order
