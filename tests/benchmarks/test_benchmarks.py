@@ -179,21 +179,46 @@ def test_routing_rates(tmp_path):
     assert len(written["commands"]) == 2
 
 
-PARSE = """
-import importlib, sys
+EVERY_POINT = """
+import json, sys
+from pathlib import Path
 sys.path.insert(0, "benchmarks")
-import gpu_report
-for arguments in gpu_report.BENCHMARKS.values():
-    script, *options = arguments.split()
-    print(importlib.import_module(script.removesuffix(".py")).command_line().parse_args(options))
+import gpu_points, gpu_report
+out = Path(sys.argv[1])
+for point in gpu_report.POINTS.keys() - {"processes"}:
+    sys.argv = ["gpu_points.py", point, "--device", "cpu", "--output", str(out / point)]
+    assert gpu_points.main() == 0, point
+    print(point, "skipped" in json.loads((out / point).read_text()))
 """
 
 
-def test_the_report_of_a_gpu_passes_options_that_exist():
-    # Not in this process: the benchmark's module is called as a package that others may have.
-    said = fresh.python("-c", PARSE, cwd=ROOT)
-    assert said.returncode == 0, said.stderr[-2000:]
-    assert said.stdout.count("Namespace(") >= 8
+def test_every_point_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
+    said = fresh.python("-c", EVERY_POINT, tmp_path, cwd=ROOT)
+    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
+    points = dict(line.split() for line in said.stdout.splitlines())
+    skipped = {point for point, was in points.items() if was == "True"}
+    assert len(points) == 6 and skipped == {"waits", "sanitizer"}
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, "benchmarks")
+import gpu_report
+gpu_report.POINTS |= {"none": ("a point that fails", 60), "late": ("one that hangs", 1)}
+only = ["--only", "none", "late", "processes"]
+sys.argv = ["gpu_report.py", "--device", "cpu", *only, "--output", sys.argv[1]]
+sys.exit(gpu_report.main())
+"""
+
+
+def test_a_point_that_fails_or_hangs_does_not_end_the_others(tmp_path):
+    said = fresh.python("-c", BROKEN, tmp_path / "report.json", cwd=ROOT)
+    assert said.returncode == 1, said.stderr[-2000:]
+    points = json.loads((tmp_path / "report.json").read_text())["points"]
+    found = [each["status"] for each in points.values()]
+    assert found == ["exit code 1", "timed out after 1 s", "ok"]
+    assert "KeyError: 'none'" in points["none"]["output"]
+    assert set(points["processes"]["results"].values()) == {0.0}  # a CPU beside itself
 
 
 def test_the_report_of_a_gpu_needs_one(tmp_path):
