@@ -60,6 +60,11 @@ class SteppingOptimizer(ReplicaOptimizer):
             self.refuse(wrong)
         # Ranks agree by the plan they had: what has changed here may be this rank's alone.
         plan = self._known_plan()
+        if plan.device.type == "meta":
+            raise ValueError(
+                f"{plan.parameters[0].name} is on the meta device, and has no elements to step: "
+                f"call model.to_empty(device=...) and initialise it before training."
+            )
         scaled = self._unscale(plan.device)
         with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
             self._step(plan, scaled=scaled)

@@ -94,11 +94,6 @@ class Plan:
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not wanted(X):
                     continue
-                if X.is_meta:
-                    raise ValueError(
-                        f"{name} is on the meta device, and has no elements to step: call "
-                        f"model.to_empty(device=...) and initialise it before training."
-                    )
                 check_parameter(X, name, group)
                 if not single:
                     check_replicas(X, name, replicas, kept_apart.get(id(X)))
