@@ -691,6 +691,9 @@ def whole_step(M, G, X, P, V, R, ones):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def test_they_compile_as_one_graph(backend):
+    if backend == "inductor" and os.environ.get("ATEN_CPU_CAPABILITY") == "default":
+        pytest.skip("inductor asks the processor for its vectors, whose headers are then left out")
+
     def arguments():
         M, G, X, ones = lists(2)
         P, V = [torch.ones(20 + i, 2) for i in range(2)], [torch.ones(3, 2) for _ in range(2)]

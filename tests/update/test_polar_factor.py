@@ -98,8 +98,11 @@ def test_shards_give_the_factors_of_whole_matrices(dtype, exponents):
     (whole,) = distributed.run(1, factors, dtype, exponents)
     found = distributed.run(len(exponents), factors, dtype, exponents)
     # Singular values end up alike, and with them what rounding made of the small ones: rows that
-    # are 16 times shorter. Sums are of float32.
-    rounding = Rounding(dtype, terms=1 if dtype == torch.float16 else 20, condition=16)
+    # are 16 times shorter. In one pass the first polynomial also takes values near 1 down to a
+    # hundredth, and the rounding errors of a Gram matrix are relative to the others. float16 takes
+    # two passes.
+    half = dtype == torch.float16
+    rounding = Rounding(dtype, terms=1 if half else 4, condition=16 if half else 1e3)
     for (wanted, scale), *each in zip(whole, *found, strict=True):
         assert_close(torch.cat([U for U, _ in each], dim=1), wanted, rounding)
         for _, known in each:
