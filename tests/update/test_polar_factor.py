@@ -100,9 +100,9 @@ def test_shards_give_the_factors_of_whole_matrices(dtype, exponents):
     # Singular values end up alike, and with them what rounding made of the small ones: rows that
     # are 16 times shorter. In one pass the first polynomial also takes values near 1 down to a
     # hundredth, and the rounding errors of a Gram matrix are relative to the others. float16 takes
-    # two passes.
+    # two passes, after each of which U is rounded.
     half = dtype == torch.float16
-    rounding = Rounding(dtype, terms=1 if half else 4, condition=16 if half else 1e3)
+    rounding = Rounding(dtype, terms=4, condition=16 if half else 1e3)
     for (wanted, scale), *each in zip(whole, *found, strict=True):
         assert_close(torch.cat([U for U, _ in each], dim=1), wanted, rounding)
         for _, known in each:
