@@ -94,7 +94,7 @@ def rmmc_by_hand(rank, arguments, threshold, dtype, steps=8):
 # Changes are small differences of norms, relative to these; signals are float32.
 ROUNDINGS = {
     torch.float64: Rounding(torch.float32),
-    torch.float32: Rounding(torch.float32, terms=40),
+    torch.float32: Rounding(torch.float32, terms=40, condition=4),
     torch.bfloat16: Rounding(torch.bfloat16),
 }
 

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.numeric
 POLAR = {"direction": "polar", "newton_schulz_steps": 14}
 STEPS, OPEN_STEPS = 5, (1, 2, 5)
 # Drawn matrices that are square have some small singular values, which become one.
-FLOAT64 = Rounding(torch.float64, terms=24, condition=1e4, steps=STEPS)
+# The iterations amplify what is lost of small singular values, which random matrices may have.
+FLOAT64 = Rounding(torch.float64, terms=24, condition=1e6, steps=STEPS)
 
 
 def optimizer_of(X, replicas, schedule, **options):

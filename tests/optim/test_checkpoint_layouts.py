@@ -49,8 +49,8 @@ SAVED_AFTER, STEPS = 3, 5
 
 
 def rounding(steps):
-    """Of backward passes over a batch of tokens, at every step."""
-    return Rounding(torch.float32, terms=64, steps=steps)
+    """Of backward passes over a batch of tokens, at every step, and of directions made of them."""
+    return Rounding(torch.float32, terms=64, condition=8, steps=steps)
 
 
 # -------------------------------------------------------------------- a model in every layout

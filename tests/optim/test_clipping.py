@@ -24,7 +24,7 @@ from shards import shard
 from tolerance import Rounding, assert_close, assert_within
 
 pytestmark = pytest.mark.numeric
-NORM = Rounding(torch.float32, terms=64)  # of gradients, each of a backward pass in float32
+NORM = Rounding(torch.float32, terms=256)  # of gradients, each of a backward pass in float32
 
 SETUPS = {"fsdp": fsdp_training.setup, "tp": tensor_parallel_training.setup}
 # Of each layout: whose setup, and replicas, shards of each, copies of each shard's batch.

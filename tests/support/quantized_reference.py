@@ -722,7 +722,7 @@ class Follower:
 
     @property
     def rounding(self) -> Rounding:
-        return Rounding(self.dtype, self.terms, steps=PRODUCTS * self.steps)
+        return Rounding(self.dtype, self.terms, condition=2, steps=PRODUCTS * self.steps)
 
     def step(
         self,

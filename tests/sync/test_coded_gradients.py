@@ -251,6 +251,7 @@ def check_step(step, before, after, bits, direction, dtype):
         (2, 4, torch.float64, "low_rank"),
     ],
 )
+@pytest.mark.chosen_inputs
 def test_replicas_take_the_references_trajectory(ranks, bits, dtype, direction):
     options = {"direction": direction}
     replicas = distributed.run(ranks, train, dtype, options, bits)
@@ -328,6 +329,7 @@ def regress_alone(ranks, bits, direction):
 
 
 @pytest.mark.parametrize(("bits", "direction"), [(4, "polar"), (3, "low_rank")])
+@pytest.mark.chosen_inputs
 def test_replicas_end_where_a_reference_ends_that_goes_alone(bits, direction):
     """Roundings flip no code, as the reference finds: none of its numbers is so close to an edge.
 
@@ -451,6 +453,7 @@ def train_sharded(rank, setup, layout, bits):
     ],
     ids=["hsdp", "FSDP1", "dp x tp"],
 )
+@pytest.mark.chosen_inputs
 def test_shards_share_means_with_their_like(setup, layout):
     ranks = distributed.run(4, train_sharded, setup, layout, 8)
     for step in zip(*ranks, strict=True):

@@ -152,6 +152,7 @@ def alone(gate, steps=10):
     return reports
 
 
+@pytest.mark.chosen_inputs
 def test_one_replica_decides_late_too():
     reports = alone(RMMC(0.4, delay=1))
     assert not reports[0].gate_open and reports[0].rmmc is None
@@ -199,6 +200,7 @@ def spend(rank, delay):
 
 
 @pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.chosen_inputs
 def test_a_budget_by_rmmc_decides_late(delay):
     for opened, expected, share in distributed.run(2, spend, delay):
         # Without a delay looks at the gradients are paid for, too.
@@ -633,6 +635,7 @@ def test_a_run_goes_on_from_what_replicas_have_told(how, sync, stop):
 
 @pytest.mark.filterwarnings("ignore:state_dict", "ignore:.*apart")
 @pytest.mark.parametrize("stop", [5, 9])
+@pytest.mark.chosen_inputs
 def test_a_late_budget_goes_on_from_a_checkpoint(stop):
     distributed.run(2, resume, "state_dict", "codes", stop, ByteBudget(0.4, "rmmc", delay=1))
 

@@ -224,7 +224,9 @@ def test_replicas_take_the_references_trajectory(options, exact_at):
                 wanted["outer_momentum"] = reference.outer_momentum[name]
                 for key, tensor in wanted.items():
                     if tensor.any():
-                        rounding = Rounding(torch.float32, terms=max(tensor.shape) * (step + 1))
+                        rounding = Rounding(
+                            torch.float32, max(tensor.shape) * (step + 1), condition=8
+                        )
                         # The outer momentum is made of differences of weights.
                         scale = float(leaf.X[i].norm()) if key == "outer_momentum" else None
                         assert_close(

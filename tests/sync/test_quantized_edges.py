@@ -201,6 +201,7 @@ def thaw(rank):
             return torch.linalg.svdvals((X[1].detach() - before) / 0.02)
 
 
+@pytest.mark.chosen_inputs
 def test_steps_before_a_parameter_thaws_do_not_count():
     for singular_values in distributed.run(2, thaw):
         assert float((singular_values - 1).abs().max()) < 0.05

@@ -98,6 +98,7 @@ def test_a_gate_goes_on_from_the_state_of_an_earlier_version(by, credit):
         assert openings[0] <= math.ceil(2 / gate.rate)
 
 
+@pytest.mark.chosen_inputs
 def test_openings_by_rmmc_fall_where_momenta_change_most():
     signals = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
     openings = ask(gate_that_costs(0.01, "rmmc"), 3000, signals=signals)
