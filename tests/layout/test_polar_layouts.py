@@ -27,8 +27,8 @@ pytestmark = pytest.mark.numeric
 # As many iterations as bring every singular value to 1.
 POLAR = {"direction": "polar", "newton_schulz_steps": 14}
 STEPS, OPEN_STEPS = 5, (1, 2, 5)
-# Drawn matrices that are square have some small singular values, which become one.
-# The iterations amplify what is lost of small singular values, which random matrices may have.
+# Drawn matrices that are square have some small singular values, which become one: what rounding
+# loses of them is amplified.
 FLOAT64 = Rounding(torch.float64, terms=24, condition=1e6, steps=STEPS)
 
 
