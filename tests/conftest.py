@@ -20,11 +20,7 @@ seeded.shift_seeds()
 LONG = ("ops/test_triton", "integrations/", "examples/", "benchmarks/", "test_packaging")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if int(os.environ.get(seeded.OFFSET, "0")):
-        chosen = [item for item in items if item.get_closest_marker("chosen_inputs")]
-        config.hook.pytest_deselected(items=chosen)
-        items[:] = [item for item in items if item not in chosen]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in item.path.as_posix() for name in LONG))
 
 

@@ -107,10 +107,9 @@ def measure(run: Run, tests: list[str]) -> tuple[list[tuple[str, str, float]], l
             "CURVADION_HEADROOM": str(notes),
             "CURVADION_SEED_OFFSET": str(run.seed * STRIDE),
         }
-        options = (
-            "-m numeric -q -rfE --tb=short --durations=0 --durations-min=60 -n 2 --dist loadfile"
-        )
-        command = [sys.executable, "-m", "pytest", *options.split(), *tests]
+        chosen = "numeric and not chosen_inputs" if run.seed else "numeric"
+        options = "-q -rfE --tb=short --durations=0 --durations-min=60 -n 2 --dist loadfile"
+        command = [sys.executable, "-m", "pytest", "-m", chosen, *options.split(), *tests]
         said = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
         )

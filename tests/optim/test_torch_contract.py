@@ -53,7 +53,7 @@ OPTIMIZERS = {
     "plain": functools.partial(CurvaDion, momentum_rule="plain", right_factor="qr"),
 }
 
-MODEL = 8  # how much the toy's steps amplify a rounding error
+CONDITION = 8  # how much the toy's steps amplify a rounding error
 
 
 @pytest.fixture(params=OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -245,7 +245,7 @@ def test_tensor_lr_gives_the_trajectory_of_a_number(make, shape, dtype):
     toy.train(expected_model, make(toy.groups(expected_model), lr=lr), range(6))
     toy.train(model, make(toy.groups(model), lr=torch.full(shape, lr, dtype=dtype)), range(6))
     for name, p in expected_model.named_parameters():
-        rounding = Rounding(torch.float32, condition=MODEL, steps=6)
+        rounding = Rounding(torch.float32, condition=CONDITION, steps=6)
         assert_close(model.get_parameter(name), p, rounding, what=name)
 
 
@@ -296,7 +296,7 @@ def test_schedulers_drive_the_learning_rate(schedule, lr):
             group["lr"], group["betas"] = rate, betas
         toy.train(by_hand, reference, [step])
     for name, p in by_hand.named_parameters():
-        rounding = Rounding(torch.float32, terms=16, condition=MODEL, steps=6)
+        rounding = Rounding(torch.float32, terms=16, condition=CONDITION, steps=6)
         assert_close(scheduled.get_parameter(name), p, rounding, what=name)
 
 

@@ -115,6 +115,6 @@ def test_replicas_take_the_references_steps(replicas, dtype, average_weights):
             for replica, found in enumerate(ranks):
                 for key, actual in found[step - 1][name].items():
                     wanted = torch.as_tensor(getattr(reference, key)[replica])
-                    # A condition of the columns of P, whose inverse amplifies roundings.
+                    # Orthonormalising P amplifies rounding errors by its condition.
                     rounding = Rounding(dtype, terms=14, condition=8, steps=step)
                     assert_close(actual, wanted, rounding, what=(step, replica, name, key))

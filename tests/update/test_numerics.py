@@ -39,15 +39,16 @@ def finite(optimizer):
 
 # ---------------------------------------------------------------- rank-deficient momenta
 
+SIZES = [(256, 16), pytest.param(512, 64, marks=pytest.mark.chosen_inputs), (64, 1), (37, 5)]
+
 
 @pytest.mark.parametrize("right_factor", ["qr", "column_normalized"])
-@pytest.mark.parametrize(("n", "k"), [(256, 16), (512, 64), (64, 1), (37, 5)])
+@pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize(
     ("dtype", "momentum"),
     [(F64, None), (F32, None), (F32, F16), (F32, BF16)],
     ids=["float64", "float32", "float16 momentum", "bfloat16 momentum"],
 )
-@pytest.mark.chosen_inputs
 def test_steps_stay_in_the_column_space_of_the_gradient(n, k, dtype, momentum, right_factor):
     """Of a gradient of rank k exactly k directions move, however it has been rounded.
 
