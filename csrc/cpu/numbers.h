@@ -108,44 +108,4 @@ INLINE void store(void* data, DType dtype, int64_t start, int64_t n, const float
     }
 }
 
-// Asks for the memory that is read a little later: hardware prefetchers stop at page boundaries.
-struct Ahead {
-    static constexpr int64_t DISTANCE = 256;
-    const char* start;
-    int64_t width;
-
-    INLINE_MEMBER Ahead(const void* data, DType dtype, int64_t at)
-        : width(dtype == FLOAT32 ? 4 : 2) {
-        start = static_cast<const char*>(data) + (at + DISTANCE) * width;
-    }
-
-    // For LANES elements from the i-th on.
-    INLINE_MEMBER void fetch(int64_t i) const {
-        __builtin_prefetch(start + i * width);
-        if (width == 4) __builtin_prefetch(start + i * width + 64);
-    }
-};
-
-INLINE uint32_t mixed(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7FEB352Du;
-    x = (x ^ (x >> 15)) * 0x846CA68Bu;
-    return x ^ (x >> 16);
-}
-
-// As store, but a bfloat16 takes one of its two neighbours, with the probability that makes its
-// mean the float32 value. The bits follow from seed and index alone: replicas round alike.
-INLINE void store_stochastic(
-    void* data, DType dtype, int64_t start, int64_t n, const float* buffer, uint32_t seed
-) {
-    if (dtype != BFLOAT16) return store(data, dtype, start, n, buffer);
-    uint16_t* to = static_cast<uint16_t*>(data) + start;
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t noise = mixed(mixed(uint32_t(start + i)) ^ seed) & 0xFFFF;
-        const uint32_t bits = bits_of(buffer[i]);
-        const bool finite = (bits & 0x7F800000) != 0x7F800000;
-        const uint32_t rounded = (bits + noise) >> 16;
-        to[i] = finite ? uint16_t(rounded) : to_bfloat16(buffer[i]);
-    }
-}
-
 }  // namespace curvadion

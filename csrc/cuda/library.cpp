@@ -4,9 +4,6 @@
 
 extern "C" {
 
-// Which sources it was built from, so that a stale library is noticed.
-const char* curvadion_sources() { return CURVADION_SOURCES; }
-
 // Number of CUDA devices; 0 where there is none, or no driver.
 int curvadion_cuda_devices() {
     int count = 0;

@@ -177,6 +177,8 @@ def _held_norm(value: Tensor, m: Tensor) -> Tensor:
     The value is saturated in place.
     """
     norm = _norm(value)
+    if value.dtype == m.dtype and value.device.type == "cpu" and norm.item() < largest(m.dtype):
+        return norm  # no element is saturated
     held = _norm(value.clamp_(-largest(m.dtype), largest(m.dtype)).to(m.dtype))
     return torch.where(norm.isfinite(), held, norm)
 

@@ -5,7 +5,6 @@ With TRITON_INTERPRET=1 that is the Triton kernels; test_triton.py runs it so.
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import pytest
@@ -23,11 +22,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton"] if INTERPRETED else ["torch", "cpu"]
 
 
-def combinations(*axes):
-    """All where that is fast; pairs in the interpreter, which takes seconds for some."""
-    return all_pairs(*axes) if INTERPRETED else list(itertools.product(*axes))
-
-
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -42,7 +36,7 @@ def available(request):
 @each_backend
 @pytest.mark.parametrize(
     ("bits", "X_dtype", "R_dtype", "anchors", "residuals"),
-    combinations(BITS, [F32, BF16, F16], [F32, BF16], [True, False], [True, False]),
+    all_pairs(BITS, [F32, BF16, F16], [F32, BF16], [True, False], [True, False]),
 )
 def test_differences(backend, bits, X_dtype, R_dtype, anchors, residuals):
     code_operations.check_encode_difference(
@@ -59,13 +53,13 @@ def test_what_codes_stand_for(backend, bits, X_dtype):
 
 @each_backend
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 0), (3, 1), (4, 3)])
-@pytest.mark.parametrize("bits", [2, 8] if INTERPRETED else BITS)
+@pytest.mark.parametrize("bits", [2, 8])
 def test_averages(backend, bits, ranks, rank):
     code_operations.check_average(backend, CPU, bits, ranks, rank)
 
 
 @each_backend
-@pytest.mark.parametrize("scale", [0.0, 1e-44, 2.0**-126, 1e-30, 1e10, 2.0**97, 2.0**115])
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 2.0**-126, 1e10, 2.0**115])
 def test_numbers_of_any_scale(backend, scale):
     shapes = [(300,), (7,)]
     code_operations.check_encode_difference(backend, CPU, 2, shapes=shapes, scale=scale)

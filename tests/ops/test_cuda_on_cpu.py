@@ -16,18 +16,6 @@ from curvadion.ops import cuda
 CPU = torch.device("cpu")
 F32, BF16, F16 = operations.DTYPES
 pytestmark = needs_compiler
-CHECKS = {
-    check.__name__: check
-    for check in (
-        operations.check_non_finite,
-        operations.check_overflow,
-        operations.check_largest_numbers,
-        operations.check_any_scale,
-        operations.check_strides,
-        operations.check_moved_tensors,
-        operations.check_stochastic_local_step,
-    )
-}
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +47,10 @@ def test_lists(sizes, aligned):
     )
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", operations.SPECIAL_CASES)
 @pytest.mark.usefixtures("emulated")
 def test_special_cases(check):
-    CHECKS[check]("cuda", CPU)
+    check("cuda", CPU)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import os
 
 import pytest
@@ -21,14 +20,9 @@ from switches import ROUNDING, SWITCHES, switched
 F32, BF16, F16 = operations.DTYPES
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The interpreter takes milliseconds a program: it sees only its own backend, on short lists.
-BACKENDS = ["triton"] if INTERPRETED else ["torch", "cpu"]
+# The interpreter takes milliseconds a program: it sees short lists only.
+BACKENDS = ["triton"] if INTERPRETED else ["torch"]  # C++ on the CPU has codes alone
 SIZES = {k: v for k, v in operations.SIZES.items() if not (INTERPRETED and k == "across blocks")}
-
-
-def combinations(*axes):
-    """All of C++, where other types are other code; pairs where the interpreter is slow."""
-    return all_pairs(*axes) if INTERPRETED else list(itertools.product(*axes))
 
 
 pytestmark = [pytest.mark.numeric, pytest.mark.parametrize("backend", BACKENDS)]
@@ -43,7 +37,7 @@ def available(backend):
 
 @pytest.mark.parametrize(
     ("dtypes", "sizes", "aligned"),
-    combinations([[F32], [BF16], [F16], [F32, BF16], [BF16, F16, F32]], list(SIZES), [True, False]),
+    all_pairs([[F32], [BF16], [F16], [F32, BF16], [BF16, F16, F32]], list(SIZES), [True, False]),
 )
 def test_norms(backend, dtypes, sizes, aligned):
     operations.check_norms(backend, CPU, SIZES[sizes], dtypes, aligned=aligned)
@@ -51,42 +45,20 @@ def test_norms(backend, dtypes, sizes, aligned):
 
 @pytest.mark.parametrize(
     ("M_dtypes", "G_dtypes", "sizes", "aligned"),
-    combinations(
-        [[F32], [BF16], [F32, F16]], [[F32], [BF16], [F16, F32]], list(SIZES), [True, False]
-    ),
+    all_pairs([[F32], [BF16], [F32, F16]], [[F32], [BF16], [F16, F32]], list(SIZES), [True, False]),
 )
 def test_momentum(backend, M_dtypes, G_dtypes, sizes, aligned):
     operations.check_momentum(backend, CPU, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
 
 
-def test_a_norm_flags_non_finite_numbers(backend):
-    operations.check_non_finite(backend, CPU)
-
-
-def test_what_a_dtype_cannot_hold_saturates(backend):
-    operations.check_overflow(backend, CPU)
-    operations.check_low_rank_overflow(backend, CPU)
-
-
-def test_sums_of_the_largest_numbers_are_finite(backend):
-    operations.check_largest_numbers(backend, CPU)
-
-
-def test_norms_of_any_scale(backend):
-    operations.check_any_scale(backend, CPU)
-
-
-def test_strides(backend):
-    operations.check_strides(backend, CPU)
-
-
-def test_tensors_that_move(backend):
-    operations.check_moved_tensors(backend, CPU)
+@pytest.mark.parametrize("check", operations.SPECIAL_CASES)
+def test_special_cases(backend, check):
+    check(backend, CPU)
 
 
 @pytest.mark.parametrize(
     ("X_dtypes", "G_dtypes", "M_dtypes", "sizes", "aligned"),
-    combinations(
+    all_pairs(
         [[F32], [BF16], [F16, F32]],
         [[F32], [BF16]],
         [None, [F32], [BF16]],
@@ -100,18 +72,6 @@ def test_local_step(backend, X_dtypes, G_dtypes, M_dtypes, sizes, aligned):
     )
 
 
-def test_learning_rates_may_be_tensors(backend):
-    operations.check_tensor_lr(backend, CPU)
-
-
-def test_stochastic_local_step(backend):
-    operations.check_stochastic_local_step(backend, CPU)
-
-
-def test_stochastic_rounding_keeps_the_mean(backend):
-    operations.check_stochastic_mean(backend, CPU)
-
-
 @pytest.mark.parametrize("Q_dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4), (0, 3, 2)]
@@ -120,24 +80,20 @@ def test_columns(backend, shape, Q_dtype):
     operations.check_columns(backend, CPU, shape, Q_dtype)
 
 
-@pytest.mark.parametrize("scale", [1e-36, 1e-25, 1e-15, 1e15, 1e30])
+@pytest.mark.parametrize("scale", [1e-36, 1e30])
 def test_columns_of_any_scale(backend, scale):
     operations.check_columns(backend, CPU, (2, 40, 7), F32, scale)
 
 
 @pytest.mark.parametrize(
     ("X_dtypes", "M_dtypes", "with_momentum", "aligned"),
-    combinations([[F32], [BF16], [F16, F32]], [[F32], [BF16]], [True, False], [True, False]),
+    all_pairs([[F32], [BF16], [F16, F32]], [[F32], [BF16]], [True, False], [True, False]),
 )
 def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned):
     shapes = [(40, 24, 7), (24, 40, -8), (1, 1, 1), (130, 70, -33), (5, 0, 2), (64, 64, 64)]
     operations.check_low_rank_update(
         backend, CPU, shapes, X_dtypes, M_dtypes, aligned=aligned, with_momentum=with_momentum
     )
-
-
-def test_stochastic_low_rank_update(backend):
-    operations.check_stochastic_low_rank_update(backend, CPU)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +112,6 @@ def test_symmetric_product(backend, n, k, dtype, layout):
 def test_symmetric_products_of_few_rows_and_many(backend):
     for m in (0, 1, 700):
         operations.check_symmetric_product(backend, CPU, 2, 33, F32, "rows", m=m)
-
-
-def test_symmetric_products_refuse_what_does_not_fit(backend):
-    operations.check_symmetric_product_refuses(backend, CPU)
-
-
-def test_symmetric_products_of_any_dtype_and_size(backend):
-    operations.check_symmetric_product_leaves(backend, CPU)
 
 
 # The interpreter is slow: one switch of a kind suffices there.

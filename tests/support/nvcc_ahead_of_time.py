@@ -1,16 +1,14 @@
-"""Compiles csrc/cuda for GPUs that need not be here; prints one JSON record a kernel and target."""
+"""Compiles csrc/cuda for GPUs that need not be here."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 from curvadion.ops import native
 
+TARGETS = (80, 90, 100)
 KERNELS = ("momentum", "local_step")
 THREADS = 256  # of a block, as csrc/cuda/batch.cuh says
 
@@ -19,14 +17,15 @@ def compiled(folder: Path) -> list[dict[str, object]]:
     """What ptxas says of each kernel; ``cubin`` is its machine code, a file in the folder."""
     records = []
     for kernel in KERNELS:
-        source = native.source_folder("cuda") / f"{kernel}.cu"
-        for target in native.CUDA_TARGETS:
+        (source,) = [path for path in native.sources("cuda") if path.stem == kernel]
+        for target in TARGETS:
             cubin = folder / f"{kernel}.{target}.cubin"
-            said = subprocess.run(
-                [native._nvcc(), *native.NVCC_FLAGS, f"-arch=sm_{target}", "-Xptxas=-v", "-cubin",
-                 source, "-o", cubin],
-                capture_output=True, text=True, check=True, timeout=100,
-            ).stderr  # fmt: skip
+            flags = [*native.CUDA_FLAGS, "-std=c++20", f"-arch=sm_{target}", "-Xptxas=-v"]
+            command = ["nvcc", *flags, "-cubin", str(source), "-o", str(cubin)]
+            result = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=100
+            )
+            said = result.stderr
             records.append(
                 {
                     "kernel": kernel,
@@ -39,14 +38,3 @@ def compiled(folder: Path) -> list[dict[str, object]]:
                 }
             )
     return records
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for record in compiled(Path(folder)):
-            del record["cubin"]
-            print(json.dumps(record))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -474,3 +474,21 @@ def check_symmetric_product_leaves(name, device):
         with backend(name):
             ops.symmetric_product(A, B, out)
         tolerance.assert_close(out, expected, Rounding(dtype, terms=9), elementwise=True)
+
+
+# Checks that take a backend and a device alone.
+SPECIAL_CASES = (
+    check_non_finite,
+    check_overflow,
+    check_low_rank_overflow,
+    check_largest_numbers,
+    check_any_scale,
+    check_strides,
+    check_moved_tensors,
+    check_tensor_lr,
+    check_stochastic_local_step,
+    check_stochastic_mean,
+    check_stochastic_low_rank_update,
+    check_symmetric_product_refuses,
+    check_symmetric_product_leaves,
+)
