@@ -1,5 +1,6 @@
 """The convergence benchmark's picture: held-out loss over bytes sent."""
 
+import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -10,7 +11,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from curvadion.metering.picture import STYLE
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from picture import STYLE
 
 # Okabe and Ito's palette: distinct for every kind of colour vision; and a marker each.
 LOOKS = {

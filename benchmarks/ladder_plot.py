@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from curvadion.metering.picture import STYLE
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from picture import STYLE
 
 if TYPE_CHECKING:
     from ladder import Gap, Place

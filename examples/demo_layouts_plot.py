@@ -1,5 +1,6 @@
 """The picture of demo_layouts.py: curves that overlay, how far apart they are, what they sent."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from curvadion.metering.picture import FAINT, STYLE
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from picture import FAINT, STYLE
 
 # Okabe and Ito's palette; the first run is what the others are compared with.
 COLOURS = ("#bbbbbb", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

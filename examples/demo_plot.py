@@ -1,5 +1,6 @@
 """The demo's picture: loss over tokens, loss over bytes, and when the gate opened."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from curvadion.metering.picture import STYLE, label_ends, mark_threshold, scatter_signals, write
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from picture import STYLE, label_ends, mark_threshold, scatter_signals, write
 
 COLOURS = {
     "AdamW-DDP": "#666666",

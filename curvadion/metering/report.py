@@ -21,9 +21,8 @@ class StepReport:
             "longest local run", or a reason that a user's gate gives), "closed", or
             "non-finite gradient".
         rmmc: the gate's largest signal over all matrices and replicas. For the RMMC gate it is the
-            relative maximum momentum change (arXiv 2512.13728). With a gate that decides one step
-            late, that of the step before, which decided. None if the gate reads no momentum, the
-            step was skipped, or nothing was told before it.
+            relative maximum momentum change (arXiv 2512.13728). None if the gate reads no momentum
+            or the step was skipped.
         rmmc_parameter: name of the parameter with this signal.
         local_steps: local steps since the replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where
@@ -34,9 +33,9 @@ class StepReport:
             another step in another run; totals do not change.
         wire_bytes_by_ranks: the same by the ranks that shared them, as {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for an exchange beside the training that was late
-            (QuantizedAverage or a gate with a delay). Other exchanges do not count: without a delay
-            it is 0, although replicas wait for each other. To judge a delay, compare the seconds of
-            whole steps.
+            (QuantizedAverage with a delay). Other exchanges do not count: without a delay it is 0,
+            although replicas wait for each other. To judge a delay, compare the seconds of whole
+            steps.
     """
 
     step: int

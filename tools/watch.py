@@ -1,4 +1,4 @@
-"""A picture of runs from their logs: ``python -m curvadion.watch run.jsonl --out run.png``.
+"""A picture of runs from their logs: ``python tools/watch.py run.jsonl --out run.png``.
 
 It shows the loss over bytes and over steps, how far replicas were apart, the momentum change with
 its threshold, the steps at which the gate was open, and how long steps waited for late exchanges.
@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from curvadion.metering.log import read_run
+from run_logs import read_run
 
 ENDINGS = (".png", ".svg", ".pdf")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what the command line says; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m curvadion.watch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/watch.py", description=__doc__)
     parser.add_argument("logs", nargs="+", type=Path, help="JSON lines, one file a run")
     parser.add_argument(
         "--out", type=Path, default=Path("run.png"), help=f"the picture: {', '.join(ENDINGS)}"
@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for warning in caught:
             print(f"note: {warning.message}", file=sys.stderr)
         # Imported here: a wrong file is told without matplotlib, too.
-        from curvadion.metering import picture
+        import picture
 
         options.out.parent.mkdir(parents=True, exist_ok=True)
         picture.draw(runs, options.out)
     except ImportError as error:
-        print(f"error: {error}: pip install 'curvadion[train]'", file=sys.stderr)
+        print(f"error: {error}: pip install matplotlib", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
