@@ -49,7 +49,7 @@ def boolean(key: str, value: object) -> None:
         raise TypeError(f"{key}={value!r} must be True or False")
 
 
-def frames_up() -> int:
+def user_stacklevel() -> int:
     """The stack level of a warning that is to name the user's line, wherever it is given."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):

@@ -1,9 +1,8 @@
-"""When do replicas talk. The answer is the same on every replica.
+"""Gates decide at which steps replicas synchronise. The answer is the same on every replica.
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the
 maximum over replicas, together with everything else the replicas must agree on, in one collective
-of 16 bytes, and hands it back to every replica's gate. With a delay of one step nobody waits for
-that collective, and the answer counts at the next step. A gate that needs no signal is a schedule:
+of 24 bytes, and hands it back to every replica's gate. A gate that needs no signal is a schedule:
 every replica knows its answer beforehand, and they agree at openings only.
 """
 
@@ -15,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from curvadion import checks
 
 
 class Gate(ABC):
@@ -35,10 +32,7 @@ class Gate(ABC):
             float32 at every step; None if the gate counts no bytes.
         open_cost, closed_cost: what an open and a closed step send, as such shares. The optimizer
             sets them, if it knows them, before it asks.
-        openings_per_agreement: how many openings bring all weights together; set likewise.
-        delay: at which step the answer to a signal is used: 0 for the same step, for which replicas
-            wait; 1 for the next, so that signals travel beside the training. 1 is an error unless
-            the gate reads momenta.
+        openings_per_full_sync: how many openings synchronise all weights; set likewise.
     """
 
     reason: str = "gate"
@@ -48,25 +42,7 @@ class Gate(ABC):
     share: float | None = None
     open_cost: float | None = None
     closed_cost: float = 0.0
-    openings_per_agreement: int = 1
-    delay: int = 0
-
-    @property
-    def late(self) -> bool:
-        """Whether the signal of a step decides on the next one.
-
-        Raises:
-            TypeError, ValueError: if ``delay`` is neither 0 nor 1, or has no effect.
-        """
-        check_delay("gate.delay", self.delay)
-        if self.delay and not self.reads_momentum:
-            raise ValueError(
-                f"gate={self!r} has delay={self.delay}, but reads no momentum, so it has no signal "
-                f"that could arrive later: set its delay to 0, or use a gate with "
-                f"reads_momentum = True. For means that arrive later pass "
-                f"sync=QuantizedAverage(delay=...)."
-            )
-        return self.delay > 0 and not self.always_open
+    openings_per_full_sync: int = 1
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """What this replica brings to the decision, one number >= 0 per matrix parameter.
@@ -84,8 +60,7 @@ class Gate(ABC):
         """Whether replicas synchronise at this step.
 
         Args:
-            signal: the largest signal of any matrix on any replica (0 without signals). With a
-                delay, that of the step before (0 at the first).
+            signal: the largest signal of any matrix on any replica (0 without signals).
             local_steps: steps taken since the replicas last synchronised.
 
         May depend only on these and on what earlier calls left behind, which is the same on every
@@ -126,25 +101,20 @@ class RMMC(Gate):
 
     Args:
         threshold: tau >= 0.
-        delay: 0, as in the paper, or 1: the change at a step opens the gate at the next one. Then
-            nobody waits for the 16 bytes that replicas tell each other at every step, and the first
-            step is closed.
 
     Raises:
-        TypeError: if ``threshold`` is not a number, or ``delay`` not an integer. ValueError: if
-            ``threshold`` is negative or NaN, or ``delay`` neither 0 nor 1.
+        TypeError: if ``threshold`` is not a number. ValueError: if it is negative or NaN.
     """
 
     reason = "threshold"
     reads_momentum = True
 
-    def __init__(self, threshold: float, delay: int = 0) -> None:
+    def __init__(self, threshold: float) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
             raise TypeError(f"threshold={threshold!r} must be a number >= 0")
         if math.isnan(threshold) or threshold < 0:
             raise ValueError(f"threshold={threshold!r} must be >= 0")
-        check_delay("delay", delay)
-        self.threshold, self.delay = float(threshold), delay
+        self.threshold = float(threshold)
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         return relative_change(before, after)
@@ -153,18 +123,7 @@ class RMMC(Gate):
         return signal > self.threshold
 
     def __repr__(self) -> str:
-        return f"RMMC(threshold={self.threshold}{_shown(self.delay)})"
-
-
-def check_delay(key: str, delay: object) -> None:
-    """Raise unless a gate's delay is 0 or 1."""
-    if isinstance(delay, bool) or not isinstance(delay, int):
-        raise TypeError(f"{key}={delay!r} must be 0 or 1")
-    checks.one_of(key, delay, (0, 1))
-
-
-def _shown(delay: int) -> str:
-    return f", delay={delay}" if delay else ""
+        return f"RMMC(threshold={self.threshold})"
 
 
 def relative_change(before: Tensor, after: Tensor) -> Tensor:
@@ -239,11 +198,10 @@ class ByteBudget(Gate):
     Args:
         share: of the bytes of an all-reduce of all gradients in float32 at every step, in (0, 1].
         by: "period" or "rmmc".
-        delay: of by="rmmc", as of :class:`RMMC`.
 
     Raises:
-        TypeError, ValueError: if ``share``, ``by`` or ``delay`` is none of these. RuntimeError:
-            when it is asked to open but the optimizer cannot tell what that costs.
+        TypeError, ValueError: if ``share`` or ``by`` is none of these. RuntimeError: when it is
+            asked to open but the optimizer cannot tell what that costs.
     """
 
     reason = "budget"
@@ -251,20 +209,14 @@ class ByteBudget(Gate):
     SLACK = 3.0
     GAIN = 0.3
 
-    def __init__(self, share: float, by: str = "period", delay: int = 0) -> None:
+    def __init__(self, share: float, by: str = "period") -> None:
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"wire_budget={share!r} must be a number in (0, 1]")
         if not 0 < share <= 1:
             raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
         if by not in ("period", "rmmc"):
             raise ValueError(f"by={by!r} must be 'period' or 'rmmc'")
-        check_delay("delay", delay)
-        if delay and by == "period":
-            raise ValueError(
-                f"delay={delay!r} needs by='rmmc': by='period' waits for no signal. For means that "
-                f"arrive later give the sync a delay."
-            )
-        self.share, self.by, self.delay = float(share), by, delay
+        self.share, self.by = float(share), by
         self.reads_momentum, self.follows_schedule = by == "rmmc", by == "period"
         # In openings: what was earned and not spent, below 0 if more was spent; and how much of it
         # is for the next opening. The rest is kept back, or missing there.
@@ -339,7 +291,7 @@ class ByteBudget(Gate):
     def _earn(self) -> float:
         """Take in what a step earns; return how much of it is for the next opening."""
         self._recount()
-        missing = self.openings_per_agreement - (self._balance - self._credit)
+        missing = self.openings_per_full_sync - (self._balance - self._credit)
         for_the_next = min(1.0, self._earned - min(max(0.0, missing), self._earned / 2))
         self._balance += self._earned
         self._credit += for_the_next
@@ -353,11 +305,6 @@ class ByteBudget(Gate):
         if self._log_threshold is not None:
             self._log_threshold += self.GAIN * paid
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Earlier versions kept nothing back, so that the balance was the credit.
-        self.__dict__.update({"_balance": state["_credit"], "_counted_in": None} | state)
-        self.follows_schedule = self.by == "period"
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "balance": self._balance,
@@ -367,11 +314,8 @@ class ByteBudget(Gate):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Earlier versions kept nothing back, so that the balance was the credit.
-        self._balance = state.get("balance", state["credit"])
-        self._credit = max(0.0, state["credit"])
-        self._counted_in = state.get("open_cost")
-        self._log_threshold = state["log_threshold"]
+        self._balance, self._credit = state["balance"], state["credit"]
+        self._counted_in, self._log_threshold = state["open_cost"], state["log_threshold"]
 
     def __repr__(self) -> str:
-        return f"ByteBudget(share={self.share}, by={self.by!r}{_shown(self.delay)})"
+        return f"ByteBudget(share={self.share}, by={self.by!r})"

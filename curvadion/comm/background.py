@@ -19,7 +19,7 @@ from curvadion.comm.groups import BACKGROUND, new_group, timeout_of
 
 Result = TypeVar("Result")
 _Job = Callable[[], None]
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Background]]
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background]
 _of_group = weakref.WeakKeyDictionary()
 
 
@@ -35,15 +35,14 @@ class _Working(NamedTuple):
 _threads: dict[threading.Thread, _Working] = {}
 
 
-def background_of(like: dist.ProcessGroup, device: torch.device, lane: str = "") -> Background:
+def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
     """That of a process group: one for all who use it. The first call is collective over it.
 
-    device: of the tensors that are sent. lane: what is sent in another lane is not waited for.
+    device: of the tensors that are sent.
     """
-    lanes = _of_group.setdefault(like, {})
-    if lane not in lanes:
-        lanes[lane] = Background(like, device)
-    return lanes[lane]
+    if like not in _of_group:
+        _of_group[like] = Background(like, device)
+    return _of_group[like]
 
 
 def no_background() -> Background:
@@ -106,7 +105,7 @@ class Exchange(Generic[Result]):
 
 
 class Background:
-    """Does exchanges one after the other, in the order in which they begin, alike on all ranks.
+    """Does exchanges one after the other, in the order in which they begin, the same on all ranks.
 
     The process group has the ranks of another one, but connections of its own: what the training
     sends meanwhile neither waits for the exchanges nor gets between them.
@@ -197,7 +196,9 @@ def _destroy_abandoned() -> None:
             continue
         del _threads[thread]
         group = working.group()
-        if group is not None and group in dist.distributed_c10d._world.pg_map:
+        # To destroy a group of NCCL may wait for ranks that have not come so far.
+        known = group is not None and group in dist.distributed_c10d._world.pg_map
+        if known and dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)
 
 
@@ -205,13 +206,15 @@ def _destroy_abandoned() -> None:
 def _finish_all() -> None:
     # Other ranks may still wait for what has begun here. If one is lost, the exchange fails with an
     # error, but a wait for a GPU never ends: wait no longer than a collective may take.
-    for thread, working in list(_threads.items()):
+    for working in _threads.values():
         working.jobs.put(None)
-        thread.join(working.timeout)
+    begun = time.monotonic()
+    for thread, working in list(_threads.items()):
+        thread.join(max(0.0, begun + working.timeout - time.monotonic()))
     # The threads of gloo's groups release tensors, which needs the interpreter: end them before it.
     # (To destroy a group of NCCL may wait for ranks that are lost.)
     stuck = [working.owner() for thread, working in _threads.items() if thread.is_alive()]
-    for background in [each for lanes in _of_group.values() for each in lanes.values()]:
+    for background in list(_of_group.values()):
         if background._device.type != "cuda" and background not in stuck:
             with suppress(ValueError):  # the program has destroyed it
                 dist.destroy_process_group(background.group)

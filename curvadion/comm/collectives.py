@@ -19,7 +19,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def said_alike(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether ``said`` has the same repr on all ranks of the group.
 
     All ranks get the same answer. The collective takes 16 bytes on ``device``.
@@ -38,6 +38,10 @@ def checksum(said: object) -> int:
     return zlib.crc32(repr(said).encode())
 
 
+# What backends say where another rank is missing.
+_OF_LOST_RANKS = ("gloo", "wait timeout", "timed out", "connection closed", "connection reset")
+
+
 @contextmanager
 def explain_lost_ranks(call: str) -> Iterator[None]:
     """Say what to do where a backend says only that a connection or a wait has ended.
@@ -50,8 +54,10 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        of_backend = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if not of_backend or error.__cause__ is not None:
+        lost = isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) or (
+            any(word in str(error).lower() for word in _OF_LOST_RANKS)
+        )
+        if not lost or error.__cause__ is not None:
             raise
         raise RuntimeError(
             f"{call} is a call of all ranks, and another rank has ended or did not make it within "

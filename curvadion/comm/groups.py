@@ -17,7 +17,7 @@ from curvadion.comm.collectives import group_size
 Group = dist.ProcessGroup
 
 BACKGROUND = "curvadion background"  # the description of groups that a thread of ours uses
-# By default group: how often a group of some ranks was made. Their members count alike.
+# By default group: how often a group of some ranks was made. Their members count the same.
 _made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 

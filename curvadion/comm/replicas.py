@@ -31,26 +31,24 @@ class ReplicaGroup:
     Attributes:
         process_group: the ranks; None for one replica.
         single: whether the user has said that there is one replica only.
-        own_norms: whether each replica has last clipped its gradients by their own norm.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self.single = isinstance(replicas, str) and replicas == SINGLE
         self.process_group = None if self.single else _process_group(replicas)
-        self.own_norms = False
 
     @property
     def size(self) -> int:
         return group_size(self.process_group)
 
-    def background(self, device: torch.device, lane: str = "") -> Background:
+    def background(self, device: torch.device) -> Background:
         """Exchanges between these ranks beside the training; the first call is collective.
 
-        device: of what is sent. lane: what is sent in another lane is not waited for.
+        device: of what is sent.
         """
         if self.process_group is None:
             raise RuntimeError("replicas=None: there is no other replica to send anything to.")
-        return background_of(self.process_group, device, lane)
+        return background_of(self.process_group, device)
 
     @property
     def replica(self) -> Replica:

@@ -54,7 +54,7 @@ class SharedWork:
         return list(own.split([sizes[i] for i in self.mine]))
 
     def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
-        """What ranks have made of their vectors, all of it, alike on all ranks; collective.
+        """What ranks have made of their vectors, all of it, the same on all ranks; collective.
 
         Args:
             own: what this rank has made of those in ``mine``.

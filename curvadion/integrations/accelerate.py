@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from curvadion.integrations import ddp, fsdp
 from curvadion.integrations.saving import agree_exactly
+from curvadion.integrations.wrapping import wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 
@@ -45,9 +46,8 @@ def attach(accelerator: Accelerator) -> Accelerator:
     * ``save_state``, on all ranks, first calls ``synchronize(exact=True)``, because one copy of
       weights and state is written; ``load_state`` then resumes bitwise.
     * ``get_state_dict`` and ``save_model`` under FSDP2, which all ranks must call anyway, first
-      bring weights together as ``optimizer.eval()`` does. Under DDP they may be called on one rank,
-      so they write this rank's weights and warn if replicas are apart: call ``optimizer.eval()`` on
-      all ranks before.
+      synchronise weights as ``optimizer.eval()`` does. Under DDP they may be called on one rank,
+      so they write this rank's weights: call ``optimizer.eval()`` on all ranks before.
     * ``join_uneven_inputs`` raises an error, because replicas step together.
 
     Gradient accumulation, bf16, a GradScaler, schedulers and ``clip_grad_value_`` work as they are.
@@ -84,17 +84,6 @@ def attach(accelerator: Accelerator) -> Accelerator:
         wrap_method(accelerator, "join_uneven_inputs", partial(_join_uneven_inputs, accelerator))
     _take_over(accelerator)
     return accelerator
-
-
-def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``around``, which gets the method before and its arguments."""
-    theirs = getattr(owner, name)
-
-    @wraps(theirs)
-    def ours(*args: Any, **kwargs: Any) -> Any:
-        return around(theirs, *args, **kwargs)
-
-    setattr(owner, name, ours)
 
 
 def unwrapped(optimizer: Any) -> Any:

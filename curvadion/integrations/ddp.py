@@ -5,14 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion import checks
-from curvadion.integrations.saving import warn_of_own_weights
-from curvadion.layout import kept_apart
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -98,9 +95,6 @@ def _replace_reduction(ddp: DistributedDataParallel) -> bool:
     except RuntimeError as error:  # a built-in hook, which only DDP's C++ side knows of
         ddp._comm_hooks.clear()
         raise _hooked("built-in") from error
-    kept = kept_apart.KeptApart(tuple(dist.get_process_group_ranks(ddp.process_group)))
-    kept_apart.declare(ddp.module, ddp.module.parameters(), kept)
-    warn_of_own_weights(ddp.module, kept.optimizers)
     return True
 
 
@@ -126,7 +120,7 @@ def _spare_buffers(ddp: DistributedDataParallel) -> None:
             f"broadcast_buffers=False) if they never change (rotary tables, masks) or if each "
             f"replica may keep its own (BatchNorm's running statistics), and broadcast_buffers="
             f"True to keep it as it is.",
-            stacklevel=checks.frames_up(),
+            stacklevel=checks.user_stacklevel(),
         )
 
 

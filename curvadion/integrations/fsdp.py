@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from curvadion.integrations.saving import warn_of_own_weights
-from curvadion.layout import kept_apart
 from curvadion.layout.flat_shard import declare_flat_shard
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,10 +50,9 @@ def keep_gradients_local(model: Model) -> Model:
             f"fully_shard(model, mesh=...) first. (FullyShardedDataParallel, FSDP1: build it with "
             f"process_group= the shards of one replica, and it keeps to them.)"
         )
-    optimizers: WeakSet[Any] = WeakSet()
-    groups = [(module, group) for module in sharded for group in _parameter_groups(module)]
-    if any([_reduce_over_shards_only(*each, optimizers) for each in groups]):
-        warn_of_own_weights(model, optimizers)
+    for module in sharded:
+        for group in _parameter_groups(module):
+            _reduce_over_shards_only(group)
     return model
 
 
@@ -69,8 +64,7 @@ def declare_flat_shards(model: Model) -> Model:
     ``curvadion.param_groups(model)`` and the optimizers know their shapes and who holds the rest.
     Under NO_SHARD there is nothing to declare.
 
-    A parameter that a backward did not use has a gradient of zeros, not none, if FSDP flattened it
-    together with one that was used: wrap experts by themselves if they are to rest then.
+    A parameter that a backward did not use has a gradient of zeros: it does not rest.
 
     Args:
         model: a module that contains FullyShardedDataParallel modules, between two steps.
@@ -111,18 +105,15 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     return [] if single is None else [single]
 
 
-def _reduce_over_shards_only(module: nn.Module, group: Any, optimizers: WeakSet[Any]) -> bool:
-    """Give one of a module's parameter groups the same mesh without the meaning of its replicas.
-
-    False if it has none. optimizers: where those that train its parameters will be found.
-    """
+def _reduce_over_shards_only(group: Any) -> None:
+    """Give a parameter group the same mesh without the meaning of its replicas, if it has any."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
     except ImportError as error:
         raise _elsewhere("_fsdp_common") from error
     mesh_info = _private(group, "mesh_info")
     if not isinstance(mesh_info, _private(fsdp, "DDPMeshInfo")):
-        return False
+        return
     if getattr(group, "_all_reduce_hook", None) is not None:
         raise RuntimeError(
             "model has an all-reduce hook, which reduces gradients: do not call "
@@ -133,10 +124,6 @@ def _reduce_over_shards_only(module: nn.Module, group: Any, optimizers: WeakSet[
             "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
             "has not handed out: call keep_gradients_local before the first backward."
         )
-    replicas = dist.get_process_group_ranks(_private(mesh_info, "replicate_process_group"))
-    kept = kept_apart.KeptApart(tuple(replicas), optimizers)
-    shards = [_private(parameter, "sharded_param") for parameter in _private(group, "fsdp_params")]
-    kept_apart.declare(module, shards, kept)
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
     local: Any
@@ -150,7 +137,6 @@ def _reduce_over_shards_only(module: nn.Module, group: Any, optimizers: WeakSet[
     if _private(group, "post_forward_mesh_info") is mesh_info:
         group.post_forward_mesh_info = local
     group.mesh_info = local
-    return True
 
 
 # -------------------------------------------------------------------- FSDP1
@@ -165,7 +151,7 @@ def _declare_handle(handle: Any) -> None:
     if originals is None:
         raise ValueError(
             "model was built with use_orig_params=False: its parameters are flattened together "
-            "and no matrix can be told apart. Build it with use_orig_params=True."
+            "and no matrix can be found in them. Build it with use_orig_params=True."
         )
     for parameter, name, shape, contiguous, (start, stop) in zip(
         originals,

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from curvadion.integrations import accelerate
-from curvadion.integrations.accelerate import unwrapped, wrap_method
-from curvadion.integrations.saving import agree_exactly
+from curvadion.integrations.accelerate import unwrapped
+from curvadion.integrations.saving import agree_for_a_file
+from curvadion.integrations.wrapping import wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.curvadion import CurvaDion
@@ -60,7 +61,8 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
       resumes bitwise. With ``save_only_model`` replicas only agree on weights. If a step both
       evaluates and saves, they agree before the evaluation, so the metric is that of the weights in
-      the file. ``save_model()`` in between, of a callback say, warns if replicas are apart.
+      the file. Before a ``save_model()`` in between, of a callback say, call
+      ``trainer.optimizer.eval()`` on all ranks.
     * Trainer's logs get what happened since the last one: ``curvadion/wire_bytes`` (the mean
       payload of a step, of all collectives of this process), ``curvadion/open_gate_share``,
       ``curvadion/skipped_steps``, ``curvadion/waited_seconds``, and of the last step
@@ -75,9 +77,10 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     Args:
         trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
         optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
-        settings: arguments of the optimizer, such as ``wire_budget``, ``gate``, ``sync``, ``mu``,
-            or ``lr``, ``weight_decay`` and ``replicas`` in place of those above; and those of
-            :func:`curvadion.param_groups`, such as ``elementwise_lr``, ``options``, ``patterns``.
+        settings: arguments of the optimizer, such as ``wire_budget``, ``gate``, ``sync``,
+            ``momentum``, or ``lr``, ``weight_decay`` and ``replicas`` in place of those above; and
+            those of :func:`curvadion.param_groups`, such as ``elementwise_lr``, ``options``,
+            ``patterns``.
 
     Returns:
         ``trainer`` itself.
@@ -238,10 +241,8 @@ def _save_checkpoint(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwa
 def _agree_for_files(trainer: Any, optimizer: Dion) -> None:
     """What a checkpoint wants of the replicas; collective."""
     # DeepSpeed's engine agrees exactly for its own files.
-    if trainer.is_deepspeed_enabled or trainer.args.save_only_model:
-        optimizer.eval()
-    else:
-        agree_exactly(optimizer)
+    weights_only = trainer.is_deepspeed_enabled or trainer.args.save_only_model
+    agree_for_a_file(optimizer, weights_only=weights_only)
 
 
 def _agree_before_evaluation(trainer: Any, control: Any) -> None:
@@ -253,14 +254,14 @@ def _agree_before_evaluation(trainer: Any, control: Any) -> None:
 
 
 def _load_best_model(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # While replicas count as apart, the next evaluation would average what has been loaded.
+    # While replicas count as drifted, the next evaluation would average what has been loaded.
     if (optimizer := optimizer_of(trainer)) is not None:
         optimizer.eval()
     return theirs(*args, **kwargs)
 
 
 def _report(trainer: Any) -> None:
-    """Log what steps report, and bring replicas together at the end of the training."""
+    """Log what steps report, and synchronise replicas at the end of the training."""
     from transformers import TrainerCallback
 
     class Reports(TrainerCallback):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from curvadion import checks
 from curvadion.integrations import ddp, fsdp
-from curvadion.integrations.saving import agree_exactly
+from curvadion.integrations.saving import agree_for_a_file
 from curvadion.metering.report import StepReport, Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.clipping import clip_grad_norm_
@@ -178,22 +178,19 @@ def _warn_of_averages(callbacks: Sequence[Any]) -> None:
                 f"{type(callback).__name__} averages the weights of each replica over steps, and "
                 f"the model takes this average at the end of fit: replicas then hold different "
                 f"weights. Call optimizer.broadcast_weights() on all ranks after fit.",
-                stacklevel=checks.frames_up(),
+                stacklevel=checks.user_stacklevel(),
             )
 
 
 def _save_checkpoint(trainer: Any) -> Callable[..., None]:
-    """Trainer.save_checkpoint, which all ranks call, after the replicas have become alike."""
+    """Trainer.save_checkpoint, which all ranks call, after the replicas agree."""
     save = trainer.save_checkpoint
 
     def save_checkpoint(
         filepath: Any, weights_only: bool | None = None, *args: Any, **keywords: Any
     ) -> None:
         for optimizer in trainer.optimizers:
-            if weights_only:
-                optimizer.eval()
-            else:
-                agree_exactly(optimizer)
+            agree_for_a_file(optimizer, weights_only=bool(weights_only))
         save(filepath, weights_only, *args, **keywords)
 
     return save_checkpoint

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from curvadion.integrations.fsdp import keep_gradients_local
-from curvadion.integrations.saving import agree_exactly
+from curvadion.integrations.saving import agree_for_a_file
+from curvadion.integrations.wrapping import wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
@@ -111,12 +112,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         super().step(closure)
 
     def agree(self, *, exact: bool) -> None:
-        """Bring replicas together: in all state for a checkpoint, else in weights; collective."""
+        """Synchronise replicas: all state for a checkpoint, else weights; collective."""
         for optimizer in self.optimizers:
-            if exact:
-                agree_exactly(optimizer)
-            else:
-                optimizer.eval()
+            agree_for_a_file(optimizer, weights_only=not exact)
 
 
 def _build(config: Any, part: nn.Module) -> Dion:
@@ -170,8 +168,8 @@ def attach(trainer: Any) -> None:
         )
     if not hasattr(checkpointer, "_should_save"):
         raise RuntimeError(
-            f"{type(checkpointer).__name__} has no _should_save, before which replicas would come "
-            f"together: use a version of torchtitan that this release of curvadion was tested with."
+            f"{type(checkpointer).__name__} has no _should_save, before which replicas would "
+            f"agree: use a version of torchtitan that this release of curvadion was tested with."
         )
     if optimizers.max_norm is not None:
         raise RuntimeError("trainer is attached already: call attach(trainer) once.")
@@ -180,32 +178,21 @@ def attach(trainer: Any) -> None:
     trainer.config = dataclasses.replace(
         trainer.config, training=dataclasses.replace(training, max_norm=math.inf)
     )
-    checkpointer._should_save = _before_saving(checkpointer, optimizers)
-    if trainer.config.validator.enable:
-        trainer.validator.validate = _before_validation(trainer.validator.validate, optimizers)
 
-
-def _before_saving(checkpointer: Any, optimizers: ReplicaOptimizers) -> Callable[..., bool]:
-    decide = checkpointer._should_save
-
-    def should_save(curr_step: int, last_step: bool = False) -> bool:
+    def save(decide: Callable[..., Any], curr_step: int, last_step: bool = False) -> bool:
         saves = bool(decide(curr_step, last_step))
         if saves:
-            weights_only = last_step and getattr(checkpointer, "last_save_model_only", False)
-            optimizers.agree(exact=not weights_only)
+            last = last_step and getattr(checkpointer, "last_save_model_only", False)
+            optimizers.agree(exact=not last)
         return saves
 
-    return should_save
-
-
-def _before_validation(
-    validate: Callable[..., None], optimizers: ReplicaOptimizers
-) -> Callable[..., None]:
-    def agreed(*args: Any, **keywords: Any) -> None:
+    def validate(theirs: Callable[..., Any], *args: Any, **keywords: Any) -> None:
         optimizers.agree(exact=False)
-        validate(*args, **keywords)
+        theirs(*args, **keywords)
 
-    return agreed
+    wrap_method(checkpointer, "_should_save", save)
+    if trainer.config.validator.enable:
+        wrap_method(trainer.validator, "validate", validate)
 
 
 class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]

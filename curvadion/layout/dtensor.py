@@ -214,7 +214,8 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
 def spread_placements(X: Tensor, stack_dims: int) -> list[Placement]:
     """Placements for a state of shape (*stack dimensions, N); [] if X is no DTensor.
 
-    Stack dimensions are sharded as X's are. N is cut over the ranks that hold shards of a matrix.
+    Stack dimensions are sharded as X's are. N is sharded over the ranks of a
+    matrix.
     """
     if not is_dtensor(X):
         return []

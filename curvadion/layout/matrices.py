@@ -1,4 +1,4 @@
-"""From a parameter to its matrices: whole parameters, DTensors and flat shards alike."""
+"""From a parameter to its matrices: whole parameters, DTensors and flat shards."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from curvadion.layout.dtensor import (
     placements_of,
 )
 from curvadion.layout.flat_shard import flat_shard
-from curvadion.layout.kept_apart import KeptApart
 from curvadion.layout.lazy import is_dtensor
 
 
@@ -29,9 +28,9 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shard_sizes(X: Tensor) -> list[int]:
-    """Numbers in each shard of the parameter, alike on all ranks.
+    """Numbers in each shard of the parameter, the same on all ranks.
 
-    A rank knows where its own flat shard is cut, and no other. So the worst is assumed: one shard
+    A rank knows where its own flat shard ends, and no other's. So the worst is assumed: one shard
     holds nearly all numbers, and each other shard one.
     """
     declared = flat_shard(X)
@@ -53,23 +52,9 @@ def groups_of(X: Tensor) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
-def check_replicas(X: Tensor, name: str, replicas: Group | None, kept: KeptApart | None) -> None:
-    """Check that ``replicas`` suits the parameter.
-
-    kept: what an integration has declared of it.
-
-    Raises:
-        ValueError: if the parameter is sharded over ranks of ``replicas``, or if ``replicas`` is
-            None, or lacks some ranks, although an integration keeps the gradients of these
-            replicas apart.
-    """
+def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
+    """Raise ValueError if the parameter is sharded over ranks of ``replicas``."""
     if replicas is None:
-        if kept is not None and len(kept.ranks) > 1:
-            raise ValueError(
-                f"replicas=None, but keep_gradients_local keeps the gradients of {len(kept.ranks)} "
-                f"replicas of {name} apart, and nothing would ever average them: pass replicas=, "
-                f"the process group of the replicas, or 'single' to train each one by itself."
-            )
         return
     members = set(dist.get_process_group_ranks(replicas))
     for group in groups_of(X):
@@ -79,12 +64,6 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None, kept: KeptApart
                 f"shape {global_shape(X)} is sharded: pass the group that replicates it, such as "
                 f"mesh['replicate'], or None."
             )
-    if kept is not None and (missing := {*kept.ranks} - members):
-        raise ValueError(
-            f"replicas has the ranks {sorted(members)}, but keep_gradients_local keeps the "
-            f"gradients of {name} apart on ranks {sorted(kept.ranks)}, and nothing would average "
-            f"those of {sorted(missing)}: pass a group that has all of them."
-        )
 
 
 def check_placements(X: Tensor, name: str) -> None:

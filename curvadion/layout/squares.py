@@ -1,8 +1,8 @@
-"""An n x n matrix for each oriented matrix (m x n) of a parameter, cut evenly over its ranks.
+"""An n x n matrix for each oriented matrix (m x n) of a parameter, sharded evenly over its ranks.
 
 The squares of a parameter's matrices lie flat, one after the other. Of a whole tensor or a DTensor
 they are a state of shape (*stack dimensions, N), N the sum of n^2 over the row blocks: stack
-dimensions are sharded as the parameter's are, and N is cut over all ranks that hold shards of the
+dimensions are sharded as the parameter's are, and N is sharded over all ranks of the
 matrices. Of a flat shard they are the numbers that this rank holds of N, the sum of n^2 over the
 tensor's matrices.
 """
@@ -73,7 +73,7 @@ def squares_held(
     """
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
-    each = sides[: len(sides) // max(1, len(rows))]  # alike in all entries of a stack
+    each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
     ends = list(accumulate((n * n for n in each), initial=0))
     shard = flat_shard(X)
     held = dimension_shards(squares)[-1].held if shard is None else _held_of_flat(shard, ends[-1])

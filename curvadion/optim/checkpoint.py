@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,13 +15,14 @@ from curvadion import checks
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.lazy import is_dtensor
+from curvadion.layout.matrices import zeros_per_matrix
 from curvadion.layout.parameters import global_shape
 from curvadion.layout.squares import squares_fit
 from curvadion.sync.base import Sync
-from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update import hyperparameters as check
 from curvadion.update.parameter import check_parameter, names
 from curvadion.update.state import (
+    MOMENTUM_NORM,
     R_SCALE,
     SPECTRUM,
     SPECTRUM_WEIGHT,
@@ -62,14 +63,14 @@ def check_fits(optimizer: Optimizer, sync: Sync, saved: Mapping[str, Any]) -> No
                 f"{live['algorithm']!r} here: give the groups in the order in which they were "
                 f"saved."
             )
-        if wrong := check.settings([{**live, **held}]):
-            raise ValueError(f"state_dict holds an impossible value: {wrong}")
+    if wrong := check.settings(there):
+        raise ValueError(f"state_dict holds an impossible value: {wrong}")
+    of_sync = {SPECTRUM, *like_parameter(sync.state_keys)}
     for name, X, group, state in _states(optimizer, saved):
-        if not isinstance(state, Mapping):
-            raise TypeError(f"state_dict holds {state!r} for {name}: it must be a dictionary")
         check_parameter(X, name, group)
         for key, value in state.items():
-            _check_value(name, key, value)
+            _check_value(name, key, value, of_sync)
+        _check_per_matrix(name, X, group, state)
         for key in like_parameter(sync.state_keys):
             if isinstance(tensor := state.get(key), Tensor):
                 _check_shard(name, X, key, tensor)
@@ -95,10 +96,17 @@ def check_complete(optimizer: Optimizer, saved: Mapping[str, Any], steps: int) -
 
 
 def restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give loaded state the dtypes it was saved with: torch casts it to the parameter's."""
-    for _, X, _, state in _states(optimizer, saved):
+    """Give loaded state the dtypes it was saved with: torch casts it to the parameter's.
+
+    Moments of AdamW stay cast: its kernels take them in the parameter's dtype, or float32 for
+    float16.
+    """
+    for _, X, group, state in _states(optimizer, saved):
         loaded = optimizer.state[X]
+        cast = group["algorithm"] == "adamw" and X.dtype != torch.float16
         for key, value in state.items():
+            if cast and key in ("exp_avg", "exp_avg_sq"):
+                continue
             if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
                 loaded[key] = value.detach().clone().to(loaded[key].device)
 
@@ -143,7 +151,7 @@ def fit_to_checkpoint(
             raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
         storage_reader = FileSystemReader(checkpoint_id)
     saved = storage_reader.read_metadata().state_dict_metadata
-    dispensable = {R_SCALE, *_keys_of_syncs(Sync)}
+    dispensable = _keys_of_syncs(Sync)
     _, paths = flatten_state_dict(state)
     for key, path in paths.items():
         parent = _at(state, path[:-1])
@@ -169,7 +177,7 @@ def _at(state: dict[str, Any], path: Sequence[Any]) -> Any:
 
 
 def _with_columns(Q: Tensor, columns: int) -> Tensor:
-    """A tensor like Q, cut as it is, with so many columns, which are never cut."""
+    """A tensor like Q, sharded as it is, with so many columns, which are never sharded."""
     if Q.shape[-1] == columns:
         return Q
     shard = local(Q)
@@ -197,17 +205,31 @@ def _states(
                 yield name, X, group, saved["state"][i]
 
 
-def _check_value(name: str, key: str, value: object) -> None:
-    if key in (LR_SINCE_ANCHOR, SPECTRUM_WEIGHT):
-        checks.number(f"state_dict: {key} of {name}", value)
-    elif key_of(key) is not None and not isinstance(value, Tensor):
-        raise TypeError(f"state_dict holds {key}={value!r} for {name}: it must be a tensor")
-    if not isinstance(value, Tensor):
+def _check_value(name: str, key: str, value: object, of_sync: Container[str]) -> None:
+    """Raise unless a value of a known key is a tensor that steps can go on from.
+
+    of_sync: the keys of the sync kind's tensors.
+    """
+    if isinstance(value, dict) and not value:  # torch's flattened form puts {} for nothing
         return
-    if key in (R_SCALE, "step") and not value.numel():
-        raise ValueError(f"state_dict holds an empty {key!r} for {name}: load another checkpoint.")
-    if bool(local(value).isnan().any()):
-        raise ValueError(f"state_dict holds a NaN in {key!r} of {name}: load another checkpoint.")
+    if key == SPECTRUM_WEIGHT:
+        checks.number(f"state_dict: {key} of {name}", value)
+    if key_of(key) is None and key not in of_sync:
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"state_dict holds {key}={value!r} for {name}: it must be a tensor")
+    held = local(value)
+    if key != FLAT_SHARD_START and not value.is_floating_point():
+        problem = f"of dtype {value.dtype}"
+    elif key == "step" and value.numel() != 1:
+        problem = f"of shape {tuple(value.shape)} (it is one number)"
+    elif key in ("step", "exp_avg_sq") and bool((held < 0).any()):
+        problem = "with a negative element"
+    elif not bool(held.isfinite().all()):
+        problem = "with a NaN or an Inf"
+    else:
+        return
+    raise ValueError(f"state_dict holds a {key!r} {problem} for {name}: load another checkpoint.")
 
 
 def _check_shard(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
@@ -224,6 +246,22 @@ def _check_shard(name: str, X: Tensor, key: str, tensor: Tensor) -> None:
             f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict (a full one with "
             f"StateDictOptions(full_state_dict=True))."
         )
+
+
+def _check_per_matrix(
+    name: str, X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+) -> None:
+    """Raise ValueError unless there is one norm and one scale a matrix."""
+    if group["algorithm"] != "dion":
+        return
+    shape = tuple(zeros_per_matrix(X, group).shape)
+    for key in (MOMENTUM_NORM, R_SCALE):
+        if isinstance(held := state.get(key), Tensor) and tuple(held.shape) != shape:
+            raise ValueError(
+                f"state_dict holds a {key!r} of shape {tuple(held.shape)} for {name}, which "
+                f"has {shape} here: build the optimizer with the stack_dims and row_blocks that it "
+                f"was saved with."
+            )
 
 
 def _check_spectrum(name: str, X: Tensor, group: Mapping[str, Any], spectrum: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Gradients clipped by one norm, alike on all replicas and in every layout."""
+"""Gradients clipped by one norm, the same on all replicas and in every layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from curvadion import checks, ops
 from curvadion.comm.collectives import group_size
 from curvadion.layout.gradients import place_gradients
-from curvadion.optim.base import ReplicaOptimizer
+from curvadion.optim.outer import ReplicaOptimizer
 from curvadion.update.plan import Plan
 
 
@@ -41,8 +41,8 @@ def clip_grad_norm_(
     GradScaler call ``scaler.unscale_(optimizer)`` first.
 
     If a gradient on any rank holds a NaN or an Inf, all ranks skip the optimizer's next step, and
-    no gradient is scaled. Under a schedule or a gate with a delay, where replicas do not hear of
-    each other's NaN before the step, all gradients become NaN instead.
+    no gradient is scaled. Under a schedule, where replicas do not hear of each other's NaN before
+    the step, all gradients become NaN instead.
 
     With ``across_replicas=False`` each replica takes a factor of its own, by the norm of all its
     shards: ||G_i||. Nothing crosses between replicas then, and none waits for another. Replicas
@@ -68,8 +68,7 @@ def clip_grad_norm_(
     """
     _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
     _check_whose(optimizer, error_if_nonfinite, across_replicas)
-    plan, replicas = optimizer.present_plan(), optimizer._replicas.process_group
-    optimizer._replicas.own_norms = not across_replicas
+    plan, replicas = optimizer._present_plan(), optimizer._replicas.process_group
     if plan.sharded:
         place_gradients([p.X for p in plan.parameters], replicas)
     batches = _batches(plan)
@@ -135,7 +134,7 @@ def _factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def _batches(plan: Plan) -> dict[tuple[int, torch.device, torch.dtype], list[Tensor]]:
-    """The gradients held here by the number of ranks of this replica that hold them alike.
+    """The gradients held here by the number of ranks of this replica that hold the same.
 
     And by device and dtype, as operations on lists want them.
     """

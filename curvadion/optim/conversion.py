@@ -1,23 +1,27 @@
-"""A saved state under other arguments: what comes from it, what from them, what is converted."""
+"""A saved state under other arguments: what comes from it, what from them, what is converted.
+
+States that depend on the direction and the rank follow the optimizer that loads. Under another sync
+that kind's state is dropped, and its own begins anew.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvadion.comm.replicas import Replica
-from curvadion.layout.dtensor import local
+from curvadion.layout.matrices import zeros_per_matrix
 from curvadion.layout.right_factors import (
     create_right_factors,
     resize_right_factors,
     right_factor_shapes,
 )
-from curvadion.optim.record import Progress, Record
+from curvadion.optim.record import Record
 from curvadion.sync.base import Sync
-from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update import hyperparameters as check
 from curvadion.update.parameter import dtype_of, names
 from curvadion.update.scalar import STATE_KEYS
@@ -25,276 +29,119 @@ from curvadion.update.state import (
     ANCHOR,
     MOMENTUM,
     MOMENTUM_NORM,
-    RESIDUAL,
+    R_SCALE,
     SPECTRUM,
     SPECTRUM_WEIGHT,
     is_right_factor,
 )
 
-
-@dataclass(frozen=True)
-class Loading:
-    """The optimizer that loads: its groups, how its replicas come together, which one it is.
-
-    first_memory: the ``state_dict()`` that its sync had before the first step.
-    """
-
-    param_groups: Sequence[dict[str, Any]]
-    sync: Sync
-    group_defaults: Mapping[str, Any]
-    replica: Replica
-    first_memory: dict[str, Any]
-
-    @property
-    def anchored(self) -> bool:
-        """Whether its sync begins from weights on which replicas agree."""
-        return any(key.name == ANCHOR for key in self.sync.state_keys)
+# Group keys whose values are those of the optimizer that loads; and, under another sync, too.
+OF_STATES = ("direction", "rank_fraction", "rank_multiple_of")
+OF_SYNCS = ("right_factor", "look_ahead")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A state_dict that fits, the progress to go on from, and what the user should know.
-
-    sync: what the loading optimizer's sync is to remember. fragments_apart: likewise.
-    """
+    """A state_dict that fits, whether it is of the same sync, and what the user should know."""
 
     state_dict: dict[str, Any]
-    progress: Progress
-    sync: dict[str, Any]
-    fragments_apart: int
+    same_sync: bool
     warnings: list[str]
 
 
-def convert(saved: Mapping[str, Any], record: Record, into: Loading) -> Converted:
+def convert(
+    saved: Mapping[str, Any],
+    record: Record,
+    param_groups: Sequence[dict[str, Any]],
+    sync: Sync,
+    here: Replica,
+) -> Converted:
     """Make a saved state fit the optimizer that loads it; ``saved`` stays as it is.
-
-    Groups keep their saved values, as in torch, but for those whose default depends on the sync:
-    where the two optimizers' defaults differ, the loading one's groups count. Right factors follow
-    the rank. The state of another sync kind is dropped; an anchor is then taken from the weights
-    at the next step.
 
     Args:
         saved: a state_dict.
         record: what its groups hold of the run.
-        into: the optimizer that loads.
+        param_groups: of the optimizer that loads.
+        sync: likewise.
+        here: likewise, which of how many replicas it is.
 
     Raises:
         ValueError: if a state lacks a key or has another shape, a group holds an impossible value,
             or weights that differ between replicas would have to serve as an anchor.
     """
-    same_kind = _same_kind(saved, record, into)
-    groups, told = _groups(saved["param_groups"], record, into, same_kind)
+    same_sync = record.sync_class == type(sync).__name__
+    own = OF_STATES if same_sync else (*OF_STATES, *OF_SYNCS)
+    groups = [
+        {**held, **{key: live[key] for key in own}}
+        for live, held in zip(param_groups, saved["param_groups"], strict=True)
+    ]
     if wrong := check.settings(groups):
         raise ValueError(f"state_dict holds an impossible value: {wrong}")
-    if into.anchored and not same_kind and saved["state"]:
-        _check_together(record, into)
-    told += _without_right_factors(groups, saved, into)
-    states, lost = _states(saved, groups, into, _dropped_keys(record, into, same_kind))
-    told += [text for text in (_lost_steps(record, into.replica), lost) if text]
-    state_dict = {**saved, "param_groups": groups, "state": states}
-    progress = replace(record.progress)
-    if same_kind:
-        return Converted(state_dict, progress, record.sync, record.fragments_apart, told)
-    # Other kinds know no fragments: all of the weights are then to be averaged.
-    progress.local_steps = max(progress.local_steps, 1 if record.fragments_apart else 0)
-    return Converted(state_dict, progress, into.first_memory, 0, told)
-
-
-def _same_kind(saved: Mapping[str, Any], record: Record, into: Loading) -> bool:
-    """Whether the replicas came together in the same way when it was saved."""
-    if record.sync_class is not None:
-        return record.sync_class == type(into.sync).__name__
-    if not saved["state"]:
-        return True
-    return any(ANCHOR in state for state in saved["state"].values()) == into.anchored
-
-
-def _dropped_keys(record: Record, into: Loading, same_kind: bool) -> set[str]:
-    """Keys of states that mean nothing to the loading optimizer's sync.
-
-    Its own are among them: where the saved one was another, a tool has put them there. (torch's
-    full states keep what the loading optimizer had and the file lacks.)
-    """
-    if same_kind:
-        return set()
-    saved = record.sync_keys
-    old = {ANCHOR, RESIDUAL, LR_SINCE_ANCHOR} if saved is None else set(saved)
-    return old | {key.name for key in into.sync.state_keys}
-
-
-# -------------------------------------------------------------------- groups
-
-
-def _groups(
-    saved: Sequence[Mapping[str, Any]], record: Record, into: Loading, same_kind: bool
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups to load, and what is said about keys that were missing or have other values."""
-    following = _follow_the_arguments(record, into, same_kind)
-    groups, missing, replaced = [], {}, {}
-    for g, (live, held) in enumerate(zip(into.param_groups, saved, strict=True)):
-        given = {k: v for k, v in live.items() if k not in ("params", "param_names")}
-        own = given.keys() & check.SETTINGS
-        if lacking := sorted(own - held.keys()):
-            missing[g] = {key: given[key] for key in lacking}
-        if was := {k: held[k] for k in following & held.keys() if held[k] != given[k]}:
-            replaced[g] = was
-        groups.append({**given, **held, **{key: given[key] for key in following}})
-    told = []
-    if missing:
-        told.append(
-            f"state_dict lacks keys of its param groups, which another version of this optimizer "
-            f"saved. They stay as they are here, by group: {missing}."
+    warnings = []
+    if not same_sync and saved["state"]:
+        _check_agreed(record, sync)
+        warnings.append(
+            f"state_dict was saved with another sync ({record.sync_class}): weights, momenta and "
+            f"moments go on, and what sync={sync!r} keeps begins anew. {list(OF_SYNCS)} are those "
+            f"of this optimizer's groups."
         )
-    if same_kind and replaced:
-        told.append(
-            f"state_dict is of a run with another default of {sorted(following)}, so the values of "
-            f"this optimizer count. The saved ones, by group: {replaced}. Set them in param_groups "
-            f"after loading to go on with them."
-        )
-    return groups, told
-
-
-def _without_right_factors(
-    groups: Sequence[dict[str, Any]], saved: Mapping[str, Any], into: Loading
-) -> list[str]:
-    """Let groups keep direction="polar" if the factors of the saved direction were not read.
-
-    A distributed checkpoint gives an optimizer only what it has a place for.
-    """
-    told = []
-    for g, (group, live) in enumerate(zip(groups, into.param_groups, strict=True)):
-        if (group["algorithm"], live["direction"], group["direction"]) != (
-            "dion",
-            "polar",
-            "low_rank",
-        ):
-            continue
-        held = [
-            saved["state"][i] for i in saved["param_groups"][g]["params"] if i in saved["state"]
-        ]
-        if held and not any(is_right_factor(key) for state in held for key in state):
-            group["direction"] = "polar"
-            told.append(
-                f"state_dict was saved with direction='low_rank' in param group {g}, but without "
-                f"right factors: it goes on with direction='polar', as it is here. To go on with "
-                f"'low_rank', build the optimizer with it."
-            )
-    return told
-
-
-def _follow_the_arguments(record: Record, into: Loading, same_kind: bool) -> set[str]:
-    """Keys whose default depends on how replicas come together, and is another one now."""
-    now = into.group_defaults
-    if record.group_defaults is not None:
-        before: Mapping[str, Any] = record.group_defaults
-    else:
-        before = now if same_kind else {}
-    if same_kind:
-        before = {**now, **before}  # a key that it lacks did not follow from the kind then
-    changed = {key for key in now if key not in before or before[key] != now[key]}
-    return changed | ({"rank_multiple_of"} if "rank_fraction" in changed else set())
-
-
-# -------------------------------------------------------------------- states
-
-
-def _states(
-    saved: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    into: Loading,
-    dropped: set[str],
-) -> tuple[dict[Any, Any], str | None]:
-    """The states to load, and what is said about dropped residuals."""
-    states, with_losses, kept = dict(saved["state"]), [], False
-    for g, (live, held) in enumerate(zip(into.param_groups, saved["param_groups"], strict=True)):
-        before = {**live, **held}
+    if record.replica not in (None, here):
+        warnings.append(_other_replica(record, here))
+    of_sync = {key.name for key in sync.state_keys}
+    dropped = set() if same_sync else {*record.sync_keys, *of_sync}
+    states = dict(saved["state"])
+    for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
         for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
-            if i not in states:
-                continue
-            # torch's flattened form of a state puts {} where it finds nothing.
-            state = {k: v for k, v in states[i].items() if not isinstance(v, dict) or v}
-            if RESIDUAL in dropped:
-                residual = state.get(RESIDUAL)
-                if isinstance(residual, Tensor) and local(residual).any():
-                    with_losses.append(name)
-                    kept |= ANCHOR in state
-            state = {k: v for k, v in state.items() if k not in dropped}
-            _check_complete(name, X, state, before, groups[g], into.sync)
-            if groups[g]["algorithm"] == "dion":
-                state = fit_right_factors(name, X, state, before, groups[g])
-            states[i] = state
-    if not with_losses:
-        return states, None
-    return states, (
-        f"state_dict holds what codes have lost of {len(with_losses)} parameters "
-        f"({with_losses[0]} is the first), which sync={into.sync!r} has no use for: it is dropped. "
-        + (
-            "Call synchronize(exact=True) before saving to keep it."
-            if kept  # an exact synchronisation adds it to weights
-            else "It is about what the codes of one step lose."
-        )
-    )
+            if i in states:
+                state = {k: v for k, v in states[i].items() if k not in dropped}
+                states[i] = _fitting(name, X, state, held, groups[g], sync)
+    return Converted({**saved, "param_groups": groups, "state": states}, same_sync, warnings)
 
 
-def _check_complete(
+def _fitting(
     name: str,
     X: Tensor,
-    state: Mapping[str, Any],
+    state: dict[str, Any],
     before: Mapping[str, Any],
-    group: Mapping[str, Any],
+    after: Mapping[str, Any],
     sync: Sync,
-) -> None:
-    algorithm, needed = group["algorithm"], _needed(X, group)
-    if before.get("direction") != "low_rank":
-        needed = {key for key in needed if not is_right_factor(key)}
+) -> dict[str, Any]:
+    """A state for the group's direction and rank; before: the group as it was saved."""
+    # torch's flattened form of a state puts {} where it finds nothing.
+    state = {key: value for key, value in state.items() if not isinstance(value, dict) or value}
+    # Right factors are dropped where the direction has none now: then they may be missing, too.
+    needed = _needed(X, before if after["direction"] == "low_rank" else after)
     # Of the tensors that the sync keeps of a parameter, a state has all or none.
     of_sync = {key.name for key in sync.state_keys if key.like_parameter and not key.passing}
     if not state.keys().isdisjoint(of_sync):
         needed |= of_sync
     if missing := sorted(needed - state.keys()):
         raise ValueError(
-            f"state_dict lacks {missing} of {name}, which takes algorithm={algorithm!r} here: it "
-            f"holds {sorted(state)}. Load a whole checkpoint, saved with the same algorithm."
+            f"state_dict lacks {missing} of {name}, which takes algorithm="
+            f"{after['algorithm']!r} here: it holds {sorted(state)}. Load a whole checkpoint, "
+            f"saved with the same algorithm."
         )
     for key in sorted(needed):
         if not isinstance(state[key], Tensor):
             raise TypeError(
                 f"state_dict holds {key}={state[key]!r} for {name}: it must be a tensor"
             )
+    if after["algorithm"] == "dion":
+        return _with_right_factors(name, X, state, before, after)
+    return state
 
 
-def wrong_algorithm(
-    param_groups: Sequence[dict[str, Any]], states: Mapping[Tensor, Mapping[str, Any]]
-) -> str | None:
-    """Which parameter has a state that its group's algorithm cannot go on from; else None."""
-    for g, group in enumerate(param_groups):
-        for name, X in zip(names(group, g), group["params"], strict=True):
-            state = states.get(X)
-            if state and (missing := sorted(_needed(X, group) - state.keys())):
-                return (
-                    f"{name} has no {missing} in its state, which algorithm="
-                    f"{group['algorithm']!r} needs: set the algorithm back, or take the parameter "
-                    f"out of optimizer.state to let it start afresh."
-                )
-    return None
-
-
-def _needed(X: Tensor, group: Mapping[str, Any]) -> set[str]:
-    """Keys that a parameter's state must have, whatever brings replicas together."""
-    if group["algorithm"] == "dion":
-        return {MOMENTUM, MOMENTUM_NORM, *right_factor_shapes(X, group)}
-    return {"step", *STATE_KEYS[group["algorithm"]]}
-
-
-def fit_right_factors(
+def _with_right_factors(
     name: str,
     X: Tensor,
     state: Mapping[str, Any],
     before: Mapping[str, Any],
     after: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state with right factors of the rank that the group has now, if its direction has any."""
-    wanted = right_factor_shapes(X, after)
+    """The state with right factors of the rank that the group has now, if its direction has any.
+
+    Of another rank the first columns stay, and others are initial.
+    """
     rest = {key: value for key, value in state.items() if not is_right_factor(key)}
     if after["direction"] != "low_rank":
         return rest
@@ -302,11 +149,11 @@ def fit_right_factors(
         rest.pop(key, None)
     if before["direction"] != "low_rank":
         return rest | create_right_factors(X, after, dtype_of(after["q_dtype"], X))
-    held = {key: state[key] for key in wanted}
+    held = {key: Q for key, Q in state.items() if is_right_factor(key)}
+    forms = {**after, **{key: before[key] for key in OF_STATES}}
     shapes = {key: tuple(Q.shape) for key, Q in held.items()}
-    if shapes == wanted:
+    if shapes == right_factor_shapes(X, after):
         return dict(state)
-    forms = {**after, **{key: before[key] for key in ("rank_fraction", "rank_multiple_of")}}
     if shapes != right_factor_shapes(X, forms):
         raise ValueError(
             f"state_dict holds right factors of shapes {shapes} for {name}, but its "
@@ -317,49 +164,79 @@ def fit_right_factors(
     return rest | resize_right_factors(X, held, forms, after)
 
 
-# -------------------------------------------------------------------- replicas that were apart
+def _needed(X: Tensor, group: Mapping[str, Any]) -> set[str]:
+    """Keys that a parameter's state must have, whatever synchronises replicas."""
+    if group["algorithm"] == "dion":
+        return {MOMENTUM, MOMENTUM_NORM, R_SCALE, *right_factor_shapes(X, group)}
+    return {"step", *STATE_KEYS[group["algorithm"]]}
 
 
-def _check_together(record: Record, into: Loading) -> None:
-    """Raise ValueError unless the saved weights are what all replicas agreed on."""
-    known_apart = record.replica is not None
-    perhaps_apart = not record.complete and into.replica.total > 1
-    if record.apart and (known_apart or perhaps_apart):
+def wrong_state(
+    param_groups: Sequence[dict[str, Any]], states: Mapping[Tensor, Mapping[str, Any]]
+) -> str | None:
+    """Which parameter has a state that its group cannot go on from; else None."""
+    for g, group in enumerate(param_groups):
+        for name, X in zip(names(group, g), group["params"], strict=True):
+            state = states.get(X)
+            if not state:
+                continue
+            missing = sorted(_needed(X, {**group, "direction": "polar"}) - state.keys())
+            if missing:
+                return (
+                    f"{name} has no {missing} in its state, which algorithm="
+                    f"{group['algorithm']!r} needs: set the algorithm back."
+                )
+            if group["algorithm"] == "adamw":
+                held = state["exp_avg"].dtype
+                if held != X.dtype != torch.float16:
+                    return (
+                        f"{name} has dtype {X.dtype}, and its exp_avg {held}: cast the model "
+                        f"before the optimizer's first step, or cast the state too."
+                    )
+            elif group["algorithm"] == "dion" and (text := _other_matrices(X, group, state)):
+                return f"{name}: {text}"
+    return None
+
+
+def _other_matrices(X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """Why a state is of other matrices or another rank than the group's."""
+    held = {key: tuple(Q.shape) for key, Q in state.items() if is_right_factor(key)}
+    norms = tuple(zeros_per_matrix(X, group).shape)
+    if held == right_factor_shapes(X, group) and tuple(state[MOMENTUM_NORM].shape) == norms:
+        return None
+    return (
+        f"direction={group['direction']!r}, rank_fraction={group['rank_fraction']!r}, "
+        f"rank_multiple_of={group['rank_multiple_of']!r}, stack_dims={group['stack_dims']!r} or "
+        f"row_blocks={group['row_blocks']!r} was changed after the first step. Set it back, or "
+        f"build an optimizer with it and load this one's state_dict()."
+    )
+
+
+def _check_agreed(record: Record, sync: Sync) -> None:
+    """Raise ValueError unless the saved weights can serve as the anchor that the sync wants."""
+    anchored = any(key.name == ANCHOR for key in sync.state_keys)
+    if anchored and record.drifted and record.replica is not None:
         raise ValueError(
-            f"state_dict was saved while its replicas were apart ({_how_far(record)}), "
-            f"but sync={into.sync!r} needs weights on which they agree to start from: call "
+            f"state_dict was saved after its replicas had drifted ({_how_far(record)}), but "
+            f"sync={sync!r} needs weights on which they agree to start from: call "
             f"optimizer.synchronize(exact=True) before saving, or load it with sync=LowRank() "
             f"first."
         )
 
 
-def _lost_steps(record: Record, here: Replica) -> str | None:
-    """What is lost if another replica's state is loaded; None if nothing is."""
-    if not record.differs:
-        return None
-    far = _how_far(record)
-    if record.replica is None:
-        if record.complete or here.total == 1:
-            return None
-        return (
-            f"state_dict was saved while replicas were apart ({far}). Unless each replica loads "
-            f"what it saved itself, what the others held is lost. Call "
-            f"optimizer.synchronize(exact=True) before saving."
-        )
-    if record.replica == here:
-        return None
-    number, total = record.replica
+def _other_replica(record: Record, here: Replica) -> str:
+    number, total = record.replica or here
     return (
-        f"state_dict was saved by replica {number} of {total} while their states differed ({far}), "
-        f"and is loaded by replica {here.number} of {here.total}: what the other {total - 1} held "
-        f"is lost. Call optimizer.synchronize(exact=True) before saving, or let each replica load "
-        f"what it saved itself."
+        f"state_dict was saved by replica {number} of {total} while their states differed "
+        f"({_how_far(record)}), and is loaded by replica {here.number} of {here.total}: what the "
+        f"other {total - 1} held is lost. Call optimizer.synchronize(exact=True) before saving, or "
+        f"let each replica load what it saved itself."
     )
 
 
 def _how_far(record: Record) -> str:
-    if not record.apart:
+    if not record.drifted:
         return f"{record.progress.steps_since_exact} steps after they were the same"
-    count = record.fragments_apart
+    count = record.fragments_drifted
     fragments = f", {count} fragment{'s' * (count > 1)} of the weights" if count else ""
     return f"{record.progress.local_steps} local steps{fragments}"

@@ -1,37 +1,26 @@
-"""CurvaDion: steps of each replica's own, and a gate that says when replicas come together."""
+"""CurvaDion: steps of each replica's own, and a gate that says when replicas synchronise."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.background import Background
 from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.replicas import Replicas
-from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate, check_delay
+from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate
 from curvadion.optim.base import Params
 from curvadion.optim.dion import Dion
-from curvadion.optim.stepping import full_precision
-from curvadion.sync.base import Step, Sync
-from curvadion.sync.decision import Decision, Moving
+from curvadion.optim.feasible import check_kinds
+from curvadion.optim.outer import full_precision
+from curvadion.sync.base import Sync
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
-from curvadion.sync.told import Foreseen
-from curvadion.sync.verify import Listing
 from curvadion.update import hyperparameters as check
-from curvadion.update.direction import Taken
-from curvadion.update.elementwise import elementwise_steps, own_gradients
-from curvadion.update.gradient_step import gradient_step
-from curvadion.update.matrix_step import matrix_step, wave_step
-from curvadion.update.momentum import accumulate_momenta
-from curvadion.update.plan import Plan
 
 
 class CurvaDion(Dion):
@@ -39,22 +28,21 @@ class CurvaDion(Dion):
 
     Three choices compose (CurvaDion, arXiv 2512.13728):
 
-        gate        when replicas come together: RMMC, every k steps, a byte budget, always
-        sync        how they come together: LowRank, the papers' step; QuantizedAverage, the mean
+        gate        when replicas synchronise: RMMC, every k steps, a byte budget, always
+        sync        how they synchronise: LowRank, the papers' step; QuantizedAverage, the mean
                     of what weights have moved, in a few bits; CodedGradients, the mean of
                     gradients, in a few bits at every step
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a step of its own, and replicas send each other the
-    gate's 16 bytes, or nothing if the gate follows a schedule, which each knows beforehand. Nobody
-    waits for the 16 bytes of a gate with a delay, such as RMMC(0.3, delay=1).
+    meeting's 24 bytes, or nothing if the gate follows a schedule, which each knows beforehand.
     Parameters that are not matrices take AdamW or Lion under the same gate.
 
     Args:
         params, lr, replicas: as of :class:`curvadion.Dion`.
-        gate: when replicas come together. By default RMMC(0.3), and AlwaysOpen() with
+        gate: when replicas synchronise. By default RMMC(0.3), and AlwaysOpen() with
             CodedGradients().
-        sync: how they come together. By default LowRank(), and QuantizedAverage() with a gate that
+        sync: how they synchronise. By default LowRank(), and QuantizedAverage() with a gate that
             counts bytes. The optimizer takes a copy, ``optimizer.sync``.
         wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
             (0, 1], that the replicas may send. Short for gate=ByteBudget(wire_budget).
@@ -65,15 +53,15 @@ class CurvaDion(Dion):
         max_local_steps: longest run of local steps; None for no bound. A byte budget that keeps or
             pays something back may take twice as many.
         warmup_steps: that many first steps are always synchronised.
-        mu, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims, row_blocks,
-            input_first, momentum_rule, newton_schulz, newton_schulz_steps, update_scale,
-            momentum_dtype, q_dtype and stochastic_rounding.
-        nesterov, direction, rank_fraction, right_factor: as of Dion; None takes the sync's default.
-            LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6 times the
-            root of the number of steps from one agreement on a weight to the next, as the gate can
-            afford it for the parameters given here (3.9 for six steps), "polar", 1 and "qr"; with a
-            rank_fraction below 1 the direction is "low_rank". CodedGradients: the same, and 2 for
-            nesterov. ``repr(optimizer)`` shows them.
+        momentum, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims,
+            row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps,
+            update_scale, momentum_dtype, q_dtype and stochastic_rounding.
+        look_ahead, direction, rank_fraction, right_factor: as of Dion; None takes the sync's
+            default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6
+            times the root of the number of steps from one agreement on a weight to the next, as the
+            gate can afford it for the parameters given here (3.9 for six steps), "polar", 1 and
+            "qr"; with a rank_fraction below 1 the direction is "low_rank". CodedGradients: the
+            same, and 2 for look_ahead. ``repr(optimizer)`` shows them.
 
     Of the arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the
     others are defaults of group keys.
@@ -98,8 +86,8 @@ class CurvaDion(Dion):
         local_lr: float | None = None,
         max_local_steps: int | None = 50,
         warmup_steps: int = 0,
-        mu: float = 0.95,
-        nesterov: float | None = None,
+        momentum: float = 0.95,
+        look_ahead: float | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -128,75 +116,16 @@ class CurvaDion(Dion):
         self.warmup_steps = warmup_steps
         gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if _every_step(sync) else RMMC(0.3))
         sync = _sync(sync, gate)
-        _check_kinds(gate, sync)
+        check_kinds(gate, sync)
         if gate.share is None:  # a budget knows later what openings cost
             gate.check_feasible(max_local_steps)
         self._construct(params, replicas, gate, sync, **keys)
         if sync.every_step:
             self._check_costs()
 
-    def _foresee(self, plan: Plan) -> Foreseen:
-        gate, progress = self.gate, self.progress
-        listing = partial(self._listing, plan)
-        awaited = self._agreement.hear(plan, listing, until=progress.steps)
-        late = gate.late
-        if not late:
-            self._agreement.forget_signal()  # of another gate
-            progress.signal = progress.signal_parameter = None
-        if not (self.scheduled or late):
-            return Foreseen()
-        if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
-            self._tell_costs([p.X for p in plan.parameters])
-        if late and (signal := self._agreement.signal) is not None:
-            progress.signal, progress.signal_parameter = signal
-        reason = self._reason_to_open(progress.signal or 0.0)
-        opens = reason is not None
-        return Foreseen(
-            opens,
-            reason,
-            heard=awaited or self._replicas.size == 1 or (opens and not self.sync.delay),
-            delay=1 if late else self.sync.delay,
-            late=late,
-            background=partial(self._signals_apart if late else self._background, plan.device),
-        )
-
-    def _signals_apart(self, device: torch.device) -> Background:
-        """For what replicas tell at every step, which must not wait for what openings send."""
-        if self.sync.delay:
-            # At an opening a rank may be missing that would have to create it, too.
-            self._background(device)
-        return self._background(device, "signals")
-
-    def _take(self, step: Step, decision: Decision, foreseen: Foreseen) -> str | None:
-        known = foreseen.opens is not None
-        reason = foreseen.reason if known else self._reason_to_open(decision.signal)
-        directed = self.local_step == "dion"
-        update = LocalUpdate(self.sync, step, directed)
-        step = replace(step, local_update=update, directed=directed)
-        if reason is None:
-            self.sync.closed_step(step)
-        else:
-            self.gate.spend(1)
-            self.sync.open_step(step)
-        return reason
-
-    def _reason_to_open(self, signal: float) -> str | None:
-        """Why replicas synchronise at this step; None if they do not. Alike on all replicas."""
-        local_steps = self.progress.local_steps
-        # Asked at every step: a gate may keep a memory of what it has seen.
-        opens = self.gate.opens(signal, local_steps)
-        if self.progress.steps < self.warmup_steps:
-            return "warm-up"
-        if opens or self.sync.every_step:
-            return self.gate.reason
-        longest = self.gate.longest_run(self.max_local_steps)
-        if longest is not None and local_steps >= longest:
-            return "longest local run"
-        return None
-
     @torch.no_grad()
     def synchronize(self, *, exact: bool | None = None) -> None:
-        """Bring replicas together, so that they hold the same weights; collective.
+        """Synchronise replicas, so that they hold the same weights; collective.
 
         For before an evaluation or a checkpoint, and before parameters are frozen.
 
@@ -224,21 +153,21 @@ class CurvaDion(Dion):
         if exact or not self.sync.sends_codes:
             super().synchronize(exact=exact)
             return
-        plan = self._known_plan()
+        plan = self._present_plan()
         plan.look_up_states()
-        if self.sync.fragments_apart:
+        if self.drifted:
             with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
-                self.gate.spend(self.sync.come_together(plan, self._replicas.process_group))
-        self.progress.local_steps = self.progress.uneven_steps = 0
+                self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))
+        self.progress.local_steps = 0
 
     def _check_costs(self) -> None:
         """Raise now, and not at the first step, if a budget does not pay for every step."""
-        self._tell_costs(self._trained(), cut=False)
+        self._set_gate_costs(self._trained(), sharded=False)
         self._check_gate()
 
     def _check_gate(self) -> None:
         gate, sync = self.gate, self.sync
-        _check_kinds(gate, sync)
+        check_kinds(gate, sync)
         if not sync.every_step:
             gate.check_feasible(self.max_local_steps)
         elif gate.share and gate.open_cost and gate.open_cost > gate.share:
@@ -247,54 +176,6 @@ class CurvaDion(Dion):
                 f"({gate.open_cost:.2%} of dense gradients, whose blocks of 256 numbers are filled "
                 f"up): pass a larger budget, fewer bits (1 takes 3.3%) or sync=QuantizedAverage()."
             )
-
-    def _listing(self, plan: Plan) -> Listing:
-        names = ("local_step", "warmup_steps", "max_local_steps")
-        return [*((n, repr(getattr(self, n))) for n in names), *super()._listing(plan)]
-
-
-class LocalUpdate:
-    """A step inside the replica, of which no other replica hears; taken in parts or as a whole.
-
-    directed: whether matrices take their directions; else plain gradient steps.
-    """
-
-    def __init__(self, sync: Sync, step: Step, directed: bool) -> None:
-        self._sync, self._step, self._directed = sync, step, directed
-        self._moving: Moving | None = None
-        self._noted = False
-
-    def __call__(self, part: Plan | None = None) -> Taken | None:
-        """See :class:`Step`."""
-        if not self._noted:
-            self._sync.note_own_step()
-            self._noted = True
-        if self._step.rests:
-            return None
-        if self._moving is None:
-            self._sync.before_local_update(self._step)
-            moving, plan = self._step.moving, self._step.plan
-            # A replica's shards are one matrix: a gradient that some of them miss is zero there.
-            self._moving = moving if self._step.complete else moving.among(plan.inside)
-        plan, gradients, norms = self._moving
-        remember, number = not self._sync.shares_factors, self._step.number
-        taken = None
-        if part is not None:
-            if plan is self._step.plan:
-                plan = part
-            else:  # some parameters rest
-                these = set(map(id, part.parameters))
-                plan = plan.select([id(p) in these for p in plan.parameters])
-            gradients, norms = gradients.among(plan.dion), None
-        if not self._directed:
-            gradient_step(plan, gradients, norms, step=number)
-        elif part is None or len(plan.matrix_waves()) != 1:
-            matrix_step(plan, gradients, norms, step=number, inside_replica=True, remember=remember)
-        else:
-            accumulate_momenta(gradients)
-            taken = wave_step(plan, gradients, step=number, inside_replica=True, remember=remember)
-        elementwise_steps(plan, own_gradients(plan.elementwise))
-        return taken
 
 
 def _every_step(sync: object) -> bool:
@@ -314,18 +195,7 @@ def _gate(gate: Any, threshold: float | None, wire_budget: float | None, default
         raise TypeError(
             f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
         )
-    check_delay("gate.delay", gate.delay)
     return gate
-
-
-def _check_kinds(gate: Gate, sync: Sync) -> None:
-    """Raise ValueError if the gate may close where replicas must come together at every step."""
-    opens = gate.always_open or (gate.share is not None and gate.follows_schedule)
-    if sync.every_step and not opens:
-        raise ValueError(
-            f"gate={gate!r} may close, but with sync={sync!r} replicas come together at every "
-            f"step: pass gate=AlwaysOpen(), a ByteBudget by period (wire_budget=) or no gate."
-        )
 
 
 def _sync(given: Any, gate: Gate) -> Sync:

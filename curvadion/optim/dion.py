@@ -6,21 +6,17 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import AlwaysOpen
-from curvadion.layout.dtensor import local
 from curvadion.optim.base import Params
-from curvadion.optim.stepping import SteppingOptimizer
-from curvadion.sync import exact_average
+from curvadion.optim.outer import ReplicaOptimizer
 from curvadion.sync.low_rank import LowRank
 from curvadion.update import hyperparameters as check
 
 
-class Dion(SteppingOptimizer):
+class Dion(ReplicaOptimizer):
     """Dion (arXiv 2504.05295, algorithm 1): every step is one step of all replicas together.
 
     Per matrix X (m x n), on every replica i:
@@ -41,8 +37,8 @@ class Dion(SteppingOptimizer):
             DeviceMesh. Gradients must reach ``step`` unaveraged. None for one replica. "single"
             says that this is meant where several processes hold whole weights: each trains by
             itself, or something else averages the gradients.
-        mu: momentum decay.
-        nesterov: directions are those of M + nesterov G: a look-ahead, 1 / mu is Nesterov's.
+        momentum: the factor mu by which momenta decay.
+        look_ahead: directions are those of M + look_ahead G: a look-ahead, 1 / mu is Nesterov's.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         direction: what the step of a matrix is made of. "low_rank": P Q^T of a power iteration of
@@ -92,8 +88,8 @@ class Dion(SteppingOptimizer):
         lr: float | Tensor = 0.02,
         *,
         replicas: Replicas = None,
-        mu: float = 0.95,
-        nesterov: float = 0.0,
+        momentum: float = 0.95,
+        look_ahead: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -114,90 +110,3 @@ class Dion(SteppingOptimizer):
     ) -> None:
         given = {k: v for k, v in locals().items() if k in check.SETTINGS}
         self._construct(params, replicas, AlwaysOpen(), LowRank(), local_lr=None, **given)
-
-    # ---------------------------------------------------------------- replicas
-
-    @torch.no_grad()
-    def synchronize(self, *, exact: bool | None = None) -> None:
-        """Bring replicas together, so that they hold the same weights and state; collective.
-
-        Averages weights, momenta and moments exactly, for before a checkpoint; of frozen parameters
-        the state only. Averaged momenta change nothing in what later synchronised steps compute,
-        which depend on their mean only.
-
-        Args:
-            exact: there is no other way here, so None and True mean the same.
-
-        Raises:
-            ValueError: if ``exact`` is False.
-        """
-        if exact is False:
-            raise ValueError(
-                f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
-                f"{self.sync!r}: leave exact out."
-            )
-        with explain_lost_ranks("optimizer.synchronize()"):
-            self._average_everything()
-
-    def _average_everything(self) -> None:
-        self._present_progress()  # waits for signals under way, so that no collectives overlap
-        plan = self._known_plan()
-        plan.look_up_states()
-        frozen = [p for p in plan.parameters if not p.X.requires_grad]
-        left_out = self._plans.left_out(self.param_groups, self.state)
-        # Weights that were frozen while replicas agreed are still alike.
-        differ = self.apart and not self.sync.brings_weights_together
-        for part, kept in (
-            (plan, () if self.apart else frozen),
-            (left_out, () if differ else left_out.parameters),
-        ):
-            exact_average.average_everything_(part, self._replicas.process_group, self.sync, kept)
-            if self.gate.open_cost:
-                self._spend(exact_average.bytes_of_everything(part, self.sync), plan)
-        self.progress.local_steps = self.progress.uneven_steps = self.sync.fragments_apart = 0
-        self.progress.steps_since_exact = 0
-
-    @torch.no_grad()
-    def broadcast_weights(self, source: int = 0) -> None:
-        """Give all replicas the weights of one; collective, for before the first step.
-
-        Args:
-            source: the replica, as a rank of the process group ``replicas``.
-
-        Frozen parameters are taken along, buffers are not.
-        """
-        group = self._replicas.process_group
-        if group is None:
-            return
-        for X in (X for g in self.param_groups for X in g["params"]):
-            shard = local(X.detach())
-            contiguous = shard.contiguous()
-            dist.broadcast(contiguous, group=group, group_src=source)
-            if contiguous is not shard:
-                shard.copy_(contiguous)
-        plan = self._known_plan()
-        plan.look_up_states()
-        self.sync.after_average(plan.parameters)
-        self._agreement.verified = False
-
-    @torch.no_grad()
-    def drift(self) -> float:
-        """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
-        plan = self._known_plan()
-        return exact_average.drift(
-            [(p.local, plan.copies_inside(p)) for p in plan.parameters],
-            self._replicas.process_group,
-            plan.inside,
-        )
-
-    def eval(self) -> None:
-        """Bring the replicas together if they are apart, as for an evaluation or a checkpoint.
-
-        Collective: call it on every rank, or on none. It does nothing if the replicas agree or
-        there is one. Trainer and Accelerate call it if an optimizer has it.
-        """
-        if self.apart:
-            self.synchronize()
-
-    def train(self) -> None:
-        """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""

@@ -354,7 +354,7 @@ def _warn_of_large(
         f"{kind!r}}}, or {{'kind': {kind!r}, 'input_first': True}} in place of {kind!r} if they "
         f"are (..., in, out) and not (..., out, in). To leave them, and end this warning, pass "
         f"patterns={{{pattern!r}: 'vector'}}.",
-        stacklevel=checks.frames_up(),
+        stacklevel=checks.user_stacklevel(),
     )
 
 
@@ -367,7 +367,7 @@ def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> No
             f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one of them "
             f"is a hidden layer's weight, pass for example "
             f"patterns={{{tables[-1].name!r}: 'matrix'}}.",
-            stacklevel=checks.frames_up(),
+            stacklevel=checks.user_stacklevel(),
         )
 
 

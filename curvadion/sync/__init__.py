@@ -1,4 +1,4 @@
-"""How replicas come together, and what they agree on before a step.
+"""How replicas synchronise, and what they agree on before a step.
 
 What a sync kind of one's own needs is here by name: Sync, Step, Costs, StateKey and Owner.
 """

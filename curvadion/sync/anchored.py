@@ -12,7 +12,6 @@ from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import groups_of
 from curvadion.sync.coded_mean import add_coded_mean_
-from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
@@ -60,21 +59,14 @@ def coded_together(X: Sequence[Tensor], bits: int) -> Iterator[list[Tensor]]:
     return chunks(X, DENSE_BUCKET_BYTES * 32 // bits)
 
 
-def cut_alike(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
-    """Parameters that are cut over the same ranks, in an order that ranks share.
+def group_by_sharding(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
+    """Parameters that are sharded over the same ranks, in an order that ranks share.
 
     Which replica averages a block depends on the blocks before it. Ranks of one replica that hold
-    a parameter alike must come to the same, whatever shards they hold of others.
+    the same shard of a parameter must get the same, whatever shards they hold of others.
     """
     by_cut: dict[tuple[int, ...], list[Parameter]] = {}
     for p in parameters:
         if RESIDUAL in p.state:
             by_cut.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
     yield from by_cut.values()
-
-
-def begin_anew(parameters: Sequence[Parameter]) -> None:
-    """Count learning rates from here: replicas agree on these parameters."""
-    for p in parameters:
-        if LR_SINCE_ANCHOR in p.state:
-            p.state[LR_SINCE_ANCHOR] = 0.0

@@ -44,7 +44,7 @@ def coded_share(bits: int) -> float:
 def bits_within(share: float) -> int:
     """Bits of a code that this share of float32 bytes pays for at every step; 2 at least.
 
-    Fewer bits than that would let nothing come together more often.
+    Fewer bits than that would synchronise nothing more often.
     """
     return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
 
@@ -52,8 +52,8 @@ def bits_within(share: float) -> int:
 def bits_of_weights(budget: float, fragments: int) -> int:
     """Bits of a code that suit averages of weights under a byte budget.
 
-    As many as it pays for at every opening, 2 at least. Below 0.3 % 2 bits would bring a weight
-    together at every 22nd step or less often. There 1 bit, up to twice as often, ended lower with
+    As many as it pays for at every opening, 2 at least. Below 0.3 % 2 bits would synchronise a
+    weight at every 22nd step or less often. There 1 bit, up to twice as often, ended lower with
     the larger of two models (docs/convergence-lab.md). It gains nothing where fragments are so
     many that 2 bits fit into every step.
 

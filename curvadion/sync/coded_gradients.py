@@ -10,7 +10,6 @@ weights, momenta and moments stay the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import saturate_
-from curvadion.sync.anchored import coded_together, cut_alike
+from curvadion.sync.anchored import coded_together, group_by_sharding
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.codec import BITS, FORMAT, bits_within, check_bits, coded_share
 from curvadion.sync.coded_mean import (
@@ -32,12 +31,8 @@ from curvadion.sync.coded_mean import (
     decoded_together,
     message_bytes,
 )
-from curvadion.sync.decision import GATE_BYTES, Moving
 from curvadion.sync.exact_average import average_everything_
-from curvadion.update.elementwise import elementwise_steps, own_gradients
-from curvadion.update.gradients import same
-from curvadion.update.matrix_step import matrix_step
-from curvadion.update.momentum import momentum_norms
+from curvadion.sync.meeting import MEETING_BYTES
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import RESIDUAL, Owner, StateKey
@@ -46,8 +41,8 @@ from curvadion.update.state import RESIDUAL, Owner, StateKey
 class CodedGradients(Sync):
     """One step of all replicas with the mean of their gradients, in codes of a few bits.
 
-    Replicas never differ: there is nothing to align, to correct or to bring together, and every
-    direction and every algorithm works as with dense gradients. They come together at every step,
+    Replicas never differ: there is nothing to align, to correct or to synchronise, and every
+    direction and every algorithm works as with dense gradients. They synchronise at every step,
     so the gate must always be open, or be a byte budget that pays for every step. Codes of 1, 2, 3,
     4 and 8 bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more where many
     parameters, or their shards, have less than 256 numbers. Exact synchronisations come on top of a
@@ -67,7 +62,7 @@ class CodedGradients(Sync):
         "direction": "polar",
         "rank_fraction": 1.0,
         "right_factor": "qr",
-        "nesterov": 2.0,
+        "look_ahead": 2.0,
     }
     # The next mean stays what it is if each residual is replaced by the mean of them.
     state_keys = (StateKey(RESIDUAL, Owner.REPLICA, like_parameter=True),)
@@ -84,7 +79,7 @@ class CodedGradients(Sync):
         self.residual_dtype = check_residual_dtype(residual_dtype)
         # Whether all state but the residuals is the same on all replicas; None before the first
         # step. False after the state of another sync was loaded.
-        self._alike: bool | None = None
+        self._agree: bool | None = None
 
     # ---------------------------------------------------------------- what it costs
 
@@ -95,7 +90,7 @@ class CodedGradients(Sync):
 
     def prepare(self, sizes: Sequence[int]) -> Costs:
         self._choose_bits([[size] for size in sizes])
-        return Costs(message_bytes(sizes, self.bits), openings_per_agreement=0)
+        return Costs(message_bytes(sizes, self.bits), openings_per_full_sync=0)
 
     def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
         whole = message_bytes(map(sum, shards), self.bits)
@@ -103,11 +98,11 @@ class CodedGradients(Sync):
         return message_bytes(chain.from_iterable(shards), self.bits) - whole
 
     def _choose_bits(self, shards: Sequence[Sequence[int]]) -> None:
-        """Take the bits that a budget pays for, with last blocks filled up and the gate's bytes."""
+        """Take the bits that a budget pays for, with filled-up blocks and the meeting."""
         if self._bits is not None or self._budget is None:
             return
         each = list(chain.from_iterable(shards))
-        left = self._budget * 4 * sum(each) - GATE_BYTES * max(map(len, shards), default=0)
+        left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
         self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
 
     @property
@@ -123,16 +118,16 @@ class CodedGradients(Sync):
                 p.state[RESIDUAL] = torch.zeros_like(p.X.detach(), dtype=dtype)
 
     def open_step(self, step: Step) -> None:
-        if self._alike is False and step.number:
-            self.come_together(step.plan, step.replicas)
-        self._alike, self.fragments_apart = True, 0
-        moving = step.moving if step.complete else step.moving.among(step.plan.all_ranks)
-        parameters = moving.plan.parameters
-        each = map(_writable, own_gradients(parameters))
-        G = dict(zip(map(id, parameters), each, strict=True))
+        if self._agree is False and step.number:
+            self.sync_weights(step.plan, step.replicas)
+        self._agree, self.fragments_drifted = True, 0
+        parameters = step.plan.parameters
+        if group_size(step.replicas) == 1:
+            parameters = [p for p in parameters if not p.rests]
+        G = {id(p): _writable(p.gradient_or_zeros) for p in parameters}
         self._replace_by_means_(parameters, G, step.replicas)
-        matrix_step(*_moving_by(moving, G), step=step.number, inside_replica=True)
-        elementwise_steps(moving.plan, [G[id(p)] for p in moving.plan.elementwise])
+        for _ in step.batches(gradients=G, directed=True):
+            pass
 
     def _replace_by_means_(
         self,
@@ -147,7 +142,7 @@ class CodedGradients(Sync):
                 G[id(p)].add_(residual)
                 residual.zero_()
             return
-        for alike in cut_alike(parameters):
+        for alike in group_by_sharding(parameters):
             first = 0
             for chunk in coded_together([G[id(p)] for p in alike], self.bits):
                 residuals = [local(p.state[RESIDUAL]) for p in alike[first : first + len(chunk)]]
@@ -158,23 +153,23 @@ class CodedGradients(Sync):
                     saturate_(wide, [gradient.dtype for gradient in some])
                     torch._foreach_copy_(some, wide)
 
-    def come_together(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
-        """Average what was loaded and may be each replica's own; else they are together."""
+    def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
+        """Average what was loaded and may be each replica's own; else they are equal."""
         average_everything_(plan, replicas, self)
-        self._alike, self.fragments_apart = True, 0
+        self._agree, self.fragments_drifted = True, 0
         return 0
 
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "alike": bool(self._alike)}
+        return {**super().state_dict(), "agree": bool(self._agree)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._alike = bool(state.get("alike", False))
+        self._agree = bool(state["agree"])
 
     def after_load(self) -> None:
-        self.fragments_apart = 0 if self._alike else 1
+        self.fragments_drifted = 0 if self._agree else 1
 
     def __repr__(self) -> str:
         return f"CodedGradients(bits={self.bits}, residual_dtype={self.residual_dtype!r})"
@@ -184,15 +179,3 @@ def _writable(G: Tensor) -> Tensor:
     """The gradient, or a copy where several of its numbers are one in memory."""
     shared = any(stride == 0 and n > 1 for stride, n in zip(G.stride(), G.shape, strict=True))
     return G.contiguous() if shared else G
-
-
-def _moving_by(moving: Moving, G: Mapping[int, Tensor]) -> Moving:
-    """The same step with these gradients of its matrices, by the parameter's id."""
-    gradients = moving.gradients
-    means = [G[id(p)] for p in gradients.parameters]
-    if not same(means, gradients.G):
-        gradients = replace(gradients, G=means, complete=True)
-    norms = moving.norms
-    if norms is not None:
-        norms = momentum_norms(moving.plan, gradients).after
-    return moving._replace(gradients=gradients, norms=norms)

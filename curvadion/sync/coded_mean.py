@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from curvadion import checks, ops
 from curvadion.comm.collectives import chunks, shares
@@ -65,14 +66,15 @@ def coded_mean(
     for some in decoded_together(residuals):
         means = [torch.empty(r.shape, dtype=torch.float32, device=r.device) for r in some]
         rows = sum(blocks_of(r.numel()) for r in some)
-        ops.decode_(means, left[:rows], bits)
+        with record_function("curvadion.decode"):
+            ops.decode_(means, left[:rows], bits)
         left = left[rows:]
         yield from means
 
 
 def decoded_together(X: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of tensors whose means are held together."""
-    return chunks(X, 4 * most_together(X[0].device).wave)
+    return chunks(X, 4 * most_together(X[0].device).batch)
 
 
 def add_coded_mean_(
@@ -102,7 +104,8 @@ def add_coded_mean_(
     message = encode(X, anchors, residuals, bits, group)
     message.exchange_(group)
     message.store_losses_(residuals)
-    ops.decode_add_(X, anchors, message.codes, bits)
+    with record_function("curvadion.decode"):
+        ops.decode_add_(X, anchors, message.codes, bits)
 
 
 def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
@@ -143,6 +146,7 @@ class Message:
     first: int
     bits: int
 
+    @record_function("curvadion.exchange")
     def exchange_(self, group: dist.ProcessGroup) -> None:
         """Replace codes of what is here by those of the means, what is owned by what these lose.
 
@@ -167,6 +171,7 @@ class Message:
             _store_(residual, start, self.own[mine].view(-1))
 
 
+@record_function("curvadion.encode")
 def encode(
     X: Sequence[Tensor],
     anchors: Sequence[Tensor],

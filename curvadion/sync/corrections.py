@@ -42,19 +42,19 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import from_host, saturate_
 from curvadion.update.direction import Taken
+from curvadion.update.directions import DIRECTIONS
 from curvadion.update.parameter import (
     Matrix,
     Parameter,
-    batches,
     open_shards,
     product_dtype,
+    runs_of_views,
     stacked,
 )
 from curvadion.update.plan import Plan
@@ -66,8 +66,6 @@ from curvadion.update.row_shards import (
 )
 from curvadion.update.state import ANCHOR, SPECTRUM, SPECTRUM_WEIGHT
 
-# State of matrices: the sum of the learning rates of the steps since replicas agreed on the anchor.
-LR_SINCE_ANCHOR = "lr_since_anchor"
 TINY = torch.finfo(torch.float32).tiny
 # The largest (s - s^3) / 2 for a singular value s in [0, 1], at sqrt(1 / 3).
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
@@ -75,36 +73,21 @@ LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 SHORTEST = 1e-10
 
 
-def lengths_since_anchor(plan: Plan, key: str = LR_SINCE_ANCHOR) -> list[Tensor]:
-    """L, the sum of lr times the shape's scale, one a matrix, (k,) by stack.
+def lengths_of(stacks: Sequence[Sequence[Matrix]], rates: Sequence[float]) -> list[Tensor]:
+    """L, a sum of lr times the shape's scale, one a matrix, (k,) by stack.
 
-    The distance that the steps since the last agreement go if all have one direction. The same on
-    every replica: a step counts if some replica has taken it.
+    The distance that the steps since the last agreement go if all have one direction.
 
-    key: of the state that has the sum of lr.
+    rates: the sum of lr over all steps since then, one a parameter group.
     """
     return [
         from_host(
-            [m.parameter.state[key] * m.update_scale for m in stack],
+            [rates[m.parameter.position] * m.update_scale for m in stack],
             product_dtype(stack[0].parameter.X),
             stack[0].parameter.X.device,
         )
-        for stack in plan.stacks()
+        for stack in stacks
     ]
-
-
-def agree_on_lengths_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
-    """Let all replicas count what the one has counted that has moved furthest. Collective.
-
-    Replicas that know each other's openings only do not hear which matrices moved in between.
-    """
-    counted = [p for p in plan.dion if LR_SINCE_ANCHOR in p.state]
-    if group_size(replicas) == 1 or not counted:
-        return
-    sums = from_host([p.state[LR_SINCE_ANCHOR] for p in counted], torch.float64, plan.device)
-    dist.all_reduce(sums, op=dist.ReduceOp.MAX, group=replicas)
-    for p, largest_sum in zip(counted, sums.tolist(), strict=True):
-        p.state[LR_SINCE_ANCHOR] = largest_sum
 
 
 def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor:
@@ -132,8 +115,9 @@ def moved_since_(taken: Taken, own: Sequence[Tensor]) -> Sequence[Tensor]:
     return own
 
 
+@record_function("curvadion.align_momenta")
 def align_momenta_(
-    taken: Taken, missing: Sequence[Tensor], spectrum_decay: float, key: str = LR_SINCE_ANCHOR
+    taken: Taken, missing: Sequence[Tensor], spectrum_decay: float, rates: Sequence[float]
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
@@ -141,17 +125,17 @@ def align_momenta_(
         taken: the last step, a local one.
         missing: D - D_i of its matrices, by stack; overwritten.
         spectrum_decay: weight of the S_i of earlier openings.
-        key: of the state that tells L, as of :func:`lengths_since_anchor`.
+        rates: that tell L, as of :func:`lengths_of`.
     """
     if taken.stacks:
-        shares = _alignment_shares(taken, missing, lengths_since_anchor(taken.plan, key))
+        shares = _alignment_shares(taken, missing, lengths_of(taken.stacks, rates))
         taken.turn_momenta_(missing, [-share for share in shares], spectrum_decay)
 
 
 def place_spectra(parameters: Sequence[Parameter]) -> None:
-    """Make place for the sums of S of matrices with polar directions, where there is none."""
+    """Make place for the sums of S of directions that keep them, where there is none."""
     for p in parameters:
-        if p.matrices:
+        if p.matrices and DIRECTIONS[p.direction].keeps_spectrum:
             p.create_spectra()
 
 
@@ -163,7 +147,7 @@ def drop_spectra(parameters: Sequence[Parameter]) -> None:
 
 
 def forget_spectra(parameters: Sequence[Parameter]) -> None:
-    """Begin the sums of S anew: replicas that hold equal states afterwards go on alike."""
+    """Begin the sums of S anew: replicas that hold equal states afterwards stay equal."""
     for p in parameters:
         if SPECTRUM in p.state:
             local(p.state[SPECTRUM]).zero_()
@@ -205,6 +189,7 @@ def anchors_moved_(plan: Plan, before: Sequence[Tensor]) -> Sequence[Tensor]:
     return before
 
 
+@record_function("curvadion.correct_polar")
 def correct_polar_(
     plan: Plan, D: Sequence[Tensor], lengths: Sequence[Tensor], *, together: bool = True
 ) -> None:
@@ -213,7 +198,7 @@ def correct_polar_(
     Replicas hold the same anchors and D before, and compute the same.
 
     Args:
-        plan: the matrices that have come together, the same ones on every replica.
+        plan: the matrices that have been synchronised, the same ones on every replica.
         D: what their anchors have moved by, by stack; overwritten.
         lengths: L, by stack.
         together: whether weights are what the anchors are.
@@ -258,12 +243,12 @@ def _anchor(m: Matrix) -> Tensor:
 
 
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
-    """anchor <- anchor + change, X <- anchor if they are together, else X + change.
+    """anchor <- anchor + change, X <- anchor if they were equal, else X + change.
 
     changes: (k, m_i, n_j); overwritten.
     """
-    for batch in batches(matrices):
-        chosen, moved = matrices[batch], list(changes[batch])
+    for run in runs_of_views(matrices):
+        chosen, moved = matrices[run], list(changes[run])
         weights = [m.parameter.local for m in chosen]
         with open_shards(chosen, [_anchor(m) for m in chosen], weights) as (anchors, X):
             torch._foreach_add_(anchors, moved)

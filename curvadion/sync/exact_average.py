@@ -50,7 +50,7 @@ def average_everything_(
     """Replace weights and all state that replicas have of their own by their means. Collective.
 
     sync: the kind that looks after the state that is neither (:class:`Sync`).
-    kept: the parameters whose weights, alike on all replicas, stay as they are.
+    kept: the parameters whose weights, equal on all replicas, stay as they are.
     """
     before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
@@ -77,7 +77,7 @@ def sizes(X: Sequence[Tensor]) -> list[int]:
 
 
 def bytes_of_everything(plan: Plan, sync: Sync) -> int:
-    """What :func:`average_everything_` sends, all ranks of a replica together: alike on all."""
+    """What :func:`average_everything_` sends, all ranks of a replica together: the same on all."""
     total = 0
     for p in plan.parameters:
         total += math.prod(global_shape(p.X)) * _wire_bytes(p.X) * plan.copies_inside(p)
@@ -95,7 +95,7 @@ def _wire_bytes(x: Tensor) -> int:
 
 
 def _whole(parameter: Parameter, name: str, x: Tensor) -> tuple[int, int]:
-    """Numbers in a state tensor, and the number of shards that it is cut into."""
+    """Numbers in a state tensor, and the number of its shards."""
     like = parameter.X
     if flat_shard(like) is None:
         return x.numel(), math.prod(map(group_size, groups_of(x)))  # a DTensor's are all
@@ -118,7 +118,7 @@ def drift(
     """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||, over all parameters; collective.
 
     Args:
-        X: the shards held here, each with the number of ranks of the replica that hold it alike.
+        X: the shards held here, each with the number of ranks of the replica that hold it.
         replicas: the ranks that hold the same shards.
         inside: the ranks of this replica, over which the squares are summed.
 

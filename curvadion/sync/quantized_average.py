@@ -6,14 +6,15 @@ pseudo-gradient, what its weights have moved since, in codes, and all move to th
     anchor <- anchor + mean over replicas of (X_i - anchor),   X_i <- anchor
 
 What the codes lose is each replica's residual: it is sent with the next pseudo-gradient (error
-feedback). Parameters may come together in fragments, one at each opening.
+feedback). Parameters may be synchronised in fragments, one at each opening.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from curvadion.comm.collectives import checksum, divide, group_size
 from curvadion.sync.anchored import (
     anchored,
     average_in_codes_,
-    begin_anew,
     coded_together,
-    cut_alike,
+    group_by_sharding,
 )
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.codec import FORMAT, bits_of_weights, check_bits, coded_share
@@ -38,30 +38,20 @@ from curvadion.sync.coded_mean import (
     message_bytes,
 )
 from curvadion.sync.corrections import (
-    LR_SINCE_ANCHOR,
-    agree_on_lengths_,
     align_momenta_,
     anchors_moved_,
     anchors_of,
     correct_polar_,
     drop_spectra,
     forget_spectra,
-    lengths_since_anchor,
+    lengths_of,
     moved_since_,
     place_spectra,
     weights_of,
 )
-from curvadion.sync.under_way import (
-    DUE,
-    LENGTH_BYTES,
-    LR_SENT,
-    MEAN,
-    SENT,
-    Lengths,
-    UnderWay,
-    forget_lengths,
-)
-from curvadion.update.direction import Taken
+from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
+from curvadion.update.directions import DIRECTIONS
+from curvadion.update.inner_step import Batch
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter, stacked
 from curvadion.update.plan import Plan
@@ -80,23 +70,23 @@ class QuantizedAverage(Sync):
         bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step (3
             for 0.1), 2 at least, but 1 below 0.3 %.
         fragments: parameters are divided into so many fragments of about equal size. At each
-            opening one comes together, in rotation; under a byte budget the gate opens as many
+            opening one is synchronised, in rotation; under a byte budget the gate opens as many
             times more often. At 1 % of the bytes and less 3 ended a little lower with the smaller
             of two models, and no lower with the larger (docs/convergence-lab.md).
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
-            of a wave's weights meanwhile (docs/guide.md#memory).
+            of a batch's weights meanwhile (docs/guide.md#memory).
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
             alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, shared by ranks.
         polar_correction: whether replicas restore, for no bytes, the length that the mean of their
             directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
-            holds a copy of a wave's anchors meanwhile.
+            holds a copy of a batch's anchors meanwhile.
         residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
             Codes of 2 bits lose a third of a pseudo-gradient, those of 1 bit 0.6 of it. bfloat16
             loses a 500th of that.
         delay: how many steps later the means are added, and momenta and weights corrected; 0 waits
-            for each exchange. Codes travel meanwhile, over a process group and in a thread of their
-            own. A step waits for late means. An opening first adds those of its own parameters.
+            for each exchange. It must be less than the gate's period. Codes travel meanwhile, over
+            a process group and in a thread of their own. A step waits for late means.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -106,13 +96,11 @@ class QuantizedAverage(Sync):
     state_keys = (
         StateKey(ANCHOR, Owner.SYNC, like_parameter=True),
         StateKey(RESIDUAL, Owner.SYNC, like_parameter=True),
-        StateKey(LR_SINCE_ANCHOR, Owner.SYNC),
         StateKey(SPECTRUM, Owner.SYNC),
         StateKey(SPECTRUM_WEIGHT, Owner.SYNC),
         StateKey(SENT, Owner.SYNC, like_parameter=True, passing=True),
         StateKey(MEAN, Owner.SYNC, like_parameter=True, passing=True),
         StateKey(DUE, Owner.SYNC, passing=True),
-        StateKey(LR_SENT, Owner.SYNC, passing=True),
     )
     sends_codes = True
     message_format = FORMAT
@@ -145,6 +133,10 @@ class QuantizedAverage(Sync):
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
         self._dealt = 0  # a checksum of it, which tells of the run that was saved
+        # The sums of learning rates over all steps since the anchor, by fragment and group; and
+        # those of the fragments whose means are under way.
+        self._rates: list[list[float]] = []
+        self._sent_rates: list[list[float]] = []
         self._under_way = UnderWay()
         self._expecting = True  # a loaded state may hold means that are to be added
 
@@ -161,20 +153,20 @@ class QuantizedAverage(Sync):
     def prepare(self, sizes: Sequence[int]) -> Costs:
         self._fragment_of = divide(sizes, self.fragments)
         before, self._dealt = self._dealt, checksum(self._fragment_of)
-        if self.fragments_apart and before != self._dealt:
-            self.fragments_apart = self.count  # which of the old ones is not known
         count = max(1, self.count)
-        codes = message_bytes(sizes, self.bits)
-        # With a delay, what replicas count as a matrix's length travels with the codes.
-        lengths = LENGTH_BYTES * len(sizes) if self.delay else 0
-        return Costs((codes + lengths) / count, count)
+        self.next_fragment %= count
+        if before != self._dealt and self.fragments_drifted:
+            self.fragments_drifted = self.count  # which of the old ones is not known
+        if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
+            self._rates = [_largest(self._rates) for _ in range(count)]
+            self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
+        return Costs(message_bytes(sizes, self.bits) / count, count)
 
     def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
-        # Each has blocks of its own, and its rank sends the lengths too.
+        # Each has blocks of its own.
         whole, each = map(sum, shards), chain.from_iterable(shards)
         codes = message_bytes(each, self.bits) - message_bytes(whole, self.bits)
-        lengths = sum(len(s) - 1 for s in shards) if self.delay else 0
-        return (codes + LENGTH_BYTES * lengths) / max(1, self.count)
+        return codes / max(1, self.count)
 
     @property
     def typical_cost(self) -> float:
@@ -194,85 +186,85 @@ class QuantizedAverage(Sync):
                 wide = torch.promote_types(X.dtype, torch.float32)
                 p.state[ANCHOR] = X.to(wide, copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
-            if p.matrices:  # flattened old checkpoints lack it
-                p.state.setdefault(LR_SINCE_ANCHOR, 0.0)
         # Where there are none, those of a run that was loaded go.
         (place_spectra if self._keeps_spectra else drop_spectra)(parameters)
 
-    def note_own_step(self) -> None:
-        self.fragments_apart = self.count
-
-    def before_local_update(self, step: Step) -> None:
-        """Count the learning rate of the matrices that move, as far as it is known, anywhere."""
-        if self._keeps_spectra:
-            place_spectra(step.plan.dion)  # where the direction has changed
-        plan = step.plan if step.complete else step.moving.plan_among(step.agreed)
-        rates: dict[int, float] = {}  # each read once: it may be a tensor on an accelerator
-        for p in plan.dion:
-            if LR_SINCE_ANCHOR in p.state:
-                if id(p.group) not in rates:
-                    rates[id(p.group)] = float(p.group["lr"])
-                p.state[LR_SINCE_ANCHOR] += rates[id(p.group)]
-
     def closed_step(self, step: Step) -> None:
-        self._step(step, ())
+        self._step(step, None)
 
     def open_step(self, step: Step) -> None:
-        self._step(step, self._next(step.plan, 1).parameters)
-        self._turn(1)
+        fragment = self.next_fragment
+        self._step(step, fragment)
+        self.next_fragment = (fragment + 1) % max(1, self.count)
+        if not self.delay:
+            self.fragments_drifted = max(0, self.fragments_drifted - 1)
 
-    def _step(self, step: Step, sending: Sequence[Parameter]) -> None:
-        """A local step; then means arrive that are due, and these parameters are sent."""
-        plan, sent = step.plan, set(map(id, sending))
-        due = self._due(step, sent) if self._expecting else set[int]()
-        if not (sent or due):
-            step.local_update(None)
+    def _step(self, step: Step, sending: int | None) -> None:
+        """A step of the replica's own; means arrive that are due, and a fragment is sent."""
+        plan, directed = step.plan, step.inner.directed
+        self.fragments_drifted = self.count
+        self._count_rates(plan)
+        goes = [fragment == sending for fragment in self._fragment_of]
+        if sending is not None:  # a budget may open sooner than means arrive
+            self._arrive_all([p for p, sent in zip(plan.parameters, goes, strict=True) if sent])
+        due = self._due(step) if self._expecting else set[int]()
+        if sending is None and not due:
+            for _ in step.batches():
+                pass
             return
-        step.local_update(plan.select([id(p) not in sent | due for p in plan.parameters]))
-        lengths = None
-        if sent and self.delay and group_size(step.replicas) > 1:
-            lengths = Lengths.begin(sending, step.background())
-        elif sent and not step.complete:
-            agree_on_lengths_(plan, step.replicas)
-        for arrives, goes in ((True, False), (True, True), (False, True)):
-            chosen = [(id(p) in due, id(p) in sent) == (arrives, goes) for p in plan.parameters]
-            for wave in plan.select(chosen).waves() if any(chosen) else ():
-                self._take_wave(step, wave, lengths, arrives=arrives, goes=goes)
-        if step.moving.norms is not None:
+        # Corrections change momenta, whose norms are therefore measured at the end.
+        measures = step.inner.norms is not None
+        step = replace(step, inner=replace(step.inner, norms=None))
+        # Two fragments arrive in one step if the one before was left out for a NaN.
+        arrives = [
+            f if id(p) in due else None
+            for f, p in zip(self._fragment_of, plan.parameters, strict=True)
+        ]
+        rest = plan.select([a is None and not g for a, g in zip(arrives, goes, strict=True)])
+        going = plan.select(goes)
+        arriving = {
+            f: plan.select([a == f for a in arrives])
+            for f in sorted({a for a in arrives if a is not None})
+        }
+        parts = [part for part in (rest, *arriving.values(), going) if part.parameters]
+        fragments = {id(part): f for f, part in arriving.items()}
+        for batch in step.batches(*parts):
+            orthonormal = all(DIRECTIONS[p.direction].orthonormal for p in batch.plan.dion)
+            corrected = directed and orthonormal
+            if id(batch.part) in fragments:
+                self._arrive(batch, fragments[id(batch.part)], corrected=corrected)
+            elif batch.part is going and self.delay and group_size(step.replicas) > 1:
+                self._send(batch.plan, step)
+            elif batch.part is going:
+                self._agree(batch, step.replicas, corrected=corrected)
+        if sending is not None:
+            self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
+        if measures:
             measure_momenta(plan)
 
-    def _due(self, step: Step, sending: set[int]) -> set[int]:
-        """The parameters whose means are added at this step, by id; those sent again among them."""
+    def _count_rates(self, plan: Plan) -> None:
+        """Add the step's learning rates to what each fragment has taken since its anchor."""
+        rates = {g: float(group["lr"]) for g, group in plan.groups.items()}
+        for sums in self._rates:
+            sums.extend([0.0] * (max(rates, default=-1) + 1 - len(sums)))
+            for g, rate in rates.items():
+                sums[g] += rate
+
+    def _due(self, step: Step) -> set[int]:
+        """The parameters whose means are added at this step, by id."""
         expected = [(id(p), p.state[DUE]) for p in step.plan.parameters if DUE in p.state]
         self._expecting = bool(expected)
-        return {p for p, due in expected if due <= step.number or p in sending}
+        return {p for p, due in expected if due <= step.number}
 
-    def _take_wave(
-        self, step: Step, wave: Plan, lengths: Lengths | None, *, arrives: bool, goes: bool
-    ) -> None:
-        """The local step of a wave, then its arrival, then its sending.
-
-        lengths: of what is sent now and arrives at a later step; None if replicas wait for it.
-        """
-        # No name holds the directions where they can go before weights are corrected.
-        if not arrives and lengths is None:
-            self._agree(wave, step.replicas, step.local_update(wave), corrected=step.directed)
-            return
-        taken = step.local_update(wave)
-        if arrives:
-            self._arrive(wave, taken, corrected=step.directed)
-        del taken
-        if goes and lengths is not None:
-            self._send(wave, step, lengths)
-        elif goes:
-            self._agree(wave, step.replicas, None, corrected=step.directed)
-
-    def come_together(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
+    def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
         self._arrive_all(plan.parameters)
-        openings = self.fragments_apart
-        for wave in self._next(plan, openings).waves():
-            self._agree(wave, replicas, None, corrected=False)
-        self._turn(openings, apart=False)
+        openings, count = self.fragments_drifted, max(1, self.count)
+        drifted = {(self.next_fragment + i) % count for i in range(openings)}
+        for chosen in plan.select([f in drifted for f in self._fragment_of]).batches():
+            self._agree(Batch(plan, chosen, None), replicas, corrected=False)
+        for fragment in drifted:
+            self._rates[fragment] = []
+        self.next_fragment, self.fragments_drifted = (self.next_fragment + openings) % count, 0
         return openings
 
     def settle(self) -> None:
@@ -282,84 +274,66 @@ class QuantizedAverage(Sync):
     def waited_seconds(self) -> float:
         return self._under_way.waiting.seconds
 
-    def _next(self, plan: Plan, fragments: int) -> Plan:
-        """The parameters of the next fragments."""
-        now = {(self.next_fragment + i) % max(1, self.count) for i in range(fragments)}
-        return plan.select([fragment in now for fragment in self._fragment_of])
-
-    def _turn(self, fragments: int, *, apart: bool | None = None) -> None:
-        """Note that the next fragments have come together; apart: whether weights still differ."""
-        self.next_fragment = (self.next_fragment + fragments) % max(1, self.count)
-        if not (self.delay if apart is None else apart):
-            self.fragments_apart = max(0, self.fragments_apart - fragments)
-
     # ---------------------------------------------------------------- means that arrive later
 
-    def _send(self, wave: Plan, step: Step, lengths: Lengths) -> None:
+    def _send(self, plan: Plan, step: Step) -> None:
         self._expecting = True
-        for alike in cut_alike(wave.parameters):
+        for alike in group_by_sharding(plan.parameters):
             first = 0
             for chunk in coded_together([p.local for p in alike], self.bits):
                 these = alike[first : first + len(chunk)]
                 first += len(chunk)
                 due = step.number + self.delay
-                self._under_way.send(these, self.bits, step.background(), lengths, due=due)
+                self._under_way.send(these, self.bits, step.background(), due=due)
 
-    def _arrive(self, wave: Plan, taken: Taken | None, *, corrected: bool) -> None:
-        """Take in the means of a wave, then correct momenta and weights."""
+    def _arrive(self, batch: Batch, fragment: int, *, corrected: bool) -> None:
+        """Take in the means of a batch of a fragment, then correct momenta and weights."""
+        plan, taken = batch.plan, batch.taken
         arrived = {
             id(p): a
-            for p, a in zip(wave.parameters, self._under_way.land_(wave.parameters), strict=True)
+            for p, a in zip(plan.parameters, self._under_way.land_(plan.parameters), strict=True)
         }
+        rates = self._sent_rates[fragment]
         if taken is not None and self.align_momentum:
             missing = [
                 stacked([m.read(arrived[id(m.parameter)].missing) for m in stack], stack[0])
                 for stack in taken.stacks
             ]
-            align_momenta_(taken, missing, self.spectrum_decay, LR_SENT)
+            align_momenta_(taken, missing, self.spectrum_decay, rates)
             del missing
-        del taken
+        batch.taken = taken = None
         if corrected and self.polar_correction:
-            D = [
-                stacked([m.read(arrived[id(m.parameter)].mean) for m in stack], stack[0])
-                for stack in wave.stacks()
-            ]
-            correct_polar_(wave, D, lengths_since_anchor(wave, LR_SENT), together=False)
-        forget_lengths(wave.parameters)
+            stacks = plan.stacks()
+            D = [stacked([m.read(arrived[id(m.parameter)].mean) for m in s], s[0]) for s in stacks]
+            correct_polar_(plan, D, lengths_of(stacks, rates), together=False)
 
     def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
-        """Take in all that is under way, without corrections."""
-        due = [p for p in parameters if DUE in p.state]
-        self._under_way.land_(due)
-        forget_lengths(due)
+        """Take in what is under way, without corrections."""
+        self._under_way.land_([p for p in parameters if DUE in p.state])
 
-    def _agree(
-        self,
-        wave: Plan,
-        replicas: dist.ProcessGroup | None,
-        taken: Taken | None,
-        *,
-        corrected: bool,
-    ) -> None:
-        """Agree on the weights of a wave, then correct momenta and weights.
+    def _agree(self, batch: Batch, replicas: dist.ProcessGroup | None, *, corrected: bool) -> None:
+        """Agree on the weights of a batch, then correct momenta and weights.
 
-        taken: what its matrices have just moved by. corrected: whether to correct the weights.
+        corrected: whether to correct the weights.
         """
+        plan = batch.plan
         if group_size(replicas) == 1:
-            self.after_average(wave.parameters)
+            self._anchor(plan.parameters)
             return
-        aligned = taken if self.align_momentum else None
-        own: Sequence[Tensor] = [] if aligned is None else weights_of(aligned)
+        taken = batch.taken if self.align_momentum else None
+        batch.taken = None  # directions take memory, and are used once
+        own: Sequence[Tensor] = [] if taken is None else weights_of(taken)
         corrected = corrected and self.polar_correction
-        before: Sequence[Tensor] = anchors_of(wave) if corrected else []
-        for alike in cut_alike(wave.parameters):
+        before: Sequence[Tensor] = anchors_of(plan) if corrected else []
+        for alike in group_by_sharding(plan.parameters):
             average_in_codes_(list(anchored(alike)), self.bits, replicas)
-        if aligned is not None:
-            align_momenta_(aligned, moved_since_(aligned, own), self.spectrum_decay)
-        del taken, aligned, own
+        rates = self._rates[self.next_fragment] if self._rates else []
+        if taken is not None:
+            align_momenta_(taken, moved_since_(taken, own), self.spectrum_decay, rates)
+        del taken, own
         if corrected:
-            correct_polar_(wave, anchors_moved_(wave, before), lengths_since_anchor(wave))
-        begin_anew(wave.parameters)
+            D = anchors_moved_(plan, before)
+            correct_polar_(plan, D, lengths_of(plan.stacks(), rates))
 
     # ---------------------------------------------------------------- exact averages
 
@@ -371,24 +345,32 @@ class QuantizedAverage(Sync):
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         self._under_way.drop(parameters)
+        self._anchor(parameters)
+        forget_spectra(parameters)
+        self._rates = [[] for _ in self._rates]
+
+    def _anchor(self, parameters: Sequence[Parameter]) -> None:
         for held in anchored(parameters):
             held.anchor.copy_(held.X)
-        forget_spectra(parameters)
-        begin_anew(parameters)
 
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         own = {"next_fragment": self.next_fragment, "dealt": self._dealt}
-        return {**super().state_dict(), **own}
+        rates = {"rates": self._rates, "sent_rates": self._sent_rates}
+        return {**super().state_dict(), **own, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        number, dealt = state.get("next_fragment", 0), state.get("dealt", 0)
+        number, dealt = state["next_fragment"], state["dealt"]
         checks.integer("next_fragment", number, 0)
         checks.integer("dealt", dealt, 0)
+        rates, sent = ([list(sums) for sums in state[key]] for key in ("rates", "sent_rates"))
+        for rate in chain(*rates, *sent):
+            checks.number("a sum of learning rates", rate)
         super().load_state_dict(state)
-        # Where parameters are divided otherwise here, prepare() counts all fragments as apart.
+        # Where parameters are divided otherwise here, prepare() counts all fragments as drifted.
         self.next_fragment, self._dealt = number, dealt
+        self._rates, self._sent_rates = rates, sent
 
     def after_load(self) -> None:
         self._under_way, self._expecting = UnderWay(), True
@@ -400,3 +382,8 @@ class QuantizedAverage(Sync):
             f"residual_dtype={self.residual_dtype!r}, delay={self.delay}, "
             f"spectrum_decay={self.spectrum_decay})"
         )
+
+
+def _largest(sums: Sequence[Sequence[float]]) -> list[float]:
+    """By group, the largest of the fragments' sums."""
+    return [max(of_group) for of_group in zip_longest(*sums, fillvalue=0.0)]

@@ -17,62 +17,26 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.background import Background, Exchange, Stopwatch
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import rows_of
-from curvadion.ops.tensors import from_host, saturated
+from curvadion.ops.tensors import saturated
 from curvadion.sync.coded_mean import Message, encode, moved_since
-from curvadion.sync.corrections import LR_SINCE_ANCHOR
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-# State while something is under way: D_i; D once it is known and not yet added; the step at which
-# it is added; and what LR_SINCE_ANCHOR was when D_i was sent.
-SENT, MEAN, DUE, LR_SENT = "sent", "mean", "due", "lr_sent"
-LENGTH_BYTES = 8  # of LR_SENT, which replicas compare
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """LR_SENT of all matrices of an opening, by the id of the parameter; the largest anywhere.
-
-    Replicas do not hear which matrices moved elsewhere between two openings.
-    """
-
-    numbers: dict[int, int]
-    exchange: Exchange[Tensor]
-
-    @classmethod
-    def begin(cls, parameters: Sequence[Parameter], background: Background) -> Lengths:
-        """Compare what replicas have counted since they last sent these parameters."""
-        matrices = [p for p in parameters if p.matrices]
-        counted = [p.state.get(LR_SINCE_ANCHOR, 0.0) for p in matrices]
-        device = matrices[0].local.device if matrices else torch.device("cpu")
-        lengths = from_host(counted, torch.float64, device)
-
-        def exchange() -> Tensor:
-            if len(lengths):
-                dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=background.group)
-            return lengths
-
-        numbers = {id(p.X): i for i, p in enumerate(matrices)}
-        return cls(numbers, background.begin("The exchange of learning rates", exchange))
-
-    def of(self, parameters: Sequence[Parameter]) -> list[float]:
-        """Those of some parameters, 0 for those that are no matrices; waits for it."""
-        lengths = [*self.exchange.result().tolist(), 0.0]
-        return [lengths[self.numbers.get(id(p.X), -1)] for p in parameters]
+# State while something is under way: D_i; D once it is known and not yet added; and the step at
+# which it is added.
+SENT, MEAN, DUE = "sent", "mean", "due"
 
 
 @dataclass(frozen=True)
 class _Sent:
     parameters: Sequence[Parameter]
-    message: Message | None  # None if this rank holds no number of the parameters
-    lengths: Lengths
+    message: Message | None  # None if this rank holds no element of the parameters
     exchange: Exchange[None]
 
 
@@ -103,17 +67,15 @@ class UnderWay:
         parameters: Sequence[Parameter],
         bits: int,
         background: Background,
-        lengths: Lengths,
         *,
         due: int,
     ) -> None:
         """Send what parameters have moved since their anchors.
 
         Args:
-            parameters: cut over the same ranks, with anchors; the same ones on every replica.
+            parameters: sharded over the same ranks, with anchors; the same ones on every replica.
             bits: of a code.
             background: sends.
-            lengths: of the opening.
             due: the step at which the mean is to be added.
         """
         X = [p.local for p in parameters]
@@ -124,8 +86,6 @@ class UnderWay:
             p.state[SENT] = torch.empty_like(p.X.detach(), dtype=residual.dtype)
             local(p.state[SENT]).copy_(moved_since(anchor, x))
             p.state[DUE] = due
-            if LR_SINCE_ANCHOR in p.state:
-                p.state[LR_SINCE_ANCHOR] = 0.0
         group = background.group
         numbers = any(x.numel() for x in X)
         sent = [local(p.state[SENT]) for p in parameters]
@@ -136,7 +96,7 @@ class UnderWay:
                 message.exchange_(group)
 
         what = f"The exchange of {parameters[0].name} and what goes with it, due at step {due + 1},"
-        self._sent.append(_Sent(parameters, message, lengths, background.begin(what, exchange)))
+        self._sent.append(_Sent(parameters, message, background.begin(what, exchange)))
 
     def land_(self, parameters: Sequence[Parameter]) -> list[Arrived]:
         """Add the means to weights and anchors of parameters that have something under way."""
@@ -149,7 +109,7 @@ class UnderWay:
         if any(DUE in p.state for p in parameters):
             self.settle()
         for p in parameters:
-            for key in (SENT, MEAN, DUE, LR_SENT):
+            for key in (SENT, MEAN, DUE):
                 p.state.pop(key, None)
 
     def settle(self) -> None:
@@ -160,23 +120,15 @@ class UnderWay:
         for sent in list(some):
             with self.waiting:
                 sent.exchange.result()
-                lengths = sent.lengths.of(sent.parameters)
             self._sent.remove(sent)
-            for p, length in zip(sent.parameters, lengths, strict=True):
+            for p in sent.parameters:
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
-                p.state[LR_SENT] = length
             if sent.message is None:
                 continue
             means = [local(p.state[MEAN]) for p in sent.parameters]
             sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
             for mean, rows in zip(means, rows_of(means), strict=True):
                 ops.decode_([mean], sent.message.codes[rows], sent.message.bits)
-
-
-def forget_lengths(parameters: Sequence[Parameter]) -> None:
-    """Of means that have been added, and corrected."""
-    for p in parameters:
-        p.state.pop(LR_SENT, None)
 
 
 def _landed(p: Parameter) -> Arrived:

@@ -1,12 +1,13 @@
 """The interface of a direction: what the step of a matrix is made of.
 
-Another direction is one more file, and a line in :mod:`curvadion.update.matrix_step`.
+Another direction is one more file, and a line in :mod:`curvadion.update.directions`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -16,10 +17,10 @@ from curvadion.update.plan import Plan
 
 
 class Taken(ABC):
-    """What the last step of a wave was made of: U_i, the direction that each of its matrices took.
+    """What the last step of a batch was made of: U_i, the direction that each of its matrices took.
 
     Attributes:
-        plan: the wave.
+        plan: the batch.
         stacks: its matrices.
     """
 
@@ -53,12 +54,32 @@ class Taken(ABC):
 
 
 class Direction(ABC):
-    """What the step of a matrix is made of."""
+    """What the step of a matrix is made of.
+
+    Class attributes:
+        shares_factors: whether it can take means over replicas inside its products, for the papers'
+            open step. Other directions get the replicas' mean gradient there.
+        orthonormal: whether its directions are orthonormal, so that the polar correction of their
+            mean makes sense (curvadion.sync.corrections).
+        keeps_spectrum: whether momentum alignment keeps S over openings for it.
+    """
+
+    shares_factors: ClassVar[bool] = False
+    orthonormal: ClassVar[bool] = True
+    keeps_spectrum: ClassVar[bool] = False
+
+    def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What the direction remembers of a parameter, before the first step.
+
+        Each key must be in the table of curvadion.update.state, which says what an exact
+        synchronisation does with it. options: the parameter's group.
+        """
+        return {}
 
     @abstractmethod
     def step(
         self,
-        wave: Plan,
+        batch: Plan,
         gradients: Gradients,
         *,
         step: int,
@@ -68,7 +89,7 @@ class Direction(ABC):
         """Update X, and M beyond the gradient that it holds already; collective over the shards.
 
         Args:
-            wave: parameters that take this direction.
+            batch: parameters that take this direction.
             gradients: of its matrices. The momenta hold them.
             step: how many steps were taken before, which seeds a stochastic rounding.
             inside_replica: leave the other replicas out of all means.

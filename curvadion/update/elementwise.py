@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from curvadion.layout.dtensor import local
-from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.scalar import elementwise_step, place_counter_
-
-
-def own_gradients(parameters: Sequence[Parameter]) -> list[Tensor]:
-    """This replica's gradients; zeros of their own where one is missing."""
-    return [torch.zeros_like(p.local) if (G := p.G) is None else G for p in parameters]
 
 
 def elementwise_steps(plan: Plan, gradients: Sequence[Tensor]) -> None:

@@ -1,14 +1,13 @@
 """The gradients of a step, in lists as the fused operations take them.
 
-A gradient that a parameter misses here counts as zero: other ranks of the replica, or other
-replicas, may have one. Which parameters move at all is decided with these ranks
-(:func:`curvadion.sync.decision.moving`).
+A gradient that is None is zeros here: where replicas step together, others may have one. In a
+replica's own step such a parameter rests (:class:`curvadion.update.inner_step.InnerStep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, compress, groupby, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar
@@ -54,6 +53,10 @@ class Gradients:
         known = {id(p): (x, m, g) for p, x, m, g in each}
         X, M, G = ([known[id(p)][i] for p in parameters] for i in range(3))
         return Gradients(parameters, X, M, G, self.complete, runs_of(parameters))
+
+    def replaced_by(self, G: Sequence[Tensor]) -> Gradients:
+        """The same parameters with other gradients, of which none is missing."""
+        return self if same(G, self.G) else replace(self, G=G, complete=True)
 
     def by_rounding(self, step: int) -> Iterator[tuple[Gradients, list[int] | None]]:
         """Those that are rounded stochastically with their seeds, and the others without."""

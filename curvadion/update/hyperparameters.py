@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,12 +11,10 @@ from torch import Tensor
 
 from curvadion.checks import boolean, integer, number, one_of
 from curvadion.layout.matrix import UPDATE_SCALES
-from curvadion.update.matrix_step import DIRECTIONS
+from curvadion.update.directions import DIRECTIONS
 
 ALGORITHMS = ("dion", "adamw", "lion")
 MOST_NEWTON_SCHULZ_STEPS = 20
-# Keys whose value may be a tensor.
-RATES = ("lr", "local_lr")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Written into groups by torch.optim, its schedulers and training frameworks; without effect here.
@@ -28,7 +23,10 @@ FOREIGN_KEYS = frozenset(
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
 # What other optimizers call keys of ours.
-_OTHER_NAMES = {"learning_rate": "lr", "local_learning_rate": "local_lr", "momentum": "mu"}
+_OTHER_NAMES = {"learning_rate": "lr", "local_learning_rate": "local_lr"} | {
+    "mu": "momentum",
+    "nesterov": "look_ahead",
+}
 # What the optimizer itself writes into its groups.
 RECORD = "progress"
 OWN_RECORDS = frozenset({RECORD})
@@ -37,7 +35,7 @@ OWN_RECORDS = frozenset({RECORD})
 def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
     """Raise ValueError or TypeError for a key or a value that a parameter group cannot have.
 
-    Keys of other tools may stand in a group (:func:`strangers`), but not what looks like a
+    Keys of other tools may stand in a group (:func:`unknown_keys`), but not what looks like a
     misspelt key of ours, nor one of the optimizer's ``arguments`` that concerns all groups.
     """
     for key in group:
@@ -72,26 +70,22 @@ def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
     return dict(group)
 
 
-def strangers(group: Mapping[str, Any]) -> set[str]:
+def unknown_keys(group: Mapping[str, Any]) -> set[str]:
     """The keys of a group that mean nothing here, nor to torch and its schedulers."""
     return {key for key in group if key not in _CHECKS} - OWN_RECORDS - FOREIGN_KEYS
 
 
-def valid(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's values, with the optimizer's own in place of those that are missing or wrong."""
-    return {
-        key: defaults[key] if key not in group or _first_fault([(key, group[key])]) else group[key]
-        for key in _CHECKS
-    }
-
-
 def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong in the groups as they are now, which anyone may have changed; else None.
-
-    Cheap enough for every step. The value of a tensor on an accelerator is not read.
-    """
+    """What is wrong in the groups as they are now, which anyone may have changed; else None."""
     for g, group in enumerate(param_groups):
-        if wrong := _fault_in(group):
+        for key, check in _CHECKS.items():
+            if key not in group:
+                return f"param_groups[{g}]: the key {key!r} is missing"
+            try:
+                check(key, group[key])
+            except (TypeError, ValueError) as error:
+                return f"param_groups[{g}]: {error}"
+        if wrong := _why_maximize(group):
             return f"param_groups[{g}]: {wrong}"
     return None
 
@@ -99,47 +93,6 @@ def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
 def _why_maximize(group: Mapping[str, Any]) -> str | None:
     if group.get("maximize"):
         return "maximize=True is not supported: minimise the negated loss instead."
-    return None
-
-
-def _fault_in(group: Mapping[str, Any]) -> str | None:
-    """What is wrong in a group."""
-    for key in _CHECKS:
-        if key not in group:
-            return f"the key {key!r} is missing"
-    if wrong := _why_maximize(group) or _fault_of_rates(group):
-        return wrong
-    values = _steady_values(group)
-    try:
-        return _fault_seen(values, tuple(map(type, values)))
-    except TypeError:  # a list has no hash
-        return _first_fault(zip(STEADY, values, strict=True))
-
-
-def _fault_of_rates(group: Mapping[str, Any]) -> str | None:
-    """What is wrong with the rates, of which schedules set others at each step."""
-    for key in RATES:
-        value = group[key]
-        if type(value) is float and 0 <= value < math.inf:
-            continue
-        unread = isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1
-        if not unread and (wrong := _first_fault([(key, value)])):
-            return wrong
-    return None
-
-
-@lru_cache(maxsize=1024)
-def _fault_seen(values: tuple[Any, ...], types: tuple[type, ...]) -> str | None:
-    """What is wrong with the values of STEADY; types tell 1, 1.0 and True apart."""
-    return _first_fault(zip(STEADY, values, strict=True))
-
-
-def _first_fault(values: Iterable[tuple[str, Any]]) -> str | None:
-    for key, value in values:
-        try:
-            _CHECKS[key](key, value)
-        except (TypeError, ValueError) as error:
-            return str(error)
     return None
 
 
@@ -156,12 +109,17 @@ def dtype_name(key: str, value: object) -> str | None:
 
 
 def learning_rate(key: str, value: object) -> None:
-    """Raise unless ``value`` is a number >= 0 or a tensor of one element."""
+    """Raise unless ``value`` is a number >= 0 or a tensor of one element.
+
+    The value of a tensor on an accelerator is not read.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
                 f"{key} is a tensor of shape {tuple(value.shape)}: give it one element"
             )
+        if value.device.type != "cpu":
+            return
         value = value.item()
     number(key, value)
 
@@ -215,8 +173,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "algorithm": lambda k, v: one_of(k, v, ALGORITHMS),
     "lr": learning_rate,
     "local_lr": _local_lr,
-    "mu": lambda k, v: number(k, v, below=1.0),
-    "nesterov": number,
+    "momentum": lambda k, v: number(k, v, below=1.0),
+    "look_ahead": number,
     "betas": _betas,
     "eps": number,
     "weight_decay": number,
@@ -235,8 +193,5 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
-# The keys whose values seldom change.
-STEADY = tuple(key for key in _CHECKS if key not in RATES)
-_steady_values = itemgetter(*STEADY)
 # Every key whose value decides what a step does.
 SETTINGS = _CHECKS.keys()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.layout.right_factors import create_right_factors
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import look_ahead_
-from curvadion.update.parameter import Matrix, batches, open_shards
+from curvadion.update.parameter import Matrix, dtype_of, open_shards, runs_of_views
 from curvadion.update.plan import Plan
 from curvadion.update.power_iteration import (
     LowRank,
@@ -32,27 +33,32 @@ class PowerIteration(Direction):
         P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
         M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
 
-    With Nesterov's look-ahead P and R are those of M + nesterov G, and the error feedback is
-    M <- M - (1 - mu) (P R^T - nesterov G).
+    With Nesterov's look-ahead P and R are those of M + look_ahead G, and the error feedback is
+    M <- M - (1 - mu) (P R^T - look_ahead G).
     """
+
+    shares_factors = True
+
+    def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        return create_right_factors(X, options, dtype_of(options["q_dtype"], X))
 
     def step(
         self,
-        wave: Plan,
+        batch: Plan,
         gradients: Gradients,
         *,
         step: int,
         inside_replica: bool,
         remember: bool,
     ) -> Taken:
-        stacks = wave.stacks()
-        look_ahead_(gradients, lambda p: p.nesterov)
+        stacks = batch.stacks()
+        look_ahead_(gradients, lambda p: p.look_ahead)
         factors = power_iteration([as_stack(s, inside_replica=inside_replica) for s in stacks])
         _update(stacks, factors, step)
         if remember:
             remember_scales(stacks, [of_stack.scale for of_stack in factors])
-        look_ahead_(gradients, lambda p: -p.nesterov * (1 - p.feedback))
-        return LowRankTaken(wave, stacks, factors)
+        look_ahead_(gradients, lambda p: -p.look_ahead * (1 - p.feedback))
+        return LowRankTaken(batch, stacks, factors)
 
 
 class LowRankTaken(Taken):
@@ -86,11 +92,11 @@ class LowRankTaken(Taken):
 
 def _subtract(matrices: Sequence[Matrix], T: Tensor, R: Tensor) -> None:
     """M <- M - T R^T."""
-    for batch in batches(matrices):
-        chosen = matrices[batch]
+    for run in runs_of_views(matrices):
+        chosen = matrices[run]
         ones = [1.0] * len(chosen)
         with open_shards(chosen, [m.parameter.M for m in chosen]) as (M,):
-            ops.low_rank_update_(M, list(T[batch]), list(R[batch]), ones, ones)
+            ops.low_rank_update_(M, list(T[run]), list(R[run]), ones, ones)
 
 
 class _Update(NamedTuple):
@@ -108,8 +114,8 @@ def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step
     updates.sort(key=lambda update: not update.matrix.is_view)  # views in as few calls as can be
     for (feeds_back, random), chosen in groupby(updates, key=_kind):
         alike = list(chosen)
-        for batch in batches([update.matrix for update in alike]):
-            _apply(alike[batch], step, feeds_back=feeds_back, random=random)
+        for run in runs_of_views([update.matrix for update in alike]):
+            _apply(alike[run], step, feeds_back=feeds_back, random=random)
 
 
 def _kind(update: _Update) -> tuple[bool, bool]:

@@ -30,7 +30,7 @@ from curvadion.update.sizes import most_together
 
 Coefficients = tuple[float, float, float]
 
-# The iterations of Muon (Jordan et al., 2024), all alike: singular values end between 0.7 and 1.2.
+# The iterations of Muon (Jordan et al., 2024), all equal: singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # How far from 1 few iterations may leave singular values that are not too small.
 TOLERANCE = 0.2

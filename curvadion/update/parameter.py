@@ -13,11 +13,10 @@ from torch import Tensor
 
 from curvadion.layout.blocks import block_sizes
 from curvadion.layout.dtensor import local
-from curvadion.layout.flat_shard import flat_shard_state
+from curvadion.layout.flat_shard import flat_shard, flat_shard_state
 from curvadion.layout.matrices import MatrixShard, zeros_per_matrix
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.parameters import check_placements, global_shape
-from curvadion.layout.right_factors import create_right_factors
 from curvadion.layout.squares import create_squares, squares_held
 from curvadion.update.scalar import create_state
 from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
@@ -31,7 +30,7 @@ class Parameter:
     """A parameter X with its group's hyperparameters, all states and its name in reports.
 
     Tensors are handed out as the shards held here: ``local`` of X, ``G``, ``M``. ``number`` is the
-    place among all that take Dion, the same on every rank.
+    place among all that take Dion, the same on every rank; ``position`` is the group's.
     """
 
     X: Tensor
@@ -39,6 +38,7 @@ class Parameter:
     states: States
     name: str
     number: int = 0
+    position: int = 0
     matrices: list[Matrix] = field(default_factory=list)
 
     @property
@@ -58,6 +58,20 @@ class Parameter:
         return local(gradient)
 
     @property
+    def gradient_or_zeros(self) -> Tensor:
+        """This replica's gradient; zeros of its own if it is missing."""
+        return torch.zeros_like(self.local) if (G := self.G) is None else G
+
+    @property
+    def rests(self) -> bool:
+        """Whether it does not move in this replica's own step, because its gradient is None.
+
+        All ranks of a replica see the same. FSDP1 gives no gradient to a parameter of which it
+        holds nothing here, so that a flat shard never rests: its missing gradient counts as zero.
+        """
+        return self.X.grad is None and flat_shard(self.X) is None
+
+    @property
     def state(self) -> dict[str, Any]:
         """What the optimizer remembers of X; empty before the first step.
 
@@ -72,7 +86,7 @@ class Parameter:
 
     @property
     def direction(self) -> str:
-        """What a matrix's step is made of: "low_rank" or "polar"."""
+        """What a matrix's step is made of: a key of curvadion.update.directions.DIRECTIONS."""
         return str(self.group["direction"])
 
     @property
@@ -84,17 +98,17 @@ class Parameter:
     @property
     def momentum_decay(self) -> float:
         """What M is multiplied by before it takes the gradient: error feedback decays it later."""
-        return 1.0 if self.error_feedback else float(self.group["mu"])
+        return 1.0 if self.error_feedback else float(self.group["momentum"])
 
     @property
     def feedback(self) -> float:
         """The factor 1 - mu of the error feedback; 0 under the plain rule."""
-        return 1.0 - float(self.group["mu"]) if self.error_feedback else 0.0
+        return 1.0 - float(self.group["momentum"]) if self.error_feedback else 0.0
 
     @property
-    def nesterov(self) -> float:
+    def look_ahead(self) -> float:
         """The gradient's share in the direction, beside the momentum's, which holds it once."""
-        return float(self.group["nesterov"])
+        return float(self.group["look_ahead"])
 
     @property
     def decay(self) -> float | Tensor:
@@ -111,7 +125,7 @@ class Parameter:
     @property
     def scale_decay(self) -> float:
         """What R_scale falls by at a step: half as fast as the momentum."""
-        return math.sqrt(float(self.group["mu"]))
+        return math.sqrt(float(self.group["momentum"]))
 
     @property
     def R_scale(self) -> Tensor:
@@ -119,8 +133,6 @@ class Parameter:
 
         In a power iteration this is the longest column of R, else the largest singular value.
         """
-        if R_SCALE not in self.state:  # saved by a version that did not remember it
-            self.state[R_SCALE] = zeros_per_matrix(self.X, self.group)
         return local(self.state[R_SCALE]).view(-1)
 
     def spectra(self) -> list[tuple[Tensor, slice]]:
@@ -132,8 +144,8 @@ class Parameter:
         return list(squares_held(self.X, self.state[SPECTRUM], sides))
 
     def create_spectra(self) -> None:
-        """Make place for the spectra of a matrix parameter with a polar direction."""
-        if self.direction == "polar" and SPECTRUM not in self.state:
+        """Make place for the spectra of a matrix parameter, if there is none."""
+        if SPECTRUM not in self.state:
             self.state[SPECTRUM] = create_squares(self.X, self.group)
             self.state[SPECTRUM_WEIGHT] = 0.0
 
@@ -145,19 +157,15 @@ class Parameter:
         """Below 2**32; the same on every replica, others at other steps and for other matrices."""
         return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
-    def create_state(self, group: dict[str, Any]) -> None:
-        """Fill the state as the algorithm needs it before its first step.
-
-        group: this parameter's, with the keys that the plan was made by.
-        """
-        place = flat_shard_state(self.X)
+    def create_state(self) -> None:
+        """Fill the state as every direction needs it before the first step."""
+        place, group = flat_shard_state(self.X), self.group
         if group["algorithm"] != "dion":
             self.states[self.X] = create_state(group["algorithm"], self.X) | place
             return
-        dtype, q_dtype = (dtype_of(group[key], self.X) for key in ("momentum_dtype", "q_dtype"))
+        dtype = dtype_of(group["momentum_dtype"], self.X)
         self.states[self.X] = {
             MOMENTUM: torch.zeros_like(self.X, dtype=dtype),
-            **create_right_factors(self.X, group, q_dtype),
             MOMENTUM_NORM: zeros_per_matrix(self.X, group),
             R_SCALE: zeros_per_matrix(self.X, group),
             **place,
@@ -263,7 +271,7 @@ def open_shards(
             m.store(tensor, shard)
 
 
-def batches(matrices: Sequence[Matrix]) -> Iterator[slice]:
+def runs_of_views(matrices: Sequence[Matrix]) -> Iterator[slice]:
     """Matrices to open together: all views in a row at once, padded copies one at a time.
 
     So no more than one padded copy of each tensor exists at a time.

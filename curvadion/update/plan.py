@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import Buckets, Slot, group_size
+from curvadion.comm.collectives import Buckets, Slot, checksum, group_size
 from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
-from curvadion.layout.kept_apart import declared
 from curvadion.layout.matrices import matrices_of
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
 from curvadion.update.gradients import GradientLists, Gradients, same
@@ -33,8 +32,29 @@ from curvadion.update.sizes import most_together
 
 # Group keys that matrices of one stack have in common.
 _STEP_OF_A_STACK = ("direction", "right_factor", "newton_schulz", "newton_schulz_steps")
-# A wave has this share of the plan's numbers if that is more than the device's bound.
-WAVE_SHARE = 1 / 32
+# A batch has this share of the plan's numbers if that is more than the device's bound.
+BATCH_SHARE = 1 / 32
+
+
+# What decides on the matrices, and on the states that they have.
+_STATE_KEYS = (
+    *("algorithm", "direction", "rank_fraction", "rank_multiple_of", "right_factor", "q_dtype"),
+    *("stack_dims", "row_blocks", "input_first", "newton_schulz", "newton_schulz_steps"),
+)
+_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+
+
+def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
+    """The objects that a plan is made of: another plan is needed if one of them is another.
+
+    Holding the objects keeps their identities from being given to others.
+    """
+    made_of: list[object] = []
+    for group in param_groups:
+        X = group["params"]
+        made_of += (group, *X, *map(group.get, _STATE_KEYS))
+        made_of += (*map(_requires_grad, X), *map(_dtype, X))
+    return made_of
 
 
 class Plan:
@@ -76,39 +96,35 @@ class Plan:
         states: States,
         replicas: dist.ProcessGroup | None,
         *,
-        single: bool = False,
         unions: Unions | None = None,
         wanted: Callable[[Tensor], bool] = attrgetter("requires_grad"),
     ) -> Plan:
         """Collective where parameters are sharded: every rank must hold the same parameters.
 
-        single: whether the user has said that other replicas, if any, are not to be heard of.
         unions: of an earlier plan, which knows the groups already.
         wanted: which parameters are part of it; by default those that are trained.
         """
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
         unions = Unions() if unions is None else unions
-        kept_apart = {} if single else declared()
         for g, group in enumerate(param_groups):
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not wanted(X):
                     continue
                 check_parameter(X, name, group)
-                if not single:
-                    check_replicas(X, name, replicas, kept_apart.get(id(X)))
+                check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":
                     try:
                         shards = matrices_of(X, group, replicas, unions)
                     except ValueError as error:
                         raise ValueError(f"{name}: {error}") from error
-                    parameter = Parameter(X, group, states, name, len(dion))
+                    parameter = Parameter(X, group, states, name, len(dion), g)
                     parameter.matrices.extend(
                         Matrix(parameter, shard, i) for i, shard in enumerate(shards)
                     )
                     dion.append(parameter)
                 else:
-                    elementwise.append(Parameter(X, group, states, name))
+                    elementwise.append(Parameter(X, group, states, name, position=g))
         cuts = [g for p in [*dion, *elementwise] for g in groups_of(p.X)]
         inside = unions.of(cuts)
         # Frozen parameters count: where all are, the replicas still have to agree somewhere.
@@ -129,13 +145,13 @@ class Plan:
             self.device,
             self.unions,
         )
-        selected.numbers_in_a_wave = self.numbers_in_a_wave
+        selected.elements_in_a_batch = self.elements_in_a_batch
         selected.look_up_states()
         return selected
 
     @cached_property
     def stack_positions(self) -> list[list[int]]:
-        """Indices into ``matrices``, batched where all ranks batch alike."""
+        """Indices into ``matrices``, batched where all ranks batch them."""
         stacks: dict[Any, list[int]] = {}
         for i, m in enumerate(self.matrices):
             dtype = product_dtype(m.parameter.X)
@@ -149,47 +165,43 @@ class Plan:
         return [[self.matrices[i] for i in stack] for stack in self.stack_positions]
 
     @cached_property
-    def numbers_in_a_wave(self) -> float:
-        """The most numbers that :meth:`waves` of this plan, and of its parts, hold on a rank."""
-        return most_in_a_wave(sum(map(_numbers_a_shard, self.parameters)), self.device)
+    def elements_in_a_batch(self) -> float:
+        """The most numbers that :meth:`batches` of this plan, and of its parts, hold on a rank."""
+        return most_in_a_batch(sum(map(_numbers_a_shard, self.parameters)), self.device)
 
     @cached_property
-    def _waves(self) -> list[tuple[Plan, list[int]]]:
-        """Each wave, and where its parameters are among this plan's."""
-        # By what all ranks know alike; matrices of one shape are batched, so they stay together.
+    def _batches(self) -> list[tuple[Plan, list[int]]]:
+        """Each batch, and where its parameters are among this plan's."""
+        # By what all ranks know; matrices of one shape are batched, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (p.direction, global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
         turns = [a.direction != b.direction for a, b in pairwise(matrices)]
         turns = [True, *turns, *(False for _ in self.elementwise)][: len(ordered)]
         sizes = map(_numbers_a_shard, ordered)
-        wave_of = waves_of_sizes(zip(sizes, turns, strict=True), self.numbers_in_a_wave)
-        by_wave = {id(p): wave for p, wave in zip(ordered, wave_of, strict=True)}
-        count = max(wave_of, default=-1) + 1
+        batch_of = batches_of_sizes(zip(sizes, turns, strict=True), self.elements_in_a_batch)
+        by_batch = {id(p): batch for p, batch in zip(ordered, batch_of, strict=True)}
+        count = max(batch_of, default=-1) + 1
         if count == 1:
             return [(self, list(range(len(self.parameters))))]
-        each = [by_wave[id(p)] for p in self.parameters]
+        each = [by_batch[id(p)] for p in self.parameters]
         return [
             (
-                self.select([number == wave for number in each]),
-                [i for i, number in enumerate(each) if number == wave],
+                self.select([number == batch for number in each]),
+                [i for i, number in enumerate(each) if number == batch],
             )
-            for wave in range(count)
+            for batch in range(count)
         ]
 
-    def waves(self) -> list[Plan]:
-        """The plan in parts that bound the memory of a step; alike on all ranks of a replica.
+    def batches(self) -> list[Plan]:
+        """The plan in parts that bound the memory of a step; the same on all ranks of a replica.
 
         The matrices of each have one direction.
         """
-        for wave, places in self._waves:
-            wave._states = [self._states[i] for i in places]
-            if wave is not self:
-                wave._known_states = None  # it must not keep states that have been replaced
-        return [wave for wave, _ in self._waves]
-
-    def matrix_waves(self) -> list[Plan]:
-        """Those of :meth:`waves` that have matrices, on some rank."""
-        return [wave for wave in self.waves() if wave.dion]
+        for batch, places in self._batches:
+            batch._states = [self._states[i] for i in places]
+            if batch is not self:
+                batch._known_states = None  # it must not keep states that have been replaced
+        return [batch for batch, _ in self._batches]
 
     @property
     def direction(self) -> str:
@@ -212,6 +224,17 @@ class Plan:
         """How many ranks of this replica hold the same shard of the parameter as this one."""
         shards = math.prod(group_size(g) for g in groups_of(parameter.X))
         return group_size(self.inside) // shards
+
+    @cached_property
+    def groups(self) -> dict[int, dict[str, Any]]:
+        """The groups of the matrices, by their places in param_groups."""
+        return {p.position: p.group for p in self.dion}
+
+    @cached_property
+    def checksum(self) -> int:
+        """Of the parameters, in their order: it is equal where plans are."""
+        listed = [(p.name, p.X.dtype, global_shape(p.X)) for p in self.parameters]
+        return checksum(listed)
 
     @cached_property
     def one_matrix_each(self) -> bool:
@@ -287,7 +310,7 @@ class Plan:
         return torch.stack(buckets.views)
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
-        """Squared Frobenius norms of matrices that are cut as the stacks' are, (k,) by stack.
+        """Squared Frobenius norms of matrices that are sharded as the stacks' are, (k,) by stack.
 
         Collective inside the replica.
         """
@@ -302,24 +325,24 @@ class Plan:
         return list(squares.split([len(stack) for stack in stacks]))
 
 
-def most_in_a_wave(numbers: int, device: torch.device) -> float:
-    """The most numbers of a wave, in a plan of so many on a device."""
-    return max(most_together(device).wave, WAVE_SHARE * numbers)
+def most_in_a_batch(numbers: int, device: torch.device) -> float:
+    """The most numbers of a batch, in a plan of so many on a device."""
+    return max(most_together(device).batch, BATCH_SHARE * numbers)
 
 
-def waves_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:
-    """The wave of each parameter, in order; one alone may be larger than ``most``.
+def batches_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:
+    """The batch of each parameter, in order; one alone may be larger than ``most``.
 
-    parameters: how many numbers each has, and whether it must begin a wave.
+    parameters: how many numbers each has, and whether it must begin a batch.
     """
-    waves: list[int] = []
-    left, wave = -1.0, -1
+    batches: list[int] = []
+    left, batch = -1.0, -1
     for size, begins in parameters:
         if begins or size > left:
-            left, wave = most, wave + 1
-        waves.append(wave)
+            left, batch = most, batch + 1
+        batches.append(batch)
         left -= size
-    return waves
+    return batches
 
 
 def _numbers_a_shard(p: Parameter) -> int:

@@ -32,7 +32,7 @@ from curvadion.update.newton_schulz import (
     passes_in_half,
     polar_express,
 )
-from curvadion.update.parameter import Matrix, batches, open_shards, stacked
+from curvadion.update.parameter import Matrix, open_shards, runs_of_views, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.polar_factor import RowStack, polar_factors
 from curvadion.update.row_shards import (
@@ -48,18 +48,20 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Polar(Direction):
-    """The polar factor of M + nesterov G."""
+    """The polar factor of M + look_ahead G."""
+
+    keeps_spectrum = True
 
     def step(
         self,
-        wave: Plan,
+        batch: Plan,
         gradients: Gradients,
         *,
         step: int,
         inside_replica: bool,
         remember: bool,
     ) -> Taken:
-        stacks = wave.stacks()
+        stacks = batch.stacks()
         layouts = [matrices[0].layout for matrices in stacks]
         G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
         B = whole_rows([_looking_ahead(matrices, G) for matrices in stacks], layouts)
@@ -71,7 +73,7 @@ class Polar(Direction):
         _move(stacks, cut_columns(U, layouts), step)
         if remember:
             remember_scales(stacks, [of_stack.scale for of_stack in factors])
-        return PolarTaken(wave, stacks, U)
+        return PolarTaken(batch, stacks, U)
 
 
 class PolarTaken(Taken):
@@ -110,11 +112,11 @@ class PolarTaken(Taken):
             turn = torch.bmm(rows.to(dtype), S.to(dtype))
             turns.append(turn.to(rows.dtype).mul_((size / weight).to(rows.dtype)))
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
-            for batch in batches(matrices):
-                chosen = matrices[batch]
+            for run in runs_of_views(matrices):
+                chosen = matrices[run]
                 with open_shards(chosen, [m.parameter.M for m in chosen]) as (opened,):
                     ones = [1.0] * len(chosen)
-                    ops.local_step_(opened, list(turn[batch]), [-1.0] * len(chosen), ones)
+                    ops.local_step_(opened, list(turn[run]), [-1.0] * len(chosen), ones)
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
         """Sum up S over the shards, and over openings if their weight decays; the sums' weights.
@@ -168,9 +170,9 @@ def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:
 
 
 def _looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
-    """M + nesterov G of a stack, (k, m_i, n_j), in the dtype of products."""
+    """M + look_ahead G of a stack, (k, m_i, n_j), in the dtype of products."""
     B = stacked([m.M for m in matrices], matrices[0])
-    shares = [m.parameter.nesterov for m in matrices]
+    shares = [m.parameter.look_ahead for m in matrices]
     for share in {share for share in shares if share}:
         chosen = [i for i, each in enumerate(shares) if each == share]
         ahead = [matrices[i].read(G[id(matrices[i].parameter)]).to(B.dtype) for i in chosen]
@@ -182,14 +184,14 @@ def _move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) ->
     """X <- (1 - lr wd) X - lr scale U."""
     moves = [one for each in zip(stacks, U, strict=True) for one in zip(*each, strict=True)]
     moves.sort(key=lambda move: not move[0].is_view)  # views in as few calls as can be
-    for random, run in groupby(moves, lambda move: move[0].parameter.stochastic_rounding):
-        matrices, directions = zip(*run, strict=True)
-        for batch in batches(matrices):
-            chosen = matrices[batch]
+    for random, some in groupby(moves, lambda move: move[0].parameter.stochastic_rounding):
+        matrices, directions = zip(*some, strict=True)
+        for run in runs_of_views(matrices):
+            chosen = matrices[run]
             with open_shards(chosen, [m.parameter.local for m in chosen]) as (X,):
                 ops.local_step_(
                     X,
-                    list(directions[batch]),
+                    list(directions[run]),
                     [m.group["lr"] * m.update_scale for m in chosen],
                     [m.parameter.decay for m in chosen],
                     seeds=[m.rounding_seed(step) for m in chosen] if random else None,

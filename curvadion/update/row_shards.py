@@ -6,7 +6,7 @@ same rows. They exchange blocks, so that each of them holds an equal part of the
 columns, and send results back in the same way. Either way a rank sends as many numbers as its shard
 has, less its own part, and holds no more of a matrix than before.
 
-A row that several ranks hold in part (a flat cut) is added up first, n numbers a row.
+A row that several ranks hold in part (a flat shard's) is added up first, n numbers a row.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
 def _by_column_group(
     stacks: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Iterator[tuple[Group, list[int]]]:
-    """The stacks whose columns are cut, by the ranks that hold them and by dtype."""
+    """The stacks whose columns are sharded, by the ranks that hold them and by dtype."""
     cut: dict[tuple[Group, torch.dtype], list[int]] = {}
     for i, (stack, layout) in enumerate(zip(stacks, layouts, strict=True)):
         if layout.columns.group is not None:

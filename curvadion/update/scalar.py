@@ -30,8 +30,9 @@ def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
 
 def place_counter_(state: dict[str, Any], X: Tensor) -> None:
     """Bring a step counter, as a checkpoint may hold it, to where :func:`create_state` has it."""
-    if state["step"].device.type != X.device.type:
-        state["step"] = state["step"].to(_counter_device(X))
+    device = _counter_device(X)
+    if state["step"].device != device:
+        state["step"] = state["step"].to(device)
 
 
 def _counter_device(X: Tensor) -> torch.device:
@@ -70,7 +71,7 @@ def elementwise_step(
         x = X[i].float()
         step([x], [G[i].float()], [wide], options, limit=False)
         for key, value in wide.items():
-            if value is not states[i][key]:  # an earlier version saved moments in float16
+            if value is not states[i][key]:
                 states[i][key].copy_(saturated(value, states[i][key].dtype))
         X[i].copy_(saturated(x, X[i].dtype))
 

@@ -16,18 +16,18 @@ class Most(NamedTuple):
     """The most elements that are held together; a single matrix may have more.
 
     Attributes:
-        wave: of a wave's parameters on a rank. A step or an opening holds about five copies of it.
+        batch: of a batch, on a rank. A step or an opening holds about five copies of it.
         squares: of the n x n matrices of Newton-Schulz iterations, of which it holds about six.
         wide: of float64 copies while columns are orthonormalised.
     """
 
-    wave: int
+    batch: int
     squares: int
     wide: int
 
 
-ON_CPU = Most(wave=2**22, squares=2**20, wide=2**20)
-ON_ACCELERATORS = Most(wave=2**27, squares=2**26, wide=2**26)
+ON_CPU = Most(batch=2**22, squares=2**20, wide=2**20)
+ON_ACCELERATORS = Most(batch=2**27, squares=2**26, wide=2**26)
 
 
 def most_together(device: torch.device) -> Most:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -50,13 +49,3 @@ def sums_of_small_and_large(rank):
 def test_sums_are_wider_than_summands():
     (found,), *others = distributed.run(4, sums_of_small_and_large)
     assert found.tolist() == [8192.0, 4.0] and others == [[]] * 3
-
-
-@pytest.mark.parametrize("costs", [[1], [5, 1, 1, 1, 1, 1]])
-def test_work_is_divided_by_its_cost(costs):
-    found = distributed.run(2, divided, costs)
-    assert found == ([[0], []] if len(costs) == 1 else [[0], [1, 2, 3, 4, 5]])
-
-
-def divided(rank, costs):
-    return SharedWork(costs, dist.group.WORLD).mine

@@ -17,21 +17,21 @@ pytestmark = needs_fake_cuda
 # By case: operations of the first step, of an opening, and of a closed step if there is one.
 OPERATIONS = {
     "Dion, low_rank": (1560, 1010),
-    "Dion, polar, 8 ranks": (2670, 590),
-    "LowRank, RMMC, low_rank": (1780, 1240, 1240),
-    "LowRank, RMMC, polar, 8 ranks": (2640, 670, 550),
-    "LowRank, schedule, low_rank, 8 ranks": (3220, 1090, 1010),
-    "QuantizedAverage, schedule, polar, 8 ranks": (3010, 870, 550),
-    "QuantizedAverage, RMMC, polar": (1400, 810, 610),
-    "QuantizedAverage, RMMC, low_rank, 8 ranks": (4070, 1870, 1590),
-    "CodedGradients, polar, 8 ranks": (2810, 570),
-    "CodedGradients, low_rank, 8 ranks": (4000, 1670),
-    "1.3B: Dion, low_rank, 8 ranks": (8100, 3820),
-    "1.3B: QuantizedAverage, schedule, polar, 8 ranks": (6200, 2630, 1620),
-    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (7740, 3960, 3450),
+    "Dion, polar, 8 ranks": (2280, 580),
+    "LowRank, RMMC, low_rank": (1790, 1240, 1230),
+    "LowRank, RMMC, polar, 8 ranks": (2240, 660, 550),
+    "LowRank, schedule, low_rank, 8 ranks": (2790, 1080, 1000),
+    "QuantizedAverage, schedule, polar, 8 ranks": (2580, 870, 550),
+    "QuantizedAverage, RMMC, polar": (1400, 750, 600),
+    "QuantizedAverage, RMMC, low_rank, 8 ranks": (3670, 1870, 1590),
+    "CodedGradients, polar, 8 ranks": (2400, 570),
+    "CodedGradients, low_rank, 8 ranks": (3600, 1670),
+    "1.3B: Dion, low_rank, 8 ranks": (7900, 3820),
+    "1.3B: QuantizedAverage, schedule, polar, 8 ranks": (5970, 2600, 1610),
+    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (7530, 3950, 3450),
 }
 # The first step also compares the replicas, and creates states: right factors begin on the host.
-READS, READS_OF_THE_FIRST, COPIES = 1, 3, 0
+READS, READS_OF_THE_FIRST, COPIES = 1, 2, 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,7 +61,6 @@ def on_device(*shape, dtype=torch.float32):
         lambda x: x.tolist(),
         lambda x: x.cpu(),
         lambda x: bool(x.sum() > 0),
-        lambda x: float(x[0]),
         lambda x: torch.empty(3)[x.argmax()],
         lambda x: x[x.argmax()],
         lambda x: torch.empty(3).copy_(x),

@@ -1,4 +1,4 @@
-"""Flat shards, cut between elements as ZeRO and FSDP1 do, take the trajectory of whole matrices."""
+"""Flat shards, ranges of elements as in ZeRO and FSDP1, take the trajectory of whole matrices."""
 
 from __future__ import annotations
 
@@ -19,38 +19,30 @@ from curvadion.comm.groups import group_of_ranks, same_ranks
 from curvadion.layout.flat_shard import declare_flat_shard
 from flat_shards import FRACTION, declared, elements_of, flat, held, matrices_of, my_range, ranks_of
 from reference import DionReference
-from scheduled import OPEN_STEPS, STEPS, Watching
+from scheduled import Watching
 from seeded import gradient, weights
 from tolerance import Rounding, assert_within
 
 pytestmark = pytest.mark.numeric
 
+STEPS, OPEN_STEPS = 6, (1, 2, 5)
+
 # Shape, where the ranks' ranges end, group options.
-CUT_4 = {
+SHARDS_4 = {
     "through rows": ((7, 5), (3, 17, 18, 35), {}),
-    "through rows, wide": ((5, 7), (3, 17, 18, 35), {}),
-    "a row over three ranks": ((6, 10), (12, 15, 18, 60), {}),
     "a row over four ranks": ((3, 20), (4, 9, 13, 60), {}),
-    "a row over four ranks, tall": ((20, 3), (24, 25, 26, 60), {}),
     "shards smaller than a row": ((2, 9), (1, 2, 4, 18), {}),
     "empty shards": ((6, 4), (0, 11, 11, 24), {}),
-    "empty shards, wide": ((4, 6), (0, 11, 11, 24), {}),
-    "all on one rank": ((8, 3), (0, 0, 24, 24), {}),
     "between rows": ((8, 4), (8, 8, 20, 32), {}),
-    "between rows, wide": ((4, 8), (8, 8, 24, 32), {}),
     "a column": ((9, 1), (2, 3, 5, 9), {}),
-    "a row": ((1, 9), (2, 3, 5, 9), {}),
-    "row blocks": ((12, 5), (7, 23, 41, 60), {"row_blocks": 3}),
     "row blocks of both orientations": ((12, 5), (7, 23, 41, 60), {"row_blocks": [7, 2, 3]}),
-    "stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1}),
     "stacked row blocks": ((2, 6, 4), (5, 24, 27, 48), {"stack_dims": 1, "row_blocks": 2}),
     "convolution": ((6, 2, 3, 2), (5, 24, 51, 72), {}),
     "input first": ((7, 5), (3, 17, 18, 35), {"input_first": True}),
-    "input first, wide": ((5, 7), (3, 17, 18, 35), {"input_first": True}),
     "input first, square": ((6, 6), (3, 17, 20, 36), {"input_first": True}),
     "input first, stacked": ((3, 6, 4), (5, 24, 51, 72), {"stack_dims": 1, "input_first": True}),
 }
-CUT_2 = {
+SHARDS_2 = {
     "through a row": ((7, 5), (17, 35), {}),
     "through a row, wide": ((5, 7), (17, 35), {}),
     "nothing on the first": ((4, 6), (0, 24), {}),
@@ -124,10 +116,10 @@ def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=ST
         for i in range(replicas)
     ]
     mean = torch.stack(everything).mean(dim=0)
-    apart = torch.stack([(x - mean).square().sum() for x in everything]).mean().sqrt()
+    drifted = torch.stack([(x - mean).square().sum() for x in everything]).mean().sqrt()
     wrong = max(abs(a - b) / b for a, b in zip(gate.seen[1:], rmmc[1:], strict=True))
     errors["rmmc"] = wrong / 10  # a difference of norms: a digit less is exact
-    errors["drift"] = abs(optimizer.drift() - (apart / mean.norm()).item())
+    errors["drift"] = abs(optimizer.drift() - (drifted / mean.norm()).item())
     return errors
 
 
@@ -138,27 +130,16 @@ def assert_small(errors_by_rank, steps=STEPS):
 
 
 ARRANGEMENTS = {
-    "4 shards": (1, CUT_4, {}),
-    "4 shards, the first rank holds the end": (1, CUT_4, {"backwards": True}),
-    "2 replicas of 2 shards": (2, CUT_2, {}),
-    "2 replicas of 4 shards": (2, CUT_4, {}),
+    "4 shards, the first rank holds the end": (1, SHARDS_4, {"backwards": True}),
+    "2 replicas of 2 shards": (2, SHARDS_2, {}),
+    "2 replicas of 4 shards": (2, SHARDS_4, {}),
 }
 
 
-# By default all open the gates of a schedule below.
-@pytest.mark.parametrize("name", ["4 shards", "2 replicas of 2 shards"])
-def test_open_gate_takes_the_whole_trajectory_with_qr_and_plain_momentum(name):
-    replicas, cases, how = ARRANGEMENTS[name]
-    shards = 2 if cases is CUT_2 else 4
-    options = {"right_factor": "qr", "momentum_rule": "plain"}
-    assert_small(run(replicas * shards, replicas, cases, None, options, {**how, "steps": 4}), 4)
-
-
-# Each cut, each way of holding it and replicas meet both local steps.
+# Each case, each way of holding it and replicas meet both local steps.
 @pytest.mark.parametrize(
     ("name", "local_step"),
     [
-        ("4 shards", "dion"),
         ("4 shards, the first rank holds the end", "gradient"),
         ("2 replicas of 2 shards", "gradient"),
         ("2 replicas of 4 shards", "dion"),
@@ -166,11 +147,9 @@ def test_open_gate_takes_the_whole_trajectory_with_qr_and_plain_momentum(name):
 )
 def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_step):
     replicas, cases, how = ARRANGEMENTS[name]
-    shards = 2 if cases is CUT_2 else 4
+    shards = 2 if cases is SHARDS_2 else 4
     options = {"local_step": local_step, "local_lr": 0.005}
-    # Replicas look at single gradients at the tenth step.
-    how = {**how, "steps": 6 if replicas == 1 else STEPS}
-    assert_small(run(replicas * shards, replicas, cases, OPEN_STEPS, options, how), how["steps"])
+    assert_small(run(replicas * shards, replicas, cases, OPEN_STEPS, options, how))
 
 
 def run(world, replicas, cases, schedule, options, how):
@@ -182,7 +161,7 @@ def train_with(rank, replicas, cases, schedule, options, how):
 
 
 @st.composite
-def flat_cuts(draw, shards):
+def flat_shards_of(draw, shards):
     """A shape, options that fit it, and boundaries anywhere."""
     blocks = draw(st.integers(1, 3))
     stack = draw(st.sampled_from([(), (), (2,)]))
@@ -194,22 +173,22 @@ def flat_cuts(draw, shards):
     return shape, (*sorted(inner), math.prod(shape)), own
 
 
-def several_cuts(shards):
-    return st.lists(flat_cuts(shards), min_size=2, max_size=2)
+def several_cases(shards):
+    return st.lists(flat_shards_of(shards), min_size=2, max_size=2)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
-    cuts=st.sampled_from([2, 3, 4]).flatmap(several_cuts),
+    shardings=st.sampled_from([2, 3, 4]).flatmap(several_cases),
     replicas=st.sampled_from([1, 1, 2]),
     schedule=st.sampled_from([None, (2, 3)]),
     backwards=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_any_shape_and_boundaries(cuts, replicas, schedule, backwards, seed):
+def test_any_shape_and_boundaries(shardings, replicas, schedule, backwards, seed):
     how = {"backwards": backwards, "steps": 3, "seed": seed}
-    cases = {f"drawn {i}": each for i, each in enumerate(cuts)}
-    world = replicas * len(cuts[0][1])
+    cases = {f"drawn {i}": each for i, each in enumerate(shardings)}
+    world = replicas * len(shardings[0][1])
     assert_small(run(world, replicas, cases, schedule, {}, how), how["steps"])
 
 
@@ -247,7 +226,7 @@ def sent(rank, replicas, cases, threshold):
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1e9])
-@pytest.mark.parametrize(("replicas", "cases"), [(1, CUT_4), (2, CUT_2)], ids=["4", "2x2"])
+@pytest.mark.parametrize(("replicas", "cases"), [(1, SHARDS_4), (2, SHARDS_2)], ids=["4", "2x2"])
 def test_bytes_are_those_of_the_formulas(replicas, cases, threshold):
     world = replicas * len(next(iter(cases.values()))[1])
     for actual, expected, gate_open in distributed.run(world, sent, replicas, cases, threshold):
@@ -289,10 +268,10 @@ def first_step(rank, ends, replicas):
         ([(0, 10), (10, 20)] * 2, "replicate", "do not cover its 24 elements"),
         ([(0, 10), (9, 24)] * 2, "replicate", "do not cover its 24 elements"),
         ([(0, 24), (0, 24)] * 2, "replicate", "do not cover its 24 elements"),
-        ([(0, 10), (10, 24), (0, 11), (11, 24)], "replicate", "optimizers differ"),
+        ([(0, 10), (10, 24), (0, 11), (11, 24)], "replicate", "hold different weights"),
     ],
 )
-def test_shards_must_cover_the_tensor_once_and_alike_on_all_replicas(ends, replicas, message):
+def test_shards_must_cover_the_tensor_once_and_equally_on_all_replicas(ends, replicas, message):
     for raised in distributed.run(4, first_step, ends, replicas):
         assert message in raised
 
@@ -307,11 +286,3 @@ def other_communicators(rank):
 
 def test_a_group_of_other_backends_is_not_taken():
     assert distributed.run(2, other_communicators) == [(False, True, True)] * 2
-
-
-def test_blocks_of_outputs_that_come_second_are_refused():
-    parameter = declared(torch.ones(4, 6), (24,), 0, None)
-    optimizer = Dion([{"params": [("qkv", parameter)], "input_first": True, "row_blocks": 3}])
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(ValueError, match=r"qkv: row_blocks=3 with input_first=True .* FSDP2"):
-        optimizer.step()

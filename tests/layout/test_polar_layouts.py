@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flat_shards import CUT_2, CUT_4, declared, groups_of
+from test_flat_shards import SHARDS_2, SHARDS_4, declared, groups_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
+import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from flat_shards import elements_of, flat, matrices_of, my_range
 from mesh_layouts import LAYOUTS, SHAPES, place
@@ -61,23 +62,31 @@ def train(rank, sizes, layout, replica_axis, shapes, schedule, dtype, options, s
     return max(errors)
 
 
-# Cut rows, cut columns, both, twice; empty shards, replicas, copies of shards.
-CUTS = [
+# Rows, columns, both, one twice; empty shards, replicas, copies of shards.
+SHARDED = [
     "fsdp 8, with empty shards",
     "hsdp 2x2",
     "tp rowwise 4",
     "dp x tp rowwise",
     "fsdp x tp, different dimensions",
-    "fsdp x tp, the same dimension",
+    "fsdp x tp, the same dimension, 4x2",
     "fsdp x tp, replicated over tp",
-    "dp x fsdp x tp, different dimensions",
+    "dp x fsdp x tp, the same dimension",
 ]
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", SHARDED)
 def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name):
     sizes, layout, replica_axis = LAYOUTS[name]
-    arguments = (sizes, layout, replica_axis, SHAPES, OPEN_STEPS, torch.float64, {"nesterov": 1.5})
+    arguments = (
+        sizes,
+        layout,
+        replica_axis,
+        SHAPES,
+        OPEN_STEPS,
+        torch.float64,
+        {"look_ahead": 1.5},
+    )
     errors = distributed.run(torch.Size(sizes).numel(), train, *arguments)
     assert_within(max(errors), FLOAT64)
 
@@ -89,7 +98,7 @@ def train_beside_one_process(rank, sizes, layout, replica_axis):
     group = None if replica_axis is None else mesh.get_group(replica_axis)
     X = [nn.Parameter(shard(weights(shape), layout, mesh)) for shape in SHAPES]
     whole = [nn.Parameter(weights(shape)) for shape in SHAPES]
-    how = {"direction": "polar", "nesterov": 1.0}
+    how = {"direction": "polar", "look_ahead": 1.0}
     optimizers = Dion(X, replicas=group or "single", **how), Dion(whole, replicas="single", **how)
     for step in range(10):
         for x, w in zip(X, whole, strict=True):
@@ -104,7 +113,7 @@ def train_beside_one_process(rank, sizes, layout, replica_axis):
     )
 
 
-@pytest.mark.parametrize("name", ["fsdp 4", "tp rowwise", "hsdp 2x2"])
+@pytest.mark.parametrize("name", ["tp rowwise 4", "hsdp 2x2"])
 def test_float32_follows_one_process(name):
     world = torch.Size(LAYOUTS[name][0]).numel()
     errors = distributed.run(world, train_beside_one_process, *LAYOUTS[name])
@@ -113,14 +122,14 @@ def test_float32_follows_one_process(name):
 
 @settings(max_examples=5, deadline=None)
 @given(
-    cut=st.sampled_from(
+    sharding=st.sampled_from(
         [((3,), ("0",)), ((3,), ("1",)), ((4,), ("1",)), ((2, 2), ("0", "1")), ((2, 2), ("1", "1"))]
     ),
     matrices=st.lists(st.tuples(*2 * [st.integers(1, 19)]), min_size=2, max_size=3),
     seed=st.integers(0, 100),
 )
-def test_any_shape_and_cut(cut, matrices, seed):
-    sizes, layout = cut
+def test_any_shape_and_sharding(sharding, matrices, seed):
+    sizes, layout = sharding
     shapes = [shape for m, n in matrices for shape in ((m, n), (n, m), (m, n))]
     arguments = (sizes, layout, None, shapes, None, torch.float64, {}, seed)
     errors = distributed.run(torch.Size(sizes).numel(), train, *arguments)
@@ -167,11 +176,10 @@ def train_flat(rank, replicas, cases, schedule):
     return errors
 
 
-@pytest.mark.parametrize(("replicas", "cases"), [(1, CUT_4), (2, CUT_2)], ids=["4", "2x2"])
-@pytest.mark.parametrize("schedule", [None, OPEN_STEPS], ids=["open", "schedule"])
-def test_flat_shards_take_the_whole_trajectory(replicas, cases, schedule):
+@pytest.mark.parametrize(("replicas", "cases"), [(1, SHARDS_4), (2, SHARDS_2)], ids=["4", "2x2"])
+def test_flat_shards_take_the_whole_trajectory(replicas, cases):
     world = replicas * len(next(iter(cases.values()))[1])
-    for errors in distributed.run(world, train_flat, replicas, cases, schedule):
+    for errors in distributed.run(world, train_flat, replicas, cases, OPEN_STEPS):
         assert_within(errors.pop("rmmc"), Rounding(torch.float32))  # as the gate's signal is
         for name, error in errors.items():
             assert_within(error, FLOAT64, what=name)
@@ -198,7 +206,8 @@ def sent(rank, sizes, layout, count):
 def test_rows_send_two_triangles_a_matrix():
     ranks, count, n = 4, 8, 16
     triangle = n * (n + 1) // 2
-    agreement = 16 + 8 * count + 4 * count  # the gate, the norms that it reads, the exponents
+    # The gate, the norms that it reads, the exponents.
+    agreement = formulas.GATE + 8 * count + 4 * count
     # A share of each triangle to every rank, and of all results. A result has one number more.
     wanted = agreement + 4 * (1 + 1 / ranks) * count * (triangle + triangle + 1)
     for total, calls in distributed.run(ranks, sent, (ranks,), ("0",), count):
@@ -222,7 +231,7 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_parameters()
 
 
 def stacked_experts(rank, options):
-    """Distance of stacked experts, cut along the stack or the rows, from separate matrices."""
+    """Distance of stacked experts, sharded along the stack or the rows, from separate matrices."""
     mesh = init_device_mesh("cpu", (2,))
     errors = []
     for kind in "0", "1", "2":
@@ -245,7 +254,6 @@ def stacked_experts(rank, options):
     return errors
 
 
-@pytest.mark.parametrize("options", [{}, {"row_blocks": 2}], ids=str)
-def test_stacked_matrices(options):
-    for errors in distributed.run(2, stacked_experts, options):
+def test_stacked_matrices():
+    for errors in distributed.run(2, stacked_experts, {"row_blocks": 2}):
         assert_within(max(errors), FLOAT64)

@@ -1,4 +1,4 @@
-"""The squares of matrices are cut evenly: each number lies on one rank of each copy."""
+"""The squares of matrices are sharded evenly: each number lies on one rank of each copy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +24,6 @@ OPTIONS = {
     "rank_fraction": 1.0,
     "rank_multiple_of": 1,
 }
-STACKS = [(3, 6, 4), (5, 4, 7)]
 BLOCKS = (11, 1, 6)
 
 
@@ -51,7 +48,7 @@ def held_on_mesh(rank, sizes, layout):
 def test_each_number_lies_on_one_rank_of_each_copy(name):
     sizes, layout, _ = LAYOUTS[name]
     ranks = distributed.run(math.prod(sizes), held_on_mesh, sizes, layout)
-    copies = math.prod(size for size, cut in zip(sizes, layout, strict=True) if cut == "r")
+    copies = math.prod(size for size, kind in zip(sizes, layout, strict=True) if kind == "r")
     for of_one in zip(*ranks, strict=True):
         sides = of_one[0][0]
         total = sum(n * n for n in sides)
@@ -64,50 +61,6 @@ def test_each_number_lies_on_one_rank_of_each_copy(name):
         shares = [sum(stop - start for start, stop in parts) for _, parts, _ in of_one]
         even = total * copies / len(ranks)
         assert max(shares) <= even + len(sizes) * 2  # each axis rounds up once
-
-
-def stacks(rank, cut):
-    mesh = init_device_mesh("cpu", (2,))
-    found = []
-    for shape in STACKS:
-        X = nn.Parameter(shard(weights(shape), (cut,), mesh))
-        n, local = min(shape[1:]), X.to_local()
-        squares = create_squares(X, OPTIONS | {"stack_dims": 1})
-        squares.to_local().copy_(
-            torch.arange(squares.to_local().numel()).view_as(squares.to_local())
-        )
-        parts = list(squares_held(X, squares, [n] * len(local)))
-        assert torch.equal(torch.cat([p for p, _ in parts]), squares.to_local().flatten())
-        found.append((len(local), [(w.start, w.stop) for _, w in parts], tuple(squares.shape)))
-    return found
-
-
-@pytest.mark.parametrize("cut", ["0", "1", "2", "r"])
-def test_stacks_are_cut_as_their_parameters_are(cut):
-    ranks = distributed.run(2, stacks, cut)
-    for i, (count, rows, columns) in enumerate(STACKS):
-        n2 = min(rows, columns) ** 2
-        for held, parts, shape in (found[i] for found in ranks):
-            assert shape == (count, n2)
-            assert len(parts) == held
-            if cut in "0r":
-                assert parts == [(0, n2)] * held
-        if cut in "12":
-            assert [found[i][1] for found in ranks] == [
-                [(0, -(-n2 // 2))] * count, [(-(-n2 // 2), n2)] * count
-            ]  # fmt: skip
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 9))
-def test_squares_of_an_uncut_flat_tensor_are_whole(rows, columns):
-    parameter = nn.Parameter(torch.zeros(sum(rows) * columns))
-    declare_flat_shard(parameter, (sum(rows), columns), 0, parameter.numel(), None)
-    options = OPTIONS | {"row_blocks": tuple(rows)}
-    sides = [min(r, columns) for r in rows]
-    squares = create_squares(parameter, options)
-    parts = list(squares_held(parameter, squares, sides))
-    assert [(w.start, w.stop) for _, w in parts] == [(0, n * n) for n in sides]
-    assert [len(part) for part, _ in parts] == [n * n for n in sides]
 
 
 def flat(rank, bounds):

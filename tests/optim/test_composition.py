@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 import re
 
 import pytest
@@ -24,10 +22,7 @@ from curvadion import (
     FixedPeriod,
     LowRank,
     QuantizedAverage,
-    Sync,
 )
-from curvadion.sync.base import Costs
-from curvadion.sync.low_rank import low_rank_open_step
 from pairwise import all_pairs
 
 GATES = {
@@ -48,7 +43,7 @@ SYNCS = {
 KEYS = {
     "default": {},
     "gradient": {"local_step": "gradient", "local_lr": 0.01},
-    "plain": {"momentum_rule": "plain", "nesterov": 1.0, "rank_fraction": 0.5},
+    "plain": {"momentum_rule": "plain", "look_ahead": 1.0, "rank_fraction": 0.5},
 }
 
 
@@ -78,7 +73,7 @@ CHOICES = [
 
 
 def train_all(rank):
-    """Of each combination: gates, whether replicas can come together, and what they hold then."""
+    """Of each combination: openings, and the drift and weights after a synchronisation."""
     found = {}
     for gate, sync, keys in CHOICES:
         model = toy.model()
@@ -112,115 +107,48 @@ def test_every_gate_goes_with_every_sync_and_every_direction():
 # ---------------------------------------------------------------- what is shown
 
 RESOLVED = [
-    ({}, "RMMC(threshold=0.3)", "LowRank(average_weights=True)", 0.25, "column_normalized"),
-    (
-        {"sync": LowRank(average_weights=False), "gate": FixedPeriod(4)},
-        "FixedPeriod(period=4)", "LowRank(average_weights=False)", 0.25, "column_normalized",
-    ),
+    ({}, "RMMC(threshold=0.3)", "LowRank(average_weights=True)", 0.25, "column_normalized", 0.0),
     (
         {"wire_budget": 0.1}, "ByteBudget(share=0.1, by='period')",
         "QuantizedAverage(bits=3, fragments=1, align_momentum=True, polar_correction=True, "
         "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
-        1.0, "qr",
+        1.0, "qr", None,
     ),
     (
-        {"gate": ByteBudget(0.01, "rmmc")}, "ByteBudget(share=0.01, by='rmmc')",
+        {"gate": FixedPeriod(6), "sync": QuantizedAverage(), "rank_fraction": 0.5},
+        "FixedPeriod(period=6)",
         "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
         "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
-        1.0, "qr",
+        0.5, "qr", 3.9,
     ),
     (
-        {"wire_budget": 0.1, "sync": QuantizedAverage(3, fragments=3, polar_correction=False)},
-        "ByteBudget(share=0.1, by='period')",
-        "QuantizedAverage(bits=3, fragments=3, align_momentum=True, polar_correction=False, "
+        {"gate": FixedPeriod(25), "sync": QuantizedAverage(bits=4, fragments=3), "look_ahead": 0.5},
+        "FixedPeriod(period=25)",
+        "QuantizedAverage(bits=4, fragments=3, align_momentum=True, polar_correction=True, "
         "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
-        1.0, "qr",
-    ),
-    (
-        {"gate": FixedPeriod(2), "sync": QuantizedAverage(), "rank_fraction": 0.5},
-        "FixedPeriod(period=2)",
-        "QuantizedAverage(bits=2, fragments=1, align_momentum=True, polar_correction=True, "
-        "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)",
-        0.5, "qr",
+        1.0, "qr", 0.5,
     ),
     (
         {"sync": CodedGradients()}, "AlwaysOpen()",
-        "CodedGradients(bits=3, residual_dtype='bfloat16')", 1.0, "qr",
-    ),
-    (
-        {"wire_budget": 0.9, "sync": CodedGradients(residual_dtype="float32")},
-        "ByteBudget(share=0.9, by='period')",
-        "CodedGradients(bits=2, residual_dtype='float32')", 1.0, "qr",
+        "CodedGradients(bits=3, residual_dtype='bfloat16')", 1.0, "qr", 2.0,
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "gate", "sync", "rank_fraction", "right_factor"), RESOLVED)
+@pytest.mark.parametrize(
+    ("options", "gate", "sync", "rank_fraction", "right_factor", "look_ahead"), RESOLVED
+)
 def test_repr_shows_the_choices_and_what_none_stands_for(
-    options, gate, sync, rank_fraction, right_factor
+    options, gate, sync, rank_fraction, right_factor, look_ahead
 ):
     text = repr(CurvaDion([matrix()], max_local_steps=None, **options))
     assert f"\n    gate: {gate}\n" in text
     assert f"\n    sync: {sync}\n" in text
     assert f"    rank_fraction: {rank_fraction}\n" in text
     assert f"    right_factor: {right_factor}\n" in text
-    (nesterov,) = re.findall(r"    nesterov: (.*)\n", text)
-    assert float(nesterov) >= 0
-    assert (float(nesterov) > 0) == ("LowRank" not in sync)
+    (shown,) = re.findall(r"    look_ahead: (.*)\n", text)
+    assert float(shown) == look_ahead if look_ahead is not None else float(shown) > 0
     assert "None" not in text.replace("local_lr: None", "").replace("_dtype: None", "")
-
-
-def test_repr_of_dion_shows_what_it_is_short_for():
-    text = repr(Dion([matrix()]))
-    assert text.startswith("Dion (")
-    assert "gate: AlwaysOpen()" in text and "sync: LowRank(average_weights=True)" in text
-
-
-def test_look_ahead_follows_the_period_between_agreements_on_a_weight():
-    def look_ahead(**options):
-        optimizer = CurvaDion([matrix()], max_local_steps=None, **options)
-        return optimizer.param_groups[0]["nesterov"]
-
-    for period, expected in ((1, 1.6), (6, 3.9), (25, 4.1)):
-        assert look_ahead(gate=FixedPeriod(period), sync=QuantizedAverage()) == expected
-    assert look_ahead(gate=FixedPeriod(6), sync=LowRank()) == 0.0
-    assert look_ahead(gate=FixedPeriod(6), sync=QuantizedAverage(), nesterov=0.5) == 0.5
-
-
-# ---------------------------------------------------------------- whose they are
-
-
-def test_a_sync_given_to_two_optimizers_is_nobodys():
-    sync = QuantizedAverage(fragments=2)
-    x, y = [matrix(), matrix()], [matrix(), matrix()]
-    first = CurvaDion(x, gate=FixedPeriod(2), sync=sync)
-    second = CurvaDion(y, wire_budget=0.1, sync=sync)
-    assert len({id(sync), id(first.sync), id(second.sync)}) == 3
-    assert (first.sync.bits, second.sync.bits) == (2, 4)
-    for each in x:
-        each.grad = torch.ones_like(each)
-    first.step()
-    assert first.sync.fragments_apart == 2
-    first.step()
-    assert first.sync.next_fragment == 1
-    for untouched in (sync, second.sync):
-        assert (untouched.fragments_apart, untouched.next_fragment) == (0, 0)
-    assert (sync.bits, repr(sync)) == (2, repr(QuantizedAverage(fragments=2)))
-
-
-def test_copies_of_an_optimizer_take_the_choices_along():
-    x = matrix()
-    optimizer = CurvaDion([x], gate=FixedPeriod(3), sync=QuantizedAverage(bits=4))
-    x.grad = torch.ones_like(x)
-    optimizer.step()
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert repr(twin) == repr(optimizer)
-        assert twin.sync is not optimizer.sync
-        assert twin.progress.local_steps == twin.sync.fragments_apart == 1
-        twin.synchronize()
-        assert twin.progress.local_steps == twin.sync.fragments_apart == 0
-        assert optimizer.progress.local_steps == optimizer.sync.fragments_apart == 1
-        assert not (optimizer.apart or twin.apart)  # there is one replica
 
 
 # ---------------------------------------------------------------- what does not compose
@@ -229,11 +157,7 @@ def test_copies_of_an_optimizer_take_the_choices_along():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"sync": "quantized"}, r"sync='quantized' must be a Sync.*QuantizedAverage.*got str"),
         ({"sync": LowRank}, r"sync=<class .*LowRank'> must be a Sync.*got ABCMeta"),
-        ({"sync": RMMC(0.3)}, r"sync=RMMC\(threshold=0\.3\) must be a Sync.*got RMMC"),
-        ({"gate": "rmmc"}, r"gate='rmmc' must be a Gate.*got str"),
-        ({"gate": LowRank()}, r"gate=LowRank\(average_weights=True\) must be a Gate.*got LowRank"),
         ({"gate": 0.3, "sync": LowRank()}, r"gate=0\.3 must be a Gate"),
     ],
     ids=repr,
@@ -243,38 +167,12 @@ def test_wrong_types_name_the_argument(options, text):
         CurvaDion([matrix()], **options)
 
 
-class Untold(Sync):
-    """Takes the papers' step, and does not say what it costs."""
-
-    def open_step(self, step):
-        low_rank_open_step(step)
-
-
-class Told(Untold):
-    def prepare(self, sizes):
-        return Costs(opening_bytes=sum(sizes))
-
-
 @pytest.mark.parametrize("budget", [{"wire_budget": 0.1}, {"gate": ByteBudget(0.1)}], ids=repr)
-@pytest.mark.parametrize("sync", [LowRank(), LowRank(average_weights=False), Untold()])
+@pytest.mark.parametrize("sync", [LowRank(average_weights=False)])
 def test_a_budget_needs_a_sync_that_knows_its_costs(budget, sync):
     text = rf"sync=.*{type(sync).__name__}.*with gate=ByteBudget\(share=0\.1.*QuantizedAverage\(\)"
     with pytest.raises(ValueError, match=text):
         CurvaDion([matrix()], sync=sync, **budget)
-
-
-def test_a_users_sync_that_tells_its_costs_goes_with_a_budget():
-    x = nn.Parameter(torch.ones(32, 24))
-    optimizer = CurvaDion([x], wire_budget=0.1, sync=Told(), replicas="single")
-    x.grad = torch.ones_like(x)
-    opened = []
-    for _ in range(12):
-        optimizer.step()
-        opened.append(optimizer.report.gate_open)
-    assert optimizer.gate.open_cost == pytest.approx(0.25 + 16 / (4 * x.numel()))
-    # Half of what steps earn is kept back until it pays for one more opening.
-    assert 0 < sum(opened) <= 12 * 0.1 / 0.25
-    assert type(optimizer.sync) is Told
 
 
 @pytest.mark.parametrize(
@@ -309,21 +207,15 @@ def trajectories(rank, options):
     "options",
     [
         {},
-        {"nesterov": 1.0, "momentum_rule": "plain", "right_factor": "qr"},
         {"rank_fraction": 0.5, "momentum_dtype": "bfloat16", "q_dtype": "bfloat16"},
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_dion_is_curvadion_with_a_gate_that_is_always_open(ranks, options):
+def test_dion_is_curvadion_with_a_gate_that_is_always_open(options):
     for (weights, states, reports), (again, states_again, reports_again) in distributed.run(
-        ranks, trajectories, options
+        2, trajectories, options
     ):
         toy.assert_bitwise_equal(weights, again)
         toy.assert_bitwise_equal(states, states_again)
         assert reports == reports_again
         assert {report.reason for report in reports} == {"always"}
-
-
-def test_curvadion_is_a_dion():
-    assert issubclass(CurvaDion, Dion)

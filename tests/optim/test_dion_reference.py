@@ -51,7 +51,15 @@ def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.
     multiple = options.get("rank_multiple_of", 1)
     smaller = min(shape)
     r = min(multiple * -(-round(rank_fraction * smaller, 9) // multiple), smaller)
-    keys = ("lr", "mu", "nesterov", "momentum_rule", "right_factor", "local_step", "local_lr")
+    keys = (
+        "lr",
+        "momentum",
+        "look_ahead",
+        "momentum_rule",
+        "right_factor",
+        "local_step",
+        "local_lr",
+    )
     known = {key: options[key] for key in keys if key in options}
     wd = options.get("weight_decay", 0.01)
     reference = DionReference(X.detach(), 1, int(r), wd=wd, **known)
@@ -68,7 +76,7 @@ def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("rank_fraction", [1.0, 0.5, 0.1])
 @pytest.mark.parametrize("name", SHAPES)
 def test_update_equals_the_equations(name, rank_fraction, seed):
@@ -86,12 +94,12 @@ FACTORS = ["column_normalized", "qr"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "momentum_rule", "right_factor", "nesterov"),
+    ("shape", "momentum_rule", "right_factor", "look_ahead"),
     all_pairs([(40, 16), (16, 40)], RULES, FACTORS, [0.0, 1.5]),
 )
-def test_rules_and_right_factors(shape, momentum_rule, right_factor, nesterov):
+def test_rules_and_right_factors(shape, momentum_rule, right_factor, look_ahead):
     rules = dict(momentum_rule=momentum_rule, right_factor=right_factor)
-    assert_within(max(run(Dion, shape, 0.5, nesterov=nesterov, **rules)), TEN_STEPS)
+    assert_within(max(run(Dion, shape, 0.5, look_ahead=look_ahead, **rules)), TEN_STEPS)
 
 
 @pytest.mark.parametrize("local_step", ["dion", "gradient"])
@@ -99,7 +107,7 @@ def test_rules_and_right_factors(shape, momentum_rule, right_factor, nesterov):
 def test_local_steps_between(local_step, momentum_rule):
     errors = run(
         CurvaDion, (24, 40), 0.5, gate=FixedPeriod(4), local_step=local_step, local_lr=0.01,
-        momentum_rule=momentum_rule, nesterov=1.0, steps=10,
+        momentum_rule=momentum_rule, look_ahead=1.0, steps=10,
     )  # fmt: skip
     assert_within(max(errors), TEN_STEPS)
 
@@ -111,17 +119,17 @@ def test_local_steps_between(local_step, momentum_rule):
     rank_fraction=st.floats(0.01, 1.0),
     multiple=st.sampled_from([1, 2, 8]),
     lr=st.floats(1e-4, 0.1),
-    mu=st.floats(0.0, 0.99),
-    nesterov=st.sampled_from([0.0, 1.0, 2.5]),
+    momentum=st.floats(0.0, 0.99),
+    look_ahead=st.sampled_from([0.0, 1.0, 2.5]),
     weight_decay=st.floats(0.0, 0.5),
     seed=st.integers(0, 1000),
 )
 def test_any_shape_rank_and_hyperparameters(
-    m, n, rank_fraction, multiple, lr, mu, nesterov, weight_decay, seed
+    m, n, rank_fraction, multiple, lr, momentum, look_ahead, weight_decay, seed
 ):
     errors = run(
-        Dion, (m, n), rank_fraction, rank_multiple_of=multiple, lr=lr, mu=mu, seed=seed,
-        nesterov=nesterov, weight_decay=weight_decay, dtype=torch.float64, steps=4,
+        Dion, (m, n), rank_fraction, rank_multiple_of=multiple, lr=lr, momentum=momentum, seed=seed,
+        look_ahead=look_ahead, weight_decay=weight_decay, dtype=torch.float64, steps=4,
     )  # fmt: skip
     # Momenta that are drawn may be nearly singular.
     assert_within(errors[0], Rounding(torch.float64, terms=33, condition=1e6, steps=4))

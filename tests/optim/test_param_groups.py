@@ -81,21 +81,7 @@ def test_tied_gpt_has_one_head_and_no_second_name_for_it():
     assert routed["matrix"] == block_matrices()
 
 
-def test_head_is_known_by_its_width_under_any_name():
-    model = GPT()
-    model.to_words = model.lm_head
-    del model.lm_head
-    assert routes(model)["head"] == ["to_words.weight"]
-
-
-def test_as_many_positions_as_the_width_makes_no_heads():
-    """GPT-2 medium: 1024 positions, width 1024."""
-    routed = routes(GPT(positions=8, width=8))
-    assert routed["matrix"] == block_matrices()
-    assert routed["head"] == ["lm_head.weight"]
-
-
-@pytest.mark.parametrize("name", ["head", "lm_head", "output", "classifier", "score", "embed_out"])
+@pytest.mark.parametrize("name", ["head", "lm_head", "output", "score"])
 def test_output_heads_by_name(name):
     model = nn.ModuleDict({"body": nn.Linear(4, 5), name: nn.Linear(5, 3)})
     routed = routes(model)
@@ -106,12 +92,11 @@ def test_output_heads_by_name(name):
     }
 
 
-@pytest.mark.parametrize("name", ["head", "output"])
-def test_heads_inside_numbered_blocks_are_matrices(name):
-    """BERT calls each layer's feed-forward projection ``output``, and attention has heads."""
-    attention = nn.ModuleDict({name: nn.Linear(8, 8, bias=False)})
+def test_heads_inside_numbered_blocks_are_matrices():
+    """BERT calls each layer's feed-forward projection ``output``."""
+    attention = nn.ModuleDict({"output": nn.Linear(8, 8, bias=False)})
     model = nn.ModuleDict({"layers": nn.ModuleList([Block(8, attention)])})
-    assert f"layers.0.attn.{name}.weight" in routes(model)["matrix"]
+    assert "layers.0.attn.output.weight" in routes(model)["matrix"]
 
 
 def test_transformer_encoder():
@@ -125,31 +110,6 @@ def test_transformer_encoder():
     assert set(routed) == {"matrix", "vector"}
 
 
-def test_attention_with_separate_projections_and_biases():
-    attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
-    routed = routes(attention)
-    assert set(routed["matrix"]) == {
-        *(f"{part}_proj_weight" for part in "qkv"),
-        "out_proj.weight",
-    }
-    assert {"bias_k", "bias_v", "in_proj_bias", "out_proj.bias"} == set(routed["vector"])
-
-
-def test_subclasses_of_matrix_modules():
-    class Attention(nn.MultiheadAttention):
-        pass
-
-    class Projection(nn.Linear):
-        pass
-
-    model = nn.ModuleDict({"attn": Attention(8, 2), "project": Projection(8, 4, bias=False)})
-    assert set(routes(model)["matrix"]) == {
-        "attn.in_proj_weight",
-        "attn.out_proj.weight",
-        "project.weight",
-    }
-
-
 def test_convolutions_are_no_matrices():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv1d(8, 8, 1), nn.Flatten(), nn.Linear(8, 4)
@@ -157,14 +117,6 @@ def test_convolutions_are_no_matrices():
     routed = routes(model)
     assert routed["matrix"] == ["4.weight"]
     assert set(routed["vector"]) == trainable(model) - {"4.weight"}
-
-
-def test_parameters_of_their_own_are_vectors():
-    model = nn.Module()
-    model.table = nn.Parameter(torch.zeros(4, 4))
-    model.scale = nn.Parameter(torch.ones(()))
-    model.linear = nn.Linear(4, 2, bias=False)
-    assert routes(model) == {"matrix": ["linear.weight"], "vector": ["table", "scale"]}
 
 
 def test_root_that_is_a_layer():
@@ -178,12 +130,6 @@ def test_shared_modules_count_once_under_their_first_name():
     assert routes(model) == {"matrix": ["encoder.0.weight"], "vector": ["encoder.0.bias"]}
 
 
-def test_weight_shared_between_layers_counts_once():
-    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
-    model["b"].weight = model["a"].weight
-    assert routes(model) == {"matrix": ["a.weight"]}
-
-
 def test_frozen_parameters_are_left_out():
     model = GPT()
     model.wte.requires_grad_(False)
@@ -192,14 +138,6 @@ def test_frozen_parameters_are_left_out():
     assert routed["embedding"] == ["wpe.weight"]
     assert routed["matrix"] == [n for n in block_matrices() if n.startswith("h.1")]
     assert {name for names in routed.values() for name in names} == trainable(model)
-
-
-def test_head_of_a_frozen_vocabulary_is_still_a_head():
-    model = GPT()
-    model.wte.requires_grad_(False)
-    model.to_words = model.lm_head
-    del model.lm_head
-    assert routes(model)["head"] == ["to_words.weight"]
 
 
 # ---------------------------------------------------------------- patterns and options
@@ -220,29 +158,17 @@ def test_first_pattern_that_matches_counts():
         routes(GPT(), patterns=dict([wide, narrow]))
 
 
-def test_patterns_are_case_sensitive_and_whole():
-    with pytest.raises(ValueError, match="match no"):
-        routes(GPT(), patterns={"LM_HEAD.weight": "matrix"})
-    with pytest.raises(ValueError, match="match no"):
-        routes(GPT(), patterns={"lm_head": "matrix"})
-
-
-def test_pattern_reaches_a_tied_weight_by_its_first_name():
-    routed = routes(GPT(tied=True), patterns={"wte.weight": "matrix"})
-    assert "wte.weight" in routed["matrix"]
-
-
 def test_groups_hold_algorithms_names_and_options():
     model = GPT()
     groups = param_groups(
         model,
         elementwise="lion",
-        options={"matrix": {"lr": 0.1, "mu": 0.9}, "head": {"weight_decay": 0.2}},
+        options={"matrix": {"lr": 0.1, "momentum": 0.9}, "head": {"weight_decay": 0.2}},
     )
     by_name = {name: (p, group) for group in groups for name, p in group["params"]}
     assert all(by_name[name][0] is p for name, p in model.named_parameters())
     matrix = by_name["h.0.mlp.0.weight"][1]
-    assert (matrix["algorithm"], matrix["lr"], matrix["mu"]) == ("dion", 0.1, 0.9)
+    assert (matrix["algorithm"], matrix["lr"], matrix["momentum"]) == ("dion", 0.1, 0.9)
     assert "weight_decay" not in matrix
     assert by_name["lm_head.weight"][1]["weight_decay"] == 0.2
     assert by_name["wte.weight"][1]["weight_decay"] == 0.0
@@ -250,55 +176,15 @@ def test_groups_hold_algorithms_names_and_options():
         assert by_name[name][1]["algorithm"] == "lion"
 
 
-def test_matrices_may_take_an_elementwise_algorithm():
-    groups = param_groups(GPT(), options={"matrix": {"algorithm": "adamw"}})
-    optimizer = Dion(groups)
-    assert {group["algorithm"] for group in optimizer.param_groups} == {"adamw"}
-
-
-def test_options_are_not_changed():
-    options = {"matrix": {"lr": 0.1}}
-    param_groups(GPT(), options=options, patterns={"lm_head.weight": "matrix"})
-    assert options == {"matrix": {"lr": 0.1}}
-
-
-def test_silent_unless_verbose(capsys):
-    param_groups(GPT())
-    assert capsys.readouterr().out == ""
-
-
-def test_verbose_tells_where_every_parameter_goes(capsys):
-    model = GPT()
-    param_groups(model, verbose=True, options={"head": {"lr": 0.003}})
-    printed = capsys.readouterr().out
-    for name, p in model.named_parameters():
-        assert f"{name} {tuple(p.shape)}" in printed
-    assert "algorithm=dion" in printed
-    assert "algorithm=adamw" in printed
-    assert "lr=0.003" in printed
-    total = sum(p.numel() for name, p in model.named_parameters() if name in block_matrices())
-    assert f"{len(block_matrices())} parameters, {total:,} elements" in printed
-
-
-def test_optimizer_reports_by_these_names():
-    model = GPT()
-    optimizer = CurvaDion(param_groups(model))
-    assert [n for g in optimizer.param_groups for n in g["param_names"]] == [
-        name for names in routes(model).values() for name in names
-    ]
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert optimizer.report.rmmc_parameter in block_matrices()
-
-
 def test_a_pattern_may_give_group_keys():
     rows = {"kind": "matrix", "row_blocks": 3}
-    groups = param_groups(GPT(), patterns={"*.qkv.weight": rows}, options={"matrix": {"mu": 0.9}})
+    groups = param_groups(
+        GPT(), patterns={"*.qkv.weight": rows}, options={"matrix": {"momentum": 0.9}}
+    )
     by_name = {name: group for group in groups for name, _ in group["params"]}
     assert by_name["h.1.attn.qkv.weight"]["row_blocks"] == 3
     assert "row_blocks" not in by_name["h.1.attn.proj.weight"]
-    assert {by_name[f"h.1.attn.{part}.weight"]["mu"] for part in ("qkv", "proj")} == {0.9}
+    assert {by_name[f"h.1.attn.{part}.weight"]["momentum"] for part in ("qkv", "proj")} == {0.9}
     assert rows == {"kind": "matrix", "row_blocks": 3}
     assert len(CurvaDion(groups).param_groups) == len(groups) == 5
 
@@ -308,18 +194,28 @@ def test_a_pattern_may_give_group_keys():
     [
         ({"patterns": {"*": {"row_blocks": 3}}}, ValueError, "has no 'kind'"),
         ({"patterns": {"*": {"kind": "experts"}}}, ValueError, "kind 'experts'; kinds are"),
-        ({"patterns": {"*": 3}}, ValueError, "kind 3; kinds are"),
         ({"patterns": {"*": {"kind": "vector", "params": []}}}, ValueError, r"has \['params'\]"),
         ({"patterns": {"lm_head.weight": "stack"}}, ValueError, "cannot be a 'stack'"),
         ({"options": {"matrix": 3}}, TypeError, r"options\['matrix'\]=3"),
         ({"elementwise": "sgd"}, ValueError, "elementwise='sgd'"),
         ({"elementwise_lr": -1.0}, ValueError, "elementwise_lr=-1.0"),
-        ({"elementwise_lr": "1"}, TypeError, "elementwise_lr='1'"),
+        ({"options": {"matrices": {"lr": 1.0}}}, ValueError, "options.*'matrices'.*matrix"),
+        ({"options": {"matrix": {"params": []}}}, ValueError, "params"),
+        ({"patterns": {"*.router.weight": "vector"}}, ValueError, r"\*\.router\.weight.*h\.0"),
+        ({"patterns": {"norm.bias": "matrix"}}, ValueError, r"norm\.bias.*\(8,\).*matrix"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):
     with pytest.raises(error, match=message):
         param_groups(GPT(), **arguments)
+
+
+def test_what_is_no_model_or_has_nothing_to_train():
+    with pytest.raises(TypeError, match="model.*OrderedDict"):
+        param_groups(GPT().state_dict())
+    for model in (nn.ReLU(), GPT().requires_grad_(False)):
+        with pytest.raises(ValueError, match="model has no trainable parameters"):
+            param_groups(model)
 
 
 # ---------------------------------------------------------------- learning rates
@@ -342,12 +238,6 @@ def test_one_rate_for_all_that_is_no_matrix():
     groups = param_groups(GPT(), elementwise_lr=1e-4, options={"head": {"lr": 1e-5}})
     assert [g.get("lr") for g in groups] == [None, 1e-4, 1e-5, 1e-4]
     assert [g["lr"] for g in Dion(groups, lr=0.05).param_groups] == [0.05, 1e-4, 1e-5, 1e-4]
-
-
-def test_a_schedule_multiplies_all_rates():
-    optimizer = Dion(param_groups(GPT()), lr=0.02)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.01, 5e-3, 1.5e-3, 5e-3]
 
 
 # ---------------------------------------------------------------- stacks, Conv1D, LoRA
@@ -414,32 +304,15 @@ def test_conv1d_has_its_inputs_first():
     by_name = {name: group for group in groups for name, _ in group["params"]}
     assert by_name["c_attn.weight"]["input_first"] is True
     assert "input_first" not in by_name["fc.weight"]
-    assert len(Dion(groups).present_plan().matrices) == 4  # query, key, value and fc
+    assert len(Dion(groups)._present_plan().matrices) == 4  # query, key, value and fc
 
 
-LORA = [(8, 256), (256, 8), (64, 512), (4, 32)]
-
-
-@pytest.mark.parametrize("shape", LORA)
+@pytest.mark.parametrize("shape", [(8, 256), (256, 8), (4, 32)])
 def test_skinny_matrices_have_full_rank(shape):
     model = nn.ModuleDict({"lora": nn.Linear(*shape[::-1], bias=False), "fc": nn.Linear(16, 32)})
     optimizer = Dion(param_groups(model), rank_fraction=0.25)
-    ranks = {m.parameter.name: m.shard.rank for m in optimizer.present_plan().matrices}
+    ranks = {m.parameter.name: m.shard.rank for m in optimizer._present_plan().matrices}
     assert ranks == {"lora.weight": min(shape), "fc.weight": 4}
-
-
-@pytest.mark.parametrize("shape", [(1, 64), (3, 64), (8, 63), (65, 1000), (64, 256)])
-def test_others_have_the_optimizers_rank(shape):
-    groups = param_groups(nn.Linear(*shape, bias=False))
-    assert "rank_fraction" not in groups[0]
-
-
-def test_a_rank_for_all_matrices_makes_one_group_of_them():
-    """As it was before skinny matrices had a group of their own: for states saved then."""
-    model = nn.ModuleDict({"a": nn.Linear(8, 256, bias=False), "b": nn.Linear(16, 32, bias=False)})
-    assert len(param_groups(model)) == 2
-    (group,) = param_groups(model, options={"matrix": {"rank_fraction": 0.5}})
-    assert group["rank_fraction"] == 0.5
 
 
 # ---------------------------------------------------------------- what may be matrices
@@ -467,23 +340,6 @@ def test_a_warning_names_large_tensors_left_to_adamw():
     assert routed["stack"] == [f"h.{i}.w1" for i in range(3)]
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [{"positions": (1, 64, 64)}, {"narrow": (1000, 15)}, {"short": (4096,)}, {"bias": (64, 64)}],
-    ids=str,
-)
-def test_what_cannot_be_a_matrix_is_not_named(tensors):
-    assert list(routes(Strangers(**tensors))) == ["vector"]
-
-
-def test_small_ones_are_not_named():
-    model = nn.ModuleDict({"own": Strangers(w=(16, 16)), "fc": nn.Linear(256, 101, bias=False)})
-    assert routes(model)["vector"] == ["own.w"]  # 256 of 26112 elements
-    model = nn.ModuleDict({"own": Strangers(w=(16, 16)), "fc": nn.Linear(256, 98, bias=False)})
-    with pytest.warns(UserWarning, match=r"'own.w' of shape \(16, 16\)"):
-        param_groups(model)
-
-
 def test_a_warning_names_embeddings_and_heads_that_leave_nothing_for_dion():
     model = nn.ModuleDict({"words": nn.Embedding(8, 4), "score": nn.Linear(4, 8)})
     with pytest.warns(UserWarning, match="no matrix for Dion, so all .* take lion") as warned:
@@ -496,10 +352,6 @@ def test_a_warning_names_embeddings_and_heads_that_leave_nothing_for_dion():
         assert routes(model, patterns={"score.weight": "matrix"})["matrix"] == ["score.weight"]
         routes(model, patterns={"words.*": "embedding"})  # whoever writes patterns has looked
         routes(nn.LayerNorm(4))
-
-
-def test_convolutions_are_known():
-    assert list(routes(nn.Sequential(nn.Conv2d(16, 64, 16, bias=False)))) == ["vector"]
 
 
 # ---------------------------------------------------------------- any model
@@ -537,7 +389,7 @@ def models(draw):
     return model
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models())
 def test_every_trainable_parameter_exactly_once(model):
     expected = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -23,7 +23,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from curvadion import CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
-from fake_cuda import CUDA, Count, fake_cuda
+from fake_cuda import CUDA, Answer, Count, fake_cuda
 
 Shape = tuple[int, ...]
 
@@ -152,19 +152,18 @@ def _replicas(ranks: int) -> Iterator[dist.ProcessGroup | str]:
         dist.destroy_process_group()
 
 
-def _answers(signal: float) -> dict[str, Callable[[Mapping[str, Any]], list[Any]]]:
-    """What the host reads: all is finite, replicas are alike, and their gradients are not."""
+def _answers(signal: float) -> dict[str, Answer]:
+    """What the host reads: all is finite, replicas are equal, and their gradients are not."""
     bits = struct.unpack("i", struct.pack("f", signal))[0]
-    positive = 1 << 31
 
-    def agree(local: Mapping[str, Any]) -> list[Any]:
-        unread = 0 if local["unread"] is None else local["unread"].numel()
-        return [bits << 32 | positive, local["told"], *[0] * unread]
+    def meet(local: Mapping[str, Any]) -> Any:
+        number = bits << 32
+        return [number, local["own"], -local["own"]] if "words" in local else number
 
-    def verify(local: Mapping[str, Any]) -> list[Any]:
-        return [1, 1, 1, 1, 1, -1, -1, -0.5, -0.5, -0.5, 0]
+    def verify(local: Mapping[str, Any]) -> list[float]:
+        return [1, 1, 1, -1, -0.5, -0.5]
 
-    return {"agree": agree, "verify_replicas": verify}
+    return {"meet": meet, "verify_replicas": verify}
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def engine_of(name, params, size=SIZE, of=None, **settings):
 
 
 def ranges_of(engine):
-    """The ranges of parameters that this rank holds; of whole parameters at stage 0."""
+    """The ranges of parameters that this rank holds; whole ones at stage 0."""
     if ds.stage_of(engine):
         partitions = partitions_of(engine.optimizer, Reaching())
         return [
@@ -40,7 +40,8 @@ def ranges_of(engine):
             for partition in partitions
             for r in partition.ranges
         ]
-    return []
+    named = ds.model().named_parameters()
+    return [(name, p.shape, 0, p.numel()) for name, p in named if p.requires_grad]
 
 
 class ByHand:
@@ -51,8 +52,11 @@ class ByHand:
         whole = dict(ds.model().named_parameters())
         self.held, kinds = [], ([], [])
         for name, shape, start, stop in ranges_of(engine):
-            shard = nn.Parameter(whole[name].detach().reshape(-1)[start:stop].clone())
-            declare_flat_shard(shard, shape, start, stop, self.groups.inside)
+            if ds.stage_of(engine):
+                shard = nn.Parameter(whole[name].detach().reshape(-1)[start:stop].clone())
+                declare_flat_shard(shard, shape, start, stop, self.groups.inside)
+            else:
+                shard = nn.Parameter(whole[name].detach().clone())
             self.held.append((name, start, stop, shard))
             kinds[len(shape) == 1].append((name, shard))
         groups = [
@@ -70,7 +74,7 @@ class ByHand:
             G["tall"]["weight"][1, 1] = float("nan")
         for name, start, stop, shard in self.held:
             owner, kind = name.split(".")
-            shard.grad = G[owner][kind].reshape(-1)[start:stop].clone()
+            shard.grad = G[owner][kind].reshape(-1)[start:stop].reshape(shard.shape).clone()
         self.optimizer.step()
 
     def unlike(self, weights):
@@ -78,7 +82,7 @@ class ByHand:
         return {
             name
             for name, start, stop, shard in self.held
-            if not torch.equal(weights[name].reshape(-1)[start:stop], shard.detach())
+            if not torch.equal(weights[name].reshape(-1)[start:stop], shard.detach().reshape(-1))
         }
 
 

@@ -36,7 +36,7 @@ from typing import Any, cast
 
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 START = 60.0  # seconds for a worker to start
-CLEAN_UP = 45.0  # seconds for a worker to meet the others after a call; its imports may be slow
+CLEAN_UP = 90.0  # seconds for a worker to meet the others after a call; its imports may be slow
 POLLING = 24  # threads of a worker that poll, one a group, before it is replaced
 
 _context = multiprocessing.get_context("forkserver")

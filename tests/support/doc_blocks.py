@@ -97,7 +97,7 @@ data = [(torch.randn(4, 8, generator=generator), torch.ones(4, 8)) for _ in rang
 BUDGETED = """
 optimizer = CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.5)
 train(steps=1)
-assert optimizer.apart
+assert optimizer.drifted
 """
 TRAINED = "optimizer = Dion(groups, replicas=dist.group.WORLD)\ntrain()\n"
 REPORTED = TRAINED + "loss = torch.ones(())\n"
@@ -155,14 +155,14 @@ ddp = DistributedDataParallel(model)
 keep_gradients_local(ddp)
 """
 EMA_AGREES = """
-assert optimizer.apart
+assert optimizer.drifted
 flat = nn.utils.parameters_to_vector(averaged.parameters()).detach()
 everyones = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
 dist.all_gather(everyones, flat)
 assert all(torch.equal(each, flat) for each in everyones)
 averaged.update_parameters(model)
 """
-TOGETHER = "assert not optimizer.apart\n"
+TOGETHER = "assert not optimizer.drifted\n"
 STEPS = "train()\nassert optimizer.report.step == 3\n"
 
 

@@ -41,7 +41,7 @@ for inputs, targets in data:
     engine.step()
 optimizer = engine.basic_optimizer
 assert optimizer.report.step == len(data) and engine.zero_optimization_stage() == 3
-assert optimizer.apart
+assert optimizer.drifted
 optimizer.eval()
 assert optimizer.drift() == 0
 """
@@ -70,7 +70,7 @@ DEEPSPEED = {
     "docs/deepspeed.md: TrainingArguments(": Around(
         ENGINES + SAVED_GPT,
         "optimizer = trainer.deepspeed.basic_optimizer\n"
-        "assert optimizer.report.step == 3 and not optimizer.apart and optimizer.drift() == 0\n"
+        "assert optimizer.report.step == 3 and not optimizer.drifted and optimizer.drift() == 0\n"
         "assert optimizer.report.wire_bytes > 0  # which attach counts",
         4,
         needs=("deepspeed", "transformers", "accelerate"),
@@ -98,7 +98,7 @@ HUGGING_FACE = {
     "docs/huggingface.md: ddp_find_unused_parameters": Around(
         ON_PROCESSORS,
         STEPS + "assert 'ByteBudget(share=0.01' in repr(optimizer)\n"
-        "assert not optimizer.apart and optimizer.drift() == 0",
+        "assert not optimizer.drifted and optimizer.drift() == 0",
         2,
         NEEDS_HUGGING_FACE,
     ),
@@ -145,7 +145,7 @@ LIGHTNING = {
     "docs/lightning.md: class Training(": Around(
         LAUNCHED,
         "optimizer = trainer.optimizers[0]\nassert optimizer.report.step == 6\n"
-        "assert not optimizer.apart and optimizer.drift() == 0",
+        "assert not optimizer.drifted and optimizer.drift() == 0",
         2,
         ("lightning",),
     ),
@@ -154,7 +154,7 @@ LIGHTNING = {
     ),
     "docs/lightning.md: class Hybrid(": Around(
         TRAINING + definitions("docs/lightning.md", "class Sharded(") + WIDE,
-        FITTED.format("Hybrid", 3) + "assert not optimizer.apart and optimizer.drift() == 0",
+        FITTED.format("Hybrid", 3) + "assert not optimizer.drifted and optimizer.drift() == 0",
         4,
         ("lightning",),
     ),

@@ -15,13 +15,8 @@ operations than are counted here.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
-import os
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,9 +30,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer
+from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from compiler import CXX
 from curvadion import ops
 from curvadion.ops import codes, native, tensors
 from curvadion.update import newton_schulz
@@ -48,7 +45,7 @@ COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
 # Operations that wait for the GPU, although nothing in their result is on the host.
 CHECKS = ("aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd")
 ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
-Answer = Callable[[Mapping[str, Any]], list[Any]]
+Answer = Callable[[Mapping[str, Any]], Any]
 
 
 # -------------------------------------------------------------------- fake tensors on cuda:0
@@ -56,45 +53,15 @@ Answer = Callable[[Mapping[str, Any]], list[Any]]
 
 @functools.cache
 def _load_guard() -> None:
-    """Make fake tensors on cuda:0 possible.
-
-    Raises:
-        native.Unavailable: if torch was built without CUDA and there is no compiler.
-    """
-    if torch.backends.cuda.is_built():
-        return
-    command = [*native._cxx(), "-std=c++20", "-shared", "-fPIC"]
-    source = GUARD.read_bytes()
-    key = hashlib.sha256(repr((torch.__version__, command, source)).encode()).hexdigest()[:16]
-    folder = native.cache_folder() / f"fake_cuda_{key}"
-    native._make_private(folder)
-    library = folder / "guard.so"
-    if not library.exists():
-        _compile(command, library)
-    ctypes.CDLL(str(library))
+    """Make fake tensors on cuda:0 possible in a build of torch without CUDA."""
+    if not torch.backends.cuda.is_built():
+        with native._path_with_ninja():
+            cpp_extension.load("curvadion_fake_cuda", [str(GUARD)], is_python_module=False)
 
 
-def _compile(command: Sequence[str], library: Path) -> None:
-    torch_folder = Path(torch.__file__).parent
-    links = [f"-L{torch_folder / 'lib'}", "-lc10"]
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder) / library.name
-        files = [f"-I{torch_folder / 'include'}", str(GUARD), "-o", str(built)]
-        result = subprocess.run([*command, *files, *links], capture_output=True, check=False)
-        if result.returncode:
-            raise native.Unavailable(f"{command[0]} failed: {result.stderr.decode()[-2000:]}")
-        os.replace(built, library)  # several test processes may build it at the same time
-
-
-def _lacking() -> str | None:
-    try:
-        native._cxx()
-    except native.Unavailable as reason:
-        return None if torch.backends.cuda.is_built() else f"fake CUDA tensors: {reason}"
-    return None
-
-
-needs_fake_cuda = pytest.mark.skipif(_lacking() is not None, reason=str(_lacking()))
+needs_fake_cuda = pytest.mark.skipif(
+    CXX is None and not torch.backends.cuda.is_built(), reason="no C++ compiler was found"
+)
 
 
 @functools.cache
@@ -148,8 +115,8 @@ class Count(TorchDispatchMode):
     """Counts what is done with fake CUDA tensors inside a ``with`` block.
 
     Args:
-        answers: what ``tolist()`` answers, by the name of the function that calls it: a function of
-            that function's local variables.
+        answers: what ``tolist()`` and ``item()`` answer, by the name of the function that calls
+            them: a function of that function's local variables.
 
     Attributes:
         operations: dispatched operations by name, each about one kernel launch; views and
@@ -165,7 +132,7 @@ class Count(TorchDispatchMode):
         self.copies: list[str] = []
         self._answers = answers or {}
         self._pinned: list[Tensor] = []
-        self._patch = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._tolist(tensor))
+        self._patch = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor))
 
     def __enter__(self) -> Count:
         self._patch.start()
@@ -181,9 +148,7 @@ class Count(TorchDispatchMode):
     ) -> Any:
         name, launches = _known(function)
         if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
-            if args[0].is_cuda:
-                self.reads.append(_place())
-            return _numbers((), args[0].dtype)
+            return self._read(args[0])
         if name == "aten::_pin_memory":  # fake tensors do not know it
             result = args[0].clone()
             self._pinned.append(result)
@@ -215,7 +180,7 @@ class Count(TorchDispatchMode):
                 if waits or not pinned:
                     self.copies.append(_place(name))
 
-    def _tolist(self, tensor: Tensor) -> Any:
+    def _read(self, tensor: Tensor) -> Any:
         if tensor.is_cuda:
             self.reads.append(_place())
         caller = _caller()

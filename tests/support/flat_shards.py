@@ -1,4 +1,4 @@
-"""Tensors cut between elements, the matrices in them, and what a rank holds of each."""
+"""Tensors in flat shards, the matrices in them, and what a rank holds of each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flat(parts):
 
 
 def elements_of(matrices, options):
-    """The inverse of matrices_of for uncut blocks: all elements in the order of the tensor."""
+    """The inverse of matrices_of for whole blocks: all elements in the order of the tensor."""
     return flat([m.mT for m in matrices] if options.get("input_first") else matrices)
 
 
@@ -65,7 +65,7 @@ def held(shape, ends, options, shards, place, replicas):
             {p for p in range(shards) for e in range(i, i + n) if bounds[p] <= e < bounds[p + 1]}
             for i in range(first, last, n)
         ]
-        cut, mine = sum(len(o) > 1 for o in owners), sum(place in o for o in owners)
+        shared, mine = sum(len(o) > 1 for o in owners), sum(place in o for o in owners)
         upright = m >= n + turned
         counts.append(
             formulas.Held(
@@ -75,8 +75,8 @@ def held(shape, ends, options, shards, place, replicas):
                 row_ranks=shards if upright else 1,
                 column_ranks=1 if upright else shards,
                 replicas=replicas,
-                shared_rows=cut if upright else 0,
-                shared_columns=0 if upright else cut,
+                shared_rows=shared if upright else 0,
+                shared_columns=0 if upright else shared,
             )
         )
         first = last

@@ -11,41 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-GATE = 16
-LOOK = 48
-
-
-def gate(step, parameters):
-    """What agreeing on a step sends, counted from 0, after the first, with a gate of signals.
-
-    From the tenth step on gradients are looked at, three parameters of at least 32 numbers at a
-    time, each at five steps; once all have been, at five of every 256.
-    """
-    turns = -(-sum(x.numel() >= 32 for x in parameters) // 3)
-    first_pass = range(9, 9 + 5 * turns)
-    looks = step in first_pass or (turns and step >= first_pass.stop and step % 256 < 5)
-    return GATE + (LOOK if looks else 0)
-
-
-def scheduled_gate(opened, parameters):
-    """What agreeing sends at each step, after the first, with a gate that follows a schedule.
-
-    Nothing while it is closed; gradients are looked at as if the openings from the tenth step on
-    followed each other. opened: per step, whether the gate was open.
-    """
-    parameters = list(parameters)
-    sent, number = [], 9
-    for step, is_open in enumerate(opened):
-        sent.append(gate(number if step >= 9 else step, parameters) if is_open else 0)
-        number += is_open and step >= 9
-    return sent
+GATE = 24  # what the ranks of a meeting agree on
 
 
 @dataclass(frozen=True)
 class Held:
-    """One matrix as one rank holds it; shared: rows or columns that a cut runs through.
+    """One matrix as one rank holds it; shared: rows or columns that lie on several ranks.
 
-    row_axes, column_axes: names of the mesh axes that cut them, to tell groups of ranks apart.
+    row_axes, column_axes: names of the mesh axes that shard them.
     """
 
     rows: int
@@ -67,10 +40,10 @@ def chunk(size, pieces, place):
 
 
 def held(shape, r, *, m_cuts=(), n_cuts=(), replicas=1):
-    """An (m, n) matrix; cuts: (axis, its size, this rank's place on it), the first to cut first."""
+    """An (m, n) matrix; m_cuts, n_cuts: (axis, its size, this place on it), the first one first."""
     sizes, ranks, axes = list(shape), [1, 1], [(), ()]
-    for dim, cuts in enumerate((m_cuts, n_cuts)):
-        for axis, pieces, place in cuts:
+    for dim, shardings in enumerate((m_cuts, n_cuts)):
+        for axis, pieces, place in shardings:
             sizes[dim], ranks[dim] = chunk(sizes[dim], pieces, place), ranks[dim] * pieces
             axes[dim] += (axis,)
     if shape[0] < shape[1]:
@@ -89,7 +62,7 @@ def right_product(x: Held) -> int:
 
 
 def shared_products(x: Held) -> int:
-    """Rows of P and of R whose summands lie on several ranks: cuts between elements only."""
+    """Rows of P and of R whose summands lie on several ranks: shards of elements only."""
     return 4 * (x.shared_rows + x.shared_columns) * x.r
 
 

@@ -64,33 +64,12 @@ class Model(LightningModule):
         self.reports.append(self.optimizer.report)
 
     def validation_step(self, batch, batch_idx):
-        self.validated.append((self.optimizer.apart, self.optimizer.drift()))
+        self.validated.append((self.optimizer.drifted, self.optimizer.drift()))
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(range(60), batch_size=1)
 
     val_dataloader = train_dataloader
-
-
-class ManualModel(Model):
-    """The same steps, which it takes by itself."""
-
-    clip = None
-
-    def __init__(self, make=coded):
-        super().__init__(make)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        if self.clip is not None and batch_idx % 2:
-            curvadion.clip_grad_norm_(optimizer, self.clip)
-        elif self.clip is not None:
-            self.clip_gradients(optimizer, self.clip, "norm")
-        optimizer.step()
 
 
 class Memory(Logger):

@@ -1,4 +1,4 @@
-"""Matrices cut over device meshes in every way, and what a step of them sends."""
+"""Matrices sharded over device meshes in every way, and what a step of them sends."""
 
 from __future__ import annotations
 
@@ -16,23 +16,17 @@ from shards import shard
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (7, 5)]
 FRACTION = 0.3
 
-# Sizes of the mesh, a cut for each of its axes (shards.py), the axis of replicas. Column-wise
-# tensor parallelism cuts as FSDP does, with replicas as HSDP does.
+# Sizes of the mesh, a word for each of its axes (shards.py), the axis of replicas. Column-wise
+# tensor parallelism shards as FSDP does, with replicas as HSDP does.
 LAYOUTS = {
-    "fsdp 2": ((2,), ("0",), None),
     "fsdp 4": ((4,), ("0",), None),
     "fsdp 8, with empty shards": ((8,), ("0",), None),
     "hsdp 2x2": ((2, 2), ("r", "0"), 0),
-    "hsdp 2x2, reduced by fsdp": ((2, 2), ("r", "0"), None),
-    "tp rowwise": ((2,), ("1",), None),
     "tp rowwise 4": ((4,), ("1",), None),
     "dp x tp rowwise": ((2, 2), ("r", "1"), 0),
     "fsdp x tp, different dimensions": ((2, 2), ("0", "1"), None),
-    "fsdp x tp, the same dimension": ((2, 2), ("0s", "0"), None),
     "fsdp x tp, the same dimension, 4x2": ((4, 2), ("0s", "0"), None),
-    "fsdp along columns x tp colwise": ((2, 2), ("1", "0"), None),
     "fsdp x tp, replicated over tp": ((2, 2), ("0", "r"), None),
-    "dp x fsdp x tp, different dimensions": ((2, 2, 2), ("r", "0", "1"), 0),
     "dp x fsdp x tp, the same dimension": ((2, 2, 2), ("r", "0s", "0"), 0),
     "replicated everywhere": ((2, 2), ("r", "r"), 0),
 }

@@ -24,9 +24,9 @@ class PolarReference:
     X0: Tensor
     replicas: int
     lr: float = 0.02
-    mu: float = 0.95
+    momentum: float = 0.95
     wd: float = 0.01
-    nesterov: float = 0.0
+    look_ahead: float = 0.0
     local_steps: int = 0
     X: list[Tensor] = field(init=False)
     M: list[Tensor] = field(init=False)
@@ -38,7 +38,7 @@ class PolarReference:
     def rmmc(self, gradients: Sequence[Tensor]) -> float:
         changes = []
         for M, G in zip(self.M, gradients, strict=True):
-            before, after = M.norm(), (self.mu * M + G.double()).norm()
+            before, after = M.norm(), (self.momentum * M + G.double()).norm()
             changes.append(((after - before).abs() / before).item())
         return max(changes)
 
@@ -50,8 +50,8 @@ class PolarReference:
             G = self._means(G)
         m, n = self.X0.shape
         for i, g in enumerate(G):
-            self.M[i] = self.mu * self.M[i] + g
-            U = polar(self.M[i] + self.nesterov * g)
+            self.M[i] = self.momentum * self.M[i] + g
+            U = polar(self.M[i] + self.look_ahead * g)
             self.X[i] = (1 - self.lr * self.wd) * self.X[i] - self.lr * math.sqrt(m / n) * U
         self.local_steps = 0 if gate_open else self.local_steps + 1
 

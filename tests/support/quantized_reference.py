@@ -135,8 +135,8 @@ class Leaf:
     """One parameter on all replicas; lists have one tensor a replica.
 
     shards: per rank of a replica, the flat indices of what it holds. residual: per replica and
-    rank, flat. lr_since_anchor: per replica, the sum over the steps since replicas last agreed,
-    or since they sent if means arrive later.
+    rank, flat. lr_since_anchor: the sum over the steps since replicas last agreed, or since they
+    sent if means arrive later, whoever moved at them.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Leaf:
     m: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
     t: list[float] = field(default_factory=list)
-    lr_since_anchor: list[float] = field(default_factory=list)
+    lr_since_anchor: float = 0.0
     under_way: UnderWay | None = None
     # Of a mean that is under way or was added at the last step: codes by replica and of the mean,
     # unless it is known how they fell, and the largest norm of what was coded.
@@ -176,16 +176,13 @@ class Leaf:
         if self.algorithm != "dion":
             return 0.0
         m, n = self.X[0].shape
-        return max(self.lr_since_anchor) * math.sqrt(m / n)
+        return self.lr_since_anchor * math.sqrt(m / n)
 
     def await_as(self, earlier: Leaf) -> None:
         """A twin keeps what roundings before the sending did to a mean that is not known yet."""
         if self.codes and self.under_way is not None and earlier.under_way is not None:
             self.codes, self.residual = earlier.codes, earlier.residual
             self.under_way.mean = earlier.under_way.mean
-
-    def begin_anew(self) -> None:
-        self.lr_since_anchor = [0.0] * len(self.X)
 
 
 Gradients = Mapping[str, "Tensor | None"]
@@ -202,8 +199,8 @@ class QuantizedReference:
 
     X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that do
     not take "dion". shards: per rank of a replica and name, the flat indices held; by default one
-    rank holds all. scheduled: whether replicas hear of each other's steps at openings only. bits,
-    fragments, align_momentum, polar_correction, spectrum_decay, delay: as of QuantizedAverage.
+    rank holds all. bits, fragments, align_momentum, polar_correction, spectrum_decay, delay: as of
+    QuantizedAverage.
     """
 
     X0: Mapping[str, Tensor]
@@ -217,9 +214,9 @@ class QuantizedReference:
     spectrum_decay: float = 0.8
     delay: int = 0
     lr: float = 0.02
-    mu: float = 0.95
+    momentum: float = 0.95
     wd: float = 0.01
-    nesterov: float = 0.0
+    look_ahead: float = 0.0
     local_step: str = "dion"
     local_lr: float | None = None
     direction: str = "low_rank"
@@ -228,9 +225,8 @@ class QuantizedReference:
     rank_fraction: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    scheduled: bool = False
     next_fragment: int = 0
-    fragments_apart: int = 0
+    fragments_drifted: int = 0
     leaves: dict[str, Leaf] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -243,7 +239,6 @@ class QuantizedReference:
             leaf.anchor = self._each(X0.double())
             leaf.residual = [[torch.zeros(len(s)).double() for s in shards] for _ in leaf.X]
             leaf.t = [0.0] * self.replicas
-            leaf.begin_anew()
             zero = torch.zeros_like(X0, dtype=torch.float64)
             if algorithm == "dion":
                 m, n = X0.shape
@@ -276,45 +271,35 @@ class QuantizedReference:
             filled[fragment_of[leaf.name]] += leaf.X[0].numel()
         return fragment_of
 
-    def set_trainable(self, name: str, trainable: bool) -> None:
-        """Freeze or thaw; whoever was frozen has agreed all the time."""
-        leaf = self.leaves[name]
-        leaf.trainable = trainable
-        leaf.begin_anew()
-
     # ---------------------------------------------------------------------- steps
 
     def step(self, gradients: Sequence[Gradients], gate_open: bool) -> list[str]:
-        """A step of every replica on its own, then an opening; the names that have come together.
+        """A step of every replica on its own, then an opening; the names that were synchronised.
 
-        A parameter without a gradient on a replica stays there as it is. With a delay an opening
-        tells replicas nothing in time, and none come together.
+        A parameter without a gradient on a replica stays there as it is. With a delay none have.
         """
         last: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        told = not self.scheduled or (gate_open and not self.delay)
         for leaf in self.leaves.values():
             leaf.degenerate, leaf.added_norm = False, 0.0
             if leaf.under_way is None:
                 leaf.codes = []
+        later = self.delay and self.replicas > 1
+        sent = self._turn(1) if later and gate_open else []
+        for leaf in sent:  # what is still under way then arrives before the step, uncorrected
+            self._arrive(leaf, None)
         for leaf in self.trainable:
             own = [g.get(leaf.name) for g in gradients]
-            self._count(leaf, [G is not None for G in own], told)
+            leaf.lr_since_anchor += leaf.lr
             for i, G in enumerate(own):
                 if G is not None:
                     factors = self._local(leaf, i, G.double())
                     if factors is not None:
                         last[leaf.name, i] = factors
-        self.fragments_apart = len(set(self.fragment_of().values()))
-        if self.delay and self.replicas > 1:
-            self._arrive_and_send(gate_open, last)
+        self.fragments_drifted = len(set(self.fragment_of().values()))
+        if later:
+            self._arrive_and_send(sent, last)
             return []
-        return self.come_together(1, last) if gate_open else []
-
-    def _count(self, leaf: Leaf, moves: Sequence[bool], told: bool) -> None:
-        """Add up learning rates: where replicas tell each other, of what moves on any of them."""
-        rates = [leaf.lr * (any(moves) if told else one) for one in moves]
-        sums = [old + rate for old, rate in zip(leaf.lr_since_anchor, rates, strict=True)]
-        leaf.lr_since_anchor = [max(sums)] * len(sums) if told else sums
+        return self.sync_weights(1, last) if gate_open else []
 
     def _local(self, leaf: Leaf, i: int, G: Tensor) -> tuple[Tensor, Tensor] | None:
         if leaf.algorithm != "dion":
@@ -322,13 +307,13 @@ class QuantizedReference:
             return None
         polar = self.direction == "polar"
         keeps = self.momentum_rule == "error_feedback" and not polar
-        leaf.M[i] = (leaf.M[i] if keeps else self.mu * leaf.M[i]) + G
+        leaf.M[i] = (leaf.M[i] if keeps else self.momentum * leaf.M[i]) + G
         leaf.X[i] = (1 - leaf.lr * self.wd) * leaf.X[i]
         if self.local_step == "gradient":
             leaf.X[i] = leaf.X[i] - (leaf.lr if self.local_lr is None else self.local_lr) * G
             return None
         m, n = leaf.X[i].shape
-        B = oriented(leaf.M[i] + self.nesterov * G)
+        B = oriented(leaf.M[i] + self.look_ahead * G)
         if polar:
             U, S, Vh = torch.linalg.svd(B, full_matrices=False)
             leaf.degenerate |= float(S.min()) < 1e-5 * float(S.max())
@@ -346,15 +331,15 @@ class QuantizedReference:
         else:
             leaf.Q[i] = R / R.norm(dim=0, keepdim=True)
         if keeps:
-            feedback = oriented_like(P @ R.mT, G) - self.nesterov * G
-            leaf.M[i] = leaf.M[i] - (1 - self.mu) * feedback
+            feedback = oriented_like(P @ R.mT, G) - self.look_ahead * G
+            leaf.M[i] = leaf.M[i] - (1 - self.momentum) * feedback
         U = oriented_like(P @ leaf.Q[i].mT, G)
         leaf.X[i] = leaf.X[i] - leaf.lr * math.sqrt(m / n) * U
         return P, leaf.Q[i]
 
     # ---------------------------------------------------------------------- openings
 
-    def come_together(self, count: int, last: Factors | None = None) -> list[str]:
+    def sync_weights(self, count: int, last: Factors | None = None) -> list[str]:
         """Replicas agree on the next fragments; the names of what is in them.
 
         Means that are under way are added before. last: factors of the step just taken; None if
@@ -362,11 +347,11 @@ class QuantizedReference:
         """
         self._arrive_all()
         leaves = self._turn(count)
-        self.fragments_apart = max(0, self.fragments_apart - count)
+        self.fragments_drifted = max(0, self.fragments_drifted - count)
         if self.replicas == 1:
             for leaf in leaves:
                 leaf.anchor = [leaf.X[0].clone()]
-                leaf.begin_anew()
+                leaf.lr_since_anchor = 0.0
             return [leaf.name for leaf in leaves]
         own = {leaf.name: moved(leaf) for leaf in leaves}
         means = self._average(leaves)
@@ -375,7 +360,7 @@ class QuantizedReference:
             leaf.anchor = [anchor + D for anchor in leaf.anchor]
             leaf.X = [anchor.clone() for anchor in leaf.anchor]
             self._correct(leaf, last, own[leaf.name], self._each(D), leaf.length)
-            leaf.begin_anew()
+            leaf.lr_since_anchor = 0.0
         return [leaf.name for leaf in leaves]
 
     def _turn(self, count: int) -> list[Leaf]:
@@ -386,20 +371,18 @@ class QuantizedReference:
         self.next_fragment = (self.next_fragment + count) % total
         return [leaf for leaf in self.trainable if fragment_of[leaf.name] in now]
 
-    def _arrive_and_send(self, gate_open: bool, last: Factors) -> None:
-        """Means are added that are due, or whose parameters are now sent again; then these are."""
-        leaves = self._turn(1) if gate_open else []
-        again = {leaf.name for leaf in leaves}
+    def _arrive_and_send(self, leaves: Sequence[Leaf], last: Factors) -> None:
+        """Means are added that are due; then these are sent."""
         for leaf in self.leaves.values():
             if leaf.under_way is not None:
                 leaf.under_way.steps_left -= 1
-                if leaf.under_way.steps_left == 0 or leaf.name in again:
+                if leaf.under_way.steps_left == 0:
                     self._arrive(leaf, last)
         sent = {leaf.name: moved(leaf) for leaf in leaves}
         for name, mean in self._average(leaves).items():
             leaf = self.leaves[name]
             leaf.under_way = UnderWay(sent[name], self._each(mean), leaf.length, self.delay)
-            leaf.begin_anew()
+            leaf.lr_since_anchor = 0.0
 
     def _arrive_all(self) -> None:
         for leaf in self.leaves.values():
@@ -437,14 +420,14 @@ class QuantizedReference:
 
     def _average(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
         """The means of X - anchor by name, in codes with error feedback."""
-        # Ranks that hold a parameter alike hold all of these alike: they own the same blocks.
-        by_cut: dict[tuple[int, ...], list[Leaf]] = {}
+        # Ranks that hold the same of a parameter do so of all of these, and own the same blocks.
+        by_sharding: dict[tuple[int, ...], list[Leaf]] = {}
         for leaf in leaves:
             first = (next(j for j, t in enumerate(leaf.shards) if t.equal(s)) for s in leaf.shards)
-            by_cut.setdefault(tuple(first), []).append(leaf)
+            by_sharding.setdefault(tuple(first), []).append(leaf)
         means: dict[str, Tensor] = {}
-        for alike in by_cut.values():
-            means |= self._average_together(alike)
+        for equal in by_sharding.values():
+            means |= self._average_together(equal)
         return means
 
     def _average_together(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
@@ -497,8 +480,8 @@ class QuantizedReference:
             leaf.anchor = [X.clone() for X in leaf.X]
             leaf.S = [torch.zeros_like(S) for S in leaf.S]
             leaf.aligned = [0 for _ in leaf.aligned]
-            leaf.begin_anew()
-        self.fragments_apart = 0
+            leaf.lr_since_anchor = 0.0
+        self.fragments_drifted = 0
 
     # ---------------------------------------------------------------------- comparing
 

@@ -33,9 +33,9 @@ class DionReference:
     replicas: int
     r: int
     lr: float = 0.02
-    mu: float = 0.95
+    momentum: float = 0.95
     wd: float = 0.01
-    nesterov: float = 0.0
+    look_ahead: float = 0.0
     local_lr: float | None = None
     local_step: str = "dion"
     momentum_rule: str = "error_feedback"
@@ -60,7 +60,7 @@ class DionReference:
         return max(changes)
 
     def accumulated(self, M: Tensor, G: Tensor) -> Tensor:
-        return (M if self.momentum_rule == "error_feedback" else self.mu * M) + G.double()
+        return (M if self.momentum_rule == "error_feedback" else self.momentum * M) + G.double()
 
     def step(self, gradients: Sequence[Tensor], gate_open: bool) -> None:
         if gate_open and self.local_steps and self.average_weights:
@@ -81,7 +81,7 @@ class DionReference:
     def _dion(self, members: list[int], gradients: Sequence[Tensor]) -> None:
         m, n = self.X0.shape
         flip = m < n
-        ahead = [self.nesterov * gradients[i].double() for i in members]
+        ahead = [self.look_ahead * gradients[i].double() for i in members]
         B = [self.M[i] + G for i, G in zip(members, ahead, strict=True)]
         B = [b.mT if flip else b for b in B]
         P = positive_qr(sum(b @ self.Q[i] for b, i in zip(B, members, strict=True)) / len(members))
@@ -90,9 +90,9 @@ class DionReference:
         Q = positive_qr(R) if self.right_factor == "qr" else R / R.norm(dim=0, keepdim=True)
         for i, G in zip(members, ahead, strict=True):
             if self.momentum_rule == "error_feedback":
-                feedback = (1 - self.mu) * P @ R.mT
+                feedback = (1 - self.momentum) * P @ R.mT
                 self.M[i] = self.M[i] - (feedback.mT if flip else feedback)
-                self.M[i] = self.M[i] + (1 - self.mu) * G
+                self.M[i] = self.M[i] + (1 - self.momentum) * G
             update = P @ Q.mT
             self.X[i] = (1 - self.lr * self.wd) * self.X[i] - self.lr * math.sqrt(m / n) * (
                 update.mT if flip else update

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from curvadion import RMMC, Gate
 
-# At the tenth step replicas look at single gradients for the first time.
 STEPS = 10
 OPEN_STEPS = (1, 2, 5, 9)
 

@@ -26,7 +26,7 @@ LAYOUTS = {
 
 
 def parallelize(model, mesh):
-    """Llama's plan: activations between the blocks are cut along the sequence."""
+    """Llama's plan: activations between the blocks are sharded along the sequence."""
     whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

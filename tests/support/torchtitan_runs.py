@@ -177,13 +177,6 @@ def batch(number, reader, shape):
     return {"input": tokens[:, :-1]}, tokens[:, 1:]
 
 
-def tiny():
-    """A configuration that torchtitan's command line finds by its name."""
-    from curvadion.integrations.torchtitan import with_curvadion
-
-    return with_curvadion(configuration("runs", steps=2, degree=2), wire_budget=0.01)
-
-
 def noting(trainer):
     """The trainer's own losses, each replica's mean over its tokens, and reports of its steps."""
     losses, reports = [], []

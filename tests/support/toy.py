@@ -59,9 +59,11 @@ def weights(of):
 
 
 def states(optimizer):
-    """Every tensor of the optimizer's state, by parameter index and key."""
+    """Every tensor and number of the optimizer's state, by parameter index and key."""
     state = optimizer.state_dict()["state"]
-    return {f"{i}.{k}": v.clone() for i, held in state.items() for k, v in held.items()}
+    return {
+        f"{i}.{k}": torch.as_tensor(v).clone() for i, held in state.items() for k, v in held.items()
+    }
 
 
 def assert_bitwise_equal(these, those):

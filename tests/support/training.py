@@ -124,7 +124,7 @@ def assert_trains_like_one_process(setup, layout, readers, copies=1, steps=4):
     expected = one_process(readers, steps)
     for own, seen, _ in actual:
         transformer.assert_close(own, expected, transformer.rounding(steps))
-        # The drifts: replicas stay together.
+        # The drifts: replicas stay equal.
         assert_within(max(seen[:steps]), Rounding(torch.float32, steps=steps))
 
 

@@ -1,4 +1,4 @@
-"""Two replicas, each of one rank or cut over two, with gradients of their own."""
+"""Two replicas, each of one rank or sharded over two, with gradients of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = {"whole": 2, "sharded": 4}
 
 
 class Replica:
-    """This rank's parameters and optimizer; two replicas, each of one rank or cut over two."""
+    """This rank's parameters and optimizer."""
 
     def __init__(self, rank, layout, gate, sync, **options):
         generator = torch.Generator().manual_seed(0)
@@ -41,16 +41,16 @@ class Replica:
     def give_gradients(self, step, missing=(), spoilt=False):
         """The replica's own; missing: which it lacks. spoilt: whether one number is not finite."""
         for i, x in enumerate(self.X):
-            x.grad = torch.zeros_like(x) if x.requires_grad else None
-            if i in missing or x.grad is None:
-                x.grad = None
+            x.grad = None
+            if i in missing or not x.requires_grad:
                 continue
-            local = x.grad if self.mesh is None else x.grad.to_local()
-            cut = i < len(SHAPES)  # what is added later is whole on every rank of a replica
-            seed = 1000 * step + 100 * (dist.get_rank() if cut else self.number) + i
-            local.copy_(torch.randn(local.shape, generator=torch.Generator().manual_seed(seed)))
+            x.grad = torch.zeros_like(x)
+            seed = 1000 * step + 100 * dist.get_rank() + i
+            generator = torch.Generator().manual_seed(seed)
+            here = self.local(x.grad)
+            here.copy_(torch.randn(here.shape, generator=generator))
             if spoilt and i == 1:
-                local[0, 0] = float("nan")
+                here[0, 0] = float("nan")
 
     def step(self, step, **how):
         self.give_gradients(step, **how)
@@ -70,19 +70,12 @@ class Replica:
         return [self.local(x).detach().clone() for x in self.X]
 
     def state(self):
-        held = {
-            (i, key): self.local(value).clone()
+        """Every tensor and number of the state, by parameter and key."""
+        return {
+            (i, key): torch.as_tensor(self.local(value)).clone()
             for i, x in enumerate(self.X)
             for key, value in self.optimizer.state[x].items()
-            if isinstance(value, torch.Tensor)
         }
-        numbers = {
-            (i, key): value
-            for i, x in enumerate(self.X)
-            for key, value in self.optimizer.state[x].items()
-            if not isinstance(value, torch.Tensor)
-        }
-        return held, numbers
 
     def local(self, tensor):
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -93,5 +86,4 @@ def same(these, those):
 
 
 def same_state(this, that):
-    tensors = this[0].keys() == that[0].keys() and same(this[0].values(), that[0].values())
-    return tensors and this[1] == that[1]
+    return this.keys() == that.keys() and same(this.values(), that.values())

@@ -3,8 +3,6 @@
 The reference starts each step from what the replicas hold, because a number on an edge between two
 codes may fall on either side. Means are compared with those that its own codes give, up to codes
 that may flip. Weights, momenta and moments are compared with a step along the replicas' own mean.
-
-On a regression a reference goes alone, with gradients, codes and steps of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import distributed
 import fsdp_training
@@ -34,13 +31,12 @@ from curvadion import (
     CodedGradients,
     CurvaDion,
     FixedPeriod,
-    LowRank,
     QuantizedAverage,
     WireMeter,
 )
 from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.decision import GATE_BYTES
+from curvadion.sync.meeting import MEETING_BYTES
 from polar_reference import polar
 from quantized_reference import IN_CODES, NEWTON_SCHULZ, PRODUCTS, blocks_of, mean_in_codes
 from reference import initial_q, positive_qr
@@ -57,7 +53,7 @@ SHAPES = {
     "signs": (7,),
 }
 ALGORITHMS = {"bias": "adamw", "table": "adamw", "signs": "lion"}
-MISSING = {(2, 0, "4"), (3, 1, "bias"), (4, 0, "2"), (4, 1, "2"), (4, 2, "2"), (4, 3, "2")}
+MISSING = {(2, 0, "4"), (3, 1, "bias"), (4, 0, "2")}
 LR, MU, WD, LOOK_AHEAD, BETAS, EPS = 0.03, 0.95, 0.1, 2.0, (0.9, 0.95), 1e-8
 
 
@@ -80,7 +76,7 @@ def start(dtype):
 def optimizer_of(X, sync=None, **options):
     groups = [{"params": [(n, x) for n, x in X.items() if n not in ALGORITHMS]}]
     groups += [{"params": [(n, X[n])], "algorithm": a} for n, a in ALGORITHMS.items() if n in X]
-    known = {"lr": LR, "mu": MU, "weight_decay": WD, "newton_schulz_steps": 14, **options}
+    known = {"lr": LR, "momentum": MU, "weight_decay": WD, "newton_schulz_steps": 14, **options}
     return CurvaDion(groups, replicas=dist.group.WORLD, sync=sync or CodedGradients(), **known)
 
 
@@ -127,14 +123,10 @@ class Leaf:
     @classmethod
     def of(cls, name, held, direction):
         """As held before a step; held: None before the first."""
-        if held is None:
-            return cls.at(name, 0.2 * random("X", name, shape=SHAPES[name]).double(), direction)
-        state = {k: v.double() for k, v in held.items() if k not in ("X", "G")}
-        return cls(name, held["X"].double(), state)
-
-    @classmethod
-    def at(cls, name, X, direction):
-        """Before the first step."""
+        if held is not None:
+            state = {k: v.double() for k, v in held.items() if k not in ("X", "G")}
+            return cls(name, held["X"].double(), state)
+        X = 0.2 * random("X", name, shape=SHAPES[name]).double()
         zero = torch.zeros_like(X)
         state = {"momentum": zero, "exp_avg": zero, "exp_avg_sq": zero, "step": zero.sum()}
         if name not in ALGORITHMS and direction == "low_rank":
@@ -178,15 +170,10 @@ class Leaf:
         self.state["exp_avg"] = BETAS[1] * m + (1 - BETAS[1]) * G
 
 
-def moving(step, ranks):
-    """Parameters that have a gradient on some replica, matrices first."""
-    return [n for n in SHAPES if any(gradient(n, step, r) is not None for r in range(ranks))]
-
-
-def sent(step, rank, names, before):
+def sent(step, rank, before):
     """The gradients with what codes have lost, in blocks."""
     blocks = []
-    for name in names:
+    for name in SHAPES:
         G = gradient(name, step, rank)
         G = torch.zeros(SHAPES[name]) if G is None else G
         lost = torch.zeros(G.shape) if before is None else before[rank][name]["residual"]
@@ -194,38 +181,35 @@ def sent(step, rank, names, before):
     return torch.cat(blocks)
 
 
-def from_blocks(blocks, shapes):
+def from_blocks(blocks):
     """By name, without the numbers that fill up last blocks."""
-    sizes = [math.prod(shape) for shape in shapes.values()]
+    sizes = [math.prod(shape) for shape in SHAPES.values()]
     each = blocks.split([-(-size // 256) for size in sizes])
     return {
         name: rows.flatten()[:size].view(shape)
-        for rows, size, (name, shape) in zip(each, sizes, shapes.items(), strict=True)
+        for rows, size, (name, shape) in zip(each, sizes, SHAPES.items(), strict=True)
     }
 
 
 def check_step(step, before, after, bits, direction, dtype):
     """Replicas went where the reference goes; before, after: held by each."""
-    ranks, names = len(after), moving(step, len(after))
-    z = [sent(step, rank, names, before) for rank in range(ranks)]
+    ranks = len(after)
+    z = [sent(step, rank, before) for rank in range(ranks)]
     received, codes = mean_in_codes(z, bits)
-    shapes = {name: SHAPES[name] for name in names}
-    mean, *lost = (from_blocks(blocks, shapes) for blocks in received)
+    mean, *lost = map(from_blocks, received)
     flips = sum(code.largest_flip(IN_CODES.allowed) for code in codes)
     for name in SHAPES:
         leaf = Leaf.of(name, None if before is None else before[0][name], direction)
-        old = leaf.X
-        if name in names:
-            expected = mean[name]
-            for rank, (each, loss) in enumerate(zip(after, lost, strict=True)):
-                G, what = each[name]["G"], (step, name, rank)
-                if G is not None:
-                    error = float((G - expected).norm()) - flips
-                    assert_within(max(0.0, error) / float(expected.norm()), IN_CODES, what=what)
-                error = float((each[name]["residual"] - loss[name]).norm()) - (ranks + 2) * flips
-                assert_within(max(0.0, error) / float(z[rank].norm()), IN_CODES, what=what)
-            real = next(each[name]["G"] for each in after if each[name]["G"] is not None)
-            leaf.step(real.double())
+        old, expected = leaf.X, mean[name]
+        for rank, (each, loss) in enumerate(zip(after, lost, strict=True)):
+            G, what = each[name]["G"], (step, name, rank)
+            if G is not None:
+                error = float((G - expected).norm()) - flips
+                assert_within(max(0.0, error) / float(expected.norm()), IN_CODES, what=what)
+            error = float((each[name]["residual"] - loss[name]).norm()) - (ranks + 2) * flips
+            assert_within(max(0.0, error) / float(z[rank].norm()), IN_CODES, what=what)
+        real = next(each[name]["G"] for each in after if each[name]["G"] is not None)
+        leaf.step(real.double())
         # Directions amplify roundings; low-rank ones are fed back to the momentum.
         moved = float((leaf.X - old).norm() / old.norm())
         amplified = {"Q": NEWTON_SCHULZ, "X": 1 + NEWTON_SCHULZ * moved}
@@ -244,10 +228,8 @@ def check_step(step, before, after, bits, direction, dtype):
 @pytest.mark.parametrize(
     ("ranks", "bits", "dtype", "direction"),
     [
-        (2, 3, torch.float32, "polar"),
         (4, 2, torch.float32, "polar"),
         (2, 1, torch.float64, "polar"),
-        (4, 8, torch.float64, "polar"),
         (2, 4, torch.float64, "low_rank"),
     ],
 )
@@ -261,97 +243,10 @@ def test_replicas_take_the_references_trajectory(ranks, bits, dtype, direction):
         check_step(step, before, after, bits, direction, dtype)
 
 
-# ------------------------------------------------------------------------------- alone
-
-# W (signs * a) + bias = y. Each replica owns the means of half the blocks, and of some of W.
-REGRESSION = {"W": (30, 29), "bias": (30,), "signs": (29,)}
-SAMPLES, ALONE = 80, 8
-AT_EQUAL_CODES = Rounding(torch.float32, terms=30, steps=ALONE)
-SEED = 20  # of numbers that stay away from the edges between codes
-
-
-def exact(*key, shape):
-    """Random numbers from -2 to 2 that are the same on every CPU, as normal ones are not."""
-    return torch.randint(-2048, 2049, shape, generator=seeded(*key, SEED)).double() / 1024
-
-
-def start_regression():
-    X = {name: 0.2 * exact("X", name, shape=shape) for name, shape in REGRESSION.items()}
-    return X | {"signs": 1 + X["signs"]}
-
-
-def samples(step, rank):
-    """A replica's inputs and outputs, a column each."""
-    (m, n), own = REGRESSION["W"], (step, rank)
-    A = exact("inputs", *own, shape=(n, SAMPLES))
-    noise = exact("noise", *own, shape=(m, SAMPLES))
-    return A, exact("true W", shape=(m, n)) @ A + noise
-
-
-def regress(rank, bits, direction):
-    X = {name: nn.Parameter(x) for name, x in start_regression().items()}
-    sync = CodedGradients(bits, residual_dtype="float32")
-    optimizer = optimizer_of(X, sync, direction=direction)
-    for step in range(1, ALONE + 1):
-        A, Y = samples(step, rank)
-        error = X["W"] @ (X["signs"][:, None] * A) + X["bias"][:, None] - Y
-        optimizer.zero_grad()
-        (error.square().sum() / (2 * SAMPLES)).backward()
-        optimizer.step()
-    return held(X, optimizer)
-
-
-def slopes(leaves, step, rank):
-    """The gradients of that loss at the reference's weights."""
-    A, Y = samples(step, rank)
-    W, bias, signs = (leaves[name].X for name in REGRESSION)
-    inputs = signs[:, None] * A
-    error = (W @ inputs + bias[:, None] - Y) / SAMPLES
-    return {"W": error @ inputs.mT, "bias": error.sum(1), "signs": (A * (W.mT @ error)).sum(1)}
-
-
-def regress_alone(ranks, bits, direction):
-    """What replicas hold in the end, what each has lost, and all codes on the way."""
-    leaves = {name: Leaf.at(name, X, direction) for name, X in start_regression().items()}
-    lost = [{name: torch.zeros_like(leaf.X) for name, leaf in leaves.items()}] * ranks
-    codes = []
-    for step in range(1, ALONE + 1):
-        z = []
-        for rank, owed in enumerate(lost):
-            G = slopes(leaves, step, rank)
-            z.append(torch.cat([blocks_of((G[name] + owed[name]).flatten()) for name in leaves]))
-        received, made = mean_in_codes(z, bits)
-        mean, *lost = (from_blocks(blocks, REGRESSION) for blocks in received)
-        codes += made
-        for name, leaf in leaves.items():
-            leaf.step(mean[name])
-    return leaves, lost, codes
-
-
-@pytest.mark.parametrize(("bits", "direction"), [(4, "polar"), (3, "low_rank")])
-@pytest.mark.chosen_inputs
-def test_replicas_end_where_a_reference_ends_that_goes_alone(bits, direction):
-    """Roundings flip no code, as the reference finds: none of its numbers is so close to an edge.
-
-    With 8 bits, which have many edges, some would be. And fewer bits lose more, so that a loss
-    that is forgotten or sent twice shows.
-    """
-    leaves, lost, codes = regress_alone(2, bits, direction)
-    # Roundings move a number by 1e-6 at most.
-    assert not any(code.largest_flip(1.5e-5) for code in codes)
-    keys = {"W": ["momentum"], "bias": ["exp_avg", "exp_avg_sq"], "signs": ["exp_avg"]}
-    keys["W"] += ["Q"] if direction == "low_rank" else []
-    for replica, owed in zip(distributed.run(2, regress, bits, direction), lost, strict=True):
-        for name, leaf in leaves.items():
-            wanted = {"X": leaf.X, "residual": owed[name], **{k: leaf.state[k] for k in keys[name]}}
-            for key, tensor in wanted.items():
-                assert_close(replica[name][key], tensor, AT_EQUAL_CODES, what=(name, key))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_nothing_that_codes_lose_is_lost(ranks, dtype):
+def test_nothing_that_codes_lose_is_lost(dtype):
     """Means and what replicas still hold add up to the gradients; all replicas are the same."""
+    ranks = 2
     replicas = distributed.run(ranks, train, dtype, {}, 2)
     for name in set(SHAPES) - {"2", "4", "bias"}:
         given = sum(
@@ -373,8 +268,8 @@ def test_nothing_that_codes_lose_is_lost(ranks, dtype):
                     assert step[name][key].equal(first[name][key]), (name, key)
 
 
-def train_without(rank, wanted):
-    """What is held before and after a step with a NaN on the last rank, or without a gradient."""
+def train_without(rank):
+    """What is held before and after a step with a NaN on the last rank."""
     X = start(torch.float32)
     optimizer = optimizer_of(X)
     for step in (1, 5):
@@ -382,10 +277,8 @@ def train_without(rank, wanted):
         optimizer.step()
     before = held(X, optimizer)
     give_gradients(X, 6, rank)
-    if wanted == "nan" and rank == 1:
+    if rank == 1:
         X["0"].grad[3, 4] = float("nan")
-    if wanted == "none":
-        X["0"].grad = None
     optimizer.step()
     skipped = optimizer.report.skipped
     after = held(X, optimizer)
@@ -394,11 +287,10 @@ def train_without(rank, wanted):
     return before, after, skipped, optimizer.report.skipped, optimizer.drift()
 
 
-@pytest.mark.parametrize("wanted", ["nan", "none"])
-def test_what_cannot_move_stays(wanted):
-    for before, after, skipped, later, drift in distributed.run(2, train_without, wanted):
-        assert (skipped, later, drift) == (wanted == "nan", False, 0.0)
-        for name in SHAPES if wanted == "nan" else ["0"]:
+def test_a_nonfinite_gradient_of_one_replica_is_a_step_left_out_on_all():
+    for before, after, skipped, later, drift in distributed.run(2, train_without):
+        assert (skipped, later, drift) == (True, False, 0.0)
+        for name in SHAPES:
             for key in set(before[name]) - {"G"}:
                 assert before[name][key].equal(after[name][key]), (name, key)
 
@@ -462,32 +354,6 @@ def test_shards_share_means_with_their_like(setup, layout):
         assert max(error for *_, error in step) < 0.03
 
 
-def cut_unevenly(rank):
-    """A whole parameter beside one of which the ranks of a replica hold 6 blocks and 4."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    given = random("uneven", shape=(5, 512)), random("whole", shape=(30, 40))
-    X = [
-        nn.Parameter(distribute_tensor(given[0], mesh["shard"], [Shard(0)])),
-        nn.Parameter(distribute_tensor(given[1], mesh["shard"], [Replicate()])),
-    ]
-    optimizer = CurvaDion(X, replicas=mesh["replicate"], wire_budget=0.2, sync=CodedGradients())
-    replica = mesh.get_local_rank("replicate")
-    for step in range(3):
-        for x, name in zip(X, ("uneven", "whole"), strict=True):
-            G = random(name, step, replica, shape=tuple(x.shape))
-            x.grad = distribute_tensor(G, mesh["shard"], x.placements)
-        optimizer.step()
-    return local(X[1]).detach(), local(optimizer.state[X[1]]["residual"]), replica
-
-
-def test_ranks_of_a_replica_hold_whole_parameters_alike():
-    ranks = distributed.run(4, cut_unevenly)
-    for X, residual, replica in ranks:
-        assert X.equal(ranks[0][0])
-        like = next(other for _, other, number in ranks if number == replica)
-        assert residual.equal(like)
-
-
 def bits_of_shards(rank, setup, layout, budget):
     """The bits that are chosen, and what a step sends between replicas, of dense gradients."""
     model, replicas, _, reader = setup(layout)
@@ -527,12 +393,12 @@ def spend(rank, options):
             optimizer.step()
         sent.append(meter.total_sent)
         assert optimizer.report.gate_open
-    return sent, optimizer.sync.bits, optimizer.param_groups[0]["nesterov"], repr(optimizer.gate)
+    return sent, optimizer.sync.bits, optimizer.param_groups[0]["look_ahead"], repr(optimizer.gate)
 
 
 @pytest.mark.parametrize(
     ("options", "bits"),
-    [({}, 3), ({"wire_budget": 0.5}, 8), ({"wire_budget": 0.2}, 3), ({"gate": AlwaysOpen()}, 3)],
+    [({}, 3), ({"wire_budget": 0.5}, 8), ({"wire_budget": 0.2}, 3)],
 )
 def test_a_step_sends_the_codes_and_what_replicas_agree_on(options, bits):
     sizes = [math.prod(shape) for shape in SHAPES.values()]
@@ -540,87 +406,16 @@ def test_a_step_sends_the_codes_and_what_replicas_agree_on(options, bits):
         assert (chosen, look_ahead) == (bits, 2.0)
         assert "AlwaysOpen" in gate or "wire_budget" in options
         # The first steps also compare the replicas.
-        assert sent[-1] == message_bytes(sizes, bits) + GATE_BYTES
+        assert sent[-1] == message_bytes(sizes, bits) + MEETING_BYTES
         if "wire_budget" in options:
             assert sent[-1] <= options["wire_budget"] * 4 * sum(sizes)
-
-
-def in_debt(rank):
-    """Openings, drift and what was sent after an exact synchronisation under a budget."""
-    X = start(torch.float32)
-    optimizer = optimizer_of(X, wire_budget=0.2)
-    found = []
-    for step in (1, 5, 6, 1, 5):
-        give_gradients(X, step, rank)
-        with WireMeter() as meter:
-            optimizer.step()
-        found.append((optimizer.report.gate_open, optimizer.drift(), meter.total_sent))
-        if step == 5:
-            optimizer.synchronize(exact=True)
-    return found
-
-
-def test_a_budget_in_debt_leaves_no_step_out():
-    for found in distributed.run(2, in_debt):
-        assert all(opened and drift == 0 for opened, drift, _ in found)
-        assert len({sent for *_, sent in found[2:]}) == 1
-
-
-def skip_first(rank, direction):
-    """What steps send after a first one that had a NaN."""
-    X = start(torch.float32)
-    optimizer = optimizer_of(X, direction=direction)
-    sent = []
-    for step in (1, 5, 6, 1):
-        give_gradients(X, step, rank)
-        if step == 1 and not sent:
-            X["0"].grad.fill_(float("nan"))
-        with WireMeter() as meter:
-            optimizer.step()
-        sent.append(meter.total_sent)
-    return sent
-
-
-@pytest.mark.parametrize("direction", ["polar", "low_rank"])
-def test_a_skipped_first_step_costs_nothing(direction):
-    """And no direction sends anything of its own."""
-    codes = message_bytes([math.prod(shape) for shape in SHAPES.values()], 3)
-    for skipped, first, *later in distributed.run(2, skip_first, direction):
-        assert skipped == GATE_BYTES
-        assert first < 1.2 * codes  # with a comparison of the replicas
-        assert later == [codes + GATE_BYTES] * 2
-
-
-class Reading(AlwaysOpen):
-    """Always open, and reads momenta."""
-
-    reads_momentum = True
-
-
-def momentum_norms(rank):
-    X = start(torch.float32)
-    optimizer = optimizer_of(X, gate=Reading())
-    for step in (1, 5):
-        give_gradients(X, step, rank)
-        optimizer.step()
-    return [
-        (optimizer.state[X[n]]["momentum_norm"], optimizer.state[X[n]]["momentum"].norm())
-        for n in SHAPES
-        if n not in ALGORITHMS
-    ]
-
-
-def test_gates_read_norms_of_what_momenta_hold():
-    for pairs in distributed.run(2, momentum_norms):
-        for told, norm in pairs:
-            assert_close(told, norm, Rounding(torch.float32, terms=16))
 
 
 # ------------------------------------------------------------------------------- checkpoints
 
 
 def resume(rank, how):
-    """Weights of a run in one piece, and of one that stops and goes on; both end alike."""
+    """Weights of a run in one piece, and of one that stops and goes on; both end equal."""
     whole, X = start(torch.float32), start(torch.float32)
     optimizers = [optimizer_of(x) for x in (whole, X)]
     for step in (1, 5):
@@ -636,8 +431,6 @@ def resume(rank, how):
         for _ in range(2):
             file.seek(0)
             optimizers[1].load_state_dict(torch.load(file, weights_only=True))
-    elif how == "deepcopy":
-        X, optimizers[1] = copy.deepcopy((X, optimizers[1]))
     else:
         X, optimizers[1] = pickle.loads(pickle.dumps((X, optimizers[1])))
     sent = []
@@ -650,30 +443,11 @@ def resume(rank, how):
     return all(whole[name].equal(X[name]) for name in SHAPES), sent
 
 
-@pytest.mark.parametrize("how", ["file", "deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["file", "pickle"])
 def test_a_run_goes_on_bitwise(how):
     for equal, sent in distributed.run(2, resume, how):
         assert equal
         assert len(set(sent[2:])) == 1
-
-
-def load_unstarted(rank):
-    X = start(torch.float32)
-    optimizer = optimizer_of(X)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    sent = []
-    for step in (1, 5, 6):
-        give_gradients(X, step, rank)
-        with WireMeter() as meter:
-            optimizer.step()
-        sent.append(meter.total_sent)
-    return sent, optimizer.apart
-
-
-def test_a_state_of_no_step_begins_a_run():
-    for (first, *later), apart in distributed.run(2, load_unstarted):
-        assert not apart
-        assert first < 1.2 * later[0] and later[0] == later[1]
 
 
 def synchronise(rank):
@@ -701,48 +475,8 @@ def test_an_exact_synchronisation_keeps_what_codes_owe():
             assert_close(after[name]["residual"], mean, Rounding(torch.float32))
 
 
-def change_kind(rank, first, then):
-    """Drift after each step of one kind that goes on from another."""
-    X = start(torch.float32)
-    optimizer = optimizer_of(X, first, gate=FixedPeriod(1))
-    for step in (1, 5):
-        give_gradients(X, step, rank)
-        optimizer.step()
-    optimizer.synchronize()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        saved = copy.deepcopy(optimizer.state_dict())
-        optimizer = optimizer_of(X, then, gate=FixedPeriod(1))
-        optimizer.load_state_dict(saved)
-    momentum = optimizer.state[X["0"]]["momentum"].clone()
-    drifts = []
-    for step in (6, 1):
-        give_gradients(X, step, rank)
-        optimizer.step()
-        drifts.append(optimizer.drift())
-    state = {key for x in X.values() for key in optimizer.state[x]}
-    return (
-        momentum,
-        optimizer.state[X["0"]]["momentum"],
-        drifts,
-        state,
-        [str(t.message) for t in told],
-    )
-
-
-@pytest.mark.parametrize("first", [LowRank(), QuantizedAverage(2)])
-def test_it_goes_on_from_another_kind(first):
-    ranks = distributed.run(2, change_kind, first, CodedGradients())
-    for _, momentum, drifts, state, _ in ranks:
-        assert drifts == [0.0, 0.0]
-        assert "anchor" not in state
-        assert momentum.equal(ranks[0][1])
-    if isinstance(first, QuantizedAverage):  # each replica had its own
-        assert not ranks[0][0].equal(ranks[1][0])
-
-
-def load_apart(rank, synchronises):
-    """Drifts after loading what each replica saved while it was apart, and after going on."""
+def load_drifted(rank):
+    """Drifts after loading what each replica saved while it had drifted, and after going on."""
     X = start(torch.float32)
     optimizer = optimizer_of(X, QuantizedAverage(2), gate=FixedPeriod(3))
     for step in (1, 5):
@@ -751,33 +485,21 @@ def load_apart(rank, synchronises):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each rank loads its own
         saved = copy.deepcopy(optimizer.state_dict())
-    optimizer = optimizer_of(X)
-    optimizer.load_state_dict(saved)
-    drifts = [(optimizer.drift(), optimizer.apart)]
-    if synchronises:
-        optimizer.synchronize()
-    else:
-        give_gradients(X, 6, rank)
-        optimizer.step()
-    return [*drifts, (optimizer.drift(), optimizer.apart)], held(X, optimizer)
+        optimizer = optimizer_of(X)
+        optimizer.load_state_dict(saved)
+    drifts = [(optimizer.drift(), optimizer.drifted)]
+    give_gradients(X, 6, rank)
+    optimizer.step()
+    return [*drifts, (optimizer.drift(), optimizer.drifted)], held(X, optimizer)
 
 
-@pytest.mark.parametrize("synchronises", [False, True])
-def test_it_brings_together_what_another_kind_left_apart(synchronises):
-    (first, one), (_, other) = distributed.run(2, load_apart, synchronises)
-    (before, apart), (after, still_apart) = first
-    assert before > 0 and apart and after == 0 and not still_apart
+def test_it_synchronises_what_another_kind_let_drift():
+    (first, one), (_, other) = distributed.run(2, load_drifted)
+    (before, drifted), (after, still_drifted) = first
+    assert before > 0 and drifted and after == 0 and not still_drifted
     for name in SHAPES:
         for key in set(one[name]) - {"G", "residual"}:
             assert one[name][key].equal(other[name][key]), (name, key)
-
-
-@pytest.mark.parametrize("then", [LowRank(), QuantizedAverage(2)])
-def test_another_kind_goes_on_from_it(then):
-    for _, _, drifts, state, told in distributed.run(2, change_kind, CodedGradients(), then):
-        assert drifts == [0.0, 0.0]
-        assert ("anchor" in state) == isinstance(then, QuantizedAverage)
-        assert any("It is about what the codes of one step lose" in text for text in told)
 
 
 # ------------------------------------------------------------------------------- errors
@@ -807,38 +529,10 @@ def test_a_budget_below_every_step_is_refused():
         optimizer.step()
 
 
-def alone(rank):
-    X = start(torch.float32)
-    optimizer = CurvaDion(list(X.values())[:3], sync=CodedGradients())
-    give_gradients(X, 1, rank)
-    with pytest.raises(ValueError, match="replicas=None with gate=AlwaysOpen.*CodedGradients"):
-        optimizer.step()
-
-
-def test_processes_that_would_never_hear_of_each_other_are_told():
-    distributed.run(2, alone)
-
-
-def assign(rank):
-    X = start(torch.float32)
-    optimizer = optimizer_of(X)
-    give_gradients(X, 1, rank)
-    optimizer.step()
-    optimizer.gate = FixedPeriod(3)
-    with pytest.raises(ValueError, match="may close"):
-        optimizer.step()
-
-
-def test_a_gate_assigned_later_is_refused():
-    distributed.run(2, assign)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"bits": 5}, ValueError),
-        ({"bits": 0}, ValueError),
-        ({"bits": True}, TypeError),
         ({"bits": 2.0}, TypeError),
         ({"residual_dtype": "float16"}, ValueError),
         ({"residual_dtype": torch.float64}, ValueError),
@@ -853,7 +547,7 @@ def test_arguments_are_checked(arguments, error):
 def test_one_replica_takes_its_own_gradients():
     X, Y = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))
     coded = CurvaDion([X], sync=CodedGradients(1))
-    dense = CurvaDion([Y], gate=AlwaysOpen(), direction="polar", rank_fraction=1.0, nesterov=2.0)
+    dense = CurvaDion([Y], gate=AlwaysOpen(), direction="polar", rank_fraction=1.0, look_ahead=2.0)
     for step in range(3):
         X.grad, Y.grad = (random("one", step, shape=(6, 4)) for _ in range(2))
         coded.step()
@@ -876,22 +570,3 @@ def expanded(rank):
 def test_a_gradient_may_repeat_its_memory():
     first, other = distributed.run(2, expanded)
     assert first.equal(other)
-
-
-def strided(rank):
-    """Gradients whose strides are not those of the weights."""
-    X = [nn.Parameter(torch.ones(24, 20)) for _ in range(2)]
-    found = []
-    for x, transposed in zip(X, (False, True), strict=True):
-        optimizer = CurvaDion([x], replicas=dist.group.WORLD, sync=CodedGradients(4))
-        for step in range(3):
-            G = random("strided", step, rank, shape=(24, 20))
-            x.grad = G.mT.contiguous().mT if transposed else G
-            optimizer.step()
-        found.append(x.detach())
-    return found
-
-
-def test_strides_of_gradients_do_not_matter():
-    for plain, transposed in distributed.run(2, strided):
-        assert_close(plain, transposed, Rounding(torch.float32, terms=24))

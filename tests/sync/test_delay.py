@@ -12,12 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
-from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage, WireMeter
+from curvadion import (
+    RMMC,
+    AlwaysOpen,
+    ByteBudget,
+    CurvaDion,
+    FixedPeriod,
+    QuantizedAverage,
+    WireMeter,
+)
 from curvadion.sync.coded_mean import message_bytes
-from shards import shard
+from curvadion.sync.meeting import WORDS_BYTES
 from tolerance import Rounding, assert_close
 from two_programs import two_programs
 
@@ -37,7 +44,7 @@ def build(X, gate, delay, **options):
     keys = {"align_momentum", "polar_correction", "fragments", "bits", "residual_dtype"}
     of_sync = {k: options.pop(k) for k in keys & options.keys()}
     sync = QuantizedAverage(delay=delay, **{"bits": 3} | of_sync)
-    fixed = {"lr": LR, "max_local_steps": None, "nesterov": 1.0}
+    fixed = {"lr": LR, "max_local_steps": None, "look_ahead": 1.0}
     options = {"replicas": dist.group.WORLD} | fixed | options
     return CurvaDion(groups, gate=gate, sync=sync, weight_decay=DECAY, **options)
 
@@ -109,74 +116,24 @@ def follow_one_mean(rank, delay, dtype):
             assert_close(x, expected, Rounding(torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(("delay", "ranks"), [(1, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("delay", "ranks", "dtype"),
+    [(1, 2, torch.float32), (2, 4, torch.bfloat16), (4, 2, torch.float64)],
+)
 def test_the_mean_is_added_later_and_steps_meanwhile_stay(delay, ranks, dtype):
     distributed.run(ranks, follow_one_mean, delay, dtype)
-
-
-def follow_corrections(rank, direction, delay):
-    """Alignment and polar correction at the arrival, against their equations in float64."""
-    runs = {}
-    for name, options in {
-        "none": {"align_momentum": False, "polar_correction": False},
-        "aligned": {"align_momentum": True, "polar_correction": False},
-        "corrected": {"align_momentum": False, "polar_correction": True},
-    }.items():
-        X = weights()
-        keys = {"direction": direction, "rank_fraction": 1.0, "newton_schulz_steps": 6}
-        optimizer = build(X, FixedPeriod(3), delay, **options, **keys)
-        train(X, optimizer, rank, range(3))
-        sent = [x.detach().double() for x in X]
-        train(X, optimizer, rank, range(3, 2 + delay))
-        before = [x.detach().double() for x in X]
-        train(X, optimizer, rank, [2 + delay])
-        M = [optimizer.state[x]["momentum"].double() for x in X[:3]]
-        A = [a.double() for a in anchors(X, optimizer)]
-        runs[name] = [x.detach().double() for x in X], A, M, sent, before
-    start = [x.detach().double() for x in weights()]
-    (X0, A0, M0, sent, before), (_, _, M1, *_), (X2, A2, *_) = (
-        runs[name] for name in ("none", "aligned", "corrected")
-    )
-    for i, (m, n) in enumerate(SHAPES[:3]):
-        scale = math.sqrt(m / n)
-        L = 3 * LR * scale
-        D, D_own = A0[i] - start[i], sent[i] - start[i]
-        V = D / L
-        correction = L * (V - V @ V.mT @ V) / 2
-        for moved in (A2[i] - A0[i], X2[i] - X0[i]):
-            of_weights = float(start[i].norm())
-            assert_close(moved, correction, Rounding(torch.float32), scale=of_weights)
-        # The direction of the last step, told by what the weights moved without the arrival.
-        moved = X0[i] - (D - D_own) - before[i] * (1 - LR * DECAY)
-        U = -moved / (LR * scale)
-        # Codes move weights by no more than steps did here, so that nothing is clipped.
-        B, change = (M0[i], D - D_own) if m >= n else (M0[i].mT, (D - D_own).mT)
-        UT = U.mT if m >= n else U
-        expected = B - change @ (UT @ B) / L
-        got = M1[i] if m >= n else M1[i].mT
-        limit = math.sqrt(min(m, n)) * L
-        if change.norm() <= limit:
-            # Six iterations leave the direction 0.003 from a polar factor.
-            assert float((got - expected).norm()) < 0.03 * float(expected.norm())
-
-
-@pytest.mark.parametrize("delay", [1, 2])
-@pytest.mark.parametrize("direction", ["polar", "low_rank"])
-def test_momenta_and_weights_are_corrected_at_the_arrival(direction, delay):
-    distributed.run(2, follow_corrections, direction, delay)
 
 
 # -------------------------------------------------------------------- what is sent
 
 
-def count(rank, gate, delay, fragments, steps):
+def count(rank, fragments):
     X = weights()
-    optimizer = build(X, gate, delay, fragments=fragments)
+    optimizer = build(X, FixedPeriod(3), 2, fragments=fragments)
     with WireMeter() as meter:
         train(X, optimizer, rank, [0])
         opened = 0
-        for step in range(1, steps):
+        for step in range(1, 13):
             train(X, optimizer, rank, [step])
             opened += optimizer.report.gate_open
             assert_all_equal(gathered(anchors(X, optimizer))) if step % 4 == 0 else None
@@ -185,13 +142,12 @@ def count(rank, gate, delay, fragments, steps):
     return calls["all_to_all"] - dist.get_world_size(), opened  # a byte a rank connects them
 
 
-@pytest.mark.parametrize("delay", [1, 3])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_openings_send_the_codes_alone(delay, fragments):
-    told = distributed.run(2, count, FixedPeriod(3), delay, fragments, 13)
+def test_openings_send_the_codes_alone(fragments):
+    told = distributed.run(2, count, fragments)
     assert [opened for _, opened in told] == [4, 4]
     sizes = [math.prod(shape) for shape in SHAPES]
-    # Each of the two all-to-alls; with two fragments four openings bring all together twice.
+    # Each of the two all-to-alls; with two fragments four openings synchronise all twice.
     sent = sum(codes for codes, _ in told) / 2
     assert sent == 2 * message_bytes(sizes, 3) * 4 / fragments
 
@@ -215,28 +171,14 @@ def count_closed(rank):
 def test_closed_steps_send_nothing():
     sizes = [math.prod(shape) for shape in SHAPES]
     told = distributed.run(2, count_closed)
-    # Codes there and back, what replicas tell each other, and a length of each matrix.
-    assert sum(told) / 2 == 2 * message_bytes(sizes, 3) + 16 + 8 * 3
-
-
-def meet_the_budget(rank):
-    X = weights()
-    optimizer = build(X, ByteBudget(0.02), 2)
-    with WireMeter() as meter:
-        train(X, optimizer, rank, range(500))
-        optimizer.synchronize()
-    return meter.total_sent / (500 * 4 * sum(math.prod(s) for s in SHAPES))
-
-
-def test_the_budget_is_met():
-    one, other = distributed.run(2, meet_the_budget, timeout=120)
-    assert 0.02 * 0.95 <= (one + other) / 2 <= 0.02 * 1.02
+    # Codes there and back, and the words that are compared later.
+    assert sum(told) / 2 == 2 * message_bytes(sizes, 3) + WORDS_BYTES
 
 
 # -------------------------------------------------------------------- every second use
 
 
-@pytest.mark.parametrize("gate", [FixedPeriod(2), RMMC(0.0), ByteBudget(0.3)], ids=repr)
+@pytest.mark.parametrize("gate", [FixedPeriod(4), RMMC(0.0), ByteBudget(0.3)], ids=repr)
 def test_replicas_agree_whenever_they_are_asked(gate):
     distributed.run(2, agree, gate)
 
@@ -248,7 +190,7 @@ def agree(rank, gate):
         train(X, optimizer, rank, [step], missing=(1,) if (step, rank) == (5, 0) else ())
         if step in (4, 7, 9):
             optimizer.synchronize(exact=step == 7)
-            assert not optimizer.apart
+            assert not optimizer.drifted
             assert_all_equal(gathered(X))
     optimizer.synchronize()
     assert_all_equal(gathered(X))
@@ -277,9 +219,6 @@ def resume(rank, how, stop):
     if how == "deepcopy":
         copied = copy.deepcopy(optimizer)
         others = [x for group in copied.param_groups for x in group["params"]]
-    elif how == "pickle":
-        copied = pickle.loads(pickle.dumps(optimizer))
-        others = [x for group in copied.param_groups for x in group["params"]]
     else:
         copied = build(others, FixedPeriod(3), 2, fragments=2)
         saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
@@ -296,31 +235,9 @@ def resume(rank, how, stop):
 
 
 @pytest.mark.filterwarnings("ignore:state_dict:UserWarning")
-@pytest.mark.parametrize("stop", [3, 4, 5, 6])
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize(("how", "stop"), [("state_dict", 3), ("state_dict", 4), ("deepcopy", 4)])
 def test_a_run_goes_on_from_what_is_under_way(how, stop):
     distributed.run(2, resume, how, stop)
-
-
-def shards_of_replicas(rank, delay):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    over = mesh["shard"]
-    X = [nn.Parameter(shard(x.detach(), "0", over)) if x.dim() > 1 else x for x in weights()]
-    optimizer = build(X, FixedPeriod(3), delay, replicas=mesh["replicate"])
-    for step in range(11):
-        generator = torch.Generator().manual_seed(100 * step + mesh.get_local_rank("replicate"))
-        for x, s in zip(X, SHAPES, strict=True):
-            G = torch.randn(s, generator=generator)
-            x.grad = shard(G, "0", over) if x.dim() > 1 else G
-        optimizer.step()
-    optimizer.synchronize()
-    whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in X]
-    assert_all_equal(gathered(whole))
-
-
-@pytest.mark.parametrize("delay", [1, 2])
-def test_shards_of_replicas(delay):
-    distributed.run(4, shards_of_replicas, delay)
 
 
 # -------------------------------------------------------------------- when something goes wrong
@@ -344,38 +261,9 @@ def leave_steps_out(rank, at):
     assert all(torch.isfinite(x).all() for x in X)
 
 
-@pytest.mark.parametrize("at", [(2,), (3,), (4,), (5,), (6, 7, 8)], ids=str)
+@pytest.mark.parametrize("at", [(2,), (3,), (5,), (6, 7, 8)], ids=str)
 def test_a_nonfinite_gradient_concerns_its_replica(at):
     distributed.run(2, leave_steps_out, at)
-
-
-def differ(rank, change):
-    X = weights()
-    optimizer = build(X, FixedPeriod(3), 2)
-    try:
-        for step in range(14):
-            if step == 4 and rank == 1:
-                change(optimizer)
-            train(X, optimizer, rank, [step])
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def another_rate(optimizer):
-    optimizer.param_groups[0]["lr"] = 0.01
-
-
-def one_more(optimizer):
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))]})
-
-
-@pytest.mark.parametrize(
-    ("change", "said"), [(another_rate, "lr"), (one_more, "on some ranks only")]
-)
-def test_replicas_that_differ_are_told_and_do_not_hang(change, said):
-    for told in distributed.run(2, differ, change):
-        assert told is not None and said in told
 
 
 def wait_for_the_other(rank, folder):
@@ -428,13 +316,11 @@ def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
     assert other.finish(10).returncode == 3
     err = ended.stderr
     assert ended.returncode == 1, err
-    assert ("RuntimeError" in err and "due at step 8, failed" in err) or "step 6 failed" in err, err
+    assert "RuntimeError: The comparison of the replicas' settings failed" in err, err
+    assert "A replica may have ended" in err
 
 
-@pytest.mark.parametrize(
-    "last",
-    ["pass", "dist.destroy_process_group()", "del optimizer, sync; dist.destroy_process_group()"],
-)
+@pytest.mark.parametrize("last", ["pass", "dist.destroy_process_group()"])
 def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path, last):
     """The last opening is at the ninth step, and nothing takes in what it sends.
 
@@ -468,78 +354,14 @@ def test_what_bfloat16_rounds_away_is_sent_once():
     distributed.run(2, roundings)
 
 
-def meters(rank):
-    X = weights()
-    optimizer = build(X, FixedPeriod(2), 1)
-    for step in range(150):
-        with WireMeter():
-            train(X, optimizer, rank, [step])
+@pytest.mark.parametrize("gate", [FixedPeriod(2), AlwaysOpen()], ids=repr)
+def test_a_delay_must_be_less_than_the_period(gate):
+    with pytest.raises(ValueError, match="means would arrive after the next opening"):
+        CurvaDion(weights()[:3], gate=gate, sync=QuantizedAverage(delay=2))
 
 
-def test_meters_may_come_and_go_while_something_is_under_way():
-    distributed.run(2, meters)
-
-
-def differ_inside(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    X = [nn.Parameter(shard(weights()[0].detach(), "0", mesh["shard"]))]
-    sync = QuantizedAverage(bits=3, delay=2)
-    optimizer = CurvaDion(
-        X, gate=FixedPeriod(3), sync=sync, lr=LR, replicas=mesh["replicate"], max_local_steps=None
-    )
-    try:
-        for step in range(12):
-            if step == 5 and rank == 1:
-                optimizer.param_groups[0]["lr"] = 0.01
-            G = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(step))
-            X[0].grad = shard(G * (1 + mesh.get_local_rank("replicate")), "0", mesh["shard"])
-            optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_ranks_of_a_replica_that_differ_are_told():
-    for told in distributed.run(4, differ_inside):
-        assert told is not None
-
-
-def load_in_vain(rank):
-    X = weights()
-    optimizer = build(X, FixedPeriod(4), 3)
-    train(X, optimizer, rank, range(5))
-    saved = optimizer.state_dict()
-    record = saved["param_groups"][0]["progress"]
-    for group in saved["param_groups"]:
-        group["progress"] = record.replace('"next_fragment": 0', '"next_fragment": -1')
-    with pytest.raises(ValueError, match="next_fragment"):
-        optimizer.load_state_dict(saved)
-    train(X, optimizer, rank, range(5, 10))
-    optimizer.synchronize()
-    assert_all_equal(gathered(X))
-
-
-@pytest.mark.filterwarnings("ignore:state_dict:UserWarning")
-def test_a_load_that_fails_leaves_what_is_under_way():
-    distributed.run(2, load_in_vain)
-
-
-def one_sync_for_two(rank):
-    X, others = weights(), weights()
-    optimizer = build(X, FixedPeriod(2), 2)
-    train(X, optimizer, rank, range(3))
-    second = CurvaDion(
-        others[:3], gate=FixedPeriod(2), sync=optimizer.sync, replicas=dist.group.WORLD
-    )
-    groups = len(dist.distributed_c10d._world.pg_map)
-    for step in range(6):
-        give_gradients(others[:3], step, rank)
-        second.step()
-    train(X, optimizer, rank, range(3, 8))
-    assert len(dist.distributed_c10d._world.pg_map) == groups
-    for each in (optimizer, second):
-        each.synchronize()
-        assert not any("lr_sent" in state for state in each.state.values())
-
-
-def test_optimizers_share_the_thread_of_their_replicas():
-    distributed.run(2, one_sync_for_two)
+def test_a_delay_must_be_an_integer():
+    sync = QuantizedAverage()
+    sync.delay = "1"
+    with pytest.raises(TypeError, match=r"sync\.delay='1' must be an integer"):
+        CurvaDion(weights()[:3], gate=FixedPeriod(3), sync=sync)

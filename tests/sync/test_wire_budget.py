@@ -12,35 +12,23 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import distributed
-import formulas
 import toy
 from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, LowRank, QuantizedAverage, WireMeter
 from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.meeting import MEETING_BYTES
 from curvadion.sync.quantized_average import divide
 from gate_steps import ask
-from scheduled import Scheduled
-from tolerance import Rounding, assert_close, assert_within
+from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
-BITS = (1, 2, 4, 8)
 
 
 def gate_that_costs(share, by="period", open_cost=0.05, closed_cost=0.001):
     gate = ByteBudget(share, by)
     gate.open_cost, gate.closed_cost = open_cost, closed_cost
     return gate
-
-
-@pytest.mark.parametrize("by", ["period", "rmmc"])
-@pytest.mark.parametrize("share", [0.003, 0.01, 0.03])
-def test_the_budget_is_met(by, share):
-    signals = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
-    openings = ask(gate_that_costs(share, by), 3000, signals=signals)
-    sent = 0.05 * len(openings) + 0.001 * 3000
-    assert sent == pytest.approx(share * 3000, rel=0.1)
 
 
 def test_a_period_is_as_even_as_the_budget_allows():
@@ -50,11 +38,11 @@ def test_a_period_is_as_even_as_the_budget_allows():
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("by", ["period", "rmmc"])
-@pytest.mark.parametrize("share", [0.003, 0.01, 0.03, 1.0])
+@pytest.mark.parametrize("share", [0.003, 0.03, 1.0])
 def test_a_run_of_any_length_that_ends_with_an_agreement_keeps_to_the_budget(share, by, fragments):
     signals = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
     gate = gate_that_costs(share, by)
-    gate.openings_per_agreement = fragments
+    gate.openings_per_full_sync = fragments
     openings = ask(gate, 400, signals=signals)
     # The last agreement is kept back at half of what is earned: that takes twice its time.
     for steps in range(math.ceil(2 * fragments / gate.rate) if fragments > 1 else 1, 400):
@@ -66,7 +54,7 @@ def test_a_run_of_any_length_that_ends_with_an_agreement_keeps_to_the_budget(sha
 
 
 @pytest.mark.parametrize("by", ["period", "rmmc"])
-@pytest.mark.parametrize("openings_sent", [0.5, 1, 40])
+@pytest.mark.parametrize("openings_sent", [0.5, 40])
 def test_what_was_sent_too_much_is_paid_back_without_a_silence(by, openings_sent):
     signals = torch.rand(4000, generator=torch.Generator().manual_seed(0)).tolist()
     gate, agreed = gate_that_costs(0.01, by), []
@@ -85,19 +73,6 @@ def test_what_was_sent_too_much_is_paid_back_without_a_silence(by, openings_sent
     assert max(gaps) <= math.ceil(most)
 
 
-@pytest.mark.parametrize("by", ["period", "rmmc"])
-@pytest.mark.parametrize("credit", [-5.0, -0.3, 0.0, 0.9, 1.9])
-def test_a_gate_goes_on_from_the_state_of_an_earlier_version(by, credit):
-    gate = gate_that_costs(0.01, by)
-    gate.load_state_dict({"credit": credit, "log_threshold": None})
-    signals = torch.rand(2000, generator=torch.Generator().manual_seed(0)).tolist()
-    openings = ask(gate, 2000, signals=signals)
-    due = credit + 2000 * gate.rate - 1
-    assert due - 1 - (gate.SLACK if by == "rmmc" else 0) <= len(openings) <= due + 1e-6
-    if by == "period":
-        assert openings[0] <= math.ceil(2 / gate.rate)
-
-
 @pytest.mark.chosen_inputs
 def test_openings_by_rmmc_fall_where_momenta_change_most():
     signals = torch.rand(3000, generator=torch.Generator().manual_seed(0)).tolist()
@@ -113,7 +88,7 @@ def test_openings_by_others_are_paid_for(by):
     assert 0.05 * len(openings) + 0.001 * 2000 == pytest.approx(0.01 * 2000, rel=0.1)
 
 
-@pytest.mark.parametrize("bound", [50, 60, None])
+@pytest.mark.parametrize("bound", [50, None])
 def test_a_bound_on_local_runs_leaves_room_to_pay_back(bound):
     """An opening at every fiftieth step, and one exact synchronisation that costs forty of them."""
     share, steps = 0.0013, 6000
@@ -136,10 +111,6 @@ def test_a_bound_on_local_runs_leaves_room_to_pay_back(bound):
     assert first == pytest.approx(100, abs=2) and longest <= 102
 
 
-def test_a_budget_for_every_step_is_always_open():
-    assert ask(gate_that_costs(1.0), 10) == list(range(10))
-
-
 @pytest.mark.parametrize("by", ["period", "rmmc"])
 def test_a_gate_goes_on_from_its_state(by):
     signals = torch.rand(200, generator=torch.Generator().manual_seed(0)).tolist()
@@ -157,10 +128,6 @@ def optimizer_of(model, **arguments):
         replicas=dist.group.WORLD,
         **{"lr": 0.02, "max_local_steps": None} | arguments,
     )
-
-
-def momenta(optimizer):
-    return [s["momentum"].clone() for s in optimizer.state.values() if "momentum" in s]
 
 
 def bytes_of_codes(bits):
@@ -181,31 +148,25 @@ def train(rank, steps, arguments):
 
 
 @pytest.mark.parametrize(
-    ("bits", "local_step"), list(zip(BITS, ("dion", "gradient") * 2, strict=True))
+    ("bits", "local_step", "align_momentum"),
+    [(1, "dion", True), (2, "gradient", True), (4, "dion", False), (8, "gradient", False)],
 )
-def test_replicas_are_bitwise_equal_after_an_open_step(bits, local_step):
-    arguments = dict(gate=FixedPeriod(3), sync=QuantizedAverage(bits=bits))
-    ranks = distributed.run(3, train, 7, arguments | {"local_step": local_step})
+def test_an_open_step_makes_weights_equal_and_sends_the_codes(bits, local_step, align_momentum):
+    sync = QuantizedAverage(bits, align_momentum=align_momentum)
+    how = dict(gate=FixedPeriod(3), sync=sync, local_step=local_step)
+    ranks = distributed.run(3, train, 7, how)
     for step in range(7):
         equal = [
             all(torch.equal(weights[step][name], x) for name, x in ranks[0][0][step].items())
             for weights, _, _ in ranks[1:]
         ]
-        assert all(equal) == ranks[0][1][step].gate_open == (step % 3 == 2)
-
-
-@pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(2), 0), (Scheduled((2, 4, 6)), 16)])
-@pytest.mark.parametrize(
-    ("bits", "align_momentum"), list(zip(BITS, (True, False, False, True), strict=True))
-)
-def test_an_open_step_sends_the_codes_and_a_closed_one_the_gate(bits, align_momentum, gate, closed):
-    """closed: what the gate sends where replicas do not know beforehand that it is closed."""
-    sync = QuantizedAverage(bits, align_momentum=align_momentum)
-    ranks = distributed.run(2, train, 6, dict(gate=gate, sync=sync))
-    codes = bytes_of_codes(bits)
-    for step in range(1, 6):  # the first also compares the replicas
-        mean = sum(sent[step] for _, _, sent in ranks) / 2
-        assert mean == (16 + codes if step % 2 else closed)
+        opened = step % 3 == 2
+        assert all(equal) == ranks[0][1][step].gate_open == opened
+        if step:  # the first also compares the replicas
+            mean = sum(sent[step] for _, _, sent in ranks) / 3
+            # Two thirds of a message go to others, in each of two exchanges.
+            codes = 4 / 3 * (MEETING_BYTES + bytes_of_codes(bits))
+            assert mean == pytest.approx(codes if opened else 0)
 
 
 def rotate(rank, fragments, local_step):
@@ -214,13 +175,12 @@ def rotate(rank, fragments, local_step):
     how = dict(sync=QuantizedAverage(fragments=fragments), local_step=local_step)
     optimizer = optimizer_of(model, gate=FixedPeriod(2), **how)
     steps, count = [], 4 * min(fragments, 6)
-    gates = formulas.scheduled_gate([step % 2 for step in range(count)], model.parameters())
     for step in range(count):
         with WireMeter() as meter:
             toy.train(model, optimizer, [step], rank)
         agreed = agreed_on(model)
         formula = message_bytes((x.numel() for x in agreed.values()), 2)
-        steps.append((set(agreed), meter.total_sent - gates[step], formula))
+        steps.append((set(agreed), meter.total_sent - MEETING_BYTES * (step % 2), formula))
     with WireMeter() as meter:
         optimizer.synchronize(exact=False)
     formula = message_bytes((x.numel() for n, x in agreed_on(model).items() if n not in agreed), 2)
@@ -239,10 +199,8 @@ def agreed_on(model):
     return agreed
 
 
-@pytest.mark.parametrize(
-    ("fragments", "local_step"), [(2, "gradient"), (3, "dion"), (100, "gradient")]
-)
-def test_fragments_come_together_in_rotation(fragments, local_step):
+@pytest.mark.parametrize(("fragments", "local_step"), [(3, "dion"), (100, "gradient")])
+def test_fragments_are_synchronised_in_rotation(fragments, local_step):
     ranks = distributed.run(2, rotate, fragments, local_step)
     assert [step[0] for step in ranks[0]] == [step[0] for step in ranks[1]]
     *agreed, last = (step[0] for step in ranks[0])
@@ -267,28 +225,6 @@ def test_fragments_are_of_about_equal_size(sizes, count):
     for size, fragment in zip(sizes, fragments, strict=True):
         filled[fragment] += size
     assert max(filled) - min(filled) <= max(sizes) + len(sizes)
-
-
-@pytest.mark.parametrize(("by", "fragments"), [("period", 3), ("rmmc", 1)])
-def test_a_run_sends_what_its_budget_allows(by, fragments):
-    steps, share = 80, 0.3
-    sync = QuantizedAverage(bits=2, fragments=fragments)
-    arguments = dict(gate=ByteBudget(share / fragments, by), sync=sync)
-    ranks = distributed.run(2, train, steps, arguments)
-    dense = 4 * sum(p.numel() for p in toy.model().parameters())
-    opened = [report.gate_open for report in ranks[0][1]]
-    openings, parameters = sum(opened), list(toy.model().parameters())
-    if by == "period":
-        gates = sum(formulas.scheduled_gate(opened, parameters)) + 16  # the first step's
-    else:
-        gates = sum(formulas.gate(step, parameters) for step in range(steps))
-    # All fragments are kept back once for the last agreement.
-    of_an_opening = bytes_of_codes(2) / fragments
-    allowed = (steps * share / fragments * dense - gates) / of_an_opening - fragments
-    assert openings == pytest.approx(min(allowed, steps), rel=0.1)
-    sent = sum(sum(rank[2]) for rank in ranks) / 2
-    whole = openings // fragments * bytes_of_codes(2)
-    assert 0 <= sent - gates - whole < bytes_of_codes(2) + 150
 
 
 # Their codes are 7.5 % of their numbers, where those of whole blocks are 6.4 %.
@@ -364,12 +300,9 @@ def resume_in_debt(rank, share, before, after, saved_at, steps):
     ("share", "steps", "before", "after"),
     [
         (0.02, 300, QuantizedAverage(), QuantizedAverage(fragments=3)),
-        (0.02, 300, QuantizedAverage(fragments=3), QuantizedAverage()),
-        (0.02, 300, QuantizedAverage(bits=2), QuantizedAverage(bits=8)),
         (0.02, 300, QuantizedAverage(bits=8, fragments=2), QuantizedAverage(bits=1)),
-        (0.0025, 2000, QuantizedAverage(bits=2), None),
     ],
-    ids=["into fragments", "out of fragments", "more bits", "both", "into those of a small budget"],
+    ids=["into fragments", "fewer bits"],
 )
 def test_a_debt_is_the_same_where_an_opening_costs_something_else(share, steps, before, after):
     sent = distributed.run(2, resume_in_debt, share, before, after, 20, steps)
@@ -384,7 +317,7 @@ def sent_of_the_budget(ranks, share, steps):
 def test_a_run_that_ends_with_an_agreement_sends_no_more_than_its_budget(by, fragments):
     share = 0.02
     waiting = 1 if by == "period" else 1 + ByteBudget.SLACK
-    for steps in (8, 30, 61):
+    for steps in (8, 61):
         ranks = distributed.run(2, spend_a_budget, share, by, fragments, steps, None)
         left = (waiting / fragments + 1) * CODES / (share * steps * 4 * NUMBERS)
         assert 1 - left <= sent_of_the_budget(ranks, share, steps) <= 1.0
@@ -397,186 +330,13 @@ def test_an_exact_synchronisation_is_paid_back_by_later_steps():
     assert 0.98 <= sent_of_the_budget(ranks, share, steps) <= 1.0
     assert ranks[0][1] > 2 * 4 * NUMBERS  # as much as 40 steps may send
     agreed = ranks[0][2]
-    period = (CODES + 16) / (share * 4 * NUMBERS)
+    period = (CODES + MEETING_BYTES) / (share * 4 * NUMBERS)
     assert max(b - a for a, b in pairwise(agreed)) <= math.ceil(2 * period)
     soon = [step for step in agreed if 20 < step <= 60]
     assert len(soon) == pytest.approx(40 / (2 * period), abs=1)
 
 
-# Codes that lose little, so that what the corrections change stands out.
-FINE = dict(lr=0.02, weight_decay=0.0, rank_fraction=1.0, nesterov=2.0)
-PERIOD = 3
-STEADY, FALLING = (1.0, 1.0, 1.0), (1.0, 0.5, 0.25)
-
-
-def train_at(model, optimizer, steps, rank, rates):
-    """At these shares of the learning rate, one after the other."""
-    scheduler = LambdaLR(optimizer, lambda step: rates[step % len(rates)])
-    toy.train(model, optimizer, range(steps), rank, scheduler.step)
-
-
-def around_an_opening(rank, options, fragments, rates):
-    """Weights and momenta after it with and without alignment, and before and after its step.
-
-    The first opening, or with fragments the last of the first round.
-    """
-    ends = {}
-    last = PERIOD * fragments - 1
-    for case in ("before", "alone", "kept", "aligned"):
-        model = toy.model()
-        sync = QuantizedAverage(8, fragments, polar_correction=False)
-        options_here = {**FINE, **copy.deepcopy(options)}
-        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), sync=sync, **options_here)
-        train_at(model, optimizer, last, rank, rates)
-        optimizer.sync.align_momentum = case == "aligned"
-        if case == "alone":
-            optimizer.gate = FixedPeriod(99)
-        if case != "before":
-            toy.train(model, optimizer, [last], rank)
-        X = [x.detach().double() for x in optimizer.state if "momentum" in optimizer.state[x]]
-        ends[case] = X, [M.double() for M in momenta(optimizer)]
-    return ends
-
-
-@pytest.mark.parametrize(
-    ("options", "fragments", "rates"),
-    [
-        ({"momentum_rule": "error_feedback"}, 1, STEADY),
-        ({"momentum_rule": "plain"}, 1, STEADY),
-        ({"lr": torch.tensor(0.02)}, 1, FALLING),
-        ({}, 1, FALLING),
-        ({}, 2, FALLING),
-    ],
-    ids=["error feedback", "plain", "tensor lr", "falling lr", "two fragments"],
-)
-def test_momenta_align_with_the_mean_direction(options, fragments, rates):
-    for ends in distributed.run(2, around_an_opening, options, fragments, rates):
-        agreements = 0
-        for i, agreed in enumerate(ends["aligned"][0]):
-            assert agreed.equal(ends["kept"][0][i])
-            M, aligned = ends["kept"][1][i], ends["aligned"][1][i]
-            own, before = ends["alone"][0][i], ends["before"][0][i]
-            if agreed.equal(own):
-                assert aligned.equal(M)
-                continue
-            agreements += 1
-            tall = M.shape[0] >= M.shape[1]
-            length = 0.02 * (M.shape[0] / M.shape[1]) ** 0.5
-            gone = fragments * sum(rates) * length
-            U, D = (before - own) / (rates[-1] * length), (agreed - own) / gone
-            expected = M - (D @ U.T @ M if tall else M @ U.T @ D)
-            assert float((expected - M).norm()) > 0.1 * float(M.norm())
-            # U is a difference of weights that a short step has moved.
-            condition = float(own.norm() / (before - own).norm())
-            assert_close(aligned, expected, Rounding(torch.float32, max(M.shape), condition))
-        assert agreements == len(ends["aligned"][0]) / fragments
-
-
-def around_a_correction(rank, options, align_momentum, rates):
-    """Matrices at the start, and after an opening without and with the correction, in float64."""
-    ends = []
-    for steps, corrected in ((0, False), (PERIOD, False), (PERIOD, True)):
-        model = toy.model()
-        sync = QuantizedAverage(8, align_momentum=align_momentum, polar_correction=corrected)
-        arguments = {**FINE, **copy.deepcopy(options), "sync": sync}
-        optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), **arguments)
-        train_at(model, optimizer, steps, rank, rates)
-        matrices = [model.linear.weight, model.lm_head.weight]
-        ends.append([x.detach().double().clone() for x in matrices])
-    return ends
-
-
-@pytest.mark.parametrize(
-    ("options", "align_momentum", "rates"),
-    [
-        ({}, True, STEADY),
-        ({}, True, FALLING),
-        ({"lr": torch.tensor(0.02)}, True, FALLING),
-        ({"rank_fraction": 0.5}, False, STEADY),
-    ],
-    ids=["full rank", "falling lr", "tensor lr", "half the rank"],
-)
-def test_the_polar_correction_is_a_newton_schulz_step(options, align_momentum, rates):
-    ranks = distributed.run(2, around_a_correction, options, align_momentum, rates)
-    for start, kept, corrected in ranks:
-        for X, mean, actual, other in zip(start, kept, corrected, ranks[0][2], strict=True):
-            length = sum(rates) * 0.02 * (X.shape[0] / X.shape[1]) ** 0.5
-            V = (mean - X) / length
-            expected = length * (V - V @ V.T @ V) / 2
-            assert float(expected.norm()) > 0.01 * float((mean - X).norm())
-            condition = float(mean.norm() / expected.norm())
-            assert_close(actual - mean, expected, Rounding(torch.float32, condition=condition))
-            assert actual.equal(other)
-
-
-def after_a_drop_of_the_rate(rank, corrected=False):
-    """How far the next opening moves momenta, relatively, once the rate is next to nothing.
-
-    And the matrices after it; ``corrected``: whether with the polar correction.
-    """
-    model = toy.model()
-    sync = QuantizedAverage(bits=1, polar_correction=False)
-    optimizer = optimizer_of(model, gate=FixedPeriod(PERIOD), sync=sync, **FINE)
-    toy.train(model, optimizer, range(PERIOD), rank)
-    optimizer.sync.polar_correction = corrected
-    before = momenta(optimizer)
-    for group in optimizer.param_groups:
-        group |= {"lr": 1e-9, "mu": 1 - 1e-9}  # steps and decay that do not matter
-    for _ in range(PERIOD):
-        for x in model.parameters():
-            x.grad = torch.zeros_like(x)
-        model.linear.bias.grad += rank + 1  # replicas with equal gradients would be an error
-        optimizer.step()
-    ends = momenta(optimizer)
-    moved = [float((a - b).norm() / b.norm()) for a, b in zip(ends, before, strict=True)]
-    return moved, [model.linear.weight.detach(), model.lm_head.weight.detach()]
-
-
-def test_what_codes_lost_at_a_higher_rate_aligns_no_momenta():
-    for moved, _ in distributed.run(2, after_a_drop_of_the_rate):
-        assert_within(max(moved), Rounding(torch.float32, steps=PERIOD))
-
-
-def test_what_codes_lost_at_a_higher_rate_is_not_corrected():
-    kept, corrected = (distributed.run(2, after_a_drop_of_the_rate, c)[0][1] for c in (0, 1))
-    for X, Y in zip(kept, corrected, strict=True):
-        assert_close(X, Y, Rounding(torch.float32))
-
-
-def norms_after_an_open_step(rank):
-    model = toy.model()
-    gate = ByteBudget(0.5, by="rmmc")
-    optimizer = optimizer_of(model, gate=gate, sync=QuantizedAverage(), warmup_steps=4)
-    toy.train(model, optimizer, range(4), rank)
-    states = [s for s in optimizer.state.values() if "momentum" in s]
-    return [(float(s["momentum_norm"]), float(s["momentum"].norm())) for s in states]
-
-
-def test_the_gate_measures_changes_of_turned_momenta():
-    for norms in distributed.run(2, norms_after_an_open_step):
-        for kept, true in norms:
-            assert_close(kept, true, Rounding(torch.float32, terms=16))
-
-
-def compare_with_8_bits(rank):
-    """How far fewer bits end from where 8 bits do, relative to the weights."""
-    ends = {}
-    for bits in BITS:
-        model = toy.model()
-        how = {"sync": QuantizedAverage(bits=bits)}
-        toy.train(model, optimizer_of(model, gate=FixedPeriod(2), **how), range(10), rank)
-        ends[bits] = torch.cat([x.detach().flatten() for x in model.parameters()])
-    return {bits: float((ends[bits] - ends[8]).norm() / ends[8].norm()) for bits in BITS[:-1]}
-
-
-def test_more_bits_come_closer():
-    (by_bits, *_) = distributed.run(2, compare_with_8_bits)
-    assert by_bits[4] < by_bits[2] < by_bits[1] < 0.2
-
-
-@pytest.mark.parametrize(
-    ("share", "bits"), [(0.003, 2), (0.01, 2), (0.03, 2), (0.05, 2), (0.1, 3), (0.2, 4), (1.0, 8)]
-)
+@pytest.mark.parametrize(("share", "bits"), [(0.003, 2), (0.05, 2), (0.1, 3), (0.2, 4), (1.0, 8)])
 def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
     assert optimizer_of(toy.model(), wire_budget=share).sync.bits == bits
     gate = ByteBudget(share, by="rmmc")
@@ -590,7 +350,7 @@ def test_bits_are_those_that_the_budget_pays_for_at_every_step(share, bits):
     assert optimizer_of(toy.model(), wire_budget=share, sync=halves).sync.bits == whole.bits
 
 
-@pytest.mark.parametrize(("share", "bits"), [(0.003, 2), (0.0029, 1), (0.0025, 1), (0.0001, 1)])
+@pytest.mark.parametrize(("share", "bits"), [(0.003, 2), (0.0029, 1), (0.0001, 1)])
 def test_small_budgets_take_codes_of_one_bit(share, bits):
     for sync in (None, QuantizedAverage(), QuantizedAverage(fragments=3)):
         assert optimizer_of(toy.model(), wire_budget=share, sync=sync).sync.bits == bits
@@ -598,50 +358,32 @@ def test_small_budgets_take_codes_of_one_bit(share, bits):
         assert optimizer_of(toy.model(), gate=gate, sync=sync).sync.bits == bits
     two = QuantizedAverage(bits=2)
     assert optimizer_of(toy.model(), wire_budget=share, sync=two).sync.bits == 2
-    # Where 2 bits fit into every step, nothing would come together more often with 1.
+    # Where 2 bits fit into every step, nothing would be synchronised more often with 1.
     many = QuantizedAverage(fragments=math.ceil(0.07 / share))
     assert optimizer_of(toy.model(), wire_budget=share, sync=many).sync.bits == 2
     # Without a budget there is none to be small.
     assert optimizer_of(toy.model(), gate=FixedPeriod(50), sync=QuantizedAverage()).sync.bits == 2
 
 
-def test_the_rank_is_full_where_it_costs_no_bytes():
-    ranks = {
-        how: optimizer_of(toy.model(), **how_arguments).param_groups[0]["rank_fraction"]
-        for how, how_arguments in {
-            "budget": {"wire_budget": 0.01},
-            "given": {"wire_budget": 0.01, "rank_fraction": 0.5},
-            "quantized": {"gate": FixedPeriod(2), "sync": QuantizedAverage()},
-            "averaged": {"gate": FixedPeriod(2)},
-        }.items()
-    }
-    assert ranks == {"budget": 1.0, "given": 0.5, "quantized": 1.0, "averaged": 0.25}
-
-
 @pytest.mark.parametrize(
-    ("options", "nesterov"),
+    ("options", "look_ahead"),
     [
         ({"gate": FixedPeriod(6), "sync": QuantizedAverage()}, 3.9),
-        ({"gate": FixedPeriod(6)}, 0.0),
-        ({"gate": FixedPeriod(6), "sync": QuantizedAverage(), "nesterov": 1.0}, 1.0),
+        ({"gate": FixedPeriod(6), "sync": QuantizedAverage(), "look_ahead": 1.0}, 1.0),
         ({"gate": RMMC(0.3), "sync": QuantizedAverage()}, 1.6),
         ({"wire_budget": 0.1}, 1.6),  # 3 bits and their scales are 9.6 %
         ({"wire_budget": 0.01}, 4.1),
         ({"wire_budget": 0.01, "sync": QuantizedAverage(bits=1)}, 2.9),
-        ({"wire_budget": 0.01, "sync": QuantizedAverage(fragments=3)}, 4.1),
-        ({"wire_budget": 0.003}, 4.1),
-        ({"wire_budget": 0.0025}, 4.1),
         ({"wire_budget": 0.0025, "sync": QuantizedAverage(fragments=3)}, 4.1),
         ({"gate": FixedPeriod(7), "sync": QuantizedAverage()}, 4.1),
-        ({"wire_budget": 0.5}, 1.6),
     ],
 )
 def test_the_look_ahead_grows_with_the_period_up_to_that_of_a_hundredth_of_the_bytes(
-    options, nesterov
+    options, look_ahead
 ):
     X = [nn.Parameter(torch.zeros(512, 512)) for _ in range(3)]
     optimizer = CurvaDion(X, max_local_steps=None, **options)
-    assert optimizer.param_groups[0]["nesterov"] == nesterov
+    assert optimizer.param_groups[0]["look_ahead"] == look_ahead
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
@@ -653,9 +395,9 @@ def test_the_look_ahead_is_that_of_the_period_in_use(fragments):
         max_local_steps=None,
         replicas=None,
     )
-    known = [group["nesterov"] for group in optimizer.param_groups]
+    known = [group["look_ahead"] for group in optimizer.param_groups]
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(8, 8))]})
-    assert optimizer.param_groups[-1]["nesterov"] == known[0] == optimizer.defaults["nesterov"]
+    assert optimizer.param_groups[-1]["look_ahead"] == known[0] == optimizer.defaults["look_ahead"]
     optimizer.param_groups.pop()
     opened = []
     for step in range(200):
@@ -665,16 +407,11 @@ def test_the_look_ahead_is_that_of_the_period_in_use(fragments):
         optimizer.step()
         if optimizer.report.gate_open:
             opened.append(step)
-    period = (CODES + 16 * fragments) / (0.02 * 4 * NUMBERS)
+    period = (CODES + MEETING_BYTES * fragments) / (0.02 * 4 * NUMBERS)
     assert 3.75 < period < 4  # 3.2 without the padding and the gate's bytes, and 2.9
     steps_per_opening = (opened[-1] - opened[0]) / (len(opened) - 1)
     assert steps_per_opening * fragments == pytest.approx(period, rel=0.03)
     assert set(known) == {round(1.6 * math.sqrt(period), 1)} == {3.1}
-
-
-def test_the_look_ahead_of_parameters_that_are_all_frozen():
-    x = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
-    assert CurvaDion([x], wire_budget=0.01).param_groups[0]["nesterov"] == 4.1
 
 
 def train_and_resume(rank, how, fragments):
@@ -693,6 +430,7 @@ def train_and_resume(rank, how, fragments):
     return toy.weights(model)
 
 
+@pytest.mark.filterwarnings("ignore:state_dict")
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_run_goes_on_bitwise_from_each_replicas_state(fragments):
     whole = distributed.run(2, train_and_resume, "whole", fragments)
@@ -742,72 +480,6 @@ def test_replicas_can_agree_before_the_gate_opens():
     assert (sent + more) / 2 == bytes_of_codes(2)
 
 
-def go_on_from_one_replicas_state(rank, exact):
-    """How far that takes weights from what replicas had in common, how far their last steps went,
-    and how large weights are.
-    """
-    groups = parameters_with_padded_blocks()
-    X = [x for group in groups for x in group["params"]]
-    arguments = dict(replicas=dist.group.WORLD, gate=FixedPeriod(6), sync=QuantizedAverage())
-    optimizer = CurvaDion(groups, **arguments)
-    for step in range(15):
-        if step == 12:
-            agreed = [x.detach().clone() for x in X]
-        for i, x in enumerate(X):
-            common, own = (torch.Generator().manual_seed(seed + step) for seed in (0, 100 + rank))
-            x.grad = torch.randn(x.shape, generator=common) * (i + 1)
-            x.grad += torch.randn(x.shape, generator=own) * (i + 1)
-        optimizer.step()
-    expected = mean_with_losses(optimizer, X)
-    optimizer.synchronize(exact=exact)
-    saved = [(x.detach().clone(), optimizer.state_dict()) if rank == 0 else None for x in X]
-    dist.broadcast_object_list(saved)
-    for x, (weights, _) in zip(X, saved, strict=True):
-        x.detach().copy_(weights)
-    optimizer = CurvaDion(parameters_like(groups), **arguments)
-    optimizer.load_state_dict(saved[0][1])
-    actual = mean_with_losses(optimizer, X)
-    size = distance(expected, [torch.zeros_like(x) for x in X])
-    return distance(actual, expected), distance(expected, agreed), size
-
-
-def parameters_like(groups):
-    return [
-        {key: group[key] for key in group if key in ("params", "algorithm")} for group in groups
-    ]
-
-
-def mean_with_losses(optimizer, X):
-    """Weights as they are once replicas have sent each other what codes have lost."""
-    means = [x.detach() + optimizer.state[x]["residual"] for x in X]
-    for mean in means:
-        dist.all_reduce(mean)
-    return [mean / dist.get_world_size() for mean in means]
-
-
-def distance(these, those):
-    return math.sqrt(sum(float((x - y).square().sum()) for x, y in zip(these, those, strict=True)))
-
-
-def test_a_checkpoint_of_one_replica_needs_an_exact_synchronisation():
-    (apart, _, size), *_ = distributed.run(3, go_on_from_one_replicas_state, True)
-    assert_within(apart / size, Rounding(torch.float32))
-    (apart, moved, _), *_ = distributed.run(3, go_on_from_one_replicas_state, None)
-    assert apart > 0.2 * moved
-
-
-def start_from_other_weights(rank):
-    model = toy.model()
-    with torch.no_grad():
-        model.linear.weight += rank
-    with pytest.raises(RuntimeError, match="different weights"):
-        toy.train(model, optimizer_of(model, wire_budget=0.05), [0], rank)
-
-
-def test_replicas_that_start_from_other_weights_are_an_error():
-    distributed.run(2, start_from_other_weights)
-
-
 def narrow(rank):
     model = toy.model(torch.bfloat16)
     optimizer = optimizer_of(model, gate=FixedPeriod(2), sync=QuantizedAverage())
@@ -844,11 +516,8 @@ def test_impossible_arguments_are_errors(arguments, error, message):
     ("arguments", "error"),
     [
         ({"bits": 5}, ValueError),
-        ({"bits": 2.0}, TypeError),
         ({"bits": True}, TypeError),
         ({"fragments": 0}, ValueError),
-        ({"fragments": None}, TypeError),
-        ({"align_momentum": 1}, TypeError),
         ({"polar_correction": "yes"}, TypeError),
     ],
 )

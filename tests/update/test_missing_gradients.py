@@ -1,15 +1,16 @@
-"""Zeros in place of gradients that are missing here: for every form that a shard can have."""
+"""A parameter without a gradient rests in a replica's own step; else zeros take its place."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from curvadion import Dion
+import distributed
+from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.update.gradients import _filled
+from seeded import gradient, weights
 
 FORMS = {
     "matrix": torch.ones(3, 4),
@@ -39,32 +40,42 @@ def test_missing_gradients_of_one_dtype_share_memory():
     assert a.data_ptr() == b.data_ptr()
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "state_dict"])
-def test_a_copy_made_between_a_change_of_rank_and_the_next_step_has_the_new_rank(way):
-    def built():
-        torch.manual_seed(0)
-        return nn.Parameter(torch.randn(8, 8))
+def rest(rank, sync):
+    """What moves at a closed step and at an opening if replica 1 lacks every second gradient."""
+    X = [nn.Parameter(weights((8, 6)).float()) for _ in range(2)]
+    X += [nn.Parameter(torch.linspace(-1, 1, 5)) for _ in range(2)]
+    groups = [{"params": X[:2]}, {"params": X[2:], "algorithm": "adamw"}]
+    optimizer = CurvaDion(groups, replicas=dist.group.WORLD, gate=FixedPeriod(2), sync=sync)
+    moved = []
+    for step in range(4):
+        for i, x in enumerate(X):
+            missing = step >= 2 and rank == 1 and i % 2 == 1
+            own = gradient((8, 6), step, 10 * rank + i).float()
+            x.grad = None if missing else own if x.dim() == 2 else own[0, :5].clone()
+        before = [(x.detach().clone(), _states(optimizer, x)) for x in X]
+        optimizer.step()
+        moved.append(
+            [
+                (not torch.equal(x, was), not _same(_states(optimizer, x), states))
+                for x, (was, states) in zip(X, before, strict=True)
+            ]
+        )
+    return moved[2], [x.detach() for x in X]
 
-    x, twin = built(), built()
-    optimizer, straight = Dion([x], rank_fraction=0.25), Dion([twin], rank_fraction=0.25)
 
-    def step(of, number, *optimizers):
-        of.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(number))
-        for each in optimizers:
-            each.step()
+def _states(optimizer, x):
+    state = optimizer.state.get(x, {})
+    return {key: t.clone() for key, t in state.items() if torch.is_tensor(t)}
 
-    step(x, 0, optimizer)
-    step(twin, 0, straight)
-    for each in (optimizer, straight):
-        each.param_groups[0]["rank_fraction"] = 1.0
-    if way == "deepcopy":
-        copied = copy.deepcopy(optimizer)
-        (x,) = copied.param_groups[0]["params"]
-    else:
-        copied = Dion([x], rank_fraction=0.25)
-        copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(x, 1, copied)
-    step(twin, 1, straight)
-    assert copied.state[x]["Q"].shape == (8, 8)
-    assert torch.equal(x, twin)
-    assert torch.equal(copied.state[x]["Q"], straight.state[twin]["Q"])
+
+def _same(these, those):
+    return these.keys() == those.keys() and all(torch.equal(these[k], those[k]) for k in these)
+
+
+@pytest.mark.parametrize("sync", [LowRank(), QuantizedAverage(bits=8)])
+def test_what_has_no_gradient_rests_on_its_replica_until_the_opening(sync):
+    (first, weights_of_first), (second, weights_of_second) = distributed.run(2, rest, sync)
+    assert first == [(True, True)] * 4
+    assert second == [(True, True), (False, False)] * 2
+    for one, other in zip(weights_of_first, weights_of_second, strict=True):
+        assert torch.equal(one, other)

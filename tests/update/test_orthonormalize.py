@@ -1,4 +1,4 @@
-"""Orthonormal columns from any input, whole or cut over a row group."""
+"""Orthonormal columns from any input, whole or sharded over a row group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvadion.update.orthonormalize as module
-import curvadion.update.sizes as batch_sizes
 import distributed
 from curvadion.layout.matrix import Extent
 from curvadion.update.cholesky import inverse_of
@@ -67,14 +65,16 @@ def assert_orthonormal(Q, dtype=F32, condition=1.0):
     assert_within(orthogonality_error(Q), rounding, what="Q^T Q - I")
 
 
-def assert_spans(Q, P, condition=1.0):
-    """Q's columns hold P up to the rounding of Q and P."""
+def assert_factors(Q, P, rounding):
+    """P = Q R with an upper triangular R of positive diagonal: however P is conditioned."""
     Q, P = Q.double(), P.double()
-    rounding = Rounding(F32, terms=P.shape[-1], condition=condition)
-    assert_close(Q @ (Q.mT @ P), P, rounding, what="Q Q^T P")
+    R = Q.mT @ P
+    assert_close(Q @ R, P, rounding, what="Q R")
+    below = R.tril(-1) + R.diagonal().clamp_max(0).diag()
+    assert_within(below.norm() / P.norm(), rounding, what="R below its diagonal")
 
 
-@pytest.mark.parametrize(("m", "r"), [(768, 96), (128, 128), (37, 23), (5, 1), (1, 1), (300, 299)])
+@pytest.mark.parametrize(("m", "r"), [(768, 96), (37, 23), (5, 1), (1, 1), (300, 299)])
 def test_equals_the_qr_factor_with_positive_diagonal(m, r):
     P = gaussian(m, r)
     condition = float(torch.linalg.cond(P))
@@ -85,15 +85,7 @@ def test_equals_the_qr_factor_with_positive_diagonal(m, r):
     assert_orthonormal(found)
 
 
-@pytest.mark.parametrize("condition", [1e1, 1e3, 1e5, 1e6])
-def test_condition_numbers(condition):
-    P = with_condition(512, 64, condition)
-    Q = solve(P.float())
-    assert_orthonormal(Q)
-    assert_spans(Q, P)  # whatever its condition
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_scale_does_not_matter(scale):
     P = gaussian(64, 8)
     rounding = Rounding(F32, terms=8, condition=float(torch.linalg.cond(P)))
@@ -116,11 +108,11 @@ def test_a_column_as_short_as_the_others_rounding_errors_is_replaced(scales):
     assert_orthonormal(Q)
     kept, found = orthonormalize([P], [Extent(range(64))], complete=False), solve(P.double())
     assert kept[0][:, 1 - long].norm() == 0
-    # Float64 tells them apart.
+    # Float64 tells the difference.
     assert_close(found, positive_qr(P.double()), Rounding(F64, terms=64, condition=1e8))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3, 7])
+@pytest.mark.parametrize("rank", [0, 1, 7])
 @pytest.mark.parametrize(("m", "r"), [(64, 8), (8, 8), (512, 64)])
 def test_rank_deficient_input_is_completed(m, r, rank):
     P = (gaussian(m, rank) @ gaussian(rank, r, seed=1)).float()
@@ -128,16 +120,8 @@ def test_rank_deficient_input_is_completed(m, r, rank):
     assert_orthonormal(Q, condition=conditions(P.unsqueeze(0))[0])
     if rank:  # the other columns are combinations of the first ones
         first = float(torch.linalg.cond(P[:, :rank].double()))
-        assert_spans(Q, P, max(first, *conditions(P.unsqueeze(0))))
-
-
-def test_zero_and_repeated_columns_leave_the_others_alone():
-    P = gaussian(50, 6).float()
-    expected = positive_qr(P[:, [0, 2, 5]].double())
-    P[:, 1], P[:, 3], P[:, 4] = 0, P[:, 0], 2 * P[:, 2] - P[:, 0]
-    Q = solve(P)
-    assert_close(Q[:, [0, 2, 5]], expected, Rounding(F32, terms=6))
-    assert_orthonormal(Q)
+        condition = max(first, *conditions(P.unsqueeze(0)))
+        assert_factors(Q, P, Rounding(F32, terms=r, condition=condition))
 
 
 def test_without_completion_dependent_columns_become_zero():
@@ -157,7 +141,7 @@ def test_completing_directions_follow_the_global_index_alone():
     assert torch.linalg.cond(whole) < 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     m=st.integers(1, 40),
     r=st.integers(1, 40),
@@ -175,59 +159,20 @@ def test_always_orthonormal(m, r, rank, stack, seed):
         assert_orthonormal(Q, condition=condition)
 
 
-def in_small_slices(rank, P):
-    """What is whole, and what is cut over ranks, by all at a time and by one; float64 sizes."""
-    rows = range(20 * rank, 20 * (rank + 1))
-    ends, largest, before = [], [], batch_sizes.ON_CPU
-    for workspace in (2**24, 1):
-        batch_sizes.ON_CPU = before._replace(wide=workspace)
-        with Sizes() as sizes:
-            cut = [P[:, rows], P[:2, rows]]
-            extents = [Extent(rows, dist.group.WORLD)] * 2
-            ends.append(orthonormalize([*cut, P], [*extents, Extent(range(40))]))
-        largest.append(sizes.largest)
-    batch_sizes.ON_CPU = before
-    return ends, largest
-
-
-class Sizes(TorchDispatchMode):
-    """The size of the largest float64 tensor that was made."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
-            self.largest = max(self.largest, result.numel())
-        return result
-
-
-def test_stacks_in_slices_take_less_memory_and_give_the_same():
-    P = torch.stack([gaussian(40, 30, seed) for seed in range(6)]).float()
-    P[1, :, 3:6] = 0
-    for (together, one_by_one), (whole, one) in distributed.run(2, in_small_slices, P):
-        for x, y in zip(together, one_by_one, strict=True):
-            assert_close(x, y, Rounding(F32, terms=30))
-        # The packed triangles of the two stacks that are cut cross the ranks together.
-        assert whole >= 6 * 40 * 30 and one == max(8 * 30 * 31 // 2, 40 * 30)
-
-
-def cut_rows(rank, sizes, P):
+def sharded_rows(rank, sizes, P):
     start = sum(sizes[:rank])
     rows = range(start, start + sizes[rank])
     return orthonormalize([P[:, rows]], [Extent(rows, dist.group.WORLD)])[0]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(20, 20), (33, 7), (40, 0), (1, 39), (10, 10, 10, 10), (0, 39, 0, 1)]
-)
+@pytest.mark.parametrize("sizes", [(33, 7), (40, 0), (0, 39, 0, 1)])
 @pytest.mark.parametrize("deficient", [False, True])
-def test_cut_rows_equal_the_uncut_result(sizes, deficient):
+def test_sharded_rows_equal_the_whole_result(sizes, deficient):
     P = torch.stack([gaussian(40, 9), gaussian(40, 9, seed=5)]).float()
     if deficient:
         P[0, :, 3:6] = 0
         P[1, :, 8] = P[1, :, 0] - P[1, :, 1]
-    pieces = distributed.run(len(sizes), cut_rows, sizes, P)
+    pieces = distributed.run(len(sizes), sharded_rows, sizes, P)
     whole = orthonormalize([P], [Extent(range(40))])[0]
     assert_close(torch.cat(pieces, dim=1), whole, Rounding(F32, terms=9))
 
@@ -242,24 +187,27 @@ def second_pass_in_float64():
         yield
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("condition", [1e0, 1e2, 1e4, 1e5, 1e6, 1e7, 1e8])
-@pytest.mark.parametrize(("m", "r"), [(512, 64), (70, 70), (400, 390)])
+@pytest.mark.parametrize(
+    ("dtype", "condition"), [*((F32, c) for c in (1, 1e4, 1e6, 1e8)), (F64, 1), (F64, 1e6)]
+)
+@pytest.mark.parametrize(("m", "r"), [(512, 64), (70, 70)])
 def test_a_second_pass_in_the_columns_dtype_is_as_accurate(dtype, condition, m, r):
     P = with_condition(m, r, condition).to(dtype)
     Q = solve(P)
-    assert_orthonormal(Q, dtype, conditions(P.unsqueeze(0))[0])
     with second_pass_in_float64():
         wide = solve(P)
-    # What both passes leave open is how the first one rounds directions that are badly conditioned.
+    for each in (Q, wide):
+        assert_orthonormal(each, dtype, conditions(P.unsqueeze(0))[0])
+        assert_factors(each, P, Rounding(dtype, terms=r, condition=2))  # Q and R are rounded
+    # Directions that are badly conditioned follow from how the first pass rounds.
     rounding = Rounding(dtype, terms=r, condition=condition)
-    assert_close(Q, wide, rounding)
-    if condition < 1e5:
+    if rounding.allowed < 0.1:
+        assert_close(Q, wide, rounding)
         assert_close(Q, positive_qr(P.double()), rounding)
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
-@pytest.mark.parametrize(("m", "r"), [(50_257, 8), (300_000, 2), (4_096, 1), (20_000, 24)])
+@pytest.mark.parametrize(("m", "r"), [(50_257, 8), (300_000, 2)])
 def test_many_rows_lose_nothing_in_sums_of_float32(m, r, mean):
     P = (gaussian(m, r) + mean).float()
     assert_orthonormal(solve(P))
@@ -282,14 +230,7 @@ def test_matrices_with_dependent_columns_keep_the_float64_pass(dtype, dependent)
         assert_orthonormal(one, dtype)
 
 
-def test_columns_that_are_not_near_are_left_to_float64():
-    P = with_condition(40, 8, 1e3).float().unsqueeze(0)
-    assert module._refined(P, P.mT @ P) is None
-    P[0, 0, 0] = float("nan")
-    assert module._refined(P, P.mT @ P) is None
-
-
-@pytest.mark.parametrize("r", [1, 95, 96, 97, 193, 400])
+@pytest.mark.parametrize("r", [1, 96, 97, 193])
 def test_inverses_of_triangles(r):
     lower = torch.eye(r, dtype=torch.float64) + gaussian(r, r).tril(-1) / r
     found = inverse_of(lower.unsqueeze(0)).squeeze(0)

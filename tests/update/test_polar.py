@@ -13,16 +13,13 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.update import plan as plans
 from curvadion.update import sizes as batch_sizes
 from curvadion.update.newton_schulz import (
-    SMALLEST,
     SMALLEST_IN_HALF,
     Bound,
-    inverse_root,
     passes_in_half,
     polar_express,
     smallest,
 )
 from curvadion.update.polar_factor import RowStack, polar_factors
-from curvadion.update.symmetric import pack, unpack
 from polar_reference import PolarReference, polar
 from reference import relative_error
 from seeded import gradient, weights
@@ -60,11 +57,9 @@ def factor(B, steps, dtype=None):
     return found.U[0].mT if m < n else found.U[0]
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (160, 40), (40, 160), (37, 31)], ids=str)
-@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4, 1e8])
-@pytest.mark.parametrize(
-    ("steps", "low", "high"), [(4, 0.8, 1.2), (5, 0.887, 1.113), (6, 0.998, 1.002)]
-)
+@pytest.mark.parametrize("shape", [(40, 40), (40, 160), (37, 31)], ids=str)
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e8])
+@pytest.mark.parametrize(("steps", "low", "high"), [(4, 0.8, 1.2), (6, 0.998, 1.002)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_singular_values_come_out_near_one(shape, condition, steps, low, high, dtype):
     U, S, V = with_condition(*shape, condition)
@@ -82,17 +77,8 @@ def test_singular_values_come_out_near_one(shape, condition, steps, low, high, d
     assert gained.min() > -slack
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (512, 512), (512, 256)], ids=str)
-def test_six_iterations_of_gaussian_matrices_are_as_close_as_documented(shape):
-    B = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    U, S, Vh = torch.linalg.svd(B.double(), full_matrices=False)
-    gained = (U.mT @ factor(B, 6).double() @ Vh.mT).diagonal()
-    bound = S.square().square().square().sum() ** 0.125
-    assert (gained[SMALLEST * bound < S] - 1).abs().max() < 0.05
-
-
-@pytest.mark.parametrize("shape", [(40, 40), (160, 40), (37, 31)], ids=str)
-@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("shape", [(40, 40), (160, 40)], ids=str)
+@pytest.mark.parametrize("condition", [1.0, 1e4])
 @pytest.mark.parametrize("steps", [4, 5])
 def test_two_passes_in_half_precision_see_what_one_in_float32_does(shape, condition, steps):
     U, S, V = with_condition(*shape, condition)
@@ -105,7 +91,7 @@ def test_two_passes_in_half_precision_see_what_one_in_float32_does(shape, condit
         assert torch.linalg.matrix_norm(found, 2) < 1.35
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("steps", [3, 5])
 def test_the_coefficients_are_the_best_for_their_number(steps):
     """Every iteration errs as much at both ends of its interval as at the extremes between."""
     low, high = smallest(steps), 1.0
@@ -122,7 +108,7 @@ def test_the_coefficients_are_the_best_for_their_number(steps):
     assert 1 - low <= 0.2 + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     m=st.integers(1, 40),
     n=st.integers(1, 40),
@@ -154,39 +140,22 @@ def test_a_scale_changes_nothing():
         assert torch.equal(factor(B * 2.0**exponent, 4), wanted)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 13])
-def test_packed_matrices_have_every_number_once(n):
-    G = torch.randn(4, n, n)
-    G = G + G.mT
-    packed = pack(G)
-    assert packed.shape == (4, n * (n + 1) // 2)
-    assert torch.equal(unpack(packed, n), G)
-
-
-def test_iterations_of_several_parts_are_those_of_each(monkeypatch):
-    B = torch.randn(5, 30, 20, dtype=torch.float64)
-    together, _ = inverse_root(B.mT @ B, polar_express(4))
-    each = [inverse_root(b[None].mT @ b, polar_express(4))[0][0] for b in B]
-    condition = float(torch.linalg.cond(B).max()) ** 2  # that of a Gram matrix
-    rounding = Rounding(torch.float64, terms=30, condition=condition, steps=4)
-    assert_close(together, torch.stack(each), rounding)
-
-
 # -------------------------------------------------------------------- steps
 
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (12, 1), (7, 5), (1, 1)]
 
 
-@pytest.mark.parametrize("rule", ["error_feedback", "plain"])
-@pytest.mark.parametrize("nesterov", [0.0, 2.0])
-@pytest.mark.parametrize("input_first", [False, True])
-def test_steps_equal_the_equations(rule, nesterov, input_first):
-    references = [PolarReference(weights(s), 1, nesterov=nesterov) for s in SHAPES]
+@pytest.mark.parametrize(
+    ("rule", "look_ahead", "input_first"),
+    [("error_feedback", 0.0, False), ("plain", 2.0, True), ("error_feedback", 2.0, False)],
+)
+def test_steps_equal_the_equations(rule, look_ahead, input_first):
+    references = [PolarReference(weights(s), 1, look_ahead=look_ahead) for s in SHAPES]
     X = [
         nn.Parameter(r.X[0].mT.contiguous() if input_first else r.X[0].clone()) for r in references
     ]
     optimizer = Dion(
-        X, direction="polar", newton_schulz_steps=14, nesterov=nesterov, momentum_rule=rule,
+        X, direction="polar", newton_schulz_steps=14, look_ahead=look_ahead, momentum_rule=rule,
         input_first=input_first,
     )  # fmt: skip
     for step in range(6):
@@ -209,7 +178,7 @@ def test_muon_takes_the_trajectory_of_torchs(scale):
     how = {"lr": 0.02, "weight_decay": 0.1}
     muon = torch.optim.Muon(theirs, momentum=0.95, nesterov=True, adjust_lr_fn=scale, **how)
     dion = Dion(
-        ours, direction="polar", newton_schulz="muon", newton_schulz_steps=5, nesterov=1 / 0.95,
+        ours, direction="polar", newton_schulz="muon", newton_schulz_steps=5, look_ahead=1 / 0.95,
         update_scale=scale, **how,
     )  # fmt: skip
     for step in range(10):
@@ -220,8 +189,8 @@ def test_muon_takes_the_trajectory_of_torchs(scale):
         dion.step()
     for a, b, shape in zip(ours, theirs, SHAPES, strict=True):
         moved = (b.detach() - weights(shape)).norm()
-        # torch takes each of the five products in bfloat16.
-        assert_close(a, b, Rounding(torch.bfloat16, terms=5), scale=float(moved))
+        # torch takes its products in bfloat16. Without a look-ahead the distance is 0.14.
+        assert (a - b).detach().norm() / moved < 0.05
 
 
 def test_update_scales():
@@ -241,45 +210,12 @@ def test_update_scales():
             assert torch.allclose(spectrum, torch.full_like(spectrum, scale), rtol=0.01)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_weights_follow_wide_ones(dtype):
-    narrow, wide = (nn.Parameter(0.1 * weights((24, 16)).to(d)) for d in (dtype, torch.float32))
-    optimizers = [
-        Dion([x], lr=0.5, direction="polar", momentum_dtype="float32") for x in (narrow, wide)
-    ]
-    for step in range(2):  # each of which is longer than the weights
-        for x, optimizer in zip((narrow, wide), optimizers, strict=True):
-            x.grad = gradient((24, 16), step, 0).to(x.dtype)
-            optimizer.step()
-    assert_close(narrow, wide, Rounding(dtype, terms=2))
-
-
-def test_states_hold_no_right_factors():
-    x = nn.Parameter(weights((24, 16)))
-    x.grad = gradient((24, 16), 0, 0)
-    optimizer = Dion([x], direction="polar")
-    optimizer.step()
-    assert set(optimizer.state[x]) == {"momentum", "momentum_norm", "R_scale"}
-
-
-def test_a_matrix_whose_gradients_end_comes_to_rest():
-    x = nn.Parameter(weights((24, 16)))
-    optimizer = Dion([x], direction="polar", weight_decay=0.0)
-    x.grad = gradient((24, 16), 0, 0)
-    for _ in range(600):
-        optimizer.step()
-        x.grad = torch.zeros_like(x)
-    before = x.detach().clone()
-    optimizer.step()
-    assert torch.equal(x.detach(), before)
-
-
-def test_the_memory_of_a_step_is_that_of_a_wave(monkeypatch):
-    """Waves change nothing but what is held at a time."""
+def test_the_memory_of_a_step_is_that_of_a_batch(monkeypatch):
+    """Batches change nothing but what is held at a time."""
     ends = []
     for numbers in (2**22, 500):
-        monkeypatch.setattr(batch_sizes, "ON_CPU", batch_sizes.ON_CPU._replace(wave=numbers))
-        monkeypatch.setattr(plans, "WAVE_SHARE", 0.0)
+        monkeypatch.setattr(batch_sizes, "ON_CPU", batch_sizes.ON_CPU._replace(batch=numbers))
+        monkeypatch.setattr(plans, "BATCH_SHARE", 0.0)
         X = [nn.Parameter(weights(shape)) for shape in (*SHAPES, *SHAPES)]
         bias = nn.Parameter(weights((7,)))
         groups = [
@@ -287,23 +223,23 @@ def test_the_memory_of_a_step_is_that_of_a_wave(monkeypatch):
             {"params": X[9:], "direction": "low_rank"},
             {"params": [bias], "algorithm": "adamw"},
         ]
-        optimizer = CurvaDion(groups, threshold=0.3, replicas="single", nesterov=1.0)
+        optimizer = CurvaDion(groups, threshold=0.3, replicas="single", look_ahead=1.0)
         for number in range(4):
             for x in (*X, bias):
                 x.grad = gradient(x.shape, number, 0)
             optimizer.step()
-        assert (len(optimizer.present_plan().waves()) > 4) == (numbers == 500)
+        assert (len(optimizer._present_plan().batches()) > 4) == (numbers == 500)
         norms = [optimizer.state[x]["momentum_norm"] for x in X]
         ends.append([*X, bias, *norms])
     for one, other in zip(*ends, strict=True):
         assert_close(one, other, Rounding(torch.float32, terms=24, steps=4))
 
 
-def test_a_gpu_takes_gpt2_in_one_wave_and_a_cpu_in_small_ones():
-    """On "meta", which like a GPU is no CPU; each shape is then one stack of one wave."""
+def test_a_gpu_takes_gpt2_in_one_batch_and_a_cpu_in_small_ones():
+    """On "meta", which like a GPU is no CPU; each shape is then one stack of one batch."""
     d, layers = 768, 12
     shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
-    for device, waves in (("cpu", 31), ("meta", 1)):
+    for device, batches in (("cpu", 31), ("meta", 1)):
         # Expanded, so that on a CPU they take no memory.
         X = [nn.Parameter(torch.empty(1, 1, device=device).expand(s)) for s in shapes]
         embedding = nn.Parameter(torch.empty(1, 1, device=device).expand(50257, d))
@@ -311,9 +247,9 @@ def test_a_gpu_takes_gpt2_in_one_wave_and_a_cpu_in_small_ones():
             {"params": X, "direction": "polar"},
             {"params": [embedding], "algorithm": "adamw"},
         ]
-        plan = CurvaDion(groups, replicas="single").present_plan()
+        plan = CurvaDion(groups, replicas="single")._present_plan()
         plan.look_up_states()
-        assert len(plan.matrix_waves()) == waves
+        assert sum(bool(batch.dion) for batch in plan.batches()) == batches
     assert [len(stack) for stack in plan.stacks()] == [layers] * 4
 
 
@@ -352,25 +288,7 @@ def test_errors_name_the_key_and_the_value(key, value):
         Dion([nn.Parameter(torch.zeros(4, 3))], **{key: value})
 
 
-@pytest.mark.parametrize(("before", "after"), [("low_rank", "polar"), ("polar", "low_rank")])
-def test_a_direction_can_be_changed_on_the_way(before, after):
-    x = nn.Parameter(weights((24, 16)))
-    optimizer = Dion([x], direction=before)
-    x.grad = gradient((24, 16), 0, 0)
-    optimizer.step()
-    M = optimizer.state[x]["momentum"].clone()
-    optimizer.param_groups[0]["direction"] = after
-    x.grad = torch.zeros_like(x)
-    optimizer.step()
-    assert ("Q" in optimizer.state[x]) == (after == "low_rank")
-    kept = optimizer.state[x]["momentum"].norm() / M.norm()
-    assert 0.9 < kept <= 1.0
-    fresh = Dion([nn.Parameter(x.detach().clone())], direction=before)
-    fresh.load_state_dict(optimizer.state_dict())
-    assert fresh.param_groups[0]["direction"] == after
-
-
-@pytest.mark.parametrize("outlier", [50.0, 400.0, 1e5])
+@pytest.mark.parametrize("outlier", [50.0, 1e5])
 @pytest.mark.parametrize("count", [1, 10])
 def test_outliers_do_no_harm_in_half_precision(outlier, count):
     B = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))

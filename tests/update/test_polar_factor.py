@@ -62,7 +62,7 @@ def one_matrix(rank, n):
     return memory.received, memory.largest
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_what_a_rank_receives_and_holds_does_not_grow_with_the_ranks(ranks):
     n = 64
     triangle, others, few = n * (n + 1) // 2, (ranks - 1) / ranks, 4 * ranks
@@ -93,18 +93,20 @@ def factors(rank, dtype, exponents):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("exponents", [(0, 0, 0, 0), (30, 26, 28, 0)], ids=["alike", "apart"])
+@pytest.mark.parametrize("exponents", [(0, 0, 0, 0), (30, 28, 29, 0)], ids=["equal", "unequal"])
 def test_shards_give_the_factors_of_whole_matrices(dtype, exponents):
     (whole,) = distributed.run(1, factors, dtype, exponents)
     found = distributed.run(len(exponents), factors, dtype, exponents)
-    # Singular values end up alike, and with them what rounding made of the small ones: rows that
-    # are 16 times shorter. In one pass the first polynomial also takes values near 1 down to a
-    # hundredth, and the rounding errors of a Gram matrix are relative to the others. float16 takes
-    # two passes, after each of which U is rounded.
-    half = dtype == torch.float16
-    rounding = Rounding(dtype, terms=4, condition=16 if half else 1e3)
+    # The first polynomial takes values near 1 down to a hundredth, and rounding errors of a Gram
+    # matrix are relative to the others. float16 takes two passes, after each of which U is rounded.
+    rounding = Rounding(dtype, terms=4, condition=5 if dtype == torch.float16 else 1e3)
     for (wanted, scale), *each in zip(whole, *found, strict=True):
-        assert_close(torch.cat([U for U, _ in each], dim=1), wanted, rounding)
+        U = torch.cat([U for U, _ in each], dim=1)
+        assert_close(U, wanted, rounding)
+        # Errors of single elements cancel in their projection on what is wanted.
+        along = (U * wanted).sum() / wanted.square().sum()
+        half = dtype == torch.float16
+        assert_close(along, 1.0, Rounding(dtype, terms=4, condition=1 if half else 100))
         for _, known in each:
             assert torch.equal(known, each[0][1])
-            assert_close(known, scale, rounding)
+            assert_close(known, scale, Rounding(dtype))

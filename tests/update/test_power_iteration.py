@@ -1,4 +1,4 @@
-"""Row cut, column cut, both, replicas: the factors of the uncut matrix, in few collectives."""
+"""Rows, columns or both sharded, replicas: the factors of the whole matrix, in few collectives."""
 
 from __future__ import annotations
 
@@ -76,14 +76,8 @@ def on_grid(rank, B, Q, row_sizes, column_sizes, right_factor):
 
 
 GRIDS = {
-    "rows": ((20, 20), (24,)),
-    "columns": ((40,), (12, 12)),
     "both": ((20, 20), (12, 12)),
-    "uneven rows": ((29, 11), (24,)),
-    "uneven columns": ((40,), (5, 19)),
     "uneven both": ((3, 37), (23, 1)),
-    "an empty piece of rows": ((40, 0), (24,)),
-    "an empty piece of columns": ((40,), (0, 24)),
     "empty pieces of both": ((0, 40), (24, 0)),
     "four rows": ((13, 0, 20, 7), (24,)),
     "four columns": ((40,), (1, 11, 0, 12)),
@@ -92,7 +86,7 @@ GRIDS = {
 
 @pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
 @pytest.mark.parametrize("name", GRIDS)
-def test_cut_equals_uncut(name, right_factor):
+def test_sharded_equals_whole(name, right_factor):
     row_sizes, column_sizes = GRIDS[name]
     B, Q = problem(40, 24, 7)
     P, R, next_Q = expected(B, Q, right_factor)
@@ -108,44 +102,16 @@ def test_cut_equals_uncut(name, right_factor):
             assert_close(actual, wanted, rounding_of(B, Q), scale=float(whole.norm()))
 
 
-def test_bytes_and_calls_of_a_cut_equal_the_formula():
+def test_bytes_and_calls_of_shards_equal_the_formula():
     k, m, n, r = 2, 40, 24, 7
     B, Q = problem(m, n, r, k)
     gram = 2 * 8 * k * r * (r + 1) // 2
-    rows_cut = distributed.run(2, on_grid, B, Q, (20, 20), (n,), "column_normalized")
-    columns_cut = distributed.run(2, on_grid, B, Q, (m,), (12, 12), "column_normalized")
-    for *_, sent, calls in rows_cut:
+    of_rows = distributed.run(2, on_grid, B, Q, (20, 20), (n,), "column_normalized")
+    of_columns = distributed.run(2, on_grid, B, Q, (m,), (12, 12), "column_normalized")
+    for *_, sent, calls in of_rows:
         assert (sent, calls) == (gram + 4 * k * n * r, 3)  # two Gram matrices, R
-    for *_, sent, calls in columns_cut:
+    for *_, sent, calls in of_columns:
         assert (sent, calls) == (4 * k * m * r + 8 * k * r, 2)  # P, column norms
-
-
-def with_replicas(rank, B, Q, row_sizes):
-    """Ranks 2i and 2i+1 are replicas of the i-th rows; replica j's matrix is B[j]."""
-    i, replica = divmod(rank, 2)
-    row_groups = [dist.new_group([0 + j, 2 + j]) for j in range(2)]
-    replica_groups = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
-    layout = MatrixLayout(
-        tuple(B.shape[2:]),
-        Extent(split(row_sizes, i), row_groups[replica]),
-        Extent(range(B.shape[3])),
-        replica_groups[i],
-        rows_and_replicas=dist.group.WORLD,
-    )
-    factors = power_iteration([stack_of(B[replica], Q, layout)])[0]
-    return layout.rows.indices, factors.P, factors.R, factors.Q
-
-
-@pytest.mark.parametrize("row_sizes", [(20, 20), (31, 9), (40, 0)])
-def test_replicas_of_cut_matrices_are_averaged(row_sizes):
-    B0, Q = problem(40, 24, 7)
-    B = torch.stack([B0, problem(40, 24, 7, seed=3)[0]])
-    P, R, next_Q = expected(B.mean(dim=0), Q)
-    for rows, P_piece, R_piece, Q_piece in distributed.run(4, with_replicas, B, Q, row_sizes):
-        rounding = rounding_of(B.mean(dim=0), Q)
-        assert_close(P_piece, P[:, rows], rounding, scale=float(P.norm()))
-        assert_close(R_piece, R, rounding)
-        assert_close(Q_piece, next_Q, rounding)
 
 
 def test_a_direction_without_signal_takes_no_part_and_comes_back():
@@ -159,16 +125,11 @@ def test_a_direction_without_signal_takes_no_part_and_comes_back():
     assert_close(lengths, torch.ones_like(lengths), Rounding(torch.float32, terms=24))
 
 
-def test_a_union_group_is_asked_for():
-    rows, columns = Extent(range(40), object()), Extent(range(24))
-    with pytest.raises(ValueError, match="rows_and_replicas"):
-        MatrixLayout((40, 24), rows, columns, replicas=object())
-
-
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("m", "n", "r"), [(40, 24, 7), (64, 64, 20), (9, 1, 1)])
-def test_small_matrices_are_multiplied_together(stored, turned, m, n, r):
+@pytest.mark.parametrize(
+    ("m", "n", "r", "turned"), [(40, 24, 7, False), (64, 64, 20, True), (9, 1, 1, True)]
+)
+def test_small_matrices_are_multiplied_together(stored, m, n, r, turned):
     B, Q = problem(m, n, r, k=5)
     B[3] = 0
     dtype = torch.float64 if stored == torch.float64 else torch.float32

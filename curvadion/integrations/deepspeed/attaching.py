@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-from curvadion.integrations.deepspeed import config, replicated, sharded
+from curvadion.integrations.deepspeed import config, modes, replicated, sharded
 from curvadion.optim.dion import Dion
 
 
@@ -14,11 +14,7 @@ def hold(optimizer: Dion) -> Dion:
 
     Its parameters are then not yet those of the training, and its gradients are made up.
     """
-
-    def step(self: Dion, closure: Any = None) -> None:
-        return None
-
-    setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
+    setattr(optimizer, "step", MethodType(lambda self, closure=None: None, optimizer))  # noqa: B010
     return optimizer
 
 
@@ -29,7 +25,7 @@ def attach(engine: Any) -> Any:
     has ``replicas="single"`` and leaves that to it. Stages 1 to 3: the optimizer steps on the
     ranges of parameters that the flat partitions hold, once per ``engine.step()``. Where there are
     several replicas, norms for ``gradient_clipping`` are taken over all of them, and
-    ``save_checkpoint`` and ``save_16bit_model`` first bring them together.
+    ``save_checkpoint`` and ``save_16bit_model`` first synchronise them.
 
     Args:
         engine: a DeepSpeedEngine. Attached engines are left as they are.
@@ -50,7 +46,7 @@ def attach(engine: Any) -> Any:
         )
     if getattr(engine, "_curvadion_attached", None) is optimizer:
         return engine
-    config.check_engine(engine)
+    modes.check_engine(engine)
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
     if engine.zero_optimization_stage() == 0:

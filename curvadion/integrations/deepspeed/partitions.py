@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -32,64 +33,49 @@ class Range:
 class Partition:
     """A flat tensor of master weights that ZeRO hands to the optimizer.
 
-    Attributes:
-        flat: 1-D, with padding that belongs to no parameter and may hold anything.
-        param_group: position of the optimizer's group that it comes from.
-        ranges: what it holds, in an order that all ranks share.
-        publish: copies the master weights to where ZeRO gathers the model's weights from.
+    It is 1-D, with padding that belongs to no parameter and may hold anything.
     """
 
     flat: Tensor
-    param_group: int
-    ranges: tuple[Range, ...]
-    publish: Callable[[], object]
+    param_group: int  # position of the optimizer's group that it comes from
+    ranges: tuple[Range, ...]  # what it holds, in an order that all ranks share
+    publish: Callable[[], object]  # copies it to where ZeRO gathers the model's weights from
+
+
+# What DeepSpeed calls master weights, their parameters, and shares of these: at stages 1 and 2, and
+# in its BF16_Optimizer.
+_FLAT = {
+    "single_partition_of_fp32_groups": ("bit16_groups", "parallel_partitioned_bit16_groups"),
+    "fp32_groups_flat_partition": ("bf16_groups", "bf16_partitioned_groups"),
+}
 
 
 def partitions_of(zero: Any, reaching: Reaching) -> list[Partition]:
     """The partitions of DeepSpeed's ZeRO optimizer, in the order in which it steps on them.
 
-    Args:
-        zero: DeepSpeed's optimizer.
-        reaching: gives the ranges' groups; partitions may be offloaded to the CPU.
-
-    Raises:
-        RuntimeError: if the layout is not the one that is written down here.
+    reaching: gives the ranges' groups; partitions may be offloaded to the CPU.
     """
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         return list(_stage_3(zero, reaching))
-    if hasattr(zero, "single_partition_of_fp32_groups"):
-        return list(_stage_1_and_2(zero, reaching))
-    if hasattr(zero, "fp32_groups_flat_partition"):
-        return list(_bfloat16(zero, reaching))
+    for masters, names in _FLAT.items():
+        if hasattr(zero, masters):
+            return list(_stage_1_and_2(zero, reaching, masters, *names))
     raise RuntimeError(f"{type(zero).__name__} is no ZeRO optimizer whose partitions are known")
 
 
-def _stage_1_and_2(zero: Any, reaching: Reaching) -> Iterator[Partition]:
-    for i, master in enumerate(zero.single_partition_of_fp32_groups):
-        group = reaching(zero.real_dp_process_group[i], master.device)
-        flat = zero.bit16_groups_flat[i]
-        ranges = _contiguous(zero.bit16_groups[i], flat, master.numel(), group)
-        yield Partition(
-            master, i, ranges, _publish(zero, "parallel_partitioned_bit16_groups", i, master)
-        )
-
-
-def _bfloat16(zero: Any, reaching: Reaching) -> Iterator[Partition]:
-    for i, master in enumerate(zero.fp32_groups_flat_partition):
-        group = reaching(zero.real_dp_process_group[i], master.device)
-        flat = zero.bf16_groups_flat[i]
-        ranges = _contiguous(zero.bf16_groups[i], flat, master.numel(), group)
-        yield Partition(master, i, ranges, _publish(zero, "bf16_partitioned_groups", i, master))
-
-
-def _publish(zero: Any, name: str, i: int, master: Tensor) -> Callable[[], object]:
-    """A copy into this rank's share of a buffer, as it is then: offloading weights exchanges it."""
-
-    def publish() -> None:
+def _stage_1_and_2(
+    zero: Any, reaching: Reaching, masters: str, parameters: str, shares: str
+) -> Iterator[Partition]:
+    def publish(i: int, master: Tensor) -> None:
+        # Into the buffer as it is then: offloading weights exchanges it.
         mine = dist.get_rank(zero.real_dp_process_group[i])
-        getattr(zero, name)[i][mine].data.copy_(master.data)
+        getattr(zero, shares)[i][mine].data.copy_(master.data)
 
-    return publish
+    for i, master in enumerate(getattr(zero, masters)):
+        group = reaching(zero.real_dp_process_group[i], master.device)
+        flat, held = getattr(zero, f"{parameters}_flat")[i], getattr(zero, parameters)[i]
+        ranges = _contiguous(held, flat, master.numel(), group)
+        yield Partition(master, i, ranges, partial(publish, i, master))
 
 
 def _contiguous(
@@ -117,7 +103,7 @@ def _contiguous(
 
 
 def _stage_3(zero: Any, reaching: Reaching) -> Iterator[Partition]:
-    """Every parameter is cut by itself into equal shares; a sub-group is a row of such shares."""
+    """Every parameter is sharded by itself in equal shares; a sub-group is a row of such shares."""
     for i, master in enumerate(zero.fp32_partitioned_groups_flat):
         ranges, offset = [], 0
         for p in zero.fp16_groups[i]:
@@ -133,11 +119,8 @@ def _stage_3(zero: Any, reaching: Reaching) -> Iterator[Partition]:
                 f"ZeRO's sub-group {i} has {master.numel()} elements where its parameters have "
                 f"{offset}: this version of DeepSpeed lays them out in a way that is not known here"
             )
-        yield Partition(master, zero.sub_group_to_group_id[i], tuple(ranges), _publish_3(zero, i))
-
-
-def _publish_3(zero: Any, sub_group: int) -> Callable[[], object]:
-    return lambda: zero._reassign_or_swap_out_partitioned_parameters(sub_group)
+        publish = partial(zero._reassign_or_swap_out_partitioned_parameters, i)
+        yield Partition(master, zero.sub_group_to_group_id[i], tuple(ranges), publish)
 
 
 def publish(zero: Any, partitions: Sequence[Partition]) -> None:

@@ -10,18 +10,14 @@ import torch.distributed as dist
 from curvadion.comm.groups import existing_group, new_group
 
 _BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
+_others: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the group of a replica's ranks
 
 
 class ReplicaGroups(NamedTuple):
-    """The groups that this rank is in where the ranks hold several replicas.
+    """The groups that this rank is in where the ranks hold several replicas."""
 
-    Attributes:
-        inside: the ranks of this replica, over which DeepSpeed shards and averages gradients.
-        between: the ranks that hold the same shards, one of each replica.
-    """
-
-    inside: dist.ProcessGroup
-    between: dist.ProcessGroup
+    inside: dist.ProcessGroup  # of this replica, over which DeepSpeed shards and averages gradients
+    between: dist.ProcessGroup  # the ranks that hold the same shards, one of each replica
 
 
 def replica_groups(size: int) -> ReplicaGroups:
@@ -31,12 +27,20 @@ def replica_groups(size: int) -> ReplicaGroups:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     first, place = rank - rank % size, rank % size
-    return ReplicaGroups(_group(range(first, first + size)), _group(range(place, world, size)))
+    groups = ReplicaGroups(_group(range(first, first + size)), _group(range(place, world, size)))
+    _others[groups.inside] = groups.between
+    return groups
 
 
 def _group(ranks: range) -> dist.ProcessGroup:
     """The same at every call; also of one rank, which DeepSpeed wants a group of."""
     return existing_group(ranks) or new_group(ranks)
+
+
+def other_replicas(parameter: Any) -> dist.ProcessGroup | None:
+    """Who holds this rank's shard of a parameter of stage 3 in each replica; None for one."""
+    group = getattr(parameter, "ds_process_group", None)
+    return None if group is None else _others.get(group)
 
 
 def data_parallel_group(engine: Any) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ the last partition with its gradient, scaled and clipped. Padding is in no range
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.dion import Dion
 
 NOT_HYPERPARAMETERS = ("params", "param_names")
-RANGES = "ranges"  # the key of a checkpoint that tells what its tensors are ranges of
 
 
 class Shards:
@@ -35,12 +34,7 @@ class Shards:
         self._partitions = partitions
         self._zero_groups = list(optimizer.param_groups)
         self._gradients: dict[int, Tensor | None] = {}
-        self._views = [
-            [_shard(partition, i) for i in range(len(partition.ranges))] for partition in partitions
-        ]
-        self._addresses = [partition.flat.data_ptr() for partition in partitions]
-        self._ranges = [r for partition in partitions for r in partition.ranges]
-        self._names = [names[r.parameter] for r in self._ranges]
+        self._views = [_shards(partition) for partition in partitions]
         self._groups: list[dict[str, Any]] = []
         for position, group in enumerate(self._zero_groups):
             mine = [i for i, p in enumerate(partitions) if p.param_group == position]
@@ -71,47 +65,20 @@ class Shards:
 
     def step_with_nan(self) -> None:
         """Step where ZeRO has found a gradient that is not finite, and dropped all."""
-        self._all_nan()
-        self._step()
-
-    def refuse(self, wrong: str) -> None:
-        """Tell the other replicas, instead of a step, that this one raises an error."""
-        self._all_nan()
-        with self._gradients_in_place(), suppress(ValueError):
-            self.optimizer.refuse(wrong)
-
-    def _all_nan(self) -> None:
         for partition in self._partitions:
             self._gradients[id(partition.flat)] = torch.full_like(partition.flat, torch.nan)
+        self._step()
 
     def _step(self) -> None:
-        with self._gradients_in_place():
-            self.stepped = True  # also where it raises, which it does on all replicas
-            type(self.optimizer).step(self.optimizer)
-
-    @contextmanager
-    def _gradients_in_place(self) -> Iterator[None]:
+        self.stepped = True  # also where it raises
         with self.in_place():
             self._set_gradients()
             if self._before_step is not None:
                 self._before_step()
-            yield
-            self._drop_gradients()
-
-    def held(self) -> list[tuple[str, int, int]]:
-        """Name, start and stop of every range held here."""
-        return [(name, r.start, r.stop) for name, r in zip(self._names, self._ranges, strict=True)]
-
-    def check(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError if a checkpoint's tensors are other ranges than those held here."""
-        saved = state_dict.get(RANGES)
-        if saved != self.held():
-            here = next((s for s in self.held() if s not in (saved or ())), None)
-            raise ValueError(
-                f"The checkpoint was saved with another data-parallel world size or with other "
-                f"keys of zero_optimization: this rank holds {here}, (parameter, start, stop), "
-                f"which it lacks. Load it with the settings that it was saved with."
-            )
+            type(self.optimizer).step(self.optimizer)
+            self._gradients.clear()
+            for view in (view for views in self._views for view in views):
+                view.grad = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -133,13 +100,10 @@ class Shards:
             optimizer.param_groups = during
 
     def _follow_moved_partitions(self) -> None:
-        for i, partition in enumerate(self._partitions):
-            if partition.flat.data_ptr() != self._addresses[i]:
-                for view, held in zip(
-                    self._views[i], _held(partition, partition.flat), strict=True
-                ):
+        for views, partition in zip(self._views, self._partitions, strict=True):
+            for view, held in zip(views, _held(partition, partition.flat), strict=True):
+                if view.data_ptr() != held.data_ptr():
                     view.data = held
-                self._addresses[i] = partition.flat.data_ptr()
 
     def _set_gradients(self) -> None:
         for views, partition in zip(self._views, self._partitions, strict=True):
@@ -148,23 +112,17 @@ class Shards:
                 for view, held in zip(views, _held(partition, gradient), strict=True):
                     view.grad = held
 
-    def _drop_gradients(self) -> None:
-        self._gradients.clear()
-        for views in self._views:
-            for view in views:
-                view.grad = None
-
 
 def _held(partition: Partition, flat: Tensor) -> list[Tensor]:
     data = flat.detach()
     return [data[r.offset : r.offset + r.stop - r.start] for r in partition.ranges]
 
 
-def _shard(partition: Partition, place: int) -> nn.Parameter:
-    held = partition.ranges[place]
-    view = nn.Parameter(partition.flat.detach()[held.offset : held.offset + held.stop - held.start])
-    declare_flat_shard(view, held.shape, held.start, held.stop, held.group)
-    return view
+def _shards(partition: Partition) -> list[nn.Parameter]:
+    views = [nn.Parameter(held) for held in _held(partition, partition.flat)]
+    for view, r in zip(views, partition.ranges, strict=True):
+        declare_flat_shard(view, r.shape, r.start, r.stop, r.group)
+    return views
 
 
 def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -1,0 +1,355 @@
+"""The outer layer: when and how replicas synchronise around the steps that each takes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from curvadion.comm.background import Background
+from curvadion.comm.collectives import checksum, explain_lost_ranks
+from curvadion.layout.dtensor import local
+from curvadion.layout.gradients import place_gradients
+from curvadion.metering import wire
+from curvadion.metering.report import StepReport
+from curvadion.optim.base import GroupedOptimizer
+from curvadion.sync import exact_average
+from curvadion.sync.base import Step
+from curvadion.sync.meeting import Met, Told, meet
+from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
+from curvadion.update.gradients import Gradients
+from curvadion.update.inner_step import InnerStep
+from curvadion.update.momentum import MomentumNorms, momentum_norms
+from curvadion.update.parameter import Parameter
+from curvadion.update.plan import Plan
+from curvadion.update.state import ANCHOR
+
+MAX_CONSECUTIVE_SKIPS = 10
+
+
+class ReplicaOptimizer(GroupedOptimizer):
+    """An optimizer that is one of several replicas: they agree on each step, take it and report."""
+
+    # ---------------------------------------------------------------- a step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @_disable_dynamo  # torch.compiler.disable would import torch._dynamo with this module
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step; collective over the replicas.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Raises:
+            ValueError: if a group holds an impossible value.
+            RuntimeError: on every replica, if the replicas' gradients are identical although this
+                optimizer synchronises them, or if their optimizers differ; at the tenth step in a
+                row that a gradient which is not finite has left out.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_settings()
+        plan = self._present_plan()
+        if plan.device.type == "meta":
+            raise ValueError(
+                f"{plan.parameters[0].name} is on the meta device, and has no elements to step: "
+                f"call model.to_empty(device=...), initialise it, and build the optimizer then."
+            )
+        scaled = self._unscale(plan.device)
+        with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
+            self._step(plan, scaled=scaled)
+        return loss
+
+    def _step(self, plan: Plan, *, scaled: bool) -> None:
+        new, memory = self._create_state(plan), self.gate.state_dict()
+        if plan.sharded:
+            place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
+        gradients = plan.gradients()
+        reads = self.gate.reads_momentum and plan.dion
+        momenta = momentum_norms(plan, gradients) if reads else None
+
+        # A schedule is known beforehand: then ranks meet where replicas wait for each other.
+        reason = self._reason_to_open(0.0) if self.scheduled else None
+        opens = reason is not None
+        waits = not self.scheduled or self.progress.steps == 0 or (opens and not self.sync.delay)
+        self._compare_words(plan)
+        met = self._meet(plan, gradients, momenta, everyone=waits)
+        if met.all_zero and not self._moves:
+            # torch's checkpoint tools have made a first step so that states exist.
+            self.gate.load_state_dict(memory)
+            return
+        if waits and not met.finite:
+            self.skip_step(tolerate=scaled)
+            return
+        if not self._verified:
+            everywhere = met if waits else self._meet(plan, gradients, momenta, everyone=True)
+            if everywhere.finite:
+                self._verify(plan, new)
+        if not self.scheduled:
+            reason = self._reason_to_open(met.signal)
+        elif reason is not None and self.sync.delay:
+            due, word = self.progress.steps + self.sync.delay, self._word(plan)
+            self._told.append(Told.begin(word, due, plan, self._background(plan.device)))
+
+        inner = InnerStep(
+            plan,
+            gradients,
+            self.progress.steps,
+            norms=None if momenta is None else momenta.after,
+            directed=self.local_step == "dion",
+            rests=not met.finite,
+        )
+        self._take(inner, opened=reason is not None)
+        self._count(opened=reason is not None, rested=inner.rests)
+        self._report(met, reason, skipped=inner.rests)
+        self._stop_if_stuck(tolerate=scaled)
+
+    def _meet(
+        self, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None, *, everyone: bool
+    ) -> Met:
+        """everyone: whether all ranks of all replicas meet, or those of this replica."""
+        return meet(
+            self.gate,
+            plan,
+            gradients,
+            momenta,
+            word=partial(self._word, plan, of_one_replica=not everyone),
+            listing=partial(self._listing, plan),
+            group=plan.all_ranks if everyone else plan.inside,
+            first=self.progress.steps == 0,
+        )
+
+    def _take(self, inner: InnerStep, *, opened: bool) -> None:
+        step = Step(
+            inner,
+            self._replicas.process_group,
+            self.progress.local_steps,
+            partial(self._background, inner.plan.device),
+        )
+        if opened:
+            self.gate.spend(1)
+            self.sync.open_step(step)
+        else:
+            self.sync.closed_step(step)
+
+    def _unscale(self, device: torch.device) -> bool:
+        """Divide the gradients by a GradScaler's scale; whether one drives this step."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            each = [X.grad for group in self.param_groups for X in group["params"]]
+            gradients = [local(G) for G in each if G is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
+        return hasattr(self, "found_inf")
+
+    @property
+    def _moves(self) -> bool:
+        """Whether any learning rate is not zero."""
+        return any(float(group["lr"]) for group in self.param_groups)
+
+    def _reason_to_open(self, signal: float) -> str | None:
+        """Why replicas synchronise at this step; None if they do not. The same on all of them."""
+        gate, local_steps = self.gate, self.progress.local_steps
+        if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
+            self._set_gate_costs([p.X for p in self._present_plan().parameters])
+        # Asked at every step: a gate may keep a memory of what it has seen.
+        opens = gate.opens(signal, local_steps)
+        if self.progress.steps < self.warmup_steps:
+            return "warm-up"
+        if opens or self.sync.every_step:
+            return gate.reason
+        longest = gate.longest_run(self.max_local_steps)
+        if longest is not None and local_steps >= longest:
+            return "longest local run"
+        return None
+
+    def _word(self, plan: Plan, *, of_one_replica: bool = False) -> int:
+        """A checksum of all that must be equal on the ranks that meet at this step.
+
+        of_one_replica: which parameters have a gradient is among it.
+        """
+        if not self._verified:
+            return checksum(("first", self._listing(plan)))
+        resting: list[str] = []
+        if of_one_replica or self._replicas.size == 1:
+            resting = [p.name for p in plan.parameters if p.rests]
+        known = self._settings.checksum, plan.checksum, self.progress.shared, resting
+        return checksum((*known, *self._choices.items()))
+
+    def _compare_words(self, plan: Plan) -> None:
+        """Take in what replicas have told each other at openings with a delay, as far as it is due.
+
+        Raises:
+            RuntimeError: on all ranks, if they differed.
+        """
+        while self._told and self._told[0].due <= self.progress.steps:
+            self._told.pop(0).compare(partial(self._listing, plan), plan.all_ranks)
+
+    def _verify(self, plan: Plan, new: Sequence[Parameter]) -> None:
+        """Compare the replicas before any weight has moved of which they have just got a state."""
+        if self._replicas.size > 1:
+            together = self.sync.ends_drift or self.progress.steps == 0
+            comparable = [p for p in plan.parameters if ANCHOR in p.state]
+            if not comparable:
+                comparable = list(plan.parameters if together and not self.drifted else new)
+            self._verified = verify_replicas(plan, comparable, self._replicas.process_group)
+            if self.sync.delay:  # its group is made while all ranks are here
+                self._background(plan.device)
+            return
+        if not lack_the_same_gradients(plan):
+            raise RuntimeError(OTHER_GRADIENTS)
+        self._verified = True
+
+    def _background(self, device: torch.device) -> Background:
+        """Exchanges beside the training; the first call is collective over the replicas."""
+        wire.keep_kernels()  # a meter may be entered while they communicate
+        return self._replicas.background(device)
+
+    # ---------------------------------------------------------------- what is noted of it
+
+    def _count(self, *, opened: bool, rested: bool) -> None:
+        progress = self.progress
+        progress.local_steps = 0 if opened else progress.local_steps + 1
+        progress.steps += 1
+        progress.steps_since_exact += 1
+        progress.consecutive_skips = progress.consecutive_skips + 1 if rested else 0
+
+    def skip_step(self, *, tolerate: bool) -> None:
+        """Count a step at which some replica had a non-finite gradient; touch nothing else.
+
+        For frameworks that see such gradients before ``step`` and do not call it. tolerate: raise
+        no error however many steps in a row are skipped, as a loss scaler that looks for its scale
+        wants it.
+        """
+        self.progress.steps += 1
+        self.progress.consecutive_skips += 1
+        self._report(None, None, skipped=True)
+        self._stop_if_stuck(tolerate=tolerate)
+
+    def _stop_if_stuck(self, *, tolerate: bool) -> None:
+        progress = self.progress
+        if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
+            raise RuntimeError(
+                f"{progress.consecutive_skips} steps in a row had a NaN or an Inf in a gradient "
+                f"(last: step {progress.steps}), and were left out. Lower the learning rate or "
+                f"look for the cause in the model, then load the last checkpoint."
+            )
+
+    def _report(self, met: Met | None, opened: str | None, *, skipped: bool) -> None:
+        """opened: why replicas synchronised."""
+        read = met if self.gate.reads_momentum and not skipped else None
+        sent = self._wire.take()
+        waited = self.sync.waited_seconds
+        self.report = StepReport(
+            step=self.progress.steps,
+            gate_open=opened is not None,
+            reason="non-finite gradient" if skipped else opened or "closed",
+            rmmc=None if read is None else read.signal,
+            rmmc_parameter=None if read is None else read.parameter,
+            local_steps=self.progress.local_steps,
+            skipped=skipped,
+            wire_bytes=None if sent is None else sum(sent.values()),
+            wire_bytes_by_ranks=sent,
+            waited_seconds=waited - self._waited,
+        )
+        self._waited = waited
+
+    # ---------------------------------------------------------------- beside steps
+
+    @torch.no_grad()
+    def synchronize(self, *, exact: bool | None = None) -> None:
+        """Synchronise replicas, so that they hold the same weights and state; collective.
+
+        Averages weights, momenta and moments exactly, for before a checkpoint; of frozen parameters
+        the state only. Averaged momenta change nothing in what later synchronised steps compute,
+        which depend on their mean only.
+
+        Args:
+            exact: there is no other way here, so None and True mean the same.
+
+        Raises:
+            ValueError: if ``exact`` is False.
+        """
+        if exact is False:
+            raise ValueError(
+                f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
+                f"{self.sync!r}: leave exact out."
+            )
+        with explain_lost_ranks("optimizer.synchronize()"):
+            self._average_everything()
+
+    def _average_everything(self) -> None:
+        plan, frozen = self._present_plan(), self._frozen_plan()
+        plan.look_up_states()
+        # Weights that were frozen while replicas agreed are still the same.
+        differ = self.drifted and not self.sync.ends_drift
+        for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
+            exact_average.average_everything_(part, self._replicas.process_group, self.sync, kept)
+            if self.gate.open_cost:
+                self._spend(exact_average.bytes_of_everything(part, self.sync), plan)
+        self.progress.local_steps = self.sync.fragments_drifted = 0
+        self.progress.steps_since_exact = 0
+
+    @torch.no_grad()
+    def broadcast_weights(self, source: int = 0) -> None:
+        """Give all replicas the weights of one; collective, for before the first step.
+
+        Args:
+            source: the replica, as a rank of the process group ``replicas``.
+
+        Frozen parameters are taken along, buffers are not.
+        """
+        group = self._replicas.process_group
+        if group is None:
+            return
+        for X in (X for g in self.param_groups for X in g["params"]):
+            shard = local(X.detach())
+            contiguous = shard.contiguous()
+            dist.broadcast(contiguous, group=group, group_src=source)
+            if contiguous is not shard:
+                shard.copy_(contiguous)
+        plan = self._present_plan()
+        plan.look_up_states()
+        self.sync.after_average(plan.parameters)
+        self._verified = False
+
+    @torch.no_grad()
+    def drift(self) -> float:
+        """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
+        plan = self._present_plan()
+        return exact_average.drift(
+            [(p.local, plan.copies_inside(p)) for p in plan.parameters],
+            self._replicas.process_group,
+            plan.inside,
+        )
+
+    def eval(self) -> None:
+        """Synchronise the replicas if they have drifted, as for an evaluation or a checkpoint.
+
+        Collective: call it on every rank, or on none. It does nothing if the replicas agree or
+        there is one. Trainer and Accelerate call it if an optimizer has it.
+        """
+        if self.drifted:
+            self.synchronize()
+
+    def train(self) -> None:
+        """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Keep a caller's autocast from an update's products, which it would take in half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

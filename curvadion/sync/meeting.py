@@ -1,0 +1,168 @@
+"""The meeting: what ranks agree on before a step, in one collective of 24 bytes.
+
+It is an all-reduce MAX of three int64, ``(signal, w, -w)``. ``w`` is a checksum of all that must be
+equal. If the largest ``w`` is not minus the largest ``-w``, ranks differ; every rank then knows it
+in the same step, and raises an error that says what differs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from curvadion import ops
+from curvadion.comm.background import Background, Exchange
+from curvadion.comm.collectives import group_size
+from curvadion.gates import Gate
+from curvadion.ops.tensors import from_host
+from curvadion.sync.verify import Listing, raise_different
+from curvadion.update.gradients import Gradients
+from curvadion.update.momentum import MomentumNorms
+from curvadion.update.plan import Plan
+
+MEETING_BYTES, WORDS_BYTES = 24, 16
+_NAN_BITS, _PARAMETER = 0x7FC00000, 0x7FFFFFFF
+
+
+class Met(NamedTuple):
+    """What the ranks of a meeting know.
+
+    Attributes:
+        signal: the largest gate signal of any matrix on any of them.
+        parameter: the name of the parameter that had it; None if there are no matrices.
+        finite: whether no gradient on any of them holds a NaN or an Inf.
+        all_zero: whether all gradients of all of them are zero; told at a first step only.
+    """
+
+    signal: float
+    parameter: str | None
+    finite: bool
+    all_zero: bool
+
+
+@record_function("curvadion.meeting")
+def meet(
+    gate: Gate,
+    plan: Plan,
+    gradients: Gradients,
+    momenta: MomentumNorms | None,
+    *,
+    word: Callable[[], int],
+    listing: Callable[[], Listing],
+    group: dist.ProcessGroup | None,
+    first: bool = False,
+) -> Met:
+    """One collective, and one read by the host.
+
+    Args:
+        gate: whose signals travel along.
+        plan: the step's parameters.
+        gradients: of its matrices.
+        momenta: their norms if the gate reads them.
+        word: gives w, a checksum of all that must be equal.
+        listing: what that is, for the error.
+        group: the ranks that meet; None for this process alone.
+        first: whether to tell if all gradients are zero.
+
+    Non-negative floats sort like their bits, and NaN sorts above infinity. So the largest word is
+    that of the largest signal, or says that a gradient is not finite. Its lower 31 bits hold the
+    index of the parameter. The bit above them says that a norm is positive.
+
+    Raises:
+        RuntimeError: on all ranks, if ``word`` differs between them.
+        ValueError: if the gate's signals are not one per matrix.
+    """
+    norms = _norms(plan, momenta)
+    signals = _signals(gate, plan, gradients, momenta)
+    # abs() takes the sign off a negative zero, whose bits would sort below everything.
+    signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
+    finite = torch.isfinite(norms).all() & ~torch.isnan(signal)
+    bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
+    owner = plan.owners.take(matrix) if plan.matrices else matrix
+    largest = (bits << 32) | owner
+    if first:
+        largest = largest | ((norms > 0).any().long() << 31)
+    if group_size(group) > 1:
+        own = word()
+        words = torch.stack([largest, *(torch.full_like(largest, w) for w in (own, -own))])
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
+        number, *told = words.tolist()
+        _compare(told, listing, group)
+    else:
+        number = int(largest.item())
+    bits_of = number >> 32
+    return Met(
+        signal=struct.unpack("f", struct.pack("i", bits_of))[0],
+        parameter=plan.parameters[number & _PARAMETER].name if plan.dion else None,
+        finite=bits_of != _NAN_BITS,
+        all_zero=first and number >> 31 == 0,
+    )
+
+
+class Told(NamedTuple):
+    """Words that replicas exchange beside the training, at an opening with a delay.
+
+    Attributes:
+        due: the step at which they are compared.
+        exchange: gives the largest ``(w, -w)``.
+    """
+
+    due: int
+    exchange: Exchange[Tensor]
+
+    @classmethod
+    def begin(cls, word: int, due: int, plan: Plan, background: Background) -> Told:
+        words = from_host([word, -word], torch.int64, plan.device)
+
+        def exchange() -> Tensor:
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=background.group)
+            return words
+
+        return cls(due, background.begin("The comparison of the replicas' settings", exchange))
+
+    def compare(self, listing: Callable[[], Listing], group: dist.ProcessGroup | None) -> None:
+        """Wait for the words; raise RuntimeError on all ranks of the group if they differ."""
+        _compare(self.exchange.result().tolist(), listing, group)
+
+
+def _compare(
+    words: list[int], listing: Callable[[], Listing], group: dist.ProcessGroup | None
+) -> None:
+    largest, negated = words
+    if largest != -negated:
+        raise_different(listing(), group)
+
+
+def _norms(plan: Plan, momenta: MomentumNorms | None) -> Tensor:
+    """What must be finite, (l,) with l >= 1: norms of momenta with the gradients, or of these."""
+    covered = plan.parameters if momenta is None else plan.elementwise
+    held = [G for p in covered if (G := p.G) is not None]
+    norms = [ops.norms(held)] if held else []
+    if momenta is not None:
+        norms.append(momenta.after)
+    if not sum(n.numel() for n in norms):
+        return torch.zeros(1, dtype=torch.float32, device=plan.device)
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None) -> Tensor:
+    """The gate's signals; the momentum of a matrix without a gradient is as it was."""
+    if momenta is None or not plan.matrices:
+        return torch.zeros(1, dtype=torch.float32, device=plan.device)
+    before, after = momenta
+    if not gradients.complete:
+        held = [m.parameter.G is not None for m in plan.matrices]
+        after = torch.where(torch.tensor(held, device=after.device), after, before)
+    signals = gate.signal(before, after)
+    if signals.shape != after.shape:
+        raise ValueError(
+            f"gate={gate!r}: signal() returned the shape {tuple(signals.shape)}, but "
+            f"there is one signal per matrix: {tuple(after.shape)}"
+        )
+    return signals

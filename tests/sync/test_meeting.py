@@ -1,0 +1,326 @@
+"""The meeting: what it sends, what it tells, and that ranks which differ raise in the same step."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import distributed
+from curvadion import RMMC, CurvaDion, FixedPeriod, Gate, LowRank, QuantizedAverage, WireMeter
+from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
+from raised import told
+from two_replicas import RANKS, Replica
+
+# -------------------------------------------------------------------- what it tells
+
+
+class Prescribed(Gate):
+    """Has the signals that it is given."""
+
+    reads_momentum = True
+
+    def signal(self, before, after):
+        return self.signals
+
+    def opens(self, signal, local_steps):
+        return True
+
+
+def prescribed(replicas):
+    X = [nn.Parameter(torch.eye(2)) for _ in range(4)]
+    return CurvaDion(X, replicas=replicas, gate=Prescribed(), lr=0.0, weight_decay=0.0), X
+
+
+def tell(optimizer, X, signals, spoilt=False):
+    """The report of a step with these signals of the matrices."""
+    for i, x in enumerate(X):
+        x.grad = torch.full((2, 2), math.nan if spoilt and i == 0 else 1.0)
+    optimizer.gate.signals = torch.as_tensor(signals)
+    optimizer.step()
+    return optimizer.report
+
+
+def check_report(report, by_rank, spoilt=False):
+    """by_rank: the signals of each rank."""
+    assert report.skipped == (spoilt or any(math.isnan(s) for each in by_rank for s in each))
+    if not report.skipped:
+        largest = max(0.0, *(s for each in by_rank for s in each))
+        assert report.rmmc == largest
+        index = int(report.rmmc_parameter.rsplit("[", 1)[1].rstrip("]"))
+        assert largest == 0 or largest in [each[index] for each in by_rank]
+
+
+SIGNALS = st.floats(0, 2.0**127, width=32) | st.sampled_from([-0.0, math.inf, 2.0**-149])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(*[SIGNALS] * 4), min_size=1, max_size=4))
+def test_the_largest_signal_and_whose_it_is(rows):
+    optimizer, X = prescribed("single")
+    tell(optimizer, X, [0.0] * 4)
+    for row in rows:
+        check_report(tell(optimizer, X, row), [row])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_signal_that_is_nan_is_not_finite(sign):
+    """The processor's own 0 / 0 has the sign bit set."""
+    optimizer, X = prescribed("single")
+    nan = torch.tensor(math.nan).copysign(torch.tensor(sign))
+    assert tell(optimizer, X, torch.stack([torch.tensor(0.5), nan, nan, nan])).skipped
+
+
+def cases(ranks):
+    """Signals of each rank, and which one has a gradient that is not finite, if any."""
+    random = np.random.default_rng(ranks)
+    special = [0.0, -0.0, math.inf, 2.0**-149]
+    for number in range(40):
+        signals = np.float32(random.exponential(size=(ranks, 4)) * 10.0 ** random.integers(-30, 30))
+        chosen = random.random((ranks, 4)) < random.choice([0.0, 0.3, 1.0])
+        signals[chosen] = random.choice(special, chosen.sum())
+        yield signals.tolist(), int(random.integers(ranks)) if number % 8 == 7 else None
+
+
+def tell_each_other(rank):
+    generator = torch.Generator().manual_seed(rank)
+    optimizer, X = prescribed(dist.group.WORLD)
+    found = []
+    for signals, spoilt in cases(dist.get_world_size()):
+        found.append(tell(optimizer, X, signals[rank], spoilt == rank))
+        for x in X:  # identical gradients would be an error
+            x.grad = torch.randn(2, 2, generator=generator)
+    return found
+
+
+def test_all_ranks_know_the_largest_signal_and_gradients_that_are_not_finite():
+    answers = distributed.run(4, tell_each_other)
+    for (signals, spoilt), *found in zip(cases(4), *answers, strict=True):
+        assert all(report == found[0] for report in found)
+        check_report(found[0], signals, spoilt is not None)
+
+
+class Misshapen(Prescribed):
+    def signal(self, before, after):
+        return after[:1]
+
+
+def test_signals_that_are_not_one_a_matrix_are_an_error():
+    optimizer, X = prescribed("single")
+    optimizer.gate = Misshapen()
+    with pytest.raises(ValueError, match=r"the shape \(1,\).*one signal per matrix: \(4,\)"):
+        tell(optimizer, X, [0.0])
+
+
+# -------------------------------------------------------------------- what it sends
+
+
+def count(rank, layout):
+    """Per step what is reduced under a gate of signals that stays closed."""
+    replica = Replica(rank, layout, RMMC(math.inf), LowRank(), local_step="gradient")
+    sent = []
+    for step in range(3):
+        with WireMeter() as meter:
+            replica.step(step)
+        sent.append(meter.bytes_by_collective["all_reduce"])
+    return sent
+
+
+def test_a_meeting_sends_24_bytes():
+    assert MEETING_BYTES == 24 and WORDS_BYTES == 16
+    for first, *later in distributed.run(2, count, "whole"):
+        assert first == MEETING_BYTES + 48  # the comparison of the replicas
+        assert later == [MEETING_BYTES] * 2
+    for first, *later in distributed.run(4, count, "sharded"):
+        norms = 2 * 8  # squares of two momenta, summed inside the replica
+        assert first == MEETING_BYTES + norms + 48 + 16 + 16
+        assert later == [MEETING_BYTES + norms] * 2
+
+
+# -------------------------------------------------------------------- ranks that differ
+
+
+class Remembering(FixedPeriod):
+    """A schedule with a memory."""
+
+    def __init__(self, period):
+        super().__init__(period)
+        self.memory = 0
+
+    def state_dict(self):
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state):
+        self.memory = state["memory"]
+
+
+class Reading(Remembering):
+    """The same with signals: all ranks meet at every step."""
+
+    reads_momentum = True
+
+
+def change(replica, what):
+    optimizer = replica.optimizer
+    if what == "a setting":
+        optimizer.param_groups[0]["lr"] = 0.5
+    elif what == "a frozen parameter":
+        replica.X[3].requires_grad_(False)
+    elif what == "the gate's memory":
+        optimizer.gate.memory = 7
+    else:
+        more = torch.ones(6, 6)
+        if replica.mesh is not None:
+            more = distribute_tensor(more, replica.mesh, [Replicate()] * 2, src_data_rank=None)
+        replica.X.append(nn.Parameter(more))
+        optimizer.add_param_group({"params": replica.X[-1:], "algorithm": "adamw"})
+
+
+SAID = {
+    "a setting": "param_groups[0]['lr'] is 0.02 on rank",
+    "a frozen parameter": "parameter 3 is param_groups[1]['params'][1] of shape (12,)",
+    "the gate's memory": "the gate's state is {'memory': 0}",
+    "a further parameter": "param_groups[2]['lr'] is missing on rank",
+}
+
+
+def differ(rank, layout, gate, delay, what, steps):
+    """What is raised when the last rank changes something before the step 4, after an opening."""
+    sync = QuantizedAverage(bits=2, delay=delay)
+    replica = Replica(rank, layout, gate, sync, lr=0.02)
+
+    def take(step):
+        if step == 4 and rank == dist.get_world_size() - 1:
+            change(replica, what)
+        replica.step(step)
+
+    return told(steps, take)
+
+
+@pytest.mark.parametrize("what", SAID)
+@pytest.mark.parametrize("layout", RANKS)
+def test_ranks_that_differ_raise_in_the_same_step(layout, what):
+    """A gate with signals meets at every step, before anything has moved."""
+    answers = distributed.run(RANKS[layout], differ, layout, Reading(4), 0, what, 6, timeout=30)
+    for when, text in answers:
+        assert when == 4 and "optimizers differ" in text and SAID[what] in text
+        assert f"rank {RANKS[layout] - 1}" in text
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_replicas_under_a_schedule_that_differ_raise_at_the_opening(what):
+    answers = distributed.run(2, differ, "whole", Remembering(4), 0, what, 10, timeout=30)
+    for rank, (when, text) in enumerate(answers):
+        # Whoever has new parameters wants to meet at once.
+        assert when == (4 if rank and what == "a further parameter" else 7)
+        assert SAID[what] in text and "rank 1" in text
+
+
+@pytest.mark.parametrize("what", ["a setting", "a frozen parameter", "the gate's memory"])
+def test_ranks_of_one_replica_that_differ_raise_at_a_closed_step(what):
+    """Those of the other replica would hear of it at the next opening."""
+    answers = distributed.run(4, differ, "sharded", Remembering(4), 0, what, 5, timeout=30)
+    assert answers[:2] == [None, None]
+    for when, text in answers[2:]:
+        assert when == 4 and SAID[what] in text and "rank 3" in text
+
+
+@pytest.mark.parametrize("what", ["a setting", "the gate's memory"])
+def test_with_a_delay_words_are_compared_when_means_are_due(what):
+    """The opening at step 7 sends them; its means are added two steps later."""
+    for when, text in distributed.run(2, differ, "whole", Remembering(4), 2, what, 12, timeout=30):
+        assert when == 9 and SAID[what] in text and "rank 1" in text
+
+
+SETTINGS = {
+    "momentum": (0.95, 0.9),
+    "weight_decay": (0.01, 0.1),
+    "betas": ((0.9, 0.95), (0.9, 0.99)),
+    "look_ahead": (0.0, 1.0),
+}
+
+
+def change_a_setting(rank, key, values):
+    replica = Replica(rank, "whole", RMMC(0.3), LowRank())
+
+    def take(step):
+        if step == 2:
+            replica.optimizer.param_groups[0][key] = values[rank]
+        replica.step(step)
+
+    return told(5, take)
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_every_setting_is_compared(key):
+    values = SETTINGS[key]
+    for step, text in distributed.run(2, change_a_setting, key, values):
+        assert step == 2 and f"param_groups[0]['{key}'] is {values[0]!r} on rank 0 and" in text
+    assert distributed.run(2, change_a_setting, key, values[:1] * 2) == [None] * 2
+
+
+def follow_plateaus(rank):
+    replica = Replica(rank, "whole", RMMC(0.3), LowRank())
+    scheduler = ReduceLROnPlateau(replica.optimizer, patience=0)
+
+    def take(step):
+        replica.step(step)
+        scheduler.step(1.0 - 0.1 * step if rank else 1.0)  # each its own loss
+
+    return told(10, take)
+
+
+def test_a_scheduler_of_each_replicas_own_loss_is_an_error():
+    for step, text in distributed.run(2, follow_plateaus):
+        assert step == 2 and "['lr']" in text and "ReduceLROnPlateau" in text
+
+
+def load_on_one_rank(rank):
+    replica = Replica(rank, "whole", FixedPeriod(3), LowRank())
+    saved = []
+
+    def take(step):
+        if step == 3 and rank == 0:
+            replica.optimizer.load_state_dict(saved[0])
+        replica.step(step)
+        if step == 1:
+            saved.append(copy.deepcopy(replica.optimizer.state_dict()))
+
+    return told(4 if rank == 0 else 6, take)
+
+
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_a_checkpoint_loaded_on_one_rank_in_mid_run_is_an_error_not_a_hang():
+    """The loading rank wants to meet at once, the other one at the opening at step 5."""
+    loading, other = distributed.run(2, load_on_one_rank, timeout=30)
+    assert loading[0] == 3 and other[0] == 5
+    assert "progress is" in loading[1] and "progress is" in other[1]
+
+
+def change_everywhere(rank, layout):
+    replica = Replica(rank, layout, FixedPeriod(4), QuantizedAverage(bits=2))
+
+    def take(step):
+        if step == 4:
+            change(replica, "a frozen parameter")
+            change(replica, "a further parameter")
+        replica.give_gradients(step)
+        if step >= 4:  # which is whole on every rank of a replica
+            replica.local(replica.X[4].grad).fill_(1.0 + replica.number + step)
+        replica.optimizer.step()
+
+    return told(9, take)
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_what_all_ranks_change_is_no_error(layout):
+    assert distributed.run(RANKS[layout], change_everywhere, layout) == [None] * RANKS[layout]
