@@ -7,7 +7,6 @@
 # make test-torch TORCH=2.11.0  the tests without frameworks, with that release of torch
 # make headroom           how much of each tolerance is used, over kernels and seeds
 # make docs               the documentation site: site/index.html
-# make soak               20 minutes of random trials beside references: docs/soak.md
 # make clean              remove the environment and whatever was built or run
 
 PYTHON ?= python3
@@ -22,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain test-torch headroom docs soak clean
+.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain test-torch headroom docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -68,12 +67,6 @@ headroom: .venv/installed
 
 docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-
-MINUTES ?= 20
-SEED ?= 0
-
-soak: .venv/installed
-	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 # torch goes first and alone, so that a CPU build offered locally is taken without resolving the rest.
 .venv/installed: constraints.txt requirements-torchtitan.txt setup.py pyproject.toml

@@ -307,7 +307,7 @@ def selected(options: Options) -> list[Run]:
     for name, value, methods in (
         ("newton_schulz_steps", options.newton_schulz_steps or None, POLAR),
         ("delay", options.delay or None, CODED),
-        ("nesterov", options.look_ahead, LOOK_AHEAD),
+        ("look_ahead", options.look_ahead, LOOK_AHEAD),
     ):
         if value is not None:
             runs = [

@@ -30,9 +30,8 @@ from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.sync.codec import bits_of_weights
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.decision import GATE_BYTES
-from curvadion.sync.under_way import LENGTH_BYTES
-from curvadion.update.plan import most_in_a_wave, waves_of_sizes
+from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
+from curvadion.update.plan import batches_of_sizes, most_in_a_batch
 from models import Model, Shape
 
 FLOAT = 4
@@ -249,7 +248,7 @@ def _tensors(shapes: Iterable[Shape]) -> list[Tensor]:
     return [torch.empty(shape, device="meta") for shape in shapes]
 
 
-GATE = Traffic("all_reduce", 1, GATE_BYTES)
+MEETING = Traffic("all_reduce", 1, MEETING_BYTES)
 
 
 def _dense(shapes: Sequence[Shape]) -> Traffic:
@@ -280,7 +279,7 @@ def _open_step(shapes: Shapes, rank_fraction: float) -> list[Traffic]:
 
 def dion(shapes: Shapes, rank_fraction: float = 0.25) -> list[Traffic]:
     """Dion at every step."""
-    return total([GATE, *_open_step(shapes, rank_fraction)])
+    return total([MEETING, *_open_step(shapes, rank_fraction)])
 
 
 def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[Traffic]:
@@ -288,7 +287,7 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
     averaged = [_dense([*shapes.matrices, *shapes.others, *shapes.others, *shapes.others])]
     if shapes.others:
         averaged.append(Traffic("all_reduce", 1, FLOAT * len(shapes.others)))  # step counters
-    opened = [GATE, *averaged, *_open_step(shapes, rank_fraction)]
+    opened = [MEETING, *averaged, *_open_step(shapes, rank_fraction)]
     return total([t.times(1 / period) for t in opened])
 
 
@@ -303,13 +302,11 @@ def wire_budget(
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     # Of a processor: a GPU's are larger, so this counts more messages than it sends.
-    most = most_in_a_wave(sum(sizes), torch.device("cpu"))
-    waves = waves_of_sizes(((size, False) for size in sizes), most)
+    most = most_in_a_batch(sum(sizes), torch.device("cpu"))
+    batches = batches_of_sizes(((size, False) for size in sizes), most)
     bits = bits or bits_of_weights(share, 1)
-    sent = [GATE, Traffic("all_to_all", 2 * (waves[-1] + 1), 2 * message_bytes(sizes, bits))]
-    matrices = len(shapes.matrices)
-    if delayed and matrices:
-        sent.append(Traffic("all_reduce", 1, LENGTH_BYTES * matrices))
+    met = Traffic("all_reduce", 1, WORDS_BYTES if delayed else MEETING_BYTES)
+    sent = [met, Traffic("all_to_all", 2 * (batches[-1] + 1), 2 * message_bytes(sizes, bits))]
     rate = openings(shapes, share, bits, delayed=delayed)
     return total(t.times(rate) for t in sent)
 
@@ -322,7 +319,8 @@ def openings(
     bits = bits or bits_of_weights(share, 1)
     costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare(sizes)
     gate = curvadion.ByteBudget(share)
-    gate.open_cost = (costs.opening_bytes + GATE_BYTES) / (FLOAT * shapes.parameters)
+    met = WORDS_BYTES if delayed else MEETING_BYTES
+    gate.open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
     return gate.rate
 
 

@@ -211,17 +211,17 @@ def background(device: torch.device) -> Found:
 
 
 def steps(device: torch.device) -> Found:
-    """Milliseconds of the host and the device, and launches, for two sizes of waves."""
+    """Milliseconds of the host and the device, and launches, for two sizes of batches."""
     found: Found = {}
     large = device.type == "cuda"
     models = ["gpt2-160m", "llama-1.3b"] if large else ["500x2000"]
     for name in models:
-        for wave in (2**22, 2**27) if large else (2**14, 2**22):
-            most = sizes.most_together(device)._replace(wave=wave)
+        for batch in (2**22, 2**27) if large else (2**14, 2**22):
+            most = sizes.most_together(device)._replace(batch=batch)
             chosen = "ON_ACCELERATORS" if large else "ON_CPU"
             with mock.patch.object(sizes, chosen, most):
                 for direction in ("polar", "low_rank"):
-                    key = f"{name}, {direction}, waves of {wave}"
+                    key = f"{name}, {direction}, batches of {batch}"
                     found[key] = timed(name, direction, device)
     return found
 

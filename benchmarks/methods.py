@@ -80,7 +80,7 @@ class Gated(Method):
         sync = self.optimizer.sync
         if sync.sends_codes:
             self.optimizer.synchronize(exact=False)
-        elif sync.brings_weights_together and self.optimizer.progress.local_steps:
+        elif sync.ends_drift and self.optimizer.progress.local_steps:
             mean_([X.detach() for X in self.model.parameters()], self.replicas)
 
 
@@ -131,12 +131,12 @@ def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) ->
 
 def dion_nesterov(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
     """Dion with a look-ahead, synchronised at every step; settings: ``rank_fraction``."""
-    return dion(model, replicas, lr, nesterov=1.0, **settings)
+    return dion(model, replicas, lr, look_ahead=1.0, **settings)
 
 
 def muon(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
     """Muon on gradients that replicas average at every step; Nesterov's look-ahead by default."""
-    return dion(model, replicas, lr, **{"direction": "polar", "nesterov": 1 / 0.95, **settings})
+    return dion(model, replicas, lr, **{"direction": "polar", "look_ahead": 1 / 0.95, **settings})
 
 
 def _dion_config(lr: float, *, elementwise: float = ELEMENTWISE_SHARE, **settings: Any) -> Config:

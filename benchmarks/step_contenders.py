@@ -93,7 +93,7 @@ def _curvadion(model: Model, **options: Any) -> CurvaDion:
 def _local(model: Model, **options: Any) -> CurvaDion:
     """What a replica does between two openings, as a look-ahead and codes ask for it."""
     gate = FixedPeriod(options.pop("period", 2**30))
-    return _curvadion(model, gate=gate, sync=QuantizedAverage(), nesterov=4.0, **options)
+    return _curvadion(model, gate=gate, sync=QuantizedAverage(), look_ahead=4.0, **options)
 
 
 def _beside_adamw(muon: Optimizer, model: Model) -> Several:

@@ -12,11 +12,12 @@ from torch import nn
 import curvadion
 from curvadion.sync.codec import BITS, bits_of_weights
 from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.meeting import MEETING_BYTES
 from methods import POWERSGD_DENSE_STEPS
 
-# Numbers of 4 bytes that CurvaDion's decision takes: at openings where the gate follows a schedule,
+# Numbers of 4 bytes that CurvaDion's meeting takes: at openings where the gate follows a schedule,
 # otherwise at every step.
-GATE = 4
+MEETING = MEETING_BYTES // 4
 RANK_FRACTION = 1 / 4  # by default
 
 
@@ -55,7 +56,7 @@ class Shapes:
         return sum(math.ceil(rank_fraction * min(s)) * sum(s) for s in self.matrices)
 
     def dion_step(self, rank_fraction: float = RANK_FRACTION) -> int:
-        """Return what a synchronised Dion step all-reduces, the gate left out."""
+        """Return what a synchronised Dion step all-reduces, the meeting left out."""
         return self.low_rank(rank_fraction) + self.elementwise
 
     def averaged_step(self) -> int:
@@ -90,7 +91,7 @@ def period_within(budget: float, steps: int, numbers: float, parameters: int) ->
 
 def averaging_period(shapes: Shapes, budget: float, steps: int) -> int | None:
     """Return the shortest period of averaging that fits a budget, its gate included."""
-    return period_within(budget, steps, shapes.averaged_step() + GATE, shapes.parameters)
+    return period_within(budget, steps, shapes.averaged_step() + MEETING, shapes.parameters)
 
 
 def quantized_bytes(shapes: Shapes, bits: int) -> int:
@@ -125,7 +126,7 @@ def spending(
     """
     bits = bits_of_weights(budget, parts)
     codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
-    gate = GATE / shapes.parameters
+    gate = MEETING / shapes.parameters
     once, always = (codes + gate, 0.0) if scheduled else (codes, gate)
     fitting = math.floor(((budget - always) * steps - (parts - 1) * codes) / once)
     openings = min(fitting, steps - parts) - spared
@@ -135,7 +136,7 @@ def spending(
 
 def gradient_bits(shapes: Shapes, budget: float) -> int | None:
     """Return the bits of gradients in codes at every step that a budget pays for."""
-    left = budget * 4 * shapes.parameters - 4 * GATE
+    left = budget * 4 * shapes.parameters - 4 * MEETING
     return max((b for b in BITS if b > 1 and quantized_bytes(shapes, b) <= left), default=None)
 
 

@@ -30,7 +30,7 @@ RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
     # Among the best methods at every step (docs/convergence.md): Muon's direction, with twice the
     # gradient beside the momentum.
-    "Muon": "--optimizer dion --direction polar --rank-fraction 1 --nesterov 2 --lr 0.02 "
+    "Muon": "--optimizer dion --direction polar --rank-fraction 1 --look-ahead 2 --lr 0.02 "
     f"{BESIDE_MATRICES}",
     "CurvaDion": f"--optimizer curvadion --lr 0.02 --max-local-steps 10 {BESIDE_MATRICES}",
     "CurvaDion-1%": f"--optimizer curvadion --lr 0.03 --wire-budget 0.01 {BESIDE_MATRICES}",

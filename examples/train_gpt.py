@@ -103,8 +103,8 @@ class Config:
     weight_decay: float = option(0.01, "of matrices; everything else has none")
     beta1: float = option(0.9, "AdamW's decay of the first moment")
     beta2: float = option(0.95, "AdamW's decay of the second moment")
-    mu: float = option(0.95, "Dion's momentum")
-    nesterov: float | None = option(
+    momentum: float = option(0.95, "Dion's momentum")
+    look_ahead: float | None = option(
         None,
         "weight of the gradient beside it; 0, with codes more the rarer the gate opens",
     )
@@ -204,13 +204,13 @@ def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | No
     shared: dict[str, Any] = dict(
         lr=0.02 if lr is None else lr,
         replicas=replicas,
-        mu=config.mu,
+        momentum=config.momentum,
         betas=betas,
         weight_decay=config.weight_decay,
         momentum_rule=config.momentum_rule,
         newton_schulz_steps=config.newton_schulz_steps,
     )
-    for optional in ("nesterov", "direction", "rank_fraction", "right_factor"):
+    for optional in ("look_ahead", "direction", "rank_fraction", "right_factor"):
         if (value := getattr(config, optional)) is not None:
             shared[optional] = value
     if config.optimizer == "dion":

@@ -11,8 +11,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
 
-SIZES = (2, 3, 4, 8)
-
 
 def total(rank, x):
     tensor = torch.full((2,), x * (rank + 1), requires_grad=True)
@@ -23,21 +21,6 @@ def total(rank, x):
 
 def identity(rank):
     return os.getpid(), dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
-
-
-def leave_groups_behind(rank):
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
-    tensor = torch.tensor(rank)
-    dist.all_reduce(tensor, group=pairs[rank // 2])
-    return tensor.item()
-
-
-groups_held = []
-
-
-def hold_groups(rank, count):
-    groups_held.extend(dist.new_group() for _ in range(count))
-    return len(groups_held)
 
 
 def move_shards(rank):
@@ -51,18 +34,10 @@ def polling(rank):
     return distributed.polling(os.getpid())
 
 
-def draw(rank):
-    return torch.rand(()).item()
-
-
 def raise_on(culprit, rank):
     if rank == culprit:
         raise ValueError(f"rank {rank} is unhappy")
     dist.barrier()
-
-
-def raise_everywhere(rank):
-    raise ValueError("all the same")
 
 
 def die_on(culprit, rank):
@@ -85,13 +60,7 @@ def reduce_once_more_on(culprit, rank):
     works[0].wait()
 
 
-def destroy(rank):
-    dist.barrier()  # one that hangs up while another still connects makes its start fail
-    dist.destroy_process_group()
-    return rank
-
-
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_returns_what_each_rank_computed(world_size):
     results = distributed.run(world_size, total, 2.0)
     expected = torch.full((2,), 2.0 * sum(range(1, world_size + 1)))
@@ -101,23 +70,12 @@ def test_returns_what_each_rank_computed(world_size):
         assert not tensor.is_shared()
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_ranks_are_numbered_and_single_threaded(world_size):
-    answers = distributed.run(world_size, identity)
-    assert [answer[1:] for answer in answers] == [(r, world_size, 1) for r in range(world_size)]
-
-
 def test_workers_are_reused_over_world_sizes():
     few = [pid for pid, *_ in distributed.run(2, identity)]
     many = [pid for pid, *_ in distributed.run(4, identity)]
     again = [pid for pid, *_ in distributed.run(2, identity)]
     assert many[:2] == few == again
     assert len({*many, os.getpid()}) == 5
-
-
-def test_groups_do_not_outlive_a_call():
-    for _ in range(3):
-        assert distributed.run(4, leave_groups_behind) == [1, 1, 5, 5]
 
 
 lists_threads = pytest.mark.skipif(
@@ -134,22 +92,6 @@ def test_threads_of_groups_end_with_the_call():
         assert distributed.run(4, polling) == [1] * 4
 
 
-@lists_threads
-def test_workers_that_hold_many_groups_are_replaced():
-    with distributed.own_workers():
-        held = [distributed.run(2, hold_groups, 15)[0] for _ in range(3)]
-    assert held == [15, 30, 15]
-
-
-def test_seed_is_the_same_at_each_call():
-    assert len({*distributed.run(2, draw), *distributed.run(2, draw)}) == 1
-
-
-def test_function_may_destroy_the_group():
-    assert distributed.run(2, destroy) == [0, 1]
-    assert distributed.run(2, destroy) == [0, 1]
-
-
 def test_raising_rank_is_named_with_its_traceback():
     start = time.monotonic()
     with pytest.raises(distributed.RankFailure) as failure:
@@ -161,12 +103,6 @@ def test_raising_rank_is_named_with_its_traceback():
     assert "in raise_on" in text
 
 
-def test_equal_exceptions_are_told_once():
-    with pytest.raises(distributed.RankFailure, match="3 of 3 ranks failed") as failure:
-        distributed.run(3, raise_everywhere)
-    assert str(failure.value).count("Traceback") == 1
-
-
 def test_hanging_rank_is_named_and_its_place_shown():
     with pytest.raises(distributed.RankFailure) as failure:
         distributed.run(3, partial(hang_on, 2), timeout=2)
@@ -174,11 +110,6 @@ def test_hanging_rank_is_named_and_its_place_shown():
     assert "1 of 3 ranks failed" in text
     assert "rank 2 did not answer within 2 s" in text
     assert "in linger" in text
-
-
-def test_dying_rank_is_reported_with_its_exit_code():
-    with pytest.raises(distributed.RankFailure, match="rank 0 died with exit code 7"):
-        distributed.run(2, partial(die_on, 0))
 
 
 def test_unequal_numbers_of_collectives_are_a_failure_of_the_same_call(monkeypatch):
@@ -194,10 +125,3 @@ def test_failure_is_followed_by_new_workers(disaster):
         distributed.run(2, partial(disaster, 1), timeout=2)
     after = {pid for pid, *_ in distributed.run(2, identity)}
     assert not before & after
-
-
-def test_unpicklable_function_never_reaches_a_worker():
-    before = distributed.run(2, identity)
-    with pytest.raises((AttributeError, TypeError)):
-        distributed.run(2, lambda rank: rank)
-    assert distributed.run(2, identity) == before

@@ -1,4 +1,4 @@
-"""How replicas come together, and our averages in codes: of weights and of gradients.
+"""How replicas synchronise, and our averages in codes: of weights and of gradients.
 
 Each counts the bytes that a rank sends, as a share of an all-reduce of all gradients in float32 at
 every step. Of n replicas' numbers an all-reduce sends 2 (n - 1) / n, and so do codes that go to
@@ -20,8 +20,7 @@ from curvadion.comm.collectives import divide, shares
 from curvadion.gates import ByteBudget
 from curvadion.sync.codec import BLOCK, decode, encode
 from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.decision import GATE_BYTES
-from curvadion.sync.under_way import LENGTH_BYTES
+from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from simulation.inner import Replicas
 from simulation.world import Weights, World
 
@@ -197,10 +196,10 @@ class QuantizedAverage(Outer):
         self._under_way: list[Arrival] = []
         self._spectra: dict[str, tuple[Tensor, float]] = {}  # sums of S, and of their weights
         self.gate = ByteBudget(settings.wire_budget)
-        lengths = LENGTH_BYTES * len(world.initial) if settings.delay else 0
+        met = WORDS_BYTES if settings.delay else MEETING_BYTES
         self.gate.open_cost = self.codes.share(list(self.sizes.values())) / count
-        self.gate.open_cost += (GATE_BYTES + lengths / count) / (4 * world.parameters)
-        self.gate.openings_per_agreement = count
+        self.gate.open_cost += met / (4 * world.parameters)
+        self.gate.openings_per_full_sync = count
 
     @property
     def period(self) -> float:

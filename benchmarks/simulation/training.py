@@ -148,7 +148,7 @@ class Training:
         if ahead is None:
             ahead = NESTEROV if self.method in MUON_INSIDE else 0.0
             if isinstance(outer, CodedGradients):
-                ahead = curvadion.CodedGradients.group_defaults["nesterov"]
+                ahead = curvadion.CodedGradients.group_defaults["look_ahead"]
             if isinstance(outer, QuantizedAverage):
                 ahead = curvadion.QuantizedAverage().look_ahead(outer.period)
         direction = DIRECTIONS.get(self.method, "polar")

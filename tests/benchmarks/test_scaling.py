@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cost_model
 import distributed
-import link
-import network
 import scaling
 import toy
-from cost_model import Cost, Link, Shapes, Traffic
+from cost_model import Link, Shapes, Traffic
 from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter, ops
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 
 PERIOD = 3
 OPENED_BY_BUDGET = 0.5
@@ -43,15 +41,12 @@ def optimizer_of(method, model):
 def budget(*, delay=False):
     """What pays for an opening at every other step."""
     sizes = [p.numel() for p in toy.model().parameters()]
-    sent = message_bytes(sizes, bits=2) + 16 + (8 * len(sizes) if delay else 0)
+    sent = message_bytes(sizes, bits=2) + (WORDS_BYTES if delay else MEETING_BYTES)
     return (OPENED_BY_BUDGET + 1e-6) * sent / (4 * sum(sizes))
 
 
 def metered(rank, method):
-    """Calls and payload by collective of 6 steps, and what a rank must send.
-
-    They come after the first looks at single gradients, and after these have been paid for.
-    """
+    """Calls and payload by collective of 6 steps, and what a rank must send."""
     model = toy.model()
     optimizer = optimizer_of(method, model)
     wrapped = DistributedDataParallel(model)
@@ -102,11 +97,6 @@ def test_a_collective_takes_a_rings_time(kind, seconds):
     assert cost_model.collective_seconds(Traffic(kind, 1, 2e6), LINK, 4) == seconds
 
 
-def test_a_measured_cost_replaces_the_rings():
-    t = Traffic("all_reduce", 1, 2e6)
-    assert cost_model.collective_seconds(t, LINK, 4, Cost(0.5, 2.0)) == 1.5 + 6.0
-
-
 def test_communication_hides_behind_the_backward_pass_only():
     traffic = [Traffic("all_reduce", 1, 1e6), Traffic("all_gather", 1, 1e6)]
 
@@ -136,48 +126,6 @@ def test_a_delay_ends_a_step_before_the_next_opening():
     assert [cost_model.delay_within(period) for period in (1.0, 6.0, 6.45)] == [0, 5, 6]
     assert cost_model.beside_steps(5, 6.0) == 5 / 6
     assert cost_model.beside_steps(7, 6.5) == 1.0
-
-
-@pytest.mark.parametrize(("share", "bits"), [(0.0025, 1), (0.01, 2), (0.1, 3)])
-def test_bits_are_those_of_the_budget(share, bits):
-    shapes = Shapes.of(scaling.MODELS["llama-1.3b"])
-    for function in (cost_model.wire_budget, cost_model.openings):
-        assert function(shapes, share) == function(shapes, share, bits)
-        assert function(shapes, share) != function(shapes, share, bits + 1)
-
-
-def test_one_message_brings_the_lengths_of_all_matrices():
-    shapes = Shapes([(5000, 5000)] * 12, [(5000, 5000)] * 3)  # each is a wave of its own
-    told, codes = cost_model.wire_budget(shapes, 1.0, delayed=True)
-    assert (told.calls, told.bytes) == (1 + 1, 16 + 8 * 12)
-    assert codes.calls == 2 * 15
-
-
-def test_products_of_a_method_are_those_of_its_average_step():
-    shapes = Shapes.of(scaling.MODELS["llama-1.3b"])
-    local, opening = (
-        cost_model.products_of(shapes, each)["float16"]
-        for each in (cost_model.polar_products, cost_model.opening_products)
-    )
-    methods = {method.name: method for method in cost_model.METHODS}
-    assert methods["AdamW-DDP"].products(shapes) == {}
-    rate = cost_model.openings(shapes, 0.003)
-    (found,) = methods["CurvaDion, wire_budget=0.003"].products(shapes).values()
-    assert found == pytest.approx(local + rate * opening)
-    quarter = cost_model.products_of(shapes, cost_model.quarter_products)
-    assert methods["Dion, rank 1/4"].products(shapes) == quarter
-
-
-def test_one_replica_sends_nothing():
-    assert cost_model.collective_seconds(Traffic("all_reduce", 9, 1e9), LINK, 1) == 0
-
-
-def test_tensors_beyond_a_bucket_travel_apart():
-    shapes = Shapes([], [(5000, 5000)] * 12)  # 100 MB each, a sixteenth of that in codes
-    (traffic,) = cost_model.ddp(shapes)
-    assert (traffic.calls, traffic.bytes) == (12, 12e8)
-    gate, codes = cost_model.wire_budget(shapes, 1.0)
-    assert (gate.calls, codes.calls) == (1, 2 * 12)  # each is a wave of its own
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "scaling"
@@ -224,59 +172,3 @@ def test_products_are_those_that_torch_counts():
     (two_passes,) = cost_model.polar_products(m, n).values()
     saved = (4 * iterations - 3) - (4 * iterations - 6)
     assert two_passes == one_pass + 2 * m * n * n * (share + 1) - saved * 2 * n**3 * share
-
-
-def step(seconds, method="some", compute=1.0, sent=1e6):
-    return {
-        "model": "m", "link": "l", "method": method, "compute_seconds": 0.75 * compute,
-        "optimizer_seconds": 0.25 * compute, "step_seconds": seconds, "sent_bytes": sent,
-    }  # fmt: skip
-
-
-def test_the_choice_sends_most_without_waiting():
-    found = [step(3.0, "a", sent=9e6), step(1.05, "b", sent=5e6), step(1.0, "c", sent=1e6)]
-    assert scaling.affordable(found) == "b" and scaling.fastest(found) == "c"
-    assert scaling.affordable(found[:1]) == "a (3.0 × work)"
-    delayed = [step(1.0, "d", sent=5.01e6), *found]
-    assert scaling.affordable(delayed) == "d" and scaling.affordable(delayed[::-1]) == "b"
-    assert scaling.fastest([step(1.0, "a"), step(1.001, "b")]) == "all alike"
-
-
-def test_days_are_those_of_all_steps(monkeypatch):
-    monkeypatch.setattr(scaling, "TRAINING", ("m", 4 * 8 * 86400.0))
-    setting = scaling.Setting(replicas=4, tokens=8)
-    found = [step(3.0, "a", compute=2.0), step(250.0, "b")]
-    *_, a, b, alone = scaling.days_table(found, setting).splitlines()
-    assert (a, b, alone) == ("| a | 3 |", "| b | 250 |", "| compute alone | 1.5 |")
-
-
-def collective(payload, seconds, latency, counted=0.0):
-    bandwidth = None if latency is None else 8e6
-    return {
-        "ranks": 3, "kind": "all_reduce", "payload_bytes": payload, "seconds": seconds,
-        "bandwidth": bandwidth, "latency": latency, "least_bytes": 4 / 3 * payload,
-        "interface_bytes": counted,
-    }  # fmt: skip
-
-
-def test_costs_are_read_from_small_messages_and_from_counters():
-    measured = [
-        collective(link.SMALL, 0.5, None),
-        collective(link.SMALL, 0.1, None),  # the faster of two rounds counts
-        collective(link.LARGE, 0.2, None),
-        collective(link.SMALL, 0.1 + 4 * 2 * 0.01, 0.01),
-        collective(link.LARGE, 9.0, 0.01, counted=1.5 * 4 / 3 * link.LARGE),
-    ]
-    costs = link.gloo_costs(measured)
-    assert costs == {3: {"all_reduce": Cost(rounds=2.0, bytes=1.5)}}
-    _, large = link.compared_collectives(measured, costs)
-    sent = 4 / 3 * link.LARGE / 1e6
-    assert large["ring_seconds"] == pytest.approx(0.2 + 4 * 0.01 + sent)
-    assert large["gloo_seconds"] == pytest.approx(0.2 + 8 * 0.01 + 1.5 * sent)
-    assert large["gloo_error"] == pytest.approx(large["gloo_seconds"] / 9.0 - 1)
-
-
-def test_without_root_there_is_no_network(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(PermissionError, match="need root"), network.network(2, "reno"):
-        pass

@@ -34,17 +34,3 @@ def test_gaps_beside_arguments_are_those_of_the_records(page, count):
             [row] = [r for r in size.rows() if (r.budget, r.how) == wanted]
             ended = [claim.compared(records, size, corpus, row)[:2] for corpus in claim.TEXTS]
             assert cell == ", ".join(ours.above(baseline) for baseline, ours in ended), row.name
-
-
-def test_a_missing_record_is_named():
-    with pytest.raises(ValueError, match=r"no record of: simulate.py --lr 0.04 --seed 0"):
-        claim.ended([], "--lr 0.04")
-
-
-def test_gaps_round_to_a_signless_zero():
-    assert [claim.percent(x) for x in (1.0004, 0.9996, 1.025, 0.975)] == [
-        "0.0 %",
-        "0.0 %",
-        "+2.5 %",
-        "−2.5 %",
-    ]

@@ -3,9 +3,6 @@
 import importlib.util
 import io
 import json
-import os
-import subprocess
-import sys
 from contextlib import redirect_stdout
 
 import pytest
@@ -76,7 +73,7 @@ def with_replicas(rank, out):
     ds.prepare()
     shared = [*UNTIL_OPEN, "--node-size", "2", "--out"]
     hsdp = "--optimizer curvadion --lr 0.03 --parallel hsdp --batch-size 8 --wire-budget 0.009"
-    summaries = [train_gpt.main([*shared, f"{out}/apart", *hsdp.split()])]
+    summaries = [train_gpt.main([*shared, f"{out}/drifted", *hsdp.split()])]
     for stage in (1, 3):
         json_file = str(train_gpt_deepspeed.EXAMPLES / f"ds_config_zero{stage}_replicas.json")
         flags = ["--deepspeed-config", json_file]
@@ -86,10 +83,10 @@ def with_replicas(rank, out):
 
 def test_replicas_train_as_those_of_hsdp(tmp_path, of_demo):
     (*_, hsdp, second), _ = of_demo
-    apart, first, third = distributed.run(4, with_replicas, str(tmp_path))[0]
-    assert apart["open_gate_share"] == 0 and apart["drift"] > 1e-3
+    drifted, first, third = distributed.run(4, with_replicas, str(tmp_path))[0]
+    assert drifted["open_gate_share"] == 0 and drifted["drift"] > 1e-3
     # Shards of other shapes have other blocks, whose codes lose other numbers.
-    assert apart["val_loss"] != pytest.approx(hsdp["val_loss"], rel=0.02)
+    assert drifted["val_loss"] != pytest.approx(hsdp["val_loss"], rel=0.02)
     for summary in (first, second, third):
         assert (summary["replicas"], summary["shards"], summary["steps"]) == (2, 2, 14)
         assert summary["val_loss"] == pytest.approx(hsdp["val_loss"], rel=0.02)
@@ -99,13 +96,6 @@ def test_replicas_train_as_those_of_hsdp(tmp_path, of_demo):
         crossing = summary["crossing_bytes_per_step"]
         assert 0 < crossing < 0.1 * summary["sent_bytes_per_step"]
     assert [summary["name"] for summary in (first, third)] == ["ZeRO 1, 2 x 2", "ZeRO 3, 2 x 2"]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_json_files_have_a_gate_where_it_saves_gradients(stage, tmp_path):
-    flags = ("--steps", "12", "--gate", "json")
-    summary = distributed.run(2, with_deepspeed, stage, str(tmp_path), *flags)[0]
-    assert (summary["open_gate_share"] < 1.0) == (stage == 0)
 
 
 def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(of_demo):
@@ -121,18 +111,3 @@ def test_the_demo_starts_all_runs_and_shows_that_the_curves_overlay(of_demo):
     assert [summary["open_gate_share"] for summary in summaries] == [1.0, 1.0, 1 / 14, 1 / 14]
     assert "no loss of any step is further from DDP's than" in printed
     assert "no loss of any step is further from HSDP's than" in printed
-
-
-def test_deepspeeds_launcher_runs_it(tmp_path):
-    port = str(distributed.free_port())
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
-    json_file = str(train_gpt_deepspeed.EXAMPLES / "ds_config_zero3.json")
-    command = [
-        sys.executable, *launcher, train_gpt_deepspeed.__file__, *TINY,
-        "--deepspeed-config", json_file, "--out", str(tmp_path),
-    ]  # fmt: skip
-    here = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": here, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run(command, check=True, env=environment, timeout=110, capture_output=True)
-    summary = json.loads((tmp_path / "summary.json").read_text("utf-8"))
-    assert (summary["name"], summary["steps"], summary["shards"]) == ("ZeRO 3", 4, 2)

@@ -35,26 +35,6 @@ def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
     for summary in summaries[:3]:  # of two ranks an all-reduce sends its payload
         assert summary["sent_bytes"] == pytest.approx(summary["wire_bytes"], rel=1e-3)
     for summary in summaries:
-        assert {name: type(value) for name, value in summary.items()} == {
-            "name": str,
-            "parallel": str,
-            "replicas": int,
-            "shards": int,
-            "tensor": int,
-            "tokens_per_step": int,
-            "val_loss": float,
-            "wire_bytes": int,
-            "wire_bytes_per_step": float,
-            "sent_bytes": float,
-            "sent_bytes_per_step": float,
-            "crossing_bytes_per_step": float,
-            "optimizer_bytes_per_step": float,
-            "open_gate_share": float,
-            "drift": float,
-            "seconds": float,
-            "steps": int,
-            "tokens": int,
-        }
         assert summary["crossing_bytes_per_step"] == summary["sent_bytes_per_step"]
         assert summary["steps"] == 4
         assert summary["tokens"] == 4 * 2 * 2 * 16
@@ -66,15 +46,6 @@ def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "100.00%" in printed and "CurvaDion" in printed
-
-
-def test_a_failed_run_fails_the_demo_with_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "EXAMPLES", tmp_path)
-    # Which imports nothing, and tells the same of any training.
-    (tmp_path / "train_gpt.py").write_text("import sys\nsys.exit(f'out of luck: {sys.argv[-2:]}')")
-    with pytest.raises(SystemExit, match=r"(?s)out of luck: \['17', '--no-p.*AdamW-DDP failed"):
-        demo.main(["--out", str(tmp_path), "--processes", "1", *TINY, "--dim", "17"])
-    assert not (tmp_path / "summary.json").exists()
 
 
 def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys, monkeypatch):

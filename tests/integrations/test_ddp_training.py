@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import curvadion
 import distributed
+import formulas
 from curvadion import CurvaDion, Dion, FixedPeriod, WireMeter
 from curvadion.integrations.ddp import keep_gradients_local
 from scheduled import Scheduled
@@ -42,7 +43,7 @@ def low_rank_bytes():
     return sum(4 * (m + n) * RANK for m, n in ((32, 8), (16, 32), (4, 16)))
 
 
-def train(rank, local, gate, accumulate=1):
+def train(rank, local, gate):
     model = DistributedDataParallel(network())
     if local:
         keep_gradients_local(model)
@@ -54,8 +55,7 @@ def train(rank, local, gate, accumulate=1):
         for step in range(6):
             before = meter.snapshot()
             optimizer.zero_grad()
-            for micro in range(accumulate):
-                loss_of(model, accumulate * step + micro, rank).backward()
+            loss_of(model, step, rank).backward()
             try:
                 optimizer.step()
             except RuntimeError as error:
@@ -64,7 +64,9 @@ def train(rank, local, gate, accumulate=1):
     return sent, [p.detach() for p in model.module.parameters()]
 
 
-@pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(3), 0), (Scheduled((3, 6)), 16)])
+@pytest.mark.parametrize(
+    ("gate", "closed"), [(FixedPeriod(3), 0), (Scheduled((3, 6)), formulas.GATE)]
+)
 def test_only_the_gate_crosses_while_it_is_closed(gate, closed):
     for sent, _ in distributed.run(2, train, True, gate):
         biases = 4 * (32 + 16 + 4)
@@ -72,12 +74,11 @@ def test_only_the_gate_crosses_while_it_is_closed(gate, closed):
         averaged = weights + 2 * biases + 4 * 3
         # Before its second step DDP broadcasts, once, the order in which it met the gradients.
         assert sent[3] == sent[4] == closed
-        assert sent[2] == sent[5] == 16 + low_rank_bytes() + biases + averaged
+        assert sent[2] == sent[5] == formulas.GATE + low_rank_bytes() + biases + averaged
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_forgetting_the_integration_is_an_error(accumulate):
-    for message in distributed.run(2, train, False, FixedPeriod(3), accumulate):
+def test_forgetting_the_integration_is_an_error():
+    for message in distributed.run(2, train, False, FixedPeriod(3)):
         assert "identical" in message and "keep_gradients_local" in message
 
 

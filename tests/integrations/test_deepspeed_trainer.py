@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ import distributed
 import doc_checks
 import hugging_face as hf
 from deepspeed_replicas import SIZE
-from tolerance import Rounding, assert_close
 
 pytestmark = [
     pytest.mark.usefixtures("own_workers"),
@@ -42,18 +39,18 @@ def configuration(stage, params):
 
 
 def trainer_of(stage, folder, start, **settings):
-    """A trainer, and where its callback notes whether replicas were apart when it saved."""
+    """A trainer, and where its callback notes whether replicas had drifted when it saved."""
     from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     from curvadion.integrations.huggingface import attach
 
     class Note(TrainerCallback):
         def __init__(self):
-            self.apart = []
+            self.drifted = []
 
         def on_step_end(self, args, state, control, **kwargs):
             if control.should_save:
-                self.apart.append(trainer.deepspeed.basic_optimizer.apart)
+                self.drifted.append(trainer.deepspeed.basic_optimizer.drifted)
 
     # Arguments come first: from_pretrained builds in shards once they have named stage 3.
     arguments = TrainingArguments(
@@ -69,7 +66,7 @@ def trainer_of(stage, folder, start, **settings):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"got \['lr'\], but DeepSpeed's JSON names the optimizer"):
         attach(trainer, lr=0.01)
-    return attach(trainer), note.apart
+    return attach(trainer), note.drifted
 
 
 def losses_of(trainer):
@@ -84,22 +81,18 @@ def trained(rank, stages, folder):
     """By stage: losses, those of a run that resumes, and weights at the end."""
     ds.prepare()
     hf.launch("deepspeed")
-    warnings.filterwarnings("error", message=".*while the replicas are apart")
     found = {}
     for stage in stages:
         torch.manual_seed(rank)
         to = f"{folder}/{stage}"
-        trainer, apart = trainer_of(stage, to, f"{folder}/start")
-        before = trainer.evaluate()["eval_loss"] if stage == 3 else None
-        if stage == 3:  # which has taken the optimizer out of the arguments
-            trainer, apart = trainer_of(stage, to, f"{folder}/start")
+        trainer, drifted = trainer_of(stage, to, f"{folder}/start")
         trainer.train()
         trainer.save_model(f"{to}/final")
         optimizer = trainer.deepspeed.basic_optimizer
         again, _ = trainer_of(stage, f"{to}/again", f"{folder}/start")
         again.train(resume_from_checkpoint=f"{to}/checkpoint-{SAVED}")
         runs = losses_of(trainer), losses_of(again)
-        found[stage] = before, runs, apart, optimizer.drift(), ds.masters(trainer.deepspeed)
+        found[stage] = runs, drifted, optimizer.drift(), ds.masters(trainer.deepspeed)
     return found
 
 
@@ -112,28 +105,15 @@ def test_trainer_saves_what_replicas_agree_on_and_resumes(tmp_path):
     start.save_pretrained(tmp_path / "start")
     wanted = start(tokens, labels=tokens).loss.item()
     first, *others = distributed.run(4, trained, [*CASES], str(tmp_path), timeout=120.0)
-    for stage, (before, (losses, resumed), apart, drift, weights) in first.items():
+    for stage, ((losses, resumed), drifted, drift, weights) in first.items():
         assert losses[0] == pytest.approx(wanted, abs=0.1)
-        if stage == 3:
-            assert_close(before, wanted, Rounding(torch.float32, terms=64))
         assert len(losses) == STEPS and resumed == losses, stage
-        assert drift == 0 and apart[0], stage
+        assert drift == 0 and drifted[0], stage
         written = load_file(tmp_path / str(stage) / "final" / "model.safetensors")
         for name, W in written.items():
             held = "transformer.wte.weight" if name == "lm_head.weight" else name  # they are tied
             assert torch.equal(W, weights[held]), (stage, name)
-            assert all(torch.equal(W, found[stage][4][held]) for found in others), (stage, name)
-        if stage == 3:  # codes agree exactly when the engine saves, after Trainer
-            check_checkpoint(tmp_path / str(stage) / f"checkpoint-{SAVED}", load_file)
-
-
-def check_checkpoint(folder: Path, load_file):
-    """Trainer's file and the engine's hold the same weights."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    held = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-    for name, W in load_file(folder / "model.safetensors").items():
-        assert_close(W, held[name].to(W.dtype), Rounding(torch.float32), what=name)
+            assert all(torch.equal(W, found[stage][3][held]) for found in others), (stage, name)
 
 
 # -------------------------------------------------------------------- what its page shows
