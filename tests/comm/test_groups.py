@@ -190,21 +190,21 @@ def gloo_threads():
 
 
 def end_with_a_background(rank):
-    """Whether threads of gloo are left of a group for exchanges, which torch's map holds."""
+    """Whether threads of gloo end with a group for exchanges, which torch's map holds."""
     dist.barrier()  # the first collective of a group starts its threads
-    before = gloo_threads()
     held = background.background_of(dist.group.WORLD, CPU)
-    assert held.begin("an exchange", lambda: 1).result() == 1 and gloo_threads() > before
+    assert held.begin("an exchange", lambda: 1).result() == 1
+    dist.barrier()
+    during, end = gloo_threads(), time.monotonic() + 20
     background._finish_all()
-    end = time.monotonic() + 20
-    while gloo_threads() > before and time.monotonic() < end:
+    while gloo_threads() >= during and time.monotonic() < end:
         time.sleep(0.05)
-    return gloo_threads() > before
+    return gloo_threads() < during
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")
 def test_threads_of_gloo_end_before_the_interpreter_does():
-    assert distributed.run(2, end_with_a_background) == [False, False]
+    assert distributed.run(2, end_with_a_background) == [True, True]
 
 
 # ------------------------------------------------------------------------ one order
