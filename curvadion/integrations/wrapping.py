@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -28,3 +29,10 @@ def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> None:
 
     setattr(ours, _THEIRS, theirs)
     setattr(owner, name, ours)
+
+
+def bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """The arguments of a call by name, with the defaults of those that were left out."""
+    given = inspect.signature(function).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given

@@ -17,7 +17,7 @@ from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
 from curvadion.optim.conversion import convert, wrong_state
-from curvadion.optim.feasible import check_one_replica
+from curvadion.optim.feasible import check_costs, check_one_replica
 from curvadion.optim.record import Progress, read_record, record, remember
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
@@ -48,7 +48,7 @@ class GroupedOptimizer(Optimizer):
     # The attributes that a copy or a pickle of the optimizer takes along, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
         *("gate", "_sync", "_first_memory", "progress", "report"),
-        *("_replicas", "_group_defaults", "_unknown_keys"),
+        *("_replicas", "_unknown_keys"),
     )
     # Arguments that concern all groups.
     _for_all_groups: ClassVar[frozenset[str]] = frozenset(
@@ -76,31 +76,30 @@ class GroupedOptimizer(Optimizer):
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
         self._unknown_keys: set[str] = set()
-        self._group_defaults = {"direction": "low_rank", **sync.group_defaults}
+        of_sync = {"direction": "low_rank", **sync.group_defaults}
         keys = check.with_direction(keys)
         self._forget()
         for key in ("momentum_dtype", "q_dtype"):
             keys[key] = check.dtype_name(key, keys[key])
-        for key, value in self._group_defaults.items():
+        for key, value in of_sync.items():
             keys[key] = value if keys[key] is None else keys[key]
         keys["algorithm"] = "dion"
         # A look-ahead that is None follows from the parameters' costs.
         check.check_group({k: v for k, v in keys.items() if k != "look_ahead" or v is not None})
         # Checkpoint tools save and load the keys of groups, so the record is one.
         super().__init__(params, {**keys, check.RECORD: self._record()})
-        self._set_look_ahead()
+        if "look_ahead" not in of_sync:
+            self._set_look_ahead()
 
     def _set_look_ahead(self) -> None:
-        """Set what ``look_ahead=None`` stands for if it depends on what the parameters cost."""
-        if "look_ahead" not in self._group_defaults:
-            self._set_gate_costs(self._trained(), sharded=False)
-            period = self.gate.openings_per_full_sync * self.gate.expected_period(
-                self.gate.open_cost or self.sync.typical_cost
-            )
-            self._group_defaults["look_ahead"] = self.sync.look_ahead(period)
+        """Set what ``look_ahead=None`` stands for, which depends on what the parameters cost."""
+        self._set_gate_costs(self._trained(), sharded=False)
+        period = self.gate.openings_per_full_sync * self.gate.expected_period(
+            self.gate.open_cost or self.sync.typical_cost
+        )
         for keys in (self.defaults, *self.param_groups):
             if keys["look_ahead"] is None:
-                keys["look_ahead"] = self._group_defaults["look_ahead"]
+                keys["look_ahead"] = self.sync.look_ahead(period)
 
     def _trained(self) -> list[Tensor]:
         """The parameters that are trained, in the order of a plan: those of Dion first."""
@@ -235,10 +234,7 @@ class GroupedOptimizer(Optimizer):
         check_one_replica(self.gate, self.sync, self._replicas, plan)
         self._set_gate_costs([p.X for p in plan.parameters])
         if plan.parameters:
-            self._check_gate()
-
-    def _check_gate(self) -> None:
-        """Raise ValueError if the gate cannot work with what steps cost."""
+            check_costs(self.gate, self.sync, self.max_local_steps)
 
     def _check_frozen(self, before: Plan) -> None:
         """Raise RuntimeError if a parameter was frozen while replicas have drifted."""

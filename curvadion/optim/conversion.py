@@ -15,15 +15,12 @@ from torch import Tensor
 
 from curvadion.comm.replicas import Replica
 from curvadion.layout.matrices import zeros_per_matrix
-from curvadion.layout.right_factors import (
-    create_right_factors,
-    resize_right_factors,
-    right_factor_shapes,
-)
+from curvadion.layout.right_factors import resize_right_factors, right_factor_shapes
 from curvadion.optim.record import Record
 from curvadion.sync.base import Sync
 from curvadion.update import hyperparameters as check
-from curvadion.update.parameter import dtype_of, names
+from curvadion.update.directions import DIRECTIONS
+from curvadion.update.parameter import names
 from curvadion.update.scalar import STATE_KEYS
 from curvadion.update.state import (
     ANCHOR,
@@ -148,7 +145,7 @@ def _with_right_factors(
     for key in (SPECTRUM, SPECTRUM_WEIGHT):
         rest.pop(key, None)
     if before["direction"] != "low_rank":
-        return rest | create_right_factors(X, after, dtype_of(after["q_dtype"], X))
+        return rest | DIRECTIONS["low_rank"].create_state(X, after)
     held = {key: Q for key, Q in state.items() if is_right_factor(key)}
     forms = {**after, **{key: before[key] for key in OF_STATES}}
     shapes = {key: tuple(Q.shape) for key, Q in held.items()}

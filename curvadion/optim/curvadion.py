@@ -15,7 +15,7 @@ from curvadion.comm.replicas import Replicas
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate
 from curvadion.optim.base import Params
 from curvadion.optim.dion import Dion
-from curvadion.optim.feasible import check_kinds
+from curvadion.optim.feasible import check_costs, check_kinds
 from curvadion.optim.outer import full_precision
 from curvadion.sync.base import Sync
 from curvadion.sync.low_rank import LowRank
@@ -112,16 +112,16 @@ class CurvaDion(Dion):
         if max_local_steps is not None:
             checks.integer("max_local_steps", max_local_steps, 1)
         self.local_step: str = local_step
-        self.max_local_steps = max_local_steps
-        self.warmup_steps = warmup_steps
+        self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
         gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if _every_step(sync) else RMMC(0.3))
         sync = _sync(sync, gate)
         check_kinds(gate, sync)
         if gate.share is None:  # a budget knows later what openings cost
             gate.check_feasible(max_local_steps)
         self._construct(params, replicas, gate, sync, **keys)
-        if sync.every_step:
-            self._check_costs()
+        if sync.every_step:  # raise now, and not at the first step, if a budget cannot pay for all
+            self._set_gate_costs(self._trained(), sharded=False)
+            check_costs(gate, sync, max_local_steps)
 
     @torch.no_grad()
     def synchronize(self, *, exact: bool | None = None) -> None:
@@ -159,23 +159,6 @@ class CurvaDion(Dion):
             with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
                 self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))
         self.progress.local_steps = 0
-
-    def _check_costs(self) -> None:
-        """Raise now, and not at the first step, if a budget does not pay for every step."""
-        self._set_gate_costs(self._trained(), sharded=False)
-        self._check_gate()
-
-    def _check_gate(self) -> None:
-        gate, sync = self.gate, self.sync
-        check_kinds(gate, sync)
-        if not sync.every_step:
-            gate.check_feasible(self.max_local_steps)
-        elif gate.share and gate.open_cost and gate.open_cost > gate.share:
-            raise ValueError(
-                f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-                f"({gate.open_cost:.2%} of dense gradients, whose blocks of 256 numbers are filled "
-                f"up): pass a larger budget, fewer bits (1 takes 3.3%) or sync=QuantizedAverage()."
-            )
 
 
 def _every_step(sync: object) -> bool:

@@ -33,6 +33,19 @@ def check_kinds(gate: Gate, sync: Sync) -> None:
         )
 
 
+def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
+    """Raise ValueError if the gate, which knows what openings cost, cannot do its work."""
+    check_kinds(gate, sync)
+    if not sync.every_step:
+        gate.check_feasible(max_local_steps)
+    elif gate.share and gate.open_cost and gate.open_cost > gate.share:
+        raise ValueError(
+            f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
+            f"({gate.open_cost:.2%} of dense gradients, whose blocks of 256 numbers are filled "
+            f"up): pass a larger budget, fewer bits (1 takes 3.3%) or sync=QuantizedAverage()."
+        )
+
+
 def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
     """Raise ValueError if processes with whole weights would never synchronise; or warn."""
     between = gate.share is not None or sync.every_step

@@ -73,7 +73,8 @@ class ReplicaOptimizer(GroupedOptimizer):
         return loss
 
     def _step(self, plan: Plan, *, scaled: bool) -> None:
-        new, memory = self._create_state(plan), self.gate.state_dict()
+        new, first = self._create_state(plan), self.progress.steps == 0
+        memory = self.gate.state_dict() if first else {}
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         gradients = plan.gradients()
@@ -83,7 +84,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         # A schedule is known beforehand: then ranks meet where replicas wait for each other.
         reason = self._reason_to_open(0.0) if self.scheduled else None
         opens = reason is not None
-        waits = not self.scheduled or self.progress.steps == 0 or (opens and not self.sync.delay)
+        waits = not self.scheduled or first or (opens and not self.sync.delay)
         self._compare_words(plan)
         met = self._meet(plan, gradients, momenta, everyone=waits)
         if met.all_zero and not self._moves:
@@ -162,8 +163,6 @@ class ReplicaOptimizer(GroupedOptimizer):
     def _reason_to_open(self, signal: float) -> str | None:
         """Why replicas synchronise at this step; None if they do not. The same on all of them."""
         gate, local_steps = self.gate, self.progress.local_steps
-        if gate.share is not None and gate.open_cost is None:  # a gate that was assigned just now
-            self._set_gate_costs([p.X for p in self._present_plan().parameters])
         # Asked at every step: a gate may keep a memory of what it has seen.
         opens = gate.opens(signal, local_steps)
         if self.progress.steps < self.warmup_steps:

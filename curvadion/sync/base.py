@@ -50,6 +50,11 @@ class Step:
         """See :meth:`InnerStep.batches`."""
         return self.inner.batches(*parts, gradients=gradients, **how)
 
+    def take(self, **how: Any) -> None:
+        """Take all batches, where nothing is to be done with each; how: as of :meth:`batches`."""
+        for _ in self.batches(**how):
+            pass
+
 
 class Costs(NamedTuple):
     """What openings send, and how many of them synchronise all weights.
@@ -108,8 +113,7 @@ class Sync(ABC):
 
     def closed_step(self, step: Step) -> None:
         """Take a step at which the gate is closed; collective inside the replica."""
-        for _ in step.batches():
-            pass
+        step.take()
 
     def after_load(self) -> None:
         """Note that states and this kind's memory have been loaded."""

@@ -126,8 +126,7 @@ class CodedGradients(Sync):
             parameters = [p for p in parameters if not p.rests]
         G = {id(p): _writable(p.gradient_or_zeros) for p in parameters}
         self._replace_by_means_(parameters, G, step.replicas)
-        for _ in step.batches(gradients=G, directed=True):
-            pass
+        step.take(gradients=G, directed=True)
 
     def _replace_by_means_(
         self,

@@ -46,8 +46,7 @@ class LowRank(Sync):
         if group_size(step.replicas) == 1:
             self._momenta_agree = True
             self.fragments_drifted = 0
-            for _ in step.batches(directed=True):
-                pass
+            step.take(directed=True)
             return
         self._average_momenta(step)
         if step.local_steps or self.fragments_drifted:
@@ -55,14 +54,12 @@ class LowRank(Sync):
                 average_weights_(step.plan, step.replicas)
             self.fragments_drifted = 0 if self.average_weights else 1
         G = _mean_gradients(step)
-        for _ in step.batches(gradients=G, directed=True, over_replicas=True):
-            pass
+        step.take(gradients=G, directed=True, over_replicas=True)
 
     def closed_step(self, step: Step) -> None:
         self._momenta_agree = False
         # Factors are means over replicas, and so are notes that later steps make use of.
-        for _ in step.batches(remember=False):
-            pass
+        step.take(remember=False)
 
     def _average_momenta(self, step: Step) -> None:
         """Let the momenta of polar matrices agree, if something has let them differ.

@@ -209,8 +209,7 @@ class QuantizedAverage(Sync):
             self._arrive_all([p for p, sent in zip(plan.parameters, goes, strict=True) if sent])
         due = self._due(step) if self._expecting else set[int]()
         if sending is None and not due:
-            for _ in step.batches():
-                pass
+            step.take()
             return
         # Corrections change momenta, whose norms are therefore measured at the end.
         measures = step.inner.norms is not None

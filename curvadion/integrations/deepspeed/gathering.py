@@ -6,7 +6,6 @@ under ``zero.Init`` after ``Module.apply``. Users name ranks of all, and write o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
@@ -15,18 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from curvadion.integrations.deepspeed.process_groups import other_replicas
-from curvadion.integrations.wrapping import wrap_method
+from curvadion.integrations.wrapping import bound, wrap_method
 
 
 def patch(gathered_class: Any) -> None:
-    """Let GatheredParameters reach all replicas; again is harmless."""
+    """Let GatheredParameters reach all replicas. Idempotent."""
     wrap_method(gathered_class, "__init__", _start)
     wrap_method(gathered_class, "__exit__", _leave)
 
 
 def _start(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(theirs).bind(self, *args, **kwargs)
-    given.apply_defaults()
+    given = bound(theirs, self, *args, **kwargs)
     said, self._curvadion_source = given.arguments, None
     if said["enabled"] and said["modifier_rank"] is not None:
         if isinstance(said["params"], Iterable) and not isinstance(said["params"], Tensor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from curvadion.integrations.deepspeed.config import OPTIMIZERS
 from curvadion.integrations.deepspeed.gathering import apply_in_groups
 from curvadion.integrations.deepspeed.process_groups import replica_groups
 from curvadion.integrations.deepspeed.replicas import size_in
-from curvadion.integrations.wrapping import wrap_method
+from curvadion.integrations.wrapping import bound, wrap_method
 
 # DeepSpeed shards a whole model by itself, and does not tell Init the engine's group.
 _engines: list[dist.ProcessGroup | None] = []
@@ -31,14 +30,13 @@ def sharding_over(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def patch(init_class: Any) -> None:
-    """Let Init know ``replica_size``; again is harmless."""
+    """Let Init know ``replica_size``. Idempotent."""
     wrap_method(init_class, "__init__", _start)
     wrap_method(init_class, "patch_init_and_builtins", _patch_apply)
 
 
 def _start(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(theirs).bind(self, *args, **kwargs)
-    given.apply_defaults()
+    given = bound(theirs, self, *args, **kwargs)
     said = given.arguments
     if said["data_parallel_group"] is None and said["sequence_data_parallel_group"] is None:
         if _engines:
