@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvadion import checks
+
 
 class Gate(ABC):
     """Decides at each step whether replicas synchronise. Subclass it to write another.
@@ -143,10 +145,7 @@ class FixedPeriod(Gate):
     follows_schedule = True
 
     def __init__(self, period: int) -> None:
-        if isinstance(period, bool) or not isinstance(period, int):
-            raise TypeError(f"period={period!r} must be an integer >= 1")
-        if period < 1:
-            raise ValueError(f"period={period!r} must be >= 1")
+        checks.integer("period", period, 1)
         self.period = period
         self.always_open = period == 1
 
@@ -214,8 +213,7 @@ class ByteBudget(Gate):
             raise TypeError(f"wire_budget={share!r} must be a number in (0, 1]")
         if not 0 < share <= 1:
             raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
-        if by not in ("period", "rmmc"):
-            raise ValueError(f"by={by!r} must be 'period' or 'rmmc'")
+        checks.one_of("by", by, ("period", "rmmc"))
         self.share, self.by = float(share), by
         self.reads_momentum, self.follows_schedule = by == "rmmc", by == "period"
         # In openings: what was earned and not spent, below 0 if more was spent; and how much of it

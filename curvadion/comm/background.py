@@ -5,12 +5,10 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from queue import SimpleQueue
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,20 +17,7 @@ from curvadion.comm.groups import BACKGROUND, new_group, timeout_of
 
 Result = TypeVar("Result")
 _Job = Callable[[], None]
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Background]
-_of_group = weakref.WeakKeyDictionary()
-
-
-class _Working(NamedTuple):
-    """What a thread needs that outlives its owner, who goes with the user's process group."""
-
-    jobs: SimpleQueue[_Job | None]
-    group: weakref.ref[dist.ProcessGroup]
-    owner: weakref.ref[Background]
-    timeout: float  # of the group, in seconds
-
-
-_threads: dict[threading.Thread, _Working] = {}
+_of_group: dict[dist.ProcessGroup, Background] = {}
 
 
 def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
@@ -41,25 +26,24 @@ def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
     device: of the tensors that are sent.
     """
     if like not in _of_group:
+        for group in [group for group in _of_group if not _exists(group)]:
+            _of_group.pop(group).end(seconds=1.0)
         _of_group[like] = Background(like, device)
     return _of_group[like]
 
 
-def no_background() -> Background:
-    """Stands for the exchanges of a step that has none.
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether the program has not destroyed the group."""
+    return group in dist.distributed_c10d._world.pg_map
 
-    Raises:
-        RuntimeError: always.
-    """
+
+def no_background() -> Background:
+    """Stands for the exchanges of a step that has none: raises RuntimeError."""
     raise RuntimeError("This step was made without replicas: it has nothing to send in background.")
 
 
 class Exchange(Generic[Result]):
-    """An exchange under way.
-
-    Attributes:
-        what: what it is, for errors.
-    """
+    """An exchange under way; ``what`` it is, for errors."""
 
     def __init__(self, what: str, device: torch.device) -> None:
         self.what = what
@@ -112,27 +96,20 @@ class Background:
     """
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over the ranks of ``like``.
-
-        device: of the tensors that are sent.
-        """
-        _destroy_abandoned()
+        """Collective over the ranks of ``like``; device: of the tensors that are sent."""
         self.group = group = new_group(
             dist.get_process_group_ranks(like),
             [like],
             backend=dist.get_backend(like),
             description=BACKGROUND,
         )
+        self.timeout = timeout_of([group]).total_seconds()
         self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
         )
-        timeout = timeout_of([group]).total_seconds()
-        _threads[thread] = _Working(self._jobs, weakref.ref(group), weakref.ref(self), timeout)
-        thread.start()
-        # The thread holds the queue only, so that it ends with its owner.
-        weakref.finalize(self, self._jobs.put, None)
+        self._thread.start()
         # NCCL connects ranks at the first collective of each kind. During training, kernels of
         # other groups would be running then, and might wait for a rank that is still connecting.
         self.begin(
@@ -140,13 +117,20 @@ class Background:
         ).result()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
-        """Let the thread do some work, which sends over ``group`` only.
-
-        what: a name for it, in errors.
-        """
+        """Let the thread do some work, which sends over ``group`` only; what: for errors."""
         exchange: Exchange[Result] = Exchange(what, self._device)
         self._jobs.put(lambda: exchange.run(work))
         return exchange
+
+    def end(self, seconds: float) -> None:
+        """End the thread, for which this waits so long, and the group, which torch would keep."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        # To destroy a group of NCCL may wait for ranks that are lost or have not come so far.
+        if self._device.type != "cuda" and not self._thread.is_alive():
+            if _exists(self.group):
+                dist.destroy_process_group(self.group)
+            del self.group  # with its threads, which release tensors
 
 
 class Stopwatch:
@@ -182,41 +166,12 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_to_all_single(torch.empty_like(words), words, group=group)
 
 
-def _destroy_abandoned() -> None:
-    """Destroy the groups whose owner no longer exists, which torch would keep for ever.
-
-    This is not done when the owner is collected, because that can happen in any thread and while
-    torch iterates over its groups.
-    """
-    for thread, working in list(_threads.items()):
-        if working.owner() is not None:
-            continue
-        thread.join(1.0)  # it may still be in an exchange that nobody waits for
-        if thread.is_alive():
-            continue
-        del _threads[thread]
-        group = working.group()
-        # To destroy a group of NCCL may wait for ranks that have not come so far.
-        known = group is not None and group in dist.distributed_c10d._world.pg_map
-        if known and dist.get_backend(group) == "gloo":
-            dist.destroy_process_group(group)
-
-
 @atexit.register
 def _finish_all() -> None:
     # Other ranks may still wait for what has begun here. If one is lost, the exchange fails with an
     # error, but a wait for a GPU never ends: wait no longer than a collective may take.
-    for working in _threads.values():
-        working.jobs.put(None)
-    begun = time.monotonic()
-    for thread, working in list(_threads.items()):
-        thread.join(max(0.0, begun + working.timeout - time.monotonic()))
     # The threads of gloo's groups release tensors, which needs the interpreter: end them before it.
-    # (To destroy a group of NCCL may wait for ranks that are lost.)
-    stuck = [working.owner() for thread, working in _threads.items() if thread.is_alive()]
-    for background in list(_of_group.values()):
-        if background._device.type != "cuda" and background not in stuck:
-            with suppress(ValueError):  # the program has destroyed it
-                dist.destroy_process_group(background.group)
-            del background.group
-    _of_group.clear()
+    begun = time.monotonic()
+    while _of_group:
+        _, background = _of_group.popitem()
+        background.end(max(0.0, begun + background.timeout - time.monotonic()))

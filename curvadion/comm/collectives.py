@@ -44,13 +44,7 @@ _OF_LOST_RANKS = ("gloo", "wait timeout", "timed out", "connection closed", "con
 
 @contextmanager
 def explain_lost_ranks(call: str) -> Iterator[None]:
-    """Say what to do where a backend says only that a connection or a wait has ended.
-
-    call: what was called, for the message.
-
-    Raises:
-        RuntimeError: from a backend's own.
-    """
+    """Say what to do where a backend says only that a connection or a wait has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -102,10 +96,7 @@ class Buckets:
     def all_reduce_(
         self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, divide_by: int = 1
     ) -> None:
-        """Sum every view over its group, in place, then divide by ``divide_by``.
-
-        op: what to take instead of the sum.
-        """
+        """Sum every view over its group, or take another ``op``, in place; then divide."""
         works = [
             dist.all_reduce(flat, op=op, group=key.group, async_op=True)
             for key, flat in self._flat.items()
@@ -171,14 +162,9 @@ def all_to_all(
 ) -> list[list[Tensor]]:
     """Send tensors to each rank of a group, in one collective.
 
-    Args:
-        to: for each rank the tensors it gets.
-        shapes: for each rank the shapes of the tensors that it sends here.
-        group: the ranks.
-        like: a tensor of the dtype and on the device of all of them.
-
-    Returns:
-        For each rank the tensors it has sent, views of one buffer.
+    to: for each rank the tensors it gets. shapes: for each rank those of the tensors that it sends
+    here. like: a tensor of the dtype and on the device of all of them. The result has for each rank
+    the tensors it has sent, views of one buffer.
     """
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     expected = [[_numel(shape) for shape in each] for each in shapes]

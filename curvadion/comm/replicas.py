@@ -42,10 +42,7 @@ class ReplicaGroup:
         return group_size(self.process_group)
 
     def background(self, device: torch.device) -> Background:
-        """Exchanges between these ranks beside the training; the first call is collective.
-
-        device: of what is sent.
-        """
+        """Exchanges between these ranks beside the training; the first call is collective."""
         if self.process_group is None:
             raise RuntimeError("replicas=None: there is no other replica to send anything to.")
         return background_of(self.process_group, device)

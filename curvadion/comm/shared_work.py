@@ -56,10 +56,8 @@ class SharedWork:
     def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
         """What ranks have made of their vectors, all of it, the same on all ranks; collective.
 
-        Args:
-            own: what this rank has made of those in ``mine``.
-            sizes: of all results.
-            like: a tensor of their dtype and on their device.
+        own: what this rank has made of those in ``mine``. sizes: of all results. like: a tensor of
+        their dtype and on their device.
         """
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
@@ -71,11 +69,10 @@ class SharedWork:
         return [by_vector[i] for i in range(len(sizes))]
 
     def _crossings(self, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
-        """The length of a share, and how shares cross the vectors that ranks work on.
+        """How shares cross the vectors that ranks work on.
 
-        Returns:
-            The length; how many numbers of this rank's share are of the vectors of each rank; how
-            many numbers of this rank's vectors are in the share of each.
+        The length of a share; how many numbers of this rank's share are of the vectors of each
+        rank; how many numbers of this rank's vectors are in the share of each.
         """
         ends = accumulate((sum(sizes[i] for i in owned) for owned in self._by_rank), initial=0)
         owned = [range(*span) for span in pairwise(ends)]

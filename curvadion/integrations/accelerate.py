@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from curvadion.integrations import ddp, fsdp
-from curvadion.integrations.saving import agree_exactly
-from curvadion.integrations.wrapping import wrap_method
+from curvadion.integrations.shared import agree_for_a_file, keep_gradients_local, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 
 Accelerator = TypeVar("Accelerator")
 
-_STATE = "_curvadion"  # an attribute of accelerators
-
-
-class _Known:
-    """What an Accelerator has prepared since it was attached; it does not keep DDP's wrappers."""
-
-    def __init__(self) -> None:
-        self.given: WeakSet[nn.Module] = WeakSet()
-        self.prepared: WeakSet[nn.Module] = WeakSet()
-        self.taken_over: WeakSet[nn.Module] = WeakSet()
+_PREPARED = "_curvadion_prepared"  # an attribute of accelerators: the models that they have wrapped
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
@@ -65,23 +53,18 @@ def attach(accelerator: Accelerator) -> Accelerator:
         ValueError: under DeepSpeed, Megatron-LM and FSDP1, saying what to do, and if Accelerate
             takes each of several processes for the only one. ``prepare`` raises it for an optimizer
             that has no ``replicas`` although there are several, one that has stepped before FSDP2
-            shards its parameters, and for a model of which another optimizer holds some parameters.
-        RuntimeError: if DDP already wraps a model of a prepared CurvaDion or Dion.
+            shards its parameters, and for a model of which an optimizer without replicas holds
+            some parameters.
     """
     from accelerate import Accelerator
 
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator must be an accelerate.Accelerator, got {accelerator!r}")
     _check_kind(accelerator)
-    if not hasattr(accelerator, _STATE):
-        setattr(accelerator, _STATE, _Known())
-        wrap_method(accelerator, "prepare", partial(_prepare, accelerator))
-        wrap_method(accelerator, "prepare_model", partial(_prepare_model, accelerator))
-        wrap_method(accelerator, "prepare_optimizer", partial(_prepare_optimizer, accelerator))
-        wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
-        wrap_method(accelerator, "save_state", partial(_save_state, accelerator))
-        wrap_method(accelerator, "get_state_dict", partial(_get_state_dict, accelerator))
-        wrap_method(accelerator, "join_uneven_inputs", partial(_join_uneven_inputs, accelerator))
+    if not hasattr(accelerator, _PREPARED):
+        setattr(accelerator, _PREPARED, WeakSet())
+        for name, around in _AROUND.items():
+            wrap_method(accelerator, name, partial(around, accelerator))
     _take_over(accelerator)
     return accelerator
 
@@ -122,38 +105,29 @@ def _check_kind(accelerator: Any) -> None:
 
 
 def _prepare(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    resharded = _about_to_be_sharded(args) if accelerator.is_fsdp2 else []
-    for optimizer in resharded:
-        if optimizer.state:
-            raise ValueError(
-                f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and FSDP2 "
-                f"is about to give it other parameters, without their state: call accelerator."
-                f"prepare(model, optimizer) before the first step and before loading a state."
-            )
     result = theirs(*args, **kwargs)
-    for optimizer in resharded:
-        optimizer._forget()  # it would keep the whole weights alive
+    for optimizer in (unwrapped(each) for each in args if isinstance(each, Optimizer)):
+        if accelerator.is_fsdp2 and isinstance(optimizer, Dion):
+            _check_keeps_state(optimizer)
+            optimizer._forget()  # it would keep the whole weights alive
     _take_over(accelerator)
     return result
 
 
-def _about_to_be_sharded(args: Iterable[Any]) -> list[Dion]:
-    """The optimizers among what FSDP2 prepares, if the model among it is not sharded yet."""
-    args = list(args)
-    models = [each for each in args if isinstance(each, nn.Module)]
-    if any(isinstance(module, FSDPModule) for model in models for module in model.modules()):
-        return []
-    each = [unwrapped(one) for one in args if isinstance(one, Optimizer)]
-    return [optimizer for optimizer in each if isinstance(optimizer, Dion)]
+def _check_keeps_state(optimizer: Dion) -> None:
+    """Raise ValueError if FSDP2 has given it other parameters, of which it has no state."""
+    own = {id(X) for group in optimizer.param_groups for X in group["params"]}
+    if optimizer.state and not any(id(X) in own for X in optimizer.state):
+        raise ValueError(
+            f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and FSDP2 has "
+            f"given it other parameters, without their state: call accelerator.prepare(model, "
+            f"optimizer) before the first step and before loading a state."
+        )
 
 
-def _prepare_model(
-    accelerator: Any, theirs: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    result = theirs(model, *args, **kwargs)
-    known: _Known = getattr(accelerator, _STATE)
-    known.given.add(model)
-    known.prepared.add(result)
+def _prepare_model(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = theirs(*args, **kwargs)
+    getattr(accelerator, _PREPARED).add(result)
     _take_over(accelerator)
     return result
 
@@ -171,85 +145,48 @@ def _prepare_optimizer(
 
 def _take_over(accelerator: Any) -> None:
     """Let optimizers synchronise the models that are prepared by now."""
-    known: _Known = getattr(accelerator, _STATE)
-    _check_order(accelerator, known)
-    sharded = accelerator._models if accelerator.is_fsdp2 else ()
-    for model in {*known.prepared, *sharded}:
-        for optimizer in _of_model(accelerator, model):
-            if optimizer._replicas.single or not _has_replicas(accelerator, model):
-                continue
-            _check_replicas(accelerator, model, optimizer)
-            if model in known.taken_over:
-                continue
-            wrapper = _inside_ddp(model)
-            if wrapper is not None:
-                ddp.keep_gradients_local(model)
-            else:
-                fsdp.keep_gradients_local(model)
-            known.taken_over.add(model)
+    for model in _replicated_models(accelerator):
+        own = {id(p) for p in model.parameters()}
+        for optimizer in _optimizers(accelerator):
+            if own & _ids(optimizer) and not optimizer._replicas.single:
+                _check_replicas(accelerator, own, optimizer)
+                keep_gradients_local(model)
 
 
-def _check_order(accelerator: Any, known: _Known) -> None:
-    """Raise RuntimeError if DDP has wrapped a model before :func:`attach`."""
-    if accelerator.num_processes == 1 or accelerator.is_fsdp2:
-        return
-    for model in accelerator._models:
-        ours = (each for each in _of_model(accelerator, model) if not each._replicas.single)
-        if model not in known.given and any(ours):
-            raise RuntimeError(
-                "accelerator has prepared the model before curvadion.integrations.accelerate."
-                "attach(accelerator), so DDP averages its gradients: call attach right after "
-                "Accelerator(...)."
-            )
+def _replicated_models(accelerator: Any) -> list[nn.Module]:
+    """The models whose gradients the framework would average over replicas."""
+    if accelerator.is_fsdp2:
+        parallelism = accelerator.parallelism_config
+        several = parallelism is not None and parallelism.dp_replicate_enabled
+        return list(accelerator._models) if several else []
+    # What torch.compile makes of DDP is DDP's.
+    known = list(getattr(accelerator, _PREPARED))
+    return [m for m in known if isinstance(getattr(m, "_orig_mod", m), DistributedDataParallel)]
 
 
-def _inside_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper, which torch.compile may have wrapped; None if there is none."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, DistributedDataParallel) else None
-
-
-def _has_replicas(accelerator: Any, model: nn.Module) -> bool:
-    """Whether the framework would average this model's gradients over replicas."""
-    if _inside_ddp(model) is not None:
-        return True
-    parallelism = accelerator.parallelism_config
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    return sharded and parallelism is not None and parallelism.dp_replicate_enabled
-
-
-def _check_replicas(accelerator: Any, model: nn.Module, optimizer: Dion) -> None:
+def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
+    """Raise ValueError if nothing would average gradients; own: of the model."""
     if optimizer._replicas.process_group is None:
-        hybrid = _inside_ddp(model) is None
+        hybrid = accelerator.is_fsdp2
         where = 'accelerator.torch_device_mesh["dp_replicate"]' if hybrid else "dist.group.WORLD"
         raise ValueError(
             f"replicas=None in {type(optimizer).__name__}, but accelerator runs several replicas: "
             f"pass replicas={where} once the Accelerator has been made (before, dist.group.WORLD "
             f"is None), or replicas='single' to leave averaging of all gradients to the framework."
         )
-    own = {id(p) for p in model.parameters()}
     for other in map(unwrapped, accelerator._optimizers):
-        if isinstance(other, Dion) and other._replicas.size == 1 and own & _ids(other):
-            raise ValueError(
-                "two optimizers hold parameters of one model, of which one has no replicas, and "
-                "nothing would average its gradients: give both the same replicas=."
-            )
-        if not isinstance(other, Dion) and own & _ids(other):
+        if own & _ids(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
             raise ValueError(
                 f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of one "
                 f"model, of which only the latter synchronises its own: give it all of them "
-                f"(curvadion.param_groups has AdamW and Lion for what is no matrix)."
+                f"(curvadion.param_groups has AdamW and Lion for what is no matrix), or both the "
+                f"same replicas=."
             )
 
 
 def _optimizers(accelerator: Any) -> list[Dion]:
     each = map(unwrapped, accelerator._optimizers)
     return [optimizer for optimizer in each if isinstance(optimizer, Dion)]
-
-
-def _of_model(accelerator: Any, model: nn.Module) -> Iterator[Dion]:
-    own = {id(p) for p in model.parameters()}
-    return (each for each in _optimizers(accelerator) if own & _ids(each))
 
 
 def _ids(optimizer: Any) -> set[int]:
@@ -286,17 +223,15 @@ def _clip_grad_norm_(
 
 def _save_state(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for optimizer in _optimizers(accelerator):
-        agree_exactly(optimizer)
+        agree_for_a_file(optimizer)
     return theirs(*args, **kwargs)
 
 
-def _get_state_dict(
-    accelerator: Any, theirs: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
+def _get_state_dict(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if accelerator.is_fsdp2:  # has one model, and gathers its shards on all ranks
         for optimizer in _optimizers(accelerator):
             optimizer.eval()
-    return theirs(model, *args, **kwargs)
+    return theirs(*args, **kwargs)
 
 
 def _join_uneven_inputs(
@@ -308,3 +243,14 @@ def _join_uneven_inputs(
             "give all ranks as many batches (even_batches=True, or drop_last=True)."
         )
     return theirs(*args, **kwargs)
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "prepare": _prepare,
+    "prepare_model": _prepare_model,
+    "prepare_optimizer": _prepare_optimizer,
+    "clip_grad_norm_": _clip_grad_norm_,
+    "save_state": _save_state,
+    "get_state_dict": _get_state_dict,
+    "join_uneven_inputs": _join_uneven_inputs,
+}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -38,11 +36,8 @@ def keep_gradients_local(model: Model) -> Model:
 
     Raises:
         TypeError: if nothing in ``model`` was sharded by fully_shard.
-        RuntimeError: if a user's all-reduce hook is set, if gradients have been reduced in part, or
-            if this version of torch keeps its process groups elsewhere.
+        RuntimeError: if a user's all-reduce hook is set, or gradients have been reduced in part.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
@@ -76,10 +71,7 @@ def declare_flat_shards(model: Model) -> Model:
         TypeError: if nothing in ``model`` is a FullyShardedDataParallel.
         ValueError: if one was built with use_orig_params=False, or holds a parameter that is not
             contiguous.
-        RuntimeError: if this version of torch keeps what it knows of its shards elsewhere.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:
         raise TypeError(
@@ -87,39 +79,35 @@ def declare_flat_shards(model: Model) -> Model:
             f"fully_shard are DTensors and need no declaration."
         )
     for wrapper in wrappers:
-        handle: Any = _private(wrapper, "_handle")
-        if handle is not None:
-            _declare_handle(handle)
+        if wrapper._handle is not None and wrapper._handle.uses_sharded_strategy:
+            _declare_handle(wrapper._handle)
     return model
 
 
 # -------------------------------------------------------------------- FSDP2
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def _parameter_groups(module: Any) -> list[Any]:
     """FSDP's own groups of parameters that communicate together."""
-    state: Any = _private(module, "_get_fsdp_state")()
-    if hasattr(state, "_fsdp_param_groups"):
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # newer versions of torch
         return list(state._fsdp_param_groups)
-    single = _private(state, "_fsdp_param_group")
-    return [] if single is None else [single]
+    return [group for group in [state._fsdp_param_group] if group is not None]
 
 
 def _reduce_over_shards_only(group: Any) -> None:
     """Give a parameter group the same mesh without the meaning of its replicas, if it has any."""
-    try:
-        from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
-    except ImportError as error:
-        raise _elsewhere("_fsdp_common") from error
-    mesh_info = _private(group, "mesh_info")
-    if not isinstance(mesh_info, _private(fsdp, "DDPMeshInfo")):
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+
+    mesh_info = group.mesh_info
+    if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
-    if getattr(group, "_all_reduce_hook", None) is not None:
+    if group._all_reduce_hook is not None:
         raise RuntimeError(
             "model has an all-reduce hook, which reduces gradients: do not call "
             "set_all_reduce_hook if the optimizer synchronises replicas."
         )
-    if getattr(group, "_partial_reduce_output", None) is not None:
+    if group._partial_reduce_output is not None:
         raise RuntimeError(
             "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
             "has not handed out: call keep_gradients_local before the first backward."
@@ -127,14 +115,14 @@ def _reduce_over_shards_only(group: Any) -> None:
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
     local: Any
-    if isinstance(mesh_info, _private(fsdp, "FSDPMeshInfo")):
+    if isinstance(mesh_info, fsdp.FSDPMeshInfo):
         local = fsdp.FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
         local.reduce_scatter_process_group = getattr(
             mesh_info, "reduce_scatter_process_group", None
         )
     else:
-        local = _private(fsdp, "DataParallelMeshInfo")(**known)
-    if _private(group, "post_forward_mesh_info") is mesh_info:
+        local = fsdp.DataParallelMeshInfo(**known)
+    if group.post_forward_mesh_info is mesh_info:
         group.post_forward_mesh_info = local
     group.mesh_info = local
 
@@ -144,21 +132,18 @@ def _reduce_over_shards_only(group: Any) -> None:
 
 def _declare_handle(handle: Any) -> None:
     """Declare the original parameters of one FlatParameter."""
-    if not _private(handle, "uses_sharded_strategy"):
-        return
-    flat: Any = _private(handle, "flat_param")
-    originals = _private(flat, "_params")
-    if originals is None:
+    flat = handle.flat_param
+    if flat._params is None:
         raise ValueError(
             "model was built with use_orig_params=False: its parameters are flattened together "
             "and no matrix can be found in them. Build it with use_orig_params=True."
         )
-    for parameter, name, shape, contiguous, (start, stop) in zip(
-        originals,
-        _private(flat, "_fqns"),
-        _private(flat, "_shapes"),
-        _private(flat, "_contiguities"),
-        _ranges(flat),
+    for parameter, name, shape, contiguous, info in zip(
+        flat._params,
+        flat._fqns,
+        flat._shapes,
+        flat._contiguities,
+        flat._shard_param_infos,
         strict=True,
     ):
         if not contiguous:
@@ -166,26 +151,7 @@ def _declare_handle(handle: Any) -> None:
                 f"{name} of shape {tuple(shape)} is not contiguous: make it so before the model is "
                 f"wrapped."
             )
-        declare_flat_shard(parameter, shape, start, stop, _private(handle, "process_group"))
-
-
-def _ranges(flat: Any) -> Iterator[tuple[int, int]]:
-    """[start, stop) of each original parameter's elements that this rank holds."""
-    for info in _private(flat, "_shard_param_infos"):
+        start, stop = 0, 0
         if info.in_shard:
-            yield info.intra_param_start_idx, info.intra_param_end_idx + 1
-        else:
-            yield 0, 0
-
-
-def _private(owner: object, name: str) -> Any:
-    if not hasattr(owner, name):
-        raise _elsewhere(f"{type(owner).__name__}.{name}")
-    return getattr(owner, name)
-
-
-def _elsewhere(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"torch {torch.__version__} has no {name}, from which FSDP's layout is read: use a version "
-        f"of torch that this release of curvadion was tested with."
-    )
+            start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
+        declare_flat_shard(parameter, shape, start, stop, handle.process_group)

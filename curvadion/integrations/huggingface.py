@@ -16,8 +16,7 @@ from torch import nn
 
 from curvadion.integrations import accelerate
 from curvadion.integrations.accelerate import unwrapped
-from curvadion.integrations.saving import agree_for_a_file
-from curvadion.integrations.wrapping import wrap_method
+from curvadion.integrations.shared import agree_for_a_file, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.curvadion import CurvaDion
@@ -29,14 +28,7 @@ Trainer = TypeVar("Trainer")
 TRAINERS_RATE = 5e-5
 """The learning rate of TrainingArguments that name none: one for fine-tuning with AdamW."""
 _ATTACHED = "_curvadion_attached"  # an attribute of trainers
-_UNREAD = (
-    "optim",
-    "optim_args",
-    "optim_target_modules",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
+_UNREAD = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon".split()
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
@@ -51,69 +43,63 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
 
     When Trainer creates its optimizer it gets ``optimizer(param_groups(model), ...)``, with ``lr``
     and ``weight_decay`` of TrainingArguments and the replicas that Trainer runs: all ranks under
-    DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. ``adam_beta1``, ``optim`` and
-    their kin are not read, and a warning names those that were changed. Its accelerator is attached
-    (:func:`curvadion.integrations.accelerate.attach`), so that DDP or FSDP2 leaves gradients in
-    their replica and ``max_grad_norm`` takes one factor for all replicas. Also:
+    DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is attached
+    (:func:`curvadion.integrations.accelerate.attach`), so that gradients stay in their replica and
+    ``max_grad_norm`` takes one factor for all replicas. Also:
 
     * Evaluation is at weights on which replicas agree, as Trainer calls ``optimizer.eval()``. So
-      are the weights at the end of ``train()``, and what ``save_model()`` writes then.
+      are the weights at the end of ``train()``, and what ``save_model()`` writes then. Before one
+      in between call ``trainer.optimizer.eval()`` on all ranks.
     * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
       resumes bitwise. With ``save_only_model`` replicas only agree on weights. If a step both
-      evaluates and saves, they agree before the evaluation, so the metric is that of the weights in
-      the file. Before a ``save_model()`` in between, of a callback say, call
-      ``trainer.optimizer.eval()`` on all ranks.
-    * Trainer's logs get what happened since the last one: ``curvadion/wire_bytes`` (the mean
-      payload of a step, of all collectives of this process), ``curvadion/open_gate_share``,
-      ``curvadion/skipped_steps``, ``curvadion/waited_seconds``, and of the last step
-      ``curvadion/rmmc`` (if the gate has one) and ``curvadion/local_steps``.
+      evaluates and saves, they agree before the evaluation.
+    * Trainer's logs get what :meth:`curvadion.Summary.scalars` tells of the steps since the last
+      one, as ``curvadion/wire_bytes`` and so on.
 
     With DeepSpeed's JSON the optimizer is built there, and engines agree before they save. Then
     give no settings: this adds the logs, and agreement before Trainer's own files of weights.
-
-    In one process there is nothing to synchronise, so ``Trainer(optimizers=(optimizer, None))``
-    suffices, or ``optimizer_cls_and_kwargs=(Dion, {"params": param_groups(model)})``.
 
     Args:
         trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
         optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
         settings: arguments of the optimizer, such as ``wire_budget``, ``gate``, ``sync``,
             ``momentum``, or ``lr``, ``weight_decay`` and ``replicas`` in place of those above; and
-            those of :func:`curvadion.param_groups`, such as ``elementwise_lr``, ``options``,
-            ``patterns``.
+            those of :func:`curvadion.param_groups`, such as ``elementwise_lr`` and ``patterns``.
 
     Returns:
         ``trainer`` itself.
 
     Raises:
-        TypeError: if it is not a Trainer, ``optimizer`` is no class of ours, or a setting is
-            unknown.
+        TypeError: if it is not a Trainer, or ``optimizer`` is no class of ours. A setting that is
+            unknown raises it when ``train()`` makes the optimizer.
         ValueError: if settings are given where the optimizer exists already or is DeepSpeed's, and
             what :func:`curvadion.integrations.accelerate.attach` raises.
         RuntimeError: if it is attached already.
 
     Warns:
         UserWarning: if the learning rate is the one that TrainingArguments have by default, or if
-            they choose an optimizer or set Adam's values.
+            they choose an optimizer or set Adam's values, which are not read.
     """
     from transformers import Trainer
 
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Dion)):
+        raise TypeError(f"optimizer={optimizer!r} must be the class CurvaDion or Dion")
     if hasattr(trainer, _ATTACHED):
         raise RuntimeError("trainer is attached already: call attach(trainer, ...) once.")
-    of_deepspeed = trainer.is_deepspeed_enabled
-    _check_settings(trainer, optimizer, settings)
-    if of_deepspeed or trainer.optimizer is not None:
+    if trainer.is_deepspeed_enabled or trainer.optimizer is not None:
         _check_given(trainer, settings)
     else:
-        _warn_of_default_rate(trainer, settings)
-        _warn_of_unread(trainer, optimizer)
+        _warn_of_arguments(trainer.args, optimizer, settings)
         wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
-    if not of_deepspeed:
-        _attach_accelerator(trainer)
-    wrap_method(trainer, "_save_checkpoint", partial(_save_checkpoint, trainer))
-    wrap_method(trainer, "_load_best_model", partial(_load_best_model, trainer))
+    if not trainer.is_deepspeed_enabled:
+        accelerate.attach(trainer.accelerator)
+        # For parameters on several meshes Trainer takes a norm of its own, of one replica only.
+        trainer._has_mixed_mesh_grads = lambda model: False
+    wrap_method(trainer, "_save_checkpoint", partial(_after_agreeing, trainer, True))
+    # While replicas count as drifted, the next evaluation would average what has been loaded.
+    wrap_method(trainer, "_load_best_model", partial(_after_agreeing, trainer, False))
     _report(trainer)
     setattr(trainer, _ATTACHED, True)
     return trainer
@@ -129,39 +115,23 @@ def optimizer_of(trainer: Any) -> Dion | None:
 # -------------------------------------------------------------------- the optimizer
 
 
-def _check_settings(trainer: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
-    if not (isinstance(optimizer, type) and issubclass(optimizer, Dion)):
-        raise TypeError(f"optimizer={optimizer!r} must be the class CurvaDion or Dion")
-    known = {*inspect.signature(optimizer).parameters, *_FOR_GROUPS} - {"params"}
-    if unknown := sorted(settings.keys() - known):
-        raise TypeError(
-            f"attach(trainer, {', '.join(f'{key}=...' for key in unknown)}): neither "
-            f"{optimizer.__name__} nor param_groups has {unknown}. There are {sorted(known)}."
-        )
-
-
 def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
     """Where the optimizer comes from elsewhere."""
-    if trainer.is_deepspeed_enabled:
-        if settings:
-            raise ValueError(
-                f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer "
-                f"and its arguments: write them under optimizer.params there."
-            )
-    elif optimizer_of(trainer) is None:
+    if not trainer.is_deepspeed_enabled and optimizer_of(trainer) is None:
         raise ValueError(
             f"trainer has the optimizer {type(trainer.optimizer).__name__} already: leave "
             f"optimizers= out, and attach before train(), which makes one."
         )
-    elif settings:
+    if settings:
         raise ValueError(
-            f"attach(trainer) got {sorted(settings)}, but trainer has an optimizer already: give "
-            f"them to that one, or leave optimizers= out."
+            f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer and "
+            f"its arguments, or trainer has one already: write them under optimizer.params of the "
+            f"JSON, give them to that optimizer, or leave optimizers= out."
         )
 
 
-def _warn_of_default_rate(trainer: Any, settings: Mapping[str, Any]) -> None:
-    if "lr" not in settings and trainer.args.learning_rate == TRAINERS_RATE:
+def _warn_of_arguments(args: Any, optimizer: type[Dion], settings: Mapping[str, Any]) -> None:
+    if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
             f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW. "
             f"It becomes that of the matrices, for which Dion's default is 0.02: set "
@@ -169,11 +139,8 @@ def _warn_of_default_rate(trainer: Any, settings: Mapping[str, Any]) -> None:
             f"{TRAINERS_RATE}.",
             stacklevel=3,
         )
-
-
-def _warn_of_unread(trainer: Any, optimizer: type[Dion]) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(trainer.args)}
-    given = {key: getattr(trainer.args, key) for key in _UNREAD if key in defaults}
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    given = {key: getattr(args, key) for key in _UNREAD if key in defaults}
     plain = {key: getattr(value, "value", value) for key, value in given.items()}  # of an enum
     if changed := [f"{key}={value!r}" for key, value in plain.items() if value != defaults[key]]:
         warnings.warn(
@@ -192,8 +159,9 @@ def _create(
     model: nn.Module | None = None,
 ) -> Any:
     if trainer.optimizer is None:
-        # A gate has a memory, and a search of hyperparameters makes several optimizers, each with
-        # the arguments of its trial.
+        # A search of hyperparameters makes several optimizers, each with the arguments and the
+        # accelerator of its trial, and a gate has a memory.
+        accelerate.attach(trainer.accelerator)
         args = trainer.args
         mine = {"lr": args.learning_rate, "weight_decay": args.weight_decay} | {
             key: value if key == "replicas" else copy.deepcopy(value)
@@ -219,44 +187,18 @@ def _replicas(accelerator: Any) -> Any:
 # -------------------------------------------------------------------- around training
 
 
-def _attach_accelerator(trainer: Any) -> None:
-    accelerate.attach(trainer.accelerator)
-
-    def make(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        theirs(*args, **kwargs)
-        accelerate.attach(trainer.accelerator)
-
-    # Trials of a search have accelerators of their own.
-    wrap_method(trainer, "create_accelerator_and_postprocess", make)
-    # For parameters on several meshes Trainer takes a norm of its own, of one replica only.
-    trainer._has_mixed_mesh_grads = lambda model: False
-
-
-def _save_checkpoint(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _agree(trainer: Any, *, for_files: bool = False) -> None:
+    """Let replicas agree on weights, or on what a checkpoint holds; collective."""
     if (optimizer := optimizer_of(trainer)) is not None:
-        _agree_for_files(trainer, optimizer)
-    return theirs(*args, **kwargs)
+        # DeepSpeed's engine agrees exactly for its own files.
+        exact = for_files and not (trainer.is_deepspeed_enabled or trainer.args.save_only_model)
+        agree_for_a_file(optimizer, weights_only=not exact)
 
 
-def _agree_for_files(trainer: Any, optimizer: Dion) -> None:
-    """What a checkpoint wants of the replicas; collective."""
-    # DeepSpeed's engine agrees exactly for its own files.
-    weights_only = trainer.is_deepspeed_enabled or trainer.args.save_only_model
-    agree_for_a_file(optimizer, weights_only=weights_only)
-
-
-def _agree_before_evaluation(trainer: Any, control: Any) -> None:
-    """Evaluate the weights that the checkpoint of this step will hold, if there may be one."""
-    saves = control.should_save or trainer.args.save_strategy == "best"
-    optimizer = optimizer_of(trainer)
-    if control.should_evaluate and saves and optimizer and not trainer.is_deepspeed_enabled:
-        _agree_for_files(trainer, optimizer)
-
-
-def _load_best_model(trainer: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # While replicas count as drifted, the next evaluation would average what has been loaded.
-    if (optimizer := optimizer_of(trainer)) is not None:
-        optimizer.eval()
+def _after_agreeing(
+    trainer: Any, for_files: bool, theirs: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    _agree(trainer, for_files=for_files)
     return theirs(*args, **kwargs)
 
 
@@ -272,14 +214,15 @@ def _report(trainer: Any) -> None:
             optimizer = optimizer_of(trainer)
             if optimizer is not None and optimizer.report is not None:
                 self.since_last.add(optimizer.report)
-            _agree_before_evaluation(trainer, control)
+            self.on_epoch_end(args, state, control)
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _agree_before_evaluation(trainer, control)
+            # What is evaluated is what the checkpoint of this step will hold, if there is one.
+            if control.should_evaluate and (control.should_save or args.save_strategy == "best"):
+                _agree(trainer, for_files=True)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if (optimizer := optimizer_of(trainer)) is not None:
-                optimizer.eval()
+            _agree(trainer)
 
     reports = Reports()
     trainer.add_callback(reports)

@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from curvadion.integrations.fsdp import keep_gradients_local
-from curvadion.integrations.saving import agree_for_a_file
-from curvadion.integrations.wrapping import wrap_method
+from curvadion.integrations.shared import agree_for_a_file, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
@@ -152,8 +151,7 @@ def attach(trainer: Any) -> None:
     Raises:
         TypeError: if its optimizers are others.
         RuntimeError: if it is attached already; under pipeline parallelism, where each stage would
-            have a norm and a gate of its own; if this version of torchtitan decides elsewhere what
-            it saves.
+            have a norm and a gate of its own.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
@@ -165,11 +163,6 @@ def attach(trainer: Any) -> None:
         raise RuntimeError(
             "parallelism.pipeline_parallel_degree must be 1: each stage would have a norm and a "
             "gate of its own."
-        )
-    if not hasattr(checkpointer, "_should_save"):
-        raise RuntimeError(
-            f"{type(checkpointer).__name__} has no _should_save, before which replicas would "
-            f"agree: use a version of torchtitan that this release of curvadion was tested with."
         )
     if optimizers.max_norm is not None:
         raise RuntimeError("trainer is attached already: call attach(trainer) once.")

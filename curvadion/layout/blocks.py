@@ -19,22 +19,16 @@ from curvadion.layout.dtensor import (
     DimensionShard,
     dimension_shards,
     placements_of,
-    shard_count,
     swapped,
 )
+from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.matrix import MatrixLayout
 
 
 def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
     """Number of rows of each block that a matrix of ``rows`` rows is split into.
 
-    Args:
-        rows: of the matrix.
-        row_blocks: how many blocks of equal size, or the size of each.
-        name: what an error calls row_blocks.
-
-    Raises:
-        ValueError: if the blocks do not add up to the rows.
+    row_blocks: how many blocks of equal size, or the size of each. name: what an error calls them.
     """
     if isinstance(row_blocks, int):
         if rows % row_blocks:
@@ -50,10 +44,10 @@ def starts(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
-def intersection(a: range, b: range) -> range:
-    """The numbers in both of two ranges of step 1."""
-    start = max(a.start, b.start)
-    return range(start, max(start, min(a.stop, b.stop)))
+def within(indices: range, first: int, size: int) -> range:
+    """Which of these indices are in [first, first + size), counted from ``first``."""
+    start = max(indices.start, first)
+    return range(start - first, max(start, min(indices.stop, first + size)) - first)
 
 
 def rank_of(layout: MatrixLayout, options: Mapping[str, Any]) -> int:
@@ -69,21 +63,14 @@ def output_first(X: Tensor, options: Mapping[str, Any]) -> Tensor:
 class RowBlock(NamedTuple):
     """A block of rows, as this rank holds it.
 
-    Attributes:
-        start, size: the first row of the block and the number of its rows, over all ranks.
-        held: the rows held here, counted from the block's first row.
-        local: where these lie among the rows of the local tensor.
+    start, size: the first row of the block and the number of its rows, over all ranks. held: the
+    rows held here, counted from ``start``. local: where these lie among the local tensor's rows.
     """
 
     start: int
     size: int
     held: range
     local: slice
-
-    def among(self, rows: range) -> range:
-        """Which of these rows of the matrix are the block's, counted from its first row."""
-        inside = intersection(rows, range(self.start, self.start + self.size))
-        return range(inside.start - self.start, inside.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -92,8 +79,7 @@ class BlockedTensor:
 
     Attributes:
         X: the parameter, output first: (*stack, m, ...); what follows m are columns.
-        stack: what this rank holds of the stack dimensions.
-        rows, columns: what it holds of the next two dimensions.
+        stack, rows, columns: what this rank holds of the stack and of the next two dimensions.
         n: number of columns of each matrix, over all ranks.
         width: how many of them an index of the dimension after the rows makes.
         blocks: the row blocks of each matrix in the stack.
@@ -132,19 +118,11 @@ def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
     sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])
     blocks = []
     for start, size in zip(starts(sizes), sizes, strict=True):
-        inside = intersection(rows.held, range(start, start + size))
-        held = range(inside.start - start, inside.stop - start)
-        local = slice(inside.start - rows.held.start, inside.stop - rows.held.start)
+        held, offset = within(rows.held, start, size), start - rows.held.start
+        local = slice(held.start + offset, held.stop + offset)
         blocks.append(RowBlock(start, size, held, local))
-    return BlockedTensor(
-        X=X,
-        stack=dimensions[:stack_dims],
-        rows=rows,
-        columns=columns,
-        n=X.shape[stack_dims + 1] * width,
-        width=width,
-        blocks=blocks,
-    )
+    n = X.shape[stack_dims + 1] * width
+    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, n, width, blocks)
 
 
 def _check_inner(X: Tensor, columns: DimensionShard, inner: Sequence[DimensionShard]) -> None:
@@ -154,7 +132,8 @@ def _check_inner(X: Tensor, columns: DimensionShard, inner: Sequence[DimensionSh
             f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}, but only "
             f"rows, columns and stacked dimensions can be"
         )
-    if inner and len(columns.held) * shard_count(X, columns) != X.shape[-len(inner) - 1]:
+    shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
+    if inner and len(columns.held) * shards != X.shape[-len(inner) - 1]:
         raise ValueError(
             f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)} into uneven "
             f"numbers of input channels: shard it over its output channels"

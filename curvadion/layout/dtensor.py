@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 # By mesh, ranks by this rank's coordinates and axes. Many parameters share a mesh, whose tensor of
 # ranks is made anew at each access.
-_RANKS_OVER: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
+_RANKS_ALONG: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
     WeakKeyDictionary()
 )
 
@@ -53,23 +52,23 @@ def is_shard(placement: Placement) -> bool:
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
-    """The ranks whose mesh coordinates differ from this rank's along ``axes`` only.
+    """The group of ranks whose mesh coordinates differ from this rank's along ``axes`` only.
 
-    Returns:
-        Their process group; None if this rank is the only one. Creating a group is collective.
-
-    Raises:
-        ValueError: if this rank is not in the mesh.
+    None if this rank is the only one. Creating a group is collective.
     """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
-    known = _RANKS_OVER.setdefault(mesh, {})
+    return group_of_ranks(_ranks_along(mesh, axes))
+
+
+def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> list[int]:
+    coordinate = mesh.get_coordinate() or ()
+    known = _RANKS_ALONG.setdefault(mesh, {})
     along = (tuple(coordinate), tuple(axes))
     if along not in known:
         index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
         known[along] = mesh.mesh[index].flatten().tolist()
-    return group_of_ranks(known[along])
+    return known[along]
 
 
 @dataclass(frozen=True)
@@ -107,15 +106,12 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     return shards
 
 
-def held_by_rank(X: Tensor, dimension: int, axes: Sequence[int], group: Group) -> list[range]:
-    """The indices of a DTensor's dimension that each rank of a group over ``axes`` holds."""
-    if not is_dtensor(X):
-        raise TypeError(f"a {type(X).__name__} of shape {tuple(X.shape)} is sharded over no mesh")
-    mesh, held = X.device_mesh, []
-    for rank in dist.get_process_group_ranks(group):
-        (coordinate,) = (mesh.mesh == rank).nonzero().tolist()
-        held.append(_held(X.shape[dimension], mesh, axes, coordinate))
-    return held
+def held_along(X: DTensor, dimension: int, axes: Sequence[int]) -> dict[int, range]:
+    """The indices of a dimension that each rank along ``axes``, which shard it, holds."""
+    mesh, own = X.device_mesh, _coordinate(X)
+    at = product(*(range(mesh.size(a)) if a in axes else (c,) for a, c in enumerate(own)))
+    held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
+    return dict(zip(_ranks_along(mesh, axes), held, strict=True))
 
 
 def _coordinate(X: DTensor) -> Sequence[int]:
@@ -189,11 +185,7 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
     """Placements for a state tensor of shape (*stack, d, ...) that is sharded as X is.
 
-    Args:
-        X: the parameter.
-        stack_dims: how many leading dimensions the two share.
-        dimension: the dimension of X that is d in the state; None if the state has no such
-            dimension. X's other dimensions are replicated in the state.
+    dimension: the dimension of X that is d in the state, if any; X's others are replicated there.
     """
     placements: list[Placement] = []
     if not is_dtensor(X):
@@ -211,62 +203,15 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
     return placements
 
 
-def spread_placements(X: Tensor, stack_dims: int) -> list[Placement]:
-    """Placements for a state of shape (*stack dimensions, N); [] if X is no DTensor.
-
-    Stack dimensions are sharded as X's are. N is sharded over the ranks of a
-    matrix.
-    """
-    if not is_dtensor(X):
-        return []
-    from torch.distributed.tensor import Shard
-
-    return [
-        Shard(stack_dims) if is_shard(p) and getattr(p, "dim", 0) >= stack_dims else p
-        for p in X.placements
-    ]
-
-
 def zeros(
     X: Tensor, shape: Sequence[int], placements: Sequence[Placement], dtype: torch.dtype
 ) -> Tensor:
     """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
     if not is_dtensor(X):
         return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
-    held = [
-        len(_held(size, X.device_mesh, _axes_in_order(placements, d), _coordinate(X)))
-        for d, size in enumerate(shape)
-    ]
-    whole: Tensor = X.from_local(
-        torch.zeros(held, dtype=dtype, device=local(X).device),
-        X.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(tuple(shape), device="meta").stride(),
+    from torch.distributed.tensor import zeros as distributed_zeros
+
+    whole: Tensor = distributed_zeros(
+        tuple(shape), dtype=dtype, device_mesh=X.device_mesh, placements=placements
     )
     return whole
-
-
-def shard_count(X: Tensor, dimension: DimensionShard) -> int:
-    """Into how many shards a dimension of X is split."""
-    if not is_dtensor(X):
-        return 1
-    return math.prod(X.device_mesh.size(axis) for axis in dimension.axes)
-
-
-def lengths_of_shards(X: Tensor) -> list[list[int]]:
-    """Of each dimension, how many indices its shards hold; one shard if X is not a DTensor."""
-    return [
-        [len(held) for held in _held_by_all(size, X, d.axes)]
-        for size, d in zip(X.shape, dimension_shards(X), strict=True)
-    ]
-
-
-def _held_by_all(size: int, X: Tensor, axes: Sequence[int]) -> list[range]:
-    """The indices of a dimension at every coordinate of the axes that shard it."""
-    if not is_dtensor(X):
-        return [range(size)]
-    mesh = X.device_mesh
-    counts = [range(mesh.size(axis)) if axis in axes else (0,) for axis in range(mesh.ndim)]
-    return [_held(size, mesh, axes, coordinate) for coordinate in product(*counts)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
-from curvadion.layout.blocks import block_sizes, intersection, starts
+from curvadion.layout.blocks import block_sizes, starts, within
 from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.shard_views import FlatRange
 
@@ -98,10 +98,8 @@ def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
 class FlatMatrix(NamedTuple):
     """One matrix of a flat shard's tensor.
 
-    Attributes:
-        first: index of its first element in the tensor.
-        shape: (m, n), output features first.
-        view: the elements held here.
+    first: index of its first element in the tensor. shape: (m, n), output features first. view: the
+    elements held here.
     """
 
     first: int
@@ -116,32 +114,26 @@ def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[Flat
         ValueError: if the group's row_blocks do not fit the tensor.
     """
     stack_dims, input_first = options["stack_dims"], options["input_first"]
-    n = math.prod(shard.shape[stack_dims + 1 :])
-    if input_first:
-        _check_one_block(shard.shape, options["row_blocks"])
-        sizes = [shard.shape[stack_dims]]
+    row_blocks, shape = options["row_blocks"], shard.shape
+    n = math.prod(shape[stack_dims + 1 :])
+    if not input_first:
+        sizes = block_sizes(shape[stack_dims], row_blocks)
+    elif len(block_sizes(shape[-1], row_blocks)) == 1:
+        sizes = [shape[stack_dims]]
     else:
-        sizes = block_sizes(shard.shape[stack_dims], options["row_blocks"])
-    sizes = sizes * math.prod(shard.shape[:stack_dims])
-    for first, size in zip(starts([size * n for size in sizes]), sizes, strict=True):
-        inside = intersection(range(shard.start, shard.stop), range(first, first + size * n))
-        view = FlatRange(
-            inside.start - first if inside else 0,
-            inside.stop - first if inside else 0,
-            columns=n,
-            offset=inside.start - shard.start if inside else 0,
-            input_first=input_first,
-        )
-        yield FlatMatrix(first, (n, size) if input_first else (size, n), view)
-
-
-def _check_one_block(shape: tuple[int, ...], row_blocks: int | Sequence[int]) -> None:
-    if len(block_sizes(shape[-1], row_blocks)) > 1:
         raise ValueError(
             f"row_blocks={row_blocks!r} with input_first=True splits a flat shard of shape {shape} "
             f"along its last dimension. No block is then contiguous in a flat shard (ZeRO 1 to 3, "
             f"FSDP1): leave row_blocks out, or use FSDP2, whose parameters are DTensors."
         )
+    sizes = sizes * math.prod(shape[:stack_dims])
+    for first, size in zip(starts([size * n for size in sizes]), sizes, strict=True):
+        inside = within(range(shard.start, shard.stop), first, size * n)
+        offset = first + inside.start - shard.start if inside else 0
+        view = FlatRange(
+            *((inside.start, inside.stop) if inside else (0, 0)), n, offset, input_first
+        )
+        yield FlatMatrix(first, (n, size) if input_first else (size, n), view)
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
@@ -169,11 +161,8 @@ def shared_rows(
 ) -> tuple[int, ...]:
     """The rows of a matrix that several ranks hold in part, ascending.
 
-    Args:
-        ranges: [start, stop) of every rank, in any order.
-        first: index of the matrix's first element in the tensor.
-        rows: of the matrix as it is stored.
-        columns: of the matrix as it is stored.
+    ranges: [start, stop) of every rank. first: index of the matrix's first element in the tensor.
+    rows, columns: of the matrix as it is stored.
     """
     begins = (start - first for start, stop in ranges if start < stop)
     boundaries = (element for element in begins if 0 < element < rows * columns)

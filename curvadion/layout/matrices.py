@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
-from curvadion.layout.blocks import block_sizes, blocked, intersection, output_first, rank_of
+from curvadion.layout.blocks import (
+    block_sizes,
+    blocked,
+    output_first,
+    rank_of,
+    within,
+)
 from curvadion.layout.dtensor import (
     DimensionShard,
     group_over,
-    held_by_rank,
+    held_along,
     placements_of,
     state_placements,
     zeros,
@@ -60,11 +67,7 @@ def matrices_of(
 ) -> list[MatrixShard]:
     """The matrices of a parameter, as far as this rank holds them; collective if it is sharded.
 
-    Args:
-        X: the parameter.
-        options: its group, with stack_dims, row_blocks, input_first and the rank options.
-        replicas: the ranks that hold the same shard in other replicas.
-        unions: looks up the groups that span shards and replicas.
+    options: the parameter's group.
 
     Raises:
         ValueError: if the options do not fit the parameter, or if it is sharded in a way that no
@@ -80,50 +83,33 @@ def _of_tensor(
     X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
     """The matrices of a whole tensor or a DTensor."""
-    matrices = blocked(X, options)
+    matrices, slots, dimension = blocked(X, options), QSlots(X, options), options["stack_dims"]
+    rows_group, rows_by_rank = _by_rank(matrices.X, dimension, matrices.rows)
+    columns_group, columns_by_rank = _by_rank(matrices.X, dimension + 1, matrices.columns)
+    flattened = tuple(map(matrices.flattened, columns_by_rank))
+    columns = Extent(matrices.held_columns, columns_group, by_rank=flattened)
     mesh = X.device_mesh if is_dtensor(X) else None
-    rows_group = group_over(mesh, matrices.rows.axes) if mesh is not None else None
-    columns_group = group_over(mesh, matrices.columns.axes) if mesh is not None else None
-    dimension = options["stack_dims"]
-    transposed = [block.size < matrices.n for block in matrices.blocks]
-    # Only the columns of oriented matrices are asked for.
-    rows_by_rank = _by_rank(matrices.X, dimension, matrices.rows, rows_group, any(transposed))
-    columns_by_rank = _by_rank(
-        matrices.X, dimension + 1, matrices.columns, columns_group, not all(transposed)
-    )
-    held_columns = Extent(
-        matrices.held_columns,
-        columns_group,
-        by_rank=tuple(map(matrices.flattened, columns_by_rank)),
-    )
-    held_rows = [
-        Extent(block.held, rows_group, by_rank=tuple(map(block.among, rows_by_rank)))
-        for block in matrices.blocks
-    ]
-    slots = QSlots(X, options)
-    shape, placements = tuple(matrices.X.shape), placements_of(matrices.X)
+    facts = tuple(matrices.X.shape), placements_of(matrices.X), mesh
     for stack in itertools.product(*(range(len(d.held)) for d in matrices.stack)):
         for b, block in enumerate(matrices.blocks):
-            layout = _layout(
-                (block.size, matrices.n),
-                held_rows[b],
-                held_columns,
-                replicas,
-                unions,
-            )
+            by_rank = tuple(within(rows, block.start, block.size) for rows in rows_by_rank)
+            rows = Extent(block.held, rows_group, by_rank=by_rank)
+            layout = _layout((block.size, matrices.n), rows, columns, replicas, unions)
             yield MatrixShard(
                 layout,
                 Block(stack, block.local, options["input_first"]),
                 slots.ranks[b],
                 slots.of(b, stack, block.local),
-                (shape, placements, mesh, b, layout.replicas),
+                (*facts, b, layout.replicas),
             )
 
 
-def _by_rank(
-    X: Tensor, dimension: int, shard: DimensionShard, group: Group | None, needed: bool
-) -> list[range]:
-    return held_by_rank(X, dimension, shard.axes, group) if needed and group is not None else []
+def _by_rank(X: Tensor, dimension: int, shard: DimensionShard) -> tuple[Group | None, list[range]]:
+    """The group over which a dimension is sharded, and the indices that each of its ranks holds."""
+    if not is_dtensor(X) or (group := group_over(X.device_mesh, shard.axes)) is None:
+        return None, []
+    held = held_along(X, dimension, shard.axes)
+    return group, [held[rank] for rank in dist.get_process_group_ranks(group)]
 
 
 def _of_flat_shard(
@@ -151,12 +137,9 @@ def _flat_extent(
     """The stored rows of a matrix that a flat shard holds; ``first`` is its first element."""
     shared = shared_rows(ranges, first, rows, view.columns)
     borrowed = bool(view.rows) and view.start % view.columns != 0
-    matrix = range(first, first + rows * view.columns)
-    by_rank = []
-    for start, stop in ranges if group is not None else ():
-        inside = intersection(range(start, stop), matrix)
-        by_rank.append(FlatRange(inside.start - first, inside.stop - first, view.columns).rows)
-    return Extent(view.rows, group, shared, borrowed=borrowed, by_rank=tuple(by_rank))
+    elements = [within(range(*held), first, rows * view.columns) for held in ranges]
+    by_rank = tuple(FlatRange(e.start, e.stop, view.columns).rows for e in elements)
+    return Extent(view.rows, group, shared, borrowed, by_rank if group is not None else ())
 
 
 def _layout(

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import group_size
-
+# The factor of the orthonormal update of a matrix (m, n): of Dion (section 2), Muon and Moonlight
+# (arXiv 2502.16982).
 UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda m, n: math.sqrt(m / n),
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
@@ -49,10 +49,6 @@ class Extent:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def positions(self, device: torch.device) -> Tensor:
-        """The global indices as an int64 tensor, (len(self),)."""
-        return torch.arange(self.indices.start, self.indices.stop, device=device)
-
     def counted(self, tensor: Tensor) -> Tensor:
         """The rows of (..., len(self), r) that this rank contributes to sums over the group."""
         return tensor[..., 1:, :] if self.borrowed else tensor
@@ -76,12 +72,9 @@ class MatrixLayout:
             global shape (max(m, n), min(m, n)).
         replicas: the ranks that hold the same shard in other replicas; None for one replica.
         rows_and_replicas, columns_and_replicas: the unions of these groups. Over a union, one
-            collective takes the sum over shards and the mean over replicas. By default the union
-            is the one group that exists; where both exist, it must be given.
+            collective takes the sum over shards and the mean over replicas. Must be given where
+            both groups exist, and so must ``shards``.
         shards: the ranks that hold the shards of this replica's matrix; None if it is whole.
-
-    Raises:
-        ValueError: if a union of two groups is missing.
     """
 
     shape: tuple[int, int]
@@ -94,17 +87,13 @@ class MatrixLayout:
 
     def __post_init__(self) -> None:
         rows, columns = self.rows.group, self.columns.group
-        self._default_union("rows_and_replicas", rows, self.replicas)
-        self._default_union("columns_and_replicas", columns, self.replicas)
-        self._default_union("shards", rows, columns)
-
-    def _default_union(
-        self, name: str, one: dist.ProcessGroup | None, other: dist.ProcessGroup | None
-    ) -> None:
-        if getattr(self, name) is None:
-            if one is not None and other is not None:
-                raise ValueError(f"{name} is needed: pass the process group of all ranks in either")
-            object.__setattr__(self, name, one or other)
+        for name, one, other in (
+            ("rows_and_replicas", rows, self.replicas),
+            ("columns_and_replicas", columns, self.replicas),
+            ("shards", rows, columns),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, one or other)
 
     @classmethod
     def whole(
@@ -118,15 +107,6 @@ class MatrixLayout:
         """Whether B is the transpose of the matrix; B never has fewer rows than columns."""
         return self.shape[0] < self.shape[1]
 
-    def update_scale(self, kind: str) -> float:
-        """The factor of the orthonormal update; one of UPDATE_SCALES, for matrices (m, n).
-
-        "spectral" is sqrt(m / n) (Dion, section 2), "original" is sqrt(max(1, m / n)) (Muon), and
-        "match_rms_adamw" is 0.2 sqrt(max(m, n)) (Moonlight, arXiv 2502.16982).
-        """
-        m, n = self.shape
-        return UPDATE_SCALES[kind](m, n)
-
     def rank(self, rank_fraction: float, rank_multiple_of: int) -> int:
         """r = min(multiple * ceil(fraction * min(m, n) / multiple), m, n)."""
         smaller = min(self.shape)
@@ -135,10 +115,7 @@ class MatrixLayout:
         return min(rank_multiple_of * wanted, smaller)
 
     def initial_q(self, rank: int) -> Tensor:
-        """The rows held here of the initial Q ~ N(0, 1), (len(columns), rank) float32 on the CPU.
-
-        The seed follows from the global shape and the rank.
-        """
+        """The rows held here of the initial Q ~ N(0, 1), (n_j, rank) float32 on the CPU."""
         m, n = self.shape
         generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
         q = torch.randn(min(m, n), rank, generator=generator, dtype=torch.float32, device="cpu")
@@ -147,10 +124,3 @@ class MatrixLayout:
     def inside_replica(self) -> MatrixLayout:
         """The same sharding, for a step in which no other replica takes part."""
         return replace(self, replicas=None, rows_and_replicas=None, columns_and_replicas=None)
-
-    def share_of_R(self) -> float:
-        """The weight of this rank's R in a sum over ``shards``: 1 / the size of the row group.
-
-        All ranks of the row group hold the same R, and the sum must count it once.
-        """
-        return 1.0 / group_size(self.rows.group)

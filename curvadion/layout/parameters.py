@@ -13,8 +13,8 @@ from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import (
     dimension_shards,
     group_over,
+    held_along,
     is_shard,
-    lengths_of_shards,
     placements_of,
 )
 from curvadion.layout.flat_shard import flat_shard
@@ -38,7 +38,13 @@ def shard_sizes(X: Tensor) -> list[int]:
         numbers = math.prod(declared.shape)
         small = max(min(group_size(declared.group), numbers) - 1, 0)
         return [numbers - small, *[1] * small]
-    return [math.prod(lengths) for lengths in product(*lengths_of_shards(X))]
+    if not is_dtensor(X):
+        return [X.numel()]
+    lengths = [
+        [len(held) for held in held_along(X, i, d.axes).values()]
+        for i, d in enumerate(dimension_shards(X))
+    ]
+    return [math.prod(of_one) for of_one in product(*lengths)]
 
 
 def groups_of(X: Tensor) -> list[Group]:
@@ -67,11 +73,7 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
 
 
 def check_placements(X: Tensor, name: str) -> None:
-    """Check that updates are written for the parameter's placements.
-
-    Raises:
-        ValueError: if X is a DTensor with placements other than Shard and Replicate.
-    """
+    """Raise ValueError if X is a DTensor with placements other than Shard and Replicate."""
     for placement in placements_of(X):
         if not (is_shard(placement) or placement.is_replicate()):
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of
+from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of, starts
 from curvadion.layout.dtensor import local, state_placements, zeros
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
 from curvadion.layout.matrix import MatrixLayout
@@ -27,9 +27,6 @@ class QSlot:
     index: tuple[int | slice, ...]
 
 
-# -------------------------------------------------------------------- whole tensors and DTensors
-
-
 class QSlots:
     """Where the right factors of a parameter's row blocks lie in its state.
 
@@ -39,10 +36,7 @@ class QSlots:
     parameter's rows are. So both tensors can be DTensors, however the parameter is sharded.
 
     Attributes:
-        layouts: of the row blocks, whole.
-        ranks: of the row blocks.
-        side_by_side: sum of the ranks of the upright blocks; 0 without such blocks.
-        below: largest rank of the transposed blocks; 0 without such blocks.
+        layouts, ranks: of the row blocks, whole.
     """
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
@@ -51,38 +45,30 @@ class QSlots:
         sizes = block_sizes(self._X.shape[self._stack_dims], options["row_blocks"])
         self.layouts = [MatrixLayout.whole((size, self._n)) for size in sizes]
         self.ranks = [rank_of(layout, options) for layout in self.layouts]
-        self._transposed = [layout.transposed for layout in self.layouts]
-        ranks = list(zip(self.ranks, self._transposed, strict=True))
-        self.side_by_side = sum(r for r, transposed in ranks if not transposed)
-        self.below = max((r for r, transposed in ranks if transposed), default=0)
-
-    @property
-    def _key_below(self) -> str:
-        return "Q_rows" if self.side_by_side else "Q"
+        ranks = list(zip(self.ranks, self.layouts, strict=True))
+        upright = [0 if layout.transposed else r for r, layout in ranks]
+        self._starts, self._side_by_side = starts(upright), sum(upright)
+        self._below = max((r for r, layout in ranks if layout.transposed), default=0)
+        self._key_below = "Q_rows" if self._side_by_side else "Q"
 
     def of(self, block: int, stack: tuple[int | slice, ...], rows: slice) -> QSlot:
         """The slot of a row block of the matrices at ``stack``; ``rows``: its local rows."""
-        rank = self.ranks[block]
-        if self._transposed[block]:
+        rank, start = self.ranks[block], self._starts[block]
+        if self.layouts[block].transposed:
             return QSlot(self._key_below, (*stack, rows, slice(rank)))
-        before = zip(self.ranks[:block], self._transposed[:block], strict=True)
-        start = sum(r for r, transposed in before if not transposed)
         return QSlot("Q", (*stack, slice(None), slice(start, start + rank)))
 
     def forms(self) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
         """Global shape and placements of each state tensor, by key."""
         X, stack_dims = self._X, self._stack_dims
         found = {}
-        if self.side_by_side:
-            shape = (*X.shape[:stack_dims], self._n, self.side_by_side)
+        if self._side_by_side:
+            shape = (*X.shape[:stack_dims], self._n, self._side_by_side)
             found["Q"] = shape, state_placements(X, stack_dims, stack_dims + 1)
-        if self.below:
-            shape = (*X.shape[: stack_dims + 1], self.below)
+        if self._below:
+            shape = (*X.shape[: stack_dims + 1], self._below)
             found[self._key_below] = shape, state_placements(X, stack_dims, stack_dims)
         return found
-
-
-# -------------------------------------------------------------------- flat shards
 
 
 def flat_key(matrix: int, count: int) -> str:
@@ -100,9 +86,6 @@ def _flat_right_factors(
         # Q has a row for each column of the oriented matrix; are these the rows that are stored?
         sharded = whole.transposed != options["input_first"]
         yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
-
-
-# -------------------------------------------------------------------- any parameter
 
 
 def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -125,10 +108,7 @@ def create_right_factors(
 ) -> dict[str, Tensor]:
     """The state tensors that hold right factors, by key, filled with the initial Q's.
 
-    Args:
-        X: the parameter.
-        options: its group, with stack_dims, row_blocks, input_first and the rank options.
-        dtype: of the tensors.
+    options: the parameter's group.
     """
     if options["direction"] != "low_rank":
         return {}
@@ -160,11 +140,8 @@ def resize_right_factors(
     The first columns of Q are the ones to keep. P is orthonormalised column by column, so the first
     k columns alone are a power iteration of rank k on the largest singular values.
 
-    Args:
-        X: the parameter.
-        saved: its state tensors under the options ``before``.
-        before: the options under which they were saved.
-        after: the options now. They differ in rank_fraction or rank_multiple_of only.
+    saved: the state tensors under the options ``before``. after: the options now, which differ in
+    rank_fraction or rank_multiple_of only.
     """
     tensors = create_right_factors(X, after, next(iter(saved.values())).dtype)
     if flat_shard(X) is not None:

@@ -13,10 +13,8 @@ from torch import Tensor
 class Block:
     """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...).
 
-    Attributes:
-        stack: index into the leading dimensions, which enumerate matrices; () if there are none.
-        rows: the block's rows in the local tensor.
-        input_first: whether the tensor holds the transpose of each matrix.
+    stack: index into the leading dimensions, which enumerate matrices. rows: the block's rows in
+    the local tensor. input_first: whether the tensor holds the transpose of each matrix.
     """
 
     stack: tuple[int, ...]
@@ -38,9 +36,6 @@ class Block:
     def held(self, shard: Tensor) -> Tensor:
         """The elements of a shard that are held here: all of them."""
         return shard
-
-    def write(self, local: Tensor, shard: Tensor) -> None:
-        """Do nothing: the shard is a view of the local tensor."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class FlatRange:
 
     @property
     def is_view(self) -> bool:
-        """Whether all rows held here are whole."""
+        """Whether all rows held here are whole, so that :meth:`read` gives a view."""
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:
@@ -89,11 +84,6 @@ class FlatRange:
         shard = self._transposed_if_input_first(padded)
         self.held(shard).copy_(held)
         return shard
-
-    def write(self, local: Tensor, shard: Tensor) -> None:
-        """Copy a shard's elements back to the local tensor, unless the shard is a view of it."""
-        if not self.is_view:
-            self.elements(local).copy_(self.held(shard))
 
     def held(self, shard: Tensor) -> Tensor:
         """The elements of a padded shard that are held here, 1-D; a view if its rows are dense."""

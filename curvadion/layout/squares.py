@@ -18,31 +18,18 @@ import torch
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size, shares
-from curvadion.layout.blocks import intersection, output_first
-from curvadion.layout.dtensor import (
-    dimension_shards,
-    local,
-    placements_of,
-    spread_placements,
-    zeros,
-)
+from curvadion.layout.blocks import blocked, within
+from curvadion.layout.dtensor import dimension_shards, is_shard, local, placements_of, zeros
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
-from curvadion.layout.right_factors import QSlots
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 
 def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Zeros for the squares of a parameter's matrices, float32 or wider.
-
-    Args:
-        X: the parameter.
-        options: its group, with stack_dims, row_blocks and input_first.
-    """
+    """Zeros for the squares of a parameter's matrices, float32 or wider. options: its group."""
     shape, placements = _form(X, options)
-    dtype = torch.promote_types(X.dtype, torch.float32)
-    return zeros(X, shape, placements, dtype)
+    return zeros(X, shape, placements, torch.promote_types(X.dtype, torch.float32))
 
 
 def squares_fit(X: Tensor, options: Mapping[str, Any], squares: Tensor) -> bool:
@@ -56,9 +43,16 @@ def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Seque
     if (shard := flat_shard(X)) is not None:
         sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
         return (len(_held_of_flat(shard, sum(n * n for n in sides))),), []
-    total = sum(min(layout.shape) ** 2 for layout in QSlots(X, options).layouts)
-    X, stack_dims = output_first(X, options), options["stack_dims"]
-    return (*X.shape[:stack_dims], total), spread_placements(X, stack_dims)
+    matrices, stack_dims = blocked(X, options), options["stack_dims"]
+    total = sum(min(block.size, matrices.n) ** 2 for block in matrices.blocks)
+    placements: Sequence[Placement] = placements_of(matrices.X)
+    if placements:
+        from torch.distributed.tensor import Shard
+
+        over_matrices = [is_shard(p) and getattr(p, "dim", 0) >= stack_dims for p in placements]
+        each = zip(placements, over_matrices, strict=True)
+        placements = [Shard(stack_dims) if over else p for p, over in each]
+    return (*matrices.X.shape[:stack_dims], total), placements
 
 
 def squares_held(
@@ -66,10 +60,7 @@ def squares_held(
 ) -> Iterator[tuple[Tensor, slice]]:
     """For each matrix, what this rank holds of its square: a view, and where it is in the flat one.
 
-    Args:
-        X: the parameter.
-        squares: made by :func:`create_squares`.
-        sides: n of the matrices that are held here, in their order.
+    sides: n of the matrices that are held here, in their order.
     """
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
@@ -79,9 +70,9 @@ def squares_held(
     held = dimension_shards(squares)[-1].held if shard is None else _held_of_flat(shard, ends[-1])
     for row in rows:
         for first, stop in pairwise(ends):
-            inside = intersection(held, range(first, stop))
-            start = inside.start - held.start
-            yield row[start : start + len(inside)], slice(inside.start - first, inside.stop - first)
+            inside = within(held, first, stop - first)
+            start = first + inside.start - held.start
+            yield row[start : start + len(inside)], slice(inside.start, inside.stop)
 
 
 def _held_of_flat(shard: FlatShard, total: int) -> range:

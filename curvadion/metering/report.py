@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class StepReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as values that JSON can hold: an infinite RMMC becomes the string "inf"."""
-        record = asdict(self)
-        return {key: _strict(value) for key, value in record.items()}
+        return {key: _strict(value) for key, value in asdict(self).items()}
 
 
 @dataclass
@@ -119,18 +118,6 @@ def _strict(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class ScalarWriter(Protocol):
-    """The method of torch.utils.tensorboard.SummaryWriter that is used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-
-
-class DictionaryLogger(Protocol):
-    """The method of a run of Weights & Biases (``wandb.init()``) that is used here."""
-
-    def log(self, data: dict[str, Any], step: int) -> None: ...
-
-
 def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any) -> None:
     """Append a report as one line of JSON.
 
@@ -149,7 +136,7 @@ def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any)
 
 
 def write_scalars(
-    writer: ScalarWriter, report: StepReport, prefix: str = "curvadion", **extra: float
+    writer: Any, report: StepReport, prefix: str = "curvadion", **extra: float
 ) -> None:
     """Write a report's numbers to TensorBoard, as ``prefix/name``; an infinite RMMC is left out.
 
@@ -163,9 +150,7 @@ def write_scalars(
         writer.add_scalar(f"{prefix}/{name}", value, report.step)
 
 
-def write_wandb(
-    run: DictionaryLogger, report: StepReport, prefix: str = "curvadion", **extra: float
-) -> None:
+def write_wandb(run: Any, report: StepReport, prefix: str = "curvadion", **extra: float) -> None:
     """Write a report's numbers to Weights & Biases; the arguments are those of write_scalars.
 
     Args:

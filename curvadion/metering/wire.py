@@ -112,11 +112,23 @@ class WireMeter:
         self._pauses = 0
 
     def __enter__(self) -> WireMeter:
-        _activate(self)
+        global _library
+        with _lock:
+            if self in _active:
+                raise RuntimeError("This WireMeter is already active: nest a second one in it.")
+            _library = _library or _install()
+            _active.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _deactivate(self)
+        global _library
+        with _lock:
+            if self not in _active:
+                raise ValueError("This WireMeter is not active: leave it as often as entered.")
+            _active.remove(self)
+            if not _active and not _kept:
+                _library._destroy()
+                _library = None
 
     @property
     def records(self) -> dict[tuple[str, str], WireCount]:
@@ -273,26 +285,6 @@ def keep_kernels() -> None:
     global _library, _kept
     with _lock:
         _library, _kept = _library or _install(), True
-
-
-def _activate(meter: WireMeter) -> None:
-    global _library
-    with _lock:
-        if meter in _active:
-            raise RuntimeError("This WireMeter is already active: nest a second WireMeter() in it.")
-        _library = _library or _install()
-        _active.append(meter)
-
-
-def _deactivate(meter: WireMeter) -> None:
-    global _library
-    with _lock:
-        if meter not in _active:
-            raise ValueError("This WireMeter is not active: leave it once for each time entered.")
-        _active.remove(meter)
-        if not _active and not _kept:
-            _library._destroy()
-            _library = None
 
 
 def _count(key: tuple[str, str], call: WireCount) -> None:

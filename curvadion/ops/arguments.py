@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from curvadion.ops.tensors import Facts, Unsupported
+from curvadion.ops.tensors import DTYPE_CODES
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
@@ -23,40 +22,22 @@ def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: A
     return library
 
 
-def counted(facts: Facts) -> tuple[int, int, int]:
-    """A list's sizes, addresses and dtype codes, as three array arguments."""
-    return start(facts.sizes.numel), *addressed(facts)
+def counted(X: Sequence[Tensor]) -> tuple[ctypes.Array[Any], ...]:
+    """A list's sizes, addresses and dtype codes, as three arrays."""
+    return (ctypes.c_int64 * len(X))(*(x.numel() for x in X)), *addressed(X)
 
 
-def addressed(facts: Facts) -> tuple[int, int]:
-    """A list's addresses and dtype codes, as two array arguments."""
-    return start(facts.pointers), start(facts.codes)
+def addressed(X: Sequence[Tensor]) -> tuple[ctypes.Array[Any], ...]:
+    """A list's addresses and dtype codes, as two arrays."""
+    codes = (ctypes.c_uint8 * len(X))(*(DTYPE_CODES[x.dtype] for x in X))
+    return addresses(X), codes
 
 
-def floats(values: Sequence[float], count: int) -> array[float]:
-    """The numbers as float32, one for each of ``count`` tensors.
-
-    Raises:
-        ValueError: if their number is not ``count``.
-    """
-    if len(values) != count:
-        raise ValueError(f"{len(values)} numbers for {count} tensors: give one for each")
-    return array("f", values)
+def addresses(X: Sequence[Tensor]) -> ctypes.Array[Any]:
+    """A list's addresses."""
+    return (ctypes.c_uint64 * len(X))(*(x.data_ptr() for x in X))
 
 
-def host_numbers(values: Sequence[float | Tensor], count: int) -> array[float]:
-    """As :func:`floats`, for numbers that may be tensors.
-
-    Raises:
-        Unsupported: if one is a tensor, because reading it could make the host wait for a GPU.
-        ValueError: if their number is not ``count``.
-    """
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    if len(numbers) < len(values):
-        raise Unsupported
-    return floats(numbers, count)
-
-
-def start(values: array[Any] | None) -> Any:
-    """The address of an array's first element, valid as long as the array exists."""
-    return None if values is None else values.buffer_info()[0]
+def floats(values: Sequence[float]) -> ctypes.Array[Any]:
+    """Numbers as float32."""
+    return (ctypes.c_float * len(values))(*values)

@@ -7,16 +7,15 @@ import logging
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from curvadion.ops.native import Unavailable
 
-# The module of each backend's operations.
+# The module of each backend's operations; those of PyTorch do what the others do not.
 BACKENDS = {
-    "torch": "curvadion.ops.reference",
+    "torch": "curvadion.ops.operations",
     "cpu": "curvadion.ops.cpu",
     "cuda": "curvadion.ops.cuda",
     "triton": "curvadion_kernels",
@@ -50,12 +49,7 @@ class use_backend:
     def __enter__(self) -> use_backend:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _forced
         _forced = self._before
 
@@ -112,7 +106,7 @@ def lacking(name: str) -> str | None:
 
 def implements(backend: str, name: str) -> bool:
     """Whether a backend has its own version of an operation, or leaves it to plain PyTorch."""
-    return operation(backend, name) is not None
+    return backend == "torch" or operation(backend, name) is not None
 
 
 def _takes(name: str, device_type: str) -> bool:
@@ -139,5 +133,7 @@ def _automatic(device_type: str) -> str:
 
 @lru_cache
 def operation(backend: str, name: str) -> Callable[..., Any] | None:
-    """A backend's own version of an operation; None if it has none."""
+    """A backend's own version of an operation; None if it is left to plain PyTorch."""
+    if backend == "torch":
+        return None
     return getattr(importlib.import_module(BACKENDS[backend]), name, None)

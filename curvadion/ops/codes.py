@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvadion.ops.tensors import Facts, Unsupported, check_shapes, facts_of
+from curvadion.ops.tensors import DTYPE_CODES, Unsupported
 
 FORMAT = 1  # another number for another format, so that replicas see that theirs differ
 BITS = (1, 2, 3, 4, 8)
@@ -73,11 +73,7 @@ class Constants(NamedTuple):
 
 @lru_cache
 def constants(bits: int, device: torch.device) -> Constants:
-    """The constants of codes of ``bits`` bits on a device.
-
-    Raises:
-        ValueError: if ``bits`` is not one of ``BITS``.
-    """
+    """The constants of codes of ``bits`` bits on a device."""
     ascending = levels(bits)
     middle = (ascending[1:] + ascending[:-1]) / 2
     generator = torch.Generator("cpu").manual_seed(0)
@@ -90,9 +86,6 @@ def levels(bits: int) -> Tensor:
     """The 2^bits levels that represent a standard normal number with the least mean square error.
 
     (2^bits,) float32, ascending (Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982).
-
-    Raises:
-        ValueError: if ``bits`` is not one of ``BITS``.
     """
     if bits not in BITS:
         raise ValueError(f"bits={bits!r} must be one of {BITS}")
@@ -110,60 +103,14 @@ def levels(bits: int) -> Tensor:
     return result.to(torch.float32)
 
 
-def check(codes: Tensor, bits: int, blocks: int, *lists: Sequence[Tensor]) -> None:
-    """Raise ValueError unless codes are (blocks, block_bytes(bits)), and lists of equal shapes."""
-    expected = blocks, block_bytes(bits)
-    if codes.shape != expected or codes.dtype != torch.uint8:
-        raise ValueError(
-            f"codes of shape {tuple(codes.shape)} and {codes.dtype}: they must be {expected} uint8"
-        )
-    for more in lists[1:]:
-        check_shapes(lists[0], more)
-
-
-def coded_facts(
-    codes: Tensor, bits: int, X: Sequence[Tensor], *more: Sequence[Tensor]
-) -> list[Facts]:
-    """Facts of X, whose numbers are in the rows of ``codes``, and of more lists that are not empty.
-
-    Raises:
-        ValueError: if lengths or shapes differ, or the rows are not as many.
-        Unsupported: if compiled kernels do not take the dtypes or devices, or a tensor is not
-            row-major without gaps.
-    """
-    lists = [X, *filter(None, more)]
-    check(codes, bits, sum(blocks_of(x.numel()) for x in X), *lists)
-    facts = [facts_of(list_) for list_ in lists]
-    for one, list_ in zip(facts, lists, strict=True):
-        if not one.supported or one.device != codes.device:
-            raise Unsupported
-        if not all(map(Tensor.is_contiguous, list_)):
-            raise Unsupported
-    if not codes.is_contiguous():
+def check_compiled(
+    codes: Sequence[Tensor], float32: Sequence[Tensor] = (), others: Sequence[Tensor] = ()
+) -> None:
+    """Raise Unsupported unless compiled kernels take rows of codes, float32 and other tensors."""
+    every, device = [*codes, *float32, *others], codes[0].device
+    if not all(t.is_contiguous() and t.device == device for t in every):
         raise Unsupported
-    return facts
-
-
-def check_average(codes: Tensor, own: Tensor, received: Tensor, bits: int) -> None:
-    """Raise ValueError unless the arguments of ``average_codes_`` fit together."""
-    check(codes, bits, len(own))
-    expected = (len(received), *codes.shape)
-    if received.shape != expected or received.dtype != torch.uint8:
-        raise ValueError(f"received of shape {tuple(received.shape)}: it must be {expected} uint8")
-
-
-def check_floats(numbers: Tensor, codes: Tensor, *more: Tensor) -> None:
-    """Check float32 blocks that lie beside codes, and more codes.
-
-    Raises:
-        ValueError: if they are not blocks.
-        Unsupported: if compiled kernels do not take the dtype, or one of them has gaps or is on
-            another device.
-    """
-    if numbers.dim() != 2 or numbers.shape[1] != BLOCK:
-        raise ValueError(f"blocks of shape {tuple(numbers.shape)}: they must be (k, {BLOCK})")
-    every = numbers, codes, *more
-    if not all(t.is_contiguous() and t.device == codes.device for t in every):
+    if any(t.dtype != torch.float32 for t in float32):
         raise Unsupported
-    if numbers.dtype != torch.float32:
+    if any(t.dtype not in DTYPE_CODES for t in others):
         raise Unsupported

@@ -1,8 +1,8 @@
 """Codes on the CPU, in C++ (csrc/cpu): one call for a whole list, one pass over the data.
 
-:mod:`curvadion.ops.operations` documents what each one computes. They raise Unsupported for what
-only plain PyTorch takes: float64, and tensors with gaps in memory. Other operations would gain
-nothing from C++ here: their time goes into torch's matrix products.
+:mod:`curvadion.ops.coding` documents them. They raise Unsupported for float64, which only plain
+PyTorch takes. Other operations would gain nothing from C++ here: their time goes into torch's
+matrix products.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from curvadion.ops import native
-from curvadion.ops.arguments import INT, POINTER, addressed, counted, declare, start
-from curvadion.ops.codes import check_average, check_floats, coded_facts, constants
-from curvadion.ops.tensors import Unsupported
+from curvadion.ops.arguments import INT, POINTER, addressed, addresses, counted, declare
+from curvadion.ops.codes import check_compiled, constants
 
 _THREADS = ctypes.c_int
 
@@ -31,22 +30,14 @@ _SIGNATURES: dict[str, list[Any]] = {
     "curvadion_decode_add": [INT, *[POINTER] * 5, ctypes.c_int, *[POINTER] * 2, _THREADS],
     # codes, own, received, blocks, ranks, rank, bits, constants, threads
     "curvadion_average_codes": [
-        *([POINTER] * 3),
-        INT,
-        *[ctypes.c_int] * 3,
-        *[POINTER] * 3,
-        _THREADS,
+        *(*[POINTER] * 3, INT, *[ctypes.c_int] * 3, *[POINTER] * 3, _THREADS)
     ],
 }
 
 
 @lru_cache
 def load() -> ctypes.CDLL:
-    """The library, with the types of its functions declared.
-
-    Raises:
-        native.Unavailable: if it cannot be loaded or built; the message says what is missing.
-    """
+    """The library, or native.Unavailable."""
     return declare(native.library("cpu"), _SIGNATURES, None)
 
 
@@ -60,49 +51,34 @@ def encode_difference_(
     first: int,
 ) -> None:
     """See :func:`curvadion.ops.encode_difference_`."""
-    x, *more = coded_facts(codes, bits, X, anchors, residuals)
-    check_floats(owned, codes)
-    a, r = (more.pop(0) if list_ else None for list_ in (anchors, residuals))
-    if a is not None and a.dtypes != {torch.float32}:
-        raise Unsupported
+    check_compiled([codes], [owned, *anchors], [*X, *residuals])
     load().curvadion_encode_difference(
-        len(X), *counted(x), None if a is None else start(a.pointers),
-        *((None, None) if r is None else addressed(r)), codes.data_ptr(), owned.data_ptr(),
-        first, len(owned), bits, *_addresses(constants(bits, codes.device)),
+        len(X), *counted(X), addresses(anchors) if anchors else None,
+        *(addressed(residuals) if residuals else (None, None)), codes.data_ptr(), owned.data_ptr(),
+        first, len(owned), bits, *map(Tensor.data_ptr, constants(bits, codes.device)),
         torch.get_num_threads(),
     )  # fmt: skip
 
 
 def decode_(X: Sequence[Tensor], codes: Tensor, bits: int) -> None:
     """See :func:`curvadion.ops.decode_`."""
-    _decode(X, (), codes, bits)
+    decode_add_(X, (), codes, bits)
 
 
 def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
     """See :func:`curvadion.ops.decode_add_`."""
-    _decode(X, anchors, codes, bits)
-
-
-def _decode(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
-    x, *more = coded_facts(codes, bits, X, anchors)
-    if more and more[0].dtypes != {torch.float32}:
-        raise Unsupported
-    signs, _, levels = _addresses(constants(bits, codes.device))
+    check_compiled([codes], anchors, X)
+    signs, _, levels = map(Tensor.data_ptr, constants(bits, codes.device))
     load().curvadion_decode_add(
-        len(X), *counted(x), start(more[0].pointers) if more else None, codes.data_ptr(), bits,
+        len(X), *counted(X), addresses(anchors) if anchors else None, codes.data_ptr(), bits,
         signs, levels, torch.get_num_threads(),
     )  # fmt: skip
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """See :func:`curvadion.ops.average_codes_`."""
-    check_average(codes, own, received, bits)
-    check_floats(own, codes, received)
+    check_compiled([codes, received], [own])
     load().curvadion_average_codes(
         codes.data_ptr(), own.data_ptr(), received.data_ptr(), len(own), len(received), rank, bits,
-        *_addresses(constants(bits, codes.device)), torch.get_num_threads(),
+        *map(Tensor.data_ptr, constants(bits, codes.device)), torch.get_num_threads(),
     )  # fmt: skip
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [t.data_ptr() for t in tensors]

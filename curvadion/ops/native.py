@@ -36,11 +36,7 @@ class Unavailable(RuntimeError):
 
 @lru_cache
 def library(name: str) -> ctypes.CDLL:
-    """The library "cpu" or "cuda"; built if necessary.
-
-    Raises:
-        Unavailable: if it cannot be built or loaded.
-    """
+    """The library "cpu" or "cuda", or Unavailable; built if necessary."""
     folder = cache_folder()
     path = folder / f"libcurvadion_{name}_{digest(name)}.so"
     try:
@@ -57,11 +53,7 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def sources(name: str) -> list[Path]:
-    """A library's sources in csrc/<name>, in the installed package or beside it in a checkout.
-
-    Raises:
-        Unavailable: if there are none.
-    """
+    """A library's sources in csrc/<name>, in the installed package or beside it in a checkout."""
     for folder in (HERE / "csrc" / name, HERE.parent / "csrc" / name):
         if folder.is_dir():
             return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".cu"))
@@ -78,11 +70,7 @@ def digest(name: str) -> str:
 
 
 def cache_folder() -> Path:
-    """CURVADION_CACHE, or else ``curvadion`` in the user's cache folder.
-
-    Raises:
-        Unavailable: if the user has no home folder.
-    """
+    """CURVADION_CACHE, or else ``curvadion`` in the user's cache folder."""
     if chosen := os.environ.get("CURVADION_CACHE"):
         return Path(chosen)
     try:

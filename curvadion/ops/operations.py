@@ -1,102 +1,67 @@
-"""The fused operations of an optimizer step.
+"""The fused operations of an optimizer step, each with its plain PyTorch.
 
 Each one works on lists of tensors, which may differ in size and alignment and may be empty. Data
 may be bfloat16, float16, float32 or float64. Sums are taken in float32 or wider, and sums of
 squares in float64. Weights and momenta saturate at the end of their dtype's range
-(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are. A list that
-stays the same for many steps may be a :class:`curvadion.ops.tensors.Tensors`, which is inspected
-only once.
+(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are.
 
 The device of the tensors decides on the backend: Triton kernels on an NVIDIA GPU, or CUDA C++
-without Triton; C++ on the CPU. Plain PyTorch does what the others cannot, and is their reference.
-``CURVADION_BACKEND=torch|triton|cuda|cpu`` or :class:`use_backend` force a backend. Operations and
-dtypes that it does not support still run in plain PyTorch.
+without Triton; C++ for codes on the CPU. What is written here in plain PyTorch runs on any device
+and takes any floating dtype, any strides, and learning rates that are tensors. It does what the
+others cannot, and is their reference. ``CURVADION_BACKEND=torch|triton|cuda|cpu`` or
+:class:`use_backend` force a backend. Operations and dtypes that it does not support still run in
+plain PyTorch.
 
 Under torch.compile these are operators ``torch.ops.curvadion.<name>``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvadion.ops import reference
-from curvadion.ops.backends import backend_for, operation
-from curvadion.ops.codes import BLOCK, part, rows_of
-from curvadion.ops.tensors import Unsupported
+from curvadion.ops.dispatch import fused, operator
+from curvadion.ops.tensors import check_lists, largest, norm_and_sum, saturated
 
 Lists = Sequence[Tensor]
 Numbers = Sequence[float]
 NumbersOrTensors = Sequence[float | Tensor]
 
-# Which arguments hold step sizes and decays. They may be tensors, which only plain PyTorch takes.
-_STEPS = {"local_step_": slice(2, 4), "low_rank_update_": slice(3, 5)}
-# Which arguments are tensors, or lists of them, that the operation writes.
-_WRITES = {
-    "accumulate_": (0,),
-    "local_step_": (0, 4),
-    "column_normalize_": (0,),
-    "low_rank_update_": (0, 5),
-    "symmetric_product": (2,),
-    "encode_difference_": (0, 3, 5),
-    "decode_": (0,),
-    "decode_add_": (0, 1),
-    "average_codes_": (0, 1),
-}
-_NONE = slice(0, 0)
+# Norms in this range have squares that float32 can hold accurately.
+SMALL, LARGE = 1e-12, 1e18
+# Rows of a symmetric product that a CPU computes at once: few enough to leave out most of what
+# is above the diagonal, many enough for a product's full speed. Smaller ones are computed whole.
+ROWS = 128
+SMALLEST_IN_BLOCKS = 3 * ROWS
 
 
-def _call(name: str, *args: Any) -> Any:
-    """Run an operation directly, or as an operator if PyTorch traces or wraps the tensors."""
-    first = first_tensor(args)
-    if first is None:
-        return getattr(reference, name)(*args)
-    if torch.compiler.is_compiling() or type(first) not in (Tensor, torch.nn.Parameter):
-        if any(isinstance(v, Tensor) for list_ in args[_STEPS.get(name, _NONE)] for v in list_):
-            return getattr(reference, name)(*args)
-        return getattr(torch.ops.curvadion, name)(*args)
-    return run(name, first, args)
+def _fake_norms(X: Lists, *_: Any) -> Tensor:
+    dtype = torch.float32
+    for x in X:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return torch.empty(len(X), dtype=dtype, device=X[0].device if X else "cpu")
 
 
-def first_tensor(args: tuple[Any, ...]) -> Tensor | None:
-    """The first tensor of an operation's first argument; None if this is an empty list."""
-    given = args[0]
-    return given if isinstance(given, Tensor) else next(iter(given), None)
+def _fake_column_sum_of_squares(R: Tensor) -> Tensor:
+    return R.new_empty(*R.shape[:-2], R.shape[-1], dtype=torch.float64)
 
 
-def run(name: str, first: Tensor, args: tuple[Any, ...]) -> Any:
-    """Run an operation on the backend of its first tensor, or else in plain PyTorch."""
-    fused = operation(backend_for(first.device), name)
-    if fused is not None:
-        try:
-            result = fused(*args)
-        except Unsupported:
-            pass
-        else:
-            for written in _WRITES.get(name, ()):
-                if not first.is_inference():
-                    # Autograd must notice if a weight changes between forward and backward.
-                    torch.autograd.graph.increment_version(args[written])
-            return result
-    return getattr(reference, name)(*args)
-
-
-# ---------------------------------------------------------------- the operations
-
-
+@operator("norms(Tensor[] X) -> Tensor", _fake_norms)
 def norms(X: Lists) -> Tensor:
     """Frobenius norms, one per tensor: (len(X),), float32 or wider.
 
     A norm is finite if the elements are finite and the result's dtype can hold the norm.
     """
-    result: Tensor = _call("norms", X)
-    return result
+    result: Tensor | None = fused("norms", X)
+    if result is not None:
+        return result
+    return _stacked(_norm(x) for x in X)
 
 
+@operator("momentum_norms(Tensor[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
 
@@ -108,15 +73,32 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
         G: gradients, of the same shapes.
         mu: a number per tensor.
     """
-    result: Tensor = _call("momentum_norms", M, G, mu)
-    return result
+    check_lists(M, G, numbers=[mu])
+    result: Tensor | None = fused("momentum_norms", M, G, mu)
+    if result is not None:
+        return result
+    # One after another, so that only one sum takes memory at a time.
+    return _stacked(_held_norm(_sum(*one), one[0]) for one in zip(M, G, mu, strict=True))
 
 
+@operator("accumulate_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> ()")
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
     """M <- mu M + G, in place; the arguments are those of :func:`momentum_norms`."""
-    _call("accumulate_", M, G, mu)
+    check_lists(M, G, numbers=[mu])
+    if fused("accumulate_", M, G, mu):
+        return
+    for m, g, decay in zip(M, G, mu, strict=True):
+        if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
+            most = largest(m.dtype)
+            m.mul_(decay).add_(g).clamp_(-most, most)
+        else:
+            m.copy_(saturated(_sum(m, g, decay), m.dtype))
 
 
+@operator(
+    "local_step_(Tensor(a!)[] X, Tensor[] G, float[] step, float[] decay, Tensor(b!)[] M, "
+    "float[] mu, int[]? seeds) -> ()"
+)
 def local_step_(
     X: Lists,
     G: Lists,
@@ -139,16 +121,39 @@ def local_step_(
             down at random, so that the mean is exact. The same seeds give the same bits on every
             replica. None rounds to nearest.
     """
-    _call("local_step_", X, G, step, decay, M, mu, seeds)
+    check_lists(X, G, numbers=[step, decay])
+    if M:
+        check_lists(M, G, numbers=[mu])
+    if fused("local_step_", X, G, step, decay, M, mu, seeds):
+        return
+    for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
+        wide = _wide(x)
+        if wide is x:
+            most = largest(x.dtype)
+            if isinstance(eta, Tensor):
+                x.mul_(beta).sub_(g.to(x.dtype) * eta).clamp_(-most, most)
+            else:
+                x.mul_(beta).sub_(g.to(x.dtype), alpha=eta).clamp_(-most, most)
+        else:
+            _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
+    if M:
+        accumulate_(M, G, mu)
 
 
+@operator("column_sum_of_squares(Tensor R) -> Tensor", _fake_column_sum_of_squares)
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """The sums of squares of columns: (..., n, r) -> (..., r) float64.
 
     Ranks that hold different rows of R add up these sums before :func:`column_normalize_`.
     """
-    result: Tensor = _call("column_sum_of_squares", R)
-    return result
+    result: Tensor | None = fused("column_sum_of_squares", R)
+    if result is not None:
+        return result
+    # One matrix after another, so that only one is held in float64 at a time.
+    stack = R.reshape(R.shape[:-2].numel(), *R.shape[-2:])
+    sums = [one.double().square().sum(dim=-2) for one in stack]
+    shape = *R.shape[:-2], R.shape[-1]
+    return torch.stack(sums).view(shape) if sums else R.new_zeros(shape, dtype=torch.float64)
 
 
 def column_normalize(
@@ -162,6 +167,9 @@ def column_normalize(
     return Q
 
 
+@operator(
+    "column_normalize_(Tensor(a!)[] Q, Tensor R, Tensor? sum_of_squares, Tensor? floor) -> ()"
+)
 def column_normalize_(
     Q: Lists, R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
 ) -> None:
@@ -175,9 +183,19 @@ def column_normalize_(
         floor: (k, r) float64; columns whose norm is not larger become zero. Without it, columns of
             rounding errors would become updates of full size. None stands for zeros.
     """
-    _call("column_normalize_", Q, R, sum_of_squares, floor)
+    if fused("column_normalize_", Q, R, sum_of_squares, floor):
+        return
+    lengths = (column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares).sqrt()
+    longer = lengths > (0.0 if floor is None else floor)
+    inverse = torch.where(longer, lengths.reciprocal(), 0.0)
+    for q, r, factors in zip(Q, R, inverse, strict=True):
+        q.copy_(r * factors)
 
 
+@operator(
+    "low_rank_update_(Tensor(a!)[] X, Tensor[] P, Tensor[] Q, float[] step, float[] decay, "
+    "Tensor(b!)[] M, Tensor[] R, float[] feedback, int[]? seeds) -> ()"
+)
 def low_rank_update_(
     X: Lists,
     P: Lists,
@@ -204,9 +222,43 @@ def low_rank_update_(
         feedback: a number per momentum.
         seeds: as in :func:`local_step_`.
     """
-    _call("low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds)
+    check_lists(X, numbers=[step, decay])
+    _check_factors(X, P, Q)
+    if M:
+        check_lists(M, X, numbers=[feedback])
+        _check_factors(M, P, R)
+    if fused("low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds):
+        return
+    for t, (x, p, q, eta, beta) in enumerate(zip(X, P, Q, step, decay, strict=True)):
+        _low_rank(x, p, q, eta, beta, None if seeds is None else seeds[t])
+    if M:
+        for m, p, r, c in zip(M, P, R, feedback, strict=True):
+            _low_rank(m, p, r, c, 1.0, None)
 
 
+def _check_factors(X: Lists, P: Lists, Q: Lists) -> None:
+    for x, p, q in zip(X, P, Q, strict=True):
+        if x.shape != (p.shape[0], q.shape[0]) or p.shape[1:] != q.shape[1:]:
+            shapes = [tuple(t.shape) for t in (x, p, q)]
+            raise ValueError(f"a matrix and its factors of shapes {shapes} do not fit together")
+
+
+def _low_rank(
+    x: Tensor, p: Tensor, q: Tensor, eta: float | Tensor, beta: float | Tensor, seed: int | None
+) -> None:
+    if isinstance(eta, Tensor) or isinstance(beta, Tensor):
+        # Multiply the small factor by the step size: so the host need not read a tensor.
+        if x.dtype == p.dtype:
+            x.mul_(beta).addmm_(p, (q * -eta).mT)
+        else:
+            _write(x, torch.addmm(x.to(p.dtype) * beta, p, (q * -eta).mT), seed)
+    elif x.dtype == p.dtype:
+        x.addmm_(p, q.mT, beta=beta, alpha=-eta)
+    else:
+        _write(x, torch.addmm(x.to(p.dtype), p, q.mT, beta=beta, alpha=-eta), seed)
+
+
+@operator("symmetric_product(Tensor A, Tensor B, Tensor(a!) out) -> ()")
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     """out <- A B, which is known to be symmetric; about half of it is computed. Returns out.
 
@@ -220,100 +272,104 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
         B: (k, m, n).
         out: (k, n, n), of the same dtype; it shares no memory with A or B.
     """
-    _call("symmetric_product", A, B, out)
+    _check_product(A, B, out)
+    if fused("symmetric_product", A, B, out):
+        return out
+    n = A.shape[1]
+    if A.device.type != "cpu" or n < SMALLEST_IN_BLOCKS:
+        torch.bmm(A, B, out=out)
+        return out
+    # On a CPU the blocks on and below the diagonal: (1 + ROWS / n) / 2 of the whole product.
+    for a, b, c in zip(A, B, out, strict=True):
+        for first in range(0, n, ROWS):
+            last = min(n, first + ROWS)
+            torch.mm(a[first:last], b[:, :last], out=c[first:last, :last])
+            c[:first, first:last] = c[first:last, :first].mT
     return out
 
 
-# ---------------------------------------------------------------- codes of a few bits
+def _check_product(A: Tensor, B: Tensor, out: Tensor) -> None:
+    shapes = tuple(tuple(t.shape) for t in (A, B, out))
+    k, n, m = shapes[0] if A.dim() == 3 else (0, 0, -1)
+    if shapes != ((k, n, m), (k, m, n), (k, n, n)):
+        raise ValueError(
+            f"A, B and out of shapes {shapes}: they must be (k, n, m), (k, m, n) and (k, n, n)"
+        )
+    if len({(t.dtype, t.device) for t in (A, B, out)}) > 1:
+        found = [f"{t.dtype} on {t.device}" for t in (A, B, out)]
+        raise ValueError(f"A, B and out are {found}: they must have one dtype and device")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError("out is expanded, so that its numbers share memory: it must have its own")
 
 
-def encode_difference_(
-    codes: Tensor,
-    X: Lists,
-    anchors: Lists = (),
-    residuals: Lists = (),
-    *,
-    bits: int,
-    owned: Tensor | None = None,
-    first: int = 0,
-) -> None:
-    """codes <- codes of z = X - anchor + residual, residual <- z - what they stand for.
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
-    In one pass. :mod:`curvadion.ops.codes` has the format; all backends give the same bits. The
-    anchor is taken as X's dtype holds it, and z in float32. Numbers are in row-major order, however
-    a tensor lies in memory.
 
-    Args:
-        codes: (rows, block_bytes(bits)) uint8, where the rows of each tensor of X follow those of
-            the one before it.
-        X: tensors; only read.
-        anchors: float32 or wider, of X's shapes, only read; () stands for zeros.
-        residuals: of X's shapes; () stands for zeros, and what codes lose is dropped.
-        bits: of a code, one of ``codes.BITS``.
-        owned: (k, 256) float32, gets z of k rows; None for none.
-        first: the first of these rows.
+def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
+    """mu m + g, in float32 or wider."""
+    wide = _wide(m)
+    return torch.add(g.to(torch.promote_types(g.dtype, wide.dtype)), wide, alpha=mu)
+
+
+def _stacked(norms: Iterable[Tensor]) -> Tensor:
+    found = list(norms)
+    return torch.stack(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if tensor.device.type == "cpu":
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+        size: Any = norm.tolist()  # on the CPU the host need not wait
+        if SMALL < size < LARGE:
+            return norm
+    # float64 can hold the squares of tiny and of large numbers.
+    return norm_and_sum(tensor)[0].to(dtype)
+
+
+def _held_norm(value: Tensor, m: Tensor) -> Tensor:
+    """The norm of a value after rounding to m's dtype; not finite if the value is not.
+
+    The value is saturated in place.
     """
-    owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
-    if _row_major(X, anchors, residuals):
-        _call("encode_difference_", codes, X, anchors, residuals, bits, owned, first)
-        return
-    for i, rows in enumerate(rows_of(X)):
-        mine = owned[part(rows, first, len(owned))]
-        one = slice(i, i + 1)
-        with _copied(residuals[one]) as residual:
-            read = [[t.contiguous() for t in list_[one]] for list_ in (X, anchors)]
-            begin = max(0, first - rows.start)
-            _call("encode_difference_", codes[rows], *read, residual, bits, mine, begin)
+    norm = _norm(value)
+    if value.dtype == m.dtype and value.device.type == "cpu" and norm.item() < largest(m.dtype):
+        return norm  # no element is saturated
+    held = _norm(value.clamp_(-largest(m.dtype), largest(m.dtype)).to(m.dtype))
+    return torch.where(norm.isfinite(), held, norm)
 
 
-def decode_(X: Lists, codes: Tensor, bits: int) -> None:
-    """X <- what codes stand for; the arguments are those of :func:`encode_difference_`."""
-    if _row_major(X):
-        _call("decode_", X, codes, bits)
-        return
-    for x, rows in zip(X, rows_of(X), strict=True):
-        with _copied([x]) as one:
-            _call("decode_", one, codes[rows], bits)
+def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
+    value = saturated(value, x.dtype)
+    if seed is None or x.dtype != torch.bfloat16:
+        x.copy_(value)
+    else:
+        x.copy_(round_stochastic(value, memory_offsets(x), seed))
 
 
-def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
-    """anchor <- anchor + what codes stand for, X <- anchor, saturated; in one pass.
+def memory_offsets(x: Tensor) -> Tensor:
+    """Offset of each element of x in memory, in elements from the first: int64, x's shape."""
+    offsets = torch.zeros((), dtype=torch.int64, device=x.device)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device=x.device) * stride
+    return offsets
 
-    The arguments are those of :func:`encode_difference_`; codes are only read.
+
+def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
+    """Round to bfloat16, up or down at random; the mean over seeds is the value.
+
+    The direction depends on the seed and the offset alone, so replicas that hold the same value
+    round it to the same bits.
     """
-    if _row_major(X, anchors):
-        _call("decode_add_", X, anchors, codes, bits)
-        return
-    for x, anchor, rows in zip(X, anchors, rows_of(X), strict=True):
-        with _copied([x]) as one, _copied([anchor]) as its:
-            _call("decode_add_", one, its, codes[rows], bits)
+    noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
+    bits = value.float().view(torch.int32).long()
+    rounded = ((bits + noise) & 0xFFFF0000).to(torch.int32).view(torch.float32)
+    return torch.where(torch.isfinite(value), rounded, value.float()).to(torch.bfloat16)
 
 
-def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
-    """codes <- codes of total / ranks, own <- total - ranks * what these codes stand for.
-
-    The total over ranks is summed in their order, in float32.
-
-    Args:
-        codes: (k, block_bytes(bits)) uint8; written.
-        own: (k, 256) float32, the numbers of this rank; they stand for themselves.
-        received: (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; this rank's are not
-            read.
-        rank: this rank.
-        bits: of a code.
-    """
-    _call("average_codes_", codes, own, received, rank, bits)
-
-
-def _row_major(*lists: Lists) -> bool:
-    return all(t.is_contiguous() for list_ in lists for t in list_)
-
-
-@contextmanager
-def _copied(tensors: Lists) -> Iterator[list[Tensor]]:
-    """Row-major tensors in their place; what is written to them is copied back."""
-    copies = [t.contiguous() for t in tensors]
-    yield copies
-    for t, copy in zip(tensors, copies, strict=True):
-        if copy is not t:
-            t.copy_(copy)
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers, with outputs that look random."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import checks
+from curvadion.comm.background import Exchange
 from curvadion.comm.replicas import ReplicaGroup, Replicas
 from curvadion.gates import Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
-from curvadion.optim.checkpoint import check_complete, check_fits, restore_dtypes
-from curvadion.optim.conversion import convert, wrong_state
+from curvadion.optim.conversion import convert, restore_dtypes, wrong_state
 from curvadion.optim.feasible import check_costs, check_one_replica
-from curvadion.optim.record import Progress, read_record, record, remember
+from curvadion.optim.record import Progress, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
-from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES, Told
+from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.sync.verify import Listing, Settings, listing
 from curvadion.update import hyperparameters as check
 from curvadion.update.directions import create_state
@@ -64,7 +64,7 @@ class GroupedOptimizer(Optimizer):
     _plan: Plan | None
     _made_of: list[object]
     _settings: Settings
-    _told: list[Told]  # what replicas compare later
+    _told: list[tuple[int, Exchange[Tensor]]]  # words to compare, and at which step
 
     def _construct(
         self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
@@ -79,8 +79,6 @@ class GroupedOptimizer(Optimizer):
         of_sync = {"direction": "low_rank", **sync.group_defaults}
         keys = check.with_direction(keys)
         self._forget()
-        for key in ("momentum_dtype", "q_dtype"):
-            keys[key] = check.dtype_name(key, keys[key])
         for key, value in of_sync.items():
             keys[key] = value if keys[key] is None else keys[key]
         keys["algorithm"] = "dion"
@@ -140,12 +138,7 @@ class GroupedOptimizer(Optimizer):
         check.check_group(param_group, self._for_all_groups)
         if "params" not in param_group:
             raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
-        dtypes: dict[str, Any] = {
-            key: check.dtype_name(key, param_group[key])
-            for key in ("momentum_dtype", "q_dtype")
-            if key in param_group
-        }
-        super().add_param_group({**check.with_direction(param_group), **dtypes})
+        super().add_param_group(check.with_direction(param_group))
         try:
             self._check_last_group()
         except ValueError:
@@ -163,11 +156,12 @@ class GroupedOptimizer(Optimizer):
             check_parameter(x, name, group)
         for key in ("lr", "local_lr"):
             group[key] = check.without_dimensions(group[key])
+        for key in ("momentum_dtype", "q_dtype"):
+            group[key] = check.dtype_name(key, group[key])
 
     def _warn_unknown_keys(self, groups: Iterable[dict[str, Any]]) -> None:
         """Name the keys that have no effect here, each once."""
-        found = set().union(*(check.unknown_keys(group) for group in groups)) - self._unknown_keys
-        if found:
+        if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
             self._unknown_keys |= found
             warnings.warn(
                 f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept for the "
@@ -214,12 +208,6 @@ class GroupedOptimizer(Optimizer):
         group = self._replicas.process_group
         return Plan.of(self.param_groups, self.state, group, unions=unions, **wanted)
 
-    def _frozen_plan(self) -> Plan:
-        """A plan of what has a state, but is not trained any more."""
-        plan = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self.state.get(X)))
-        plan.look_up_states()
-        return plan
-
     def _check_plan(self, plan: Plan) -> None:
         """Raise if the optimizer cannot work with a new plan; learn what its steps send."""
         if self._plan is not None:
@@ -250,10 +238,7 @@ class GroupedOptimizer(Optimizer):
                 )
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
-        """Tell the gate what all ranks of a replica send together, which each of them knows.
-
-        X: the parameters that are trained, in the order of a plan. sharded: whether they may be.
-        """
+        """Tell the gate what all ranks of a replica send together, which each of them knows."""
         each = sizes(X)
         costs, dense = self.sync.prepare(each), 4 * sum(each)
         if costs is None or not dense:
@@ -268,12 +253,6 @@ class GroupedOptimizer(Optimizer):
         self.gate.closed_cost = met - at_openings
         self.gate.openings_per_full_sync = costs.openings_per_full_sync
 
-    def _spend(self, sent: int, plan: Plan) -> None:
-        """Let the gate know of bytes that were sent beside its openings."""
-        dense = 4 * sum(sizes([p.X for p in plan.parameters]))
-        if dense and self.gate.open_cost:
-            self.gate.spend(sent / dense / self.gate.open_cost)
-
     # ---------------------------------------------------------------- around a step
 
     def _create_state(self, plan: Plan) -> list[Parameter]:
@@ -281,16 +260,12 @@ class GroupedOptimizer(Optimizer):
 
         Before the first step all are new: frameworks move, cast and load weights until then.
         """
-        new, states = plan.parameters, plan.look_up_states()
-        if self.progress.steps:
-            new = [p for p, state in zip(new, states, strict=True) if not state]
+        new = [p for p in plan.parameters if not (self.progress.steps and p.state)]
         for p in new:
             create_state(p)
         # Whatever brings new states without those of the sync, such as loading, is verified anew.
         if new or not self._verified:
             self.sync.begin(plan.parameters)
-        if new:
-            plan.look_up_states()
         return new
 
     @property
@@ -356,17 +331,15 @@ class GroupedOptimizer(Optimizer):
                 that were saved after replicas had drifted.
         """
         held = read_record(state_dict)
-        check_fits(self, self.sync, state_dict)
-        check_complete(self, state_dict, held.progress.steps)
-        replica = self._replicas.replica
-        fitting = convert(state_dict, held, self.param_groups, self.sync, replica)
+        same_sync, here = held.is_of(self.sync), self._replicas.replica
+        fitting = convert(state_dict, held, self.param_groups, self.sync, here)
         before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
         try:
-            if not fitting.same_sync:
-                self.sync.load_state_dict(self._first_memory)
-            remember(held, self.gate, self.sync, same_sync=fitting.same_sync)
-            super().load_state_dict(fitting.state_dict)
-            restore_dtypes(self, fitting.state_dict)
+            if held.gate_class == type(self.gate).__name__:
+                self.gate.load_state_dict(held.gate)
+            self.sync.load_state_dict(held.sync if same_sync else self._first_memory)
+            super().load_state_dict(fitting)
+            restore_dtypes(self.param_groups, self.state, fitting)
         except Exception:
             self.state, self.param_groups, of_gate, of_sync = before
             self.gate.load_state_dict(of_gate)
@@ -374,14 +347,12 @@ class GroupedOptimizer(Optimizer):
             self._forget()
             raise
         self.progress = held.progress
-        if fitting.same_sync:
+        if same_sync:
             self.sync.fragments_drifted = held.fragments_drifted
         elif held.fragments_drifted:  # of which this sync knows nothing: all weights are averaged
             self.progress.local_steps = max(self.progress.local_steps, 1)
         self.sync.after_load()
         self._forget()
-        for text in fitting.warnings:
-            warnings.warn(text, stacklevel=2)
         self._warn_unknown_keys(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -66,8 +66,7 @@ def clip_grad_norm_(
             several replicas is one of them if they take norms of their own: one alone would raise.
         RuntimeError: on all ranks, if ``error_if_nonfinite`` and the norm is NaN or Inf.
     """
-    _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite, foreach)
-    _check_whose(optimizer, error_if_nonfinite, across_replicas)
+    _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite, across_replicas)
     plan, replicas = optimizer._present_plan(), optimizer._replicas.process_group
     if plan.sharded:
         place_gradients([p.X for p in plan.parameters], replicas)
@@ -99,7 +98,7 @@ def _check_arguments(
     max_norm: object,
     norm_type: float,
     error_if_nonfinite: object,
-    foreach: object,
+    across_replicas: object,
 ) -> None:
     if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
@@ -112,13 +111,6 @@ def _check_arguments(
     if norm_type != 2:
         raise ValueError(f"norm_type={norm_type!r} must be 2: no other norm is supported")
     checks.boolean("error_if_nonfinite", error_if_nonfinite)
-    if foreach is not None:
-        checks.boolean("foreach", foreach)
-
-
-def _check_whose(
-    optimizer: ReplicaOptimizer, error_if_nonfinite: bool, across_replicas: object
-) -> None:
     checks.boolean("across_replicas", across_replicas)
     if error_if_nonfinite and not across_replicas and optimizer._replicas.size > 1:
         raise ValueError(

@@ -6,21 +6,27 @@ that kind's state is dropped, and its own begins anew.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvadion import checks
 from curvadion.comm.replicas import Replica
+from curvadion.layout.dtensor import local
+from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
+from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.matrices import zeros_per_matrix
+from curvadion.layout.parameters import global_shape
 from curvadion.layout.right_factors import resize_right_factors, right_factor_shapes
+from curvadion.layout.squares import squares_fit
 from curvadion.optim.record import Record
 from curvadion.sync.base import Sync
 from curvadion.update import hyperparameters as check
 from curvadion.update.directions import DIRECTIONS
-from curvadion.update.parameter import names
+from curvadion.update.parameter import check_parameter, names
 from curvadion.update.scalar import STATE_KEYS
 from curvadion.update.state import (
     ANCHOR,
@@ -29,6 +35,7 @@ from curvadion.update.state import (
     R_SCALE,
     SPECTRUM,
     SPECTRUM_WEIGHT,
+    StateKey,
     is_right_factor,
 )
 
@@ -37,62 +44,108 @@ OF_STATES = ("direction", "rank_fraction", "rank_multiple_of")
 OF_SYNCS = ("right_factor", "look_ahead")
 
 
-@dataclass(frozen=True)
-class Converted:
-    """A state_dict that fits, whether it is of the same sync, and what the user should know."""
-
-    state_dict: dict[str, Any]
-    same_sync: bool
-    warnings: list[str]
-
-
 def convert(
     saved: Mapping[str, Any],
     record: Record,
     param_groups: Sequence[dict[str, Any]],
     sync: Sync,
     here: Replica,
-) -> Converted:
-    """Make a saved state fit the optimizer that loads it; ``saved`` stays as it is.
+) -> dict[str, Any]:
+    """A saved state that fits the optimizer which loads it; warns of what does not come from it.
 
-    Args:
-        saved: a state_dict.
-        record: what its groups hold of the run.
-        param_groups: of the optimizer that loads.
-        sync: likewise.
-        here: likewise, which of how many replicas it is.
+    record: what the saved groups hold of the run. here: the replica that loads.
 
     Raises:
-        ValueError: if a state lacks a key or has another shape, a group holds an impossible value,
-            or weights that differ between replicas would have to serve as an anchor.
+        ValueError: naming the group or the parameter, if the state is another optimizer's or
+            damaged, or if weights that differ between replicas would have to serve as an anchor.
     """
-    same_sync = record.sync_class == type(sync).__name__
+    _check_groups(param_groups, saved["param_groups"])
+    _check_complete(param_groups, saved["state"], record.progress.steps)
+    same_sync = record.is_of(sync)
     own = OF_STATES if same_sync else (*OF_STATES, *OF_SYNCS)
     groups = [
         {**held, **{key: live[key] for key in own}}
         for live, held in zip(param_groups, saved["param_groups"], strict=True)
     ]
-    if wrong := check.settings(groups):
+    if wrong := check.settings(saved["param_groups"]) or check.settings(groups):
         raise ValueError(f"state_dict holds an impossible value: {wrong}")
-    warnings = []
     if not same_sync and saved["state"]:
         _check_agreed(record, sync)
-        warnings.append(
-            f"state_dict was saved with another sync ({record.sync_class}): weights, momenta and "
-            f"moments go on, and what sync={sync!r} keeps begins anew. {list(OF_SYNCS)} are those "
-            f"of this optimizer's groups."
-        )
-    if record.replica not in (None, here):
-        warnings.append(_other_replica(record, here))
-    of_sync = {key.name for key in sync.state_keys}
+    of_sync = [key.name for key in sync.state_keys]
     dropped = set() if same_sync else {*record.sync_keys, *of_sync}
     states = dict(saved["state"])
     for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
         for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
             if i in states:
-                state = {k: v for k, v in states[i].items() if k not in dropped}
-                states[i] = _fitting(name, X, state, held, groups[g], sync)
-    return Converted({**saved, "param_groups": groups, "state": states}, same_sync, warnings)
+                check_parameter(X, name, held)
+                # torch's flattened form of a state puts {} where it finds nothing.
+                state = {k: v for k, v in states[i].items() if k not in dropped and v != {}}
+                states[i] = _fitting(name, X, state, held, groups[g], sync.state_keys)
+    _warn(record, sync, here, anew=not same_sync and bool(states))
+    return {**saved, "param_groups": groups, "state": states}
+
+
+def _warn(record: Record, sync: Sync, here: Replica, *, anew: bool) -> None:
+    if anew:
+        warnings.warn(
+            f"state_dict was saved with another sync ({record.sync_class}): weights, momenta and "
+            f"moments go on, and what sync={sync!r} keeps begins anew. {list(OF_SYNCS)} are those "
+            f"of this optimizer's groups.",
+            stacklevel=checks.user_stacklevel(),
+        )
+    if record.replica not in (None, here):
+        number, total = record.replica or here
+        warnings.warn(
+            f"state_dict was saved by replica {number} of {total} while their states differed "
+            f"({_how_far(record)}), and is loaded by replica {here.number} of {here.total}: what "
+            f"the other {total - 1} held is lost. Call optimizer.synchronize(exact=True) before "
+            f"saving, or let each replica load what it saved itself.",
+            stacklevel=checks.user_stacklevel(),
+        )
+
+
+def _check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> None:
+    if len(here) != len(there):
+        raise ValueError(
+            f"state_dict has a different number of parameter groups: {len(there)} instead of "
+            f"{len(here)}. Make the optimizer as it was made when it was saved: from the same "
+            f"model with param_groups(model), or attach(trainer, ...), and the same arguments."
+        )
+    for g, (live, held) in enumerate(zip(here, there, strict=True)):
+        if len(held["params"]) != len(live["params"]):
+            raise ValueError(
+                f"state_dict has {held['params']!r} in param group {g}, which does not match the "
+                f"size of optimizer's group: {len(live['params'])} parameters."
+            )
+        if len(given := held.get("param_names", held["params"])) != len(held["params"]):
+            raise ValueError(
+                f"state_dict has param_names={given!r} in param group {g}, which must hold one "
+                f"name for each of its {len(held['params'])} params."
+            )
+        if live["algorithm"] != held["algorithm"]:
+            raise ValueError(
+                f"state_dict has algorithm={held['algorithm']!r} in param group {g}, which has "
+                f"{live['algorithm']!r} here: give the groups in the order in which they were "
+                f"saved."
+            )
+
+
+def _check_complete(
+    param_groups: Sequence[dict[str, Any]], states: Mapping[int, Any], steps: int
+) -> None:
+    """Raise ValueError if a run of some steps left no state: torch saves and loads none silently.
+
+    torch.distributed.checkpoint makes an optimizer create its state only while no parameter has a
+    gradient.
+    """
+    trained = any(X.requires_grad for group in param_groups for X in group["params"])
+    if steps and trained and not states:
+        raise ValueError(
+            f"state_dict holds no state of any parameter, although it was saved after {steps} "
+            f"steps. If it comes from torch.distributed.checkpoint, call optimizer.zero_grad() "
+            f"before get_state_dict: a new optimizer has no state to load while there are "
+            f"gradients."
+        )
 
 
 def _fitting(
@@ -101,71 +154,110 @@ def _fitting(
     state: dict[str, Any],
     before: Mapping[str, Any],
     after: Mapping[str, Any],
-    sync: Sync,
+    of_sync: Sequence[StateKey],
 ) -> dict[str, Any]:
-    """A state for the group's direction and rank; before: the group as it was saved."""
-    # torch's flattened form of a state puts {} where it finds nothing.
-    state = {key: value for key, value in state.items() if not isinstance(value, dict) or value}
-    # Right factors are dropped where the direction has none now: then they may be missing, too.
-    needed = _needed(X, before if after["direction"] == "low_rank" else after)
-    # Of the tensors that the sync keeps of a parameter, a state has all or none.
-    of_sync = {key.name for key in sync.state_keys if key.like_parameter and not key.passing}
-    if not state.keys().isdisjoint(of_sync):
-        needed |= of_sync
-    if missing := sorted(needed - state.keys()):
-        raise ValueError(
-            f"state_dict lacks {missing} of {name}, which takes algorithm="
-            f"{after['algorithm']!r} here: it holds {sorted(state)}. Load a whole checkpoint, "
-            f"saved with the same algorithm."
-        )
-    for key in sorted(needed):
-        if not isinstance(state[key], Tensor):
-            raise TypeError(
-                f"state_dict holds {key}={state[key]!r} for {name}: it must be a tensor"
-            )
-    if after["algorithm"] == "dion":
-        return _with_right_factors(name, X, state, before, after)
-    return state
+    """A state for the group's direction and rank; before, after: the group as saved and here.
 
-
-def _with_right_factors(
-    name: str,
-    X: Tensor,
-    state: Mapping[str, Any],
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The state with right factors of the rank that the group has now, if its direction has any.
-
-    Of another rank the first columns stay, and others are initial.
+    Of another rank the first columns of right factors stay, and others are initial.
     """
-    rest = {key: value for key, value in state.items() if not is_right_factor(key)}
-    if after["direction"] != "low_rank":
-        return rest
-    for key in (SPECTRUM, SPECTRUM_WEIGHT):
-        rest.pop(key, None)
-    if before["direction"] != "low_rank":
-        return rest | DIRECTIONS["low_rank"].create_state(X, after)
-    held = {key: Q for key, Q in state.items() if is_right_factor(key)}
-    forms = {**after, **{key: before[key] for key in OF_STATES}}
-    shapes = {key: tuple(Q.shape) for key, Q in held.items()}
-    if shapes == right_factor_shapes(X, after):
-        return dict(state)
-    if shapes != right_factor_shapes(X, forms):
+    _check_flat_shard(name, X, state.get(FLAT_SHARD_START))
+    low_rank = after["direction"] == "low_rank"
+    if not low_rank:  # then the right factors may be missing, too
+        before = {**before, "direction": after["direction"]}
+        state = {key: value for key, value in state.items() if not is_right_factor(key)}
+    if wrong := _misfit(X, before, state, of_sync):
         raise ValueError(
-            f"state_dict holds right factors of shapes {shapes} for {name}, but its "
-            f"rank_fraction={before['rank_fraction']} and rank_multiple_of="
-            f"{before['rank_multiple_of']} make {right_factor_shapes(X, forms)}: build the "
-            f"optimizer with the stack_dims and row_blocks that it was saved with."
+            f"state_dict holds {wrong} for {name} of shape {global_shape(X)}: load a whole "
+            f"checkpoint of the same parameters, algorithm, stack_dims and row_blocks. A state "
+            f"moves between layouts through torch.distributed.checkpoint.state_dict."
+            f"set_optimizer_state_dict (a full one with StateDictOptions(full_state_dict=True))."
         )
-    return rest | resize_right_factors(X, held, forms, after)
+    if not low_rank or after["algorithm"] != "dion":
+        return state
+    for key in (SPECTRUM, SPECTRUM_WEIGHT):
+        state.pop(key, None)
+    if before["direction"] != "low_rank":
+        return state | DIRECTIONS["low_rank"].create_state(X, after)
+    if right_factor_shapes(X, before) == right_factor_shapes(X, after):
+        return state
+    Q = {key: state.pop(key) for key in list(state) if is_right_factor(key)}
+    return state | resize_right_factors(X, Q, before, after)
 
 
-def _needed(X: Tensor, group: Mapping[str, Any]) -> set[str]:
-    """Keys that a parameter's state must have, whatever synchronises replicas."""
+def _misfit(
+    X: Tensor,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    of_sync: Sequence[StateKey] = (),
+    *,
+    reads: bool = True,
+) -> str | None:
+    """What is in a state that steps of the group cannot go on from, in words; else None.
+
+    of_sync: the keys of the sync kind. reads: whether to look at the elements, too.
+    """
+    shapes = _shapes(X, group, state, of_sync)
+    for key, shape in shapes.items():
+        held = state.get(key)
+        if not isinstance(held, Tensor):
+            return f"no tensor {key!r} (but {sorted(state)})"
+        if tuple(held.shape) != shape:
+            return f"a {key!r} of shape {tuple(held.shape)} instead of {shape}"
+        if shape == X.shape and _placements(held) != _placements(X):
+            return f"a {key!r} with the placements {_placements(held)} instead of {_placements(X)}"
+    for key, held in state.items():
+        if is_right_factor(key) and key not in shapes:
+            return f"a {key!r}"
+        if reads and (key in shapes or key == SPECTRUM) and not _is_finite(held):
+            return f"a {key!r} with a NaN or an Inf, or of dtype {held.dtype},"
+    for key in ("step", "exp_avg_sq"):
+        if reads and key in shapes and bool((local(state[key]) < 0).any()):
+            return f"a {key!r} with a negative element"
+    spectrum, dion = state.get(SPECTRUM), group["algorithm"] == "dion"
+    if dion and spectrum is not None and not squares_fit(X, group, spectrum):
+        return f"a {SPECTRUM!r} of another layout"
+    return None
+
+
+def _shapes(
+    X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a state must hold, by key; global ones for DTensors."""
+    whole = tuple(X.shape)
     if group["algorithm"] == "dion":
-        return {MOMENTUM, MOMENTUM_NORM, R_SCALE, *right_factor_shapes(X, group)}
-    return {"step", *STATE_KEYS[group["algorithm"]]}
+        one_each = tuple(zeros_per_matrix(X, group).shape)
+        shapes = {MOMENTUM: whole, MOMENTUM_NORM: one_each, R_SCALE: one_each}
+        shapes |= right_factor_shapes(X, group)
+    else:
+        shapes = {"step": (), **dict.fromkeys(STATE_KEYS[group["algorithm"]], whole)}
+    # Of the tensors that the sync keeps of a parameter, a state has all or none.
+    like_X = [key for key in of_sync if key.like_parameter]
+    if any(key.name in state for key in like_X):
+        shapes |= {k.name: whole for k in like_X if not k.passing or k.name in state}
+    return shapes
+
+
+def _is_finite(x: Tensor) -> bool:
+    return x.is_floating_point() and bool(local(x).isfinite().all())
+
+
+def _placements(tensor: Tensor) -> tuple[object, ...] | None:
+    """None for a tensor that is no DTensor."""
+    return tuple(tensor.placements) if is_dtensor(tensor) else None
+
+
+def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
+    declared = flat_shard(X)
+    held = None if start is None else int(start)
+    here = None if declared is None else declared.start
+    if held != here:
+        raise ValueError(
+            f"state_dict holds the flat shard from element {held} of {name} of shape "
+            f"{global_shape(X)}, but this rank has the one from element {here} (None: no flat "
+            f"shard). Flat shards move to no other rank and no other layout, nor through "
+            f"torch.distributed.checkpoint: let each rank torch.save and load its own "
+            f"optimizer.state_dict()."
+        )
 
 
 def wrong_state(
@@ -175,38 +267,43 @@ def wrong_state(
     for g, group in enumerate(param_groups):
         for name, X in zip(names(group, g), group["params"], strict=True):
             state = states.get(X)
-            if not state:
-                continue
-            missing = sorted(_needed(X, {**group, "direction": "polar"}) - state.keys())
-            if missing:
-                return (
-                    f"{name} has no {missing} in its state, which algorithm="
-                    f"{group['algorithm']!r} needs: set the algorithm back."
-                )
-            if group["algorithm"] == "adamw":
-                held = state["exp_avg"].dtype
+            if state and group["algorithm"] == "adamw":
+                held = state["exp_avg"].dtype if "exp_avg" in state else X.dtype
                 if held != X.dtype != torch.float16:
                     return (
                         f"{name} has dtype {X.dtype}, and its exp_avg {held}: cast the model "
                         f"before the optimizer's first step, or cast the state too."
                     )
-            elif group["algorithm"] == "dion" and (text := _other_matrices(X, group, state)):
-                return f"{name}: {text}"
+            if state and (wrong := _misfit(X, group, state, reads=False)):
+                return (
+                    f"{name} holds {wrong}: algorithm={group['algorithm']!r}, "
+                    f"direction={group['direction']!r}, rank_fraction={group['rank_fraction']!r}, "
+                    f"rank_multiple_of={group['rank_multiple_of']!r}, "
+                    f"stack_dims={group['stack_dims']!r} or row_blocks={group['row_blocks']!r} was "
+                    f"changed after the first step. Set it back, or build an optimizer with it and "
+                    f"load this one's state_dict()."
+                )
     return None
 
 
-def _other_matrices(X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """Why a state is of other matrices or another rank than the group's."""
-    held = {key: tuple(Q.shape) for key, Q in state.items() if is_right_factor(key)}
-    norms = tuple(zeros_per_matrix(X, group).shape)
-    if held == right_factor_shapes(X, group) and tuple(state[MOMENTUM_NORM].shape) == norms:
-        return None
-    return (
-        f"direction={group['direction']!r}, rank_fraction={group['rank_fraction']!r}, "
-        f"rank_multiple_of={group['rank_multiple_of']!r}, stack_dims={group['stack_dims']!r} or "
-        f"row_blocks={group['row_blocks']!r} was changed after the first step. Set it back, or "
-        f"build an optimizer with it and load this one's state_dict()."
-    )
+def restore_dtypes(
+    param_groups: Sequence[dict[str, Any]],
+    states: Mapping[Tensor, dict[str, Any]],
+    saved: Mapping[str, Any],
+) -> None:
+    """Give loaded states the dtypes they were saved with: torch casts them to the parameter's.
+
+    Moments of AdamW stay cast: its kernels take them in the parameter's dtype, or float32 for
+    float16.
+    """
+    for group, held in zip(param_groups, saved["param_groups"], strict=True):
+        for i, X in zip(held["params"], group["params"], strict=True):
+            cast = group["algorithm"] == "adamw" and X.dtype != torch.float16
+            for key, value in saved["state"].get(i, {}).items():
+                if cast and key in STATE_KEYS["adamw"]:
+                    continue
+                if isinstance(value, Tensor) and value.dtype != states[X][key].dtype:
+                    states[X][key] = value.detach().clone().to(states[X][key].device)
 
 
 def _check_agreed(record: Record, sync: Sync) -> None:
@@ -219,16 +316,6 @@ def _check_agreed(record: Record, sync: Sync) -> None:
             f"optimizer.synchronize(exact=True) before saving, or load it with sync=LowRank() "
             f"first."
         )
-
-
-def _other_replica(record: Record, here: Replica) -> str:
-    number, total = record.replica or here
-    return (
-        f"state_dict was saved by replica {number} of {total} while their states differed "
-        f"({_how_far(record)}), and is loaded by replica {here.number} of {here.total}: what the "
-        f"other {total - 1} held is lost. Call optimizer.synchronize(exact=True) before saving, or "
-        f"let each replica load what it saved itself."
-    )
 
 
 def _how_far(record: Record) -> str:

@@ -154,7 +154,6 @@ class CurvaDion(Dion):
             super().synchronize(exact=exact)
             return
         plan = self._present_plan()
-        plan.look_up_states()
         if self.drifted:
             with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
                 self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))

@@ -21,7 +21,7 @@ from curvadion.metering.report import StepReport
 from curvadion.optim.base import GroupedOptimizer
 from curvadion.sync import exact_average
 from curvadion.sync.base import Step
-from curvadion.sync.meeting import Met, Told, meet
+from curvadion.sync.meeting import Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
 from curvadion.update.gradients import Gradients
 from curvadion.update.inner_step import InnerStep
@@ -87,7 +87,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         waits = not self.scheduled or first or (opens and not self.sync.delay)
         self._compare_words(plan)
         met = self._meet(plan, gradients, momenta, everyone=waits)
-        if met.all_zero and not self._moves:
+        if met.all_zero and not any(float(group["lr"]) for group in self.param_groups):
             # torch's checkpoint tools have made a first step so that states exist.
             self.gate.load_state_dict(memory)
             return
@@ -101,8 +101,8 @@ class ReplicaOptimizer(GroupedOptimizer):
         if not self.scheduled:
             reason = self._reason_to_open(met.signal)
         elif reason is not None and self.sync.delay:
-            due, word = self.progress.steps + self.sync.delay, self._word(plan)
-            self._told.append(Told.begin(word, due, plan, self._background(plan.device)))
+            words = begin_comparison(self._word(plan), plan, self._background(plan.device))
+            self._told.append((self.progress.steps + self.sync.delay, words))
 
         inner = InnerStep(
             plan,
@@ -113,9 +113,9 @@ class ReplicaOptimizer(GroupedOptimizer):
             rests=not met.finite,
         )
         self._take(inner, opened=reason is not None)
-        self._count(opened=reason is not None, rested=inner.rests)
-        self._report(met, reason, skipped=inner.rests)
-        self._stop_if_stuck(tolerate=scaled)
+        self.progress.local_steps = 0 if reason is not None else self.progress.local_steps + 1
+        self.progress.steps_since_exact += 1
+        self._finish(met, reason, skipped=inner.rests, tolerate=scaled)
 
     def _meet(
         self, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None, *, everyone: bool
@@ -155,11 +155,6 @@ class ReplicaOptimizer(GroupedOptimizer):
                 torch._foreach_mul_(gradients, scale.to(device).double().reciprocal().float())
         return hasattr(self, "found_inf")
 
-    @property
-    def _moves(self) -> bool:
-        """Whether any learning rate is not zero."""
-        return any(float(group["lr"]) for group in self.param_groups)
-
     def _reason_to_open(self, signal: float) -> str | None:
         """Why replicas synchronise at this step; None if they do not. The same on all of them."""
         gate, local_steps = self.gate, self.progress.local_steps
@@ -175,10 +170,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         return None
 
     def _word(self, plan: Plan, *, of_one_replica: bool = False) -> int:
-        """A checksum of all that must be equal on the ranks that meet at this step.
-
-        of_one_replica: which parameters have a gradient is among it.
-        """
+        """A checksum of all that must be equal on the ranks that meet at this step."""
         if not self._verified:
             return checksum(("first", self._listing(plan)))
         resting: list[str] = []
@@ -188,13 +180,10 @@ class ReplicaOptimizer(GroupedOptimizer):
         return checksum((*known, *self._choices.items()))
 
     def _compare_words(self, plan: Plan) -> None:
-        """Take in what replicas have told each other at openings with a delay, as far as it is due.
-
-        Raises:
-            RuntimeError: on all ranks, if they differed.
-        """
-        while self._told and self._told[0].due <= self.progress.steps:
-            self._told.pop(0).compare(partial(self._listing, plan), plan.all_ranks)
+        """Raise on all ranks if replicas differed at an opening with a delay that is due now."""
+        while self._told and self._told[0][0] <= self.progress.steps:
+            words = self._told.pop(0)[1].result().tolist()
+            compare(words, partial(self._listing, plan), plan.all_ranks)
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> None:
         """Compare the replicas before any weight has moved of which they have just got a state."""
@@ -218,13 +207,6 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     # ---------------------------------------------------------------- what is noted of it
 
-    def _count(self, *, opened: bool, rested: bool) -> None:
-        progress = self.progress
-        progress.local_steps = 0 if opened else progress.local_steps + 1
-        progress.steps += 1
-        progress.steps_since_exact += 1
-        progress.consecutive_skips = progress.consecutive_skips + 1 if rested else 0
-
     def skip_step(self, *, tolerate: bool) -> None:
         """Count a step at which some replica had a non-finite gradient; touch nothing else.
 
@@ -232,13 +214,16 @@ class ReplicaOptimizer(GroupedOptimizer):
         no error however many steps in a row are skipped, as a loss scaler that looks for its scale
         wants it.
         """
-        self.progress.steps += 1
-        self.progress.consecutive_skips += 1
-        self._report(None, None, skipped=True)
-        self._stop_if_stuck(tolerate=tolerate)
+        self._finish(None, None, skipped=True, tolerate=tolerate)
 
-    def _stop_if_stuck(self, *, tolerate: bool) -> None:
+    def _finish(
+        self, met: Met | None, opened: str | None, *, skipped: bool, tolerate: bool
+    ) -> None:
+        """Count the step and report it; opened: why replicas synchronised."""
         progress = self.progress
+        progress.steps += 1
+        progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
+        self._report(met, opened, skipped=skipped)
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
             raise RuntimeError(
                 f"{progress.consecutive_skips} steps in a row had a NaN or an Inf in a gradient "
@@ -247,7 +232,6 @@ class ReplicaOptimizer(GroupedOptimizer):
             )
 
     def _report(self, met: Met | None, opened: str | None, *, skipped: bool) -> None:
-        """opened: why replicas synchronised."""
         read = met if self.gate.reads_momentum and not skipped else None
         sent = self._wire.take()
         waited = self.sync.waited_seconds
@@ -290,14 +274,16 @@ class ReplicaOptimizer(GroupedOptimizer):
             self._average_everything()
 
     def _average_everything(self) -> None:
-        plan, frozen = self._present_plan(), self._frozen_plan()
-        plan.look_up_states()
+        plan = self._present_plan()
+        frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self.state.get(X)))
         # Weights that were frozen while replicas agreed are still the same.
         differ = self.drifted and not self.sync.ends_drift
         for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
             exact_average.average_everything_(part, self._replicas.process_group, self.sync, kept)
-            if self.gate.open_cost:
-                self._spend(exact_average.bytes_of_everything(part, self.sync), plan)
+            dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
+            if dense and self.gate.open_cost:  # a budget pays for it
+                sent = exact_average.bytes_of_everything(part, self.sync)
+                self.gate.spend(sent / dense / self.gate.open_cost)
         self.progress.local_steps = self.sync.fragments_drifted = 0
         self.progress.steps_since_exact = 0
 
@@ -320,7 +306,6 @@ class ReplicaOptimizer(GroupedOptimizer):
             if contiguous is not shard:
                 shard.copy_(contiguous)
         plan = self._present_plan()
-        plan.look_up_states()
         self.sync.after_average(plan.parameters)
         self._verified = False
 

@@ -101,45 +101,37 @@ def param_groups(
     if elementwise_lr is not None:
         check.learning_rate("elementwise_lr", elementwise_lr)
         rates = dict.fromkeys(rates, elementwise_lr)
-    options = dict(options or {})
+    options = options or {}
     for kind, keys in options.items():
         _check_kind("options", kind)
         _check_keys(f"options[{kind!r}]", keys)
-    rules = [_Rule.of(pattern, wanted) for pattern, wanted in (patterns or {}).items()]
+    rules = {pattern: _rule(pattern, wanted) for pattern, wanted in (patterns or {}).items()}
 
-    found = list(_kinds(model))
-    routed = [_routed(parameter, rules) for parameter in found]
-    matched = {parameter.pattern for parameter in routed}
-    if unmatched := [rule.pattern for rule in rules if rule.pattern not in matched]:
+    routed = [_routed(parameter, rules) for parameter in _kinds(model)]
+    if unmatched := rules.keys() - {parameter.pattern for parameter in routed}:
         raise ValueError(
-            f"patterns {unmatched} match no trainable parameter (or only ones an earlier pattern "
-            f"took); names look like {[parameter.name for parameter in found][:4]}"
+            f"patterns {sorted(unmatched)} match no trainable parameter (or only ones an earlier "
+            f"pattern took); names look like {[parameter.name for parameter in routed][:4]}"
         )
     if not routed:
         raise ValueError("model has no trainable parameters: nothing to optimize")
-    _warn_of_large([p for p in routed if p.unknown], routed, elementwise)
+    _warn_of_large(routed, elementwise)
     if not patterns:
         _warn_without_matrices(routed, elementwise)
 
-    by_kind = [
-        (kind, group)
-        for kind in KINDS
-        for group in _groups(
-            [parameter for parameter in routed if parameter.kind == kind],
-            _defaults(kind, elementwise, rates),
-            options.get(kind, {}),
-        )
-    ]
-    groups = [group for _, group in by_kind]
-    if verbose:
-        print(describe(groups, [kind for kind, _ in by_kind]))
+    groups: list[dict[str, Any]] = []
+    for kind in KINDS:
+        defaults: dict[str, Any] = {"algorithm": "dion"}
+        if kind in rates:
+            defaults = {"algorithm": elementwise, "lr": rates[kind], "weight_decay": 0.0}
+        elif kind == "stack":
+            defaults["stack_dims"] = 1
+        of_kind = [parameter for parameter in routed if parameter.kind == kind]
+        for group in _groups(of_kind, defaults, options.get(kind, {})):
+            groups.append(group)
+            if verbose:
+                print(_described(kind, group))
     return groups
-
-
-def _defaults(kind: str, elementwise: str, rates: Mapping[str, float]) -> dict[str, Any]:
-    if kind in rates:
-        return {"algorithm": elementwise, "lr": rates[kind], "weight_decay": 0.0}
-    return {"algorithm": "dion", **({"stack_dims": 1} if kind == "stack" else {})}
 
 
 def _groups(
@@ -157,15 +149,13 @@ def _groups(
     return [{"params": params, **keys} for keys, params in groups]
 
 
-def describe(groups: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> str:
-    """One line per group, with its kind, and one per parameter: what went where."""
-    lines = []
-    for group, kind in zip(groups, kinds, strict=True):
-        settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
-        count = sum(math.prod(global_shape(parameter)) for _, parameter in group["params"])
-        lines.append(f"{kind}: {settings}: {len(group['params'])} parameters, {count:,} elements")
-        lines.extend(f"  {name} {global_shape(p)}" for name, p in group["params"])
-    return "\n".join(lines)
+def _described(kind: str, group: Mapping[str, Any]) -> str:
+    """A line for the group, and one for each parameter."""
+    settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
+    params = [(name, global_shape(X)) for name, X in group["params"]]
+    count = sum(math.prod(shape) for _, shape in params)
+    first = f"{kind}: {settings}: {len(params)} parameters, {count:,} elements"
+    return "\n".join([first, *(f"  {name} {shape}" for name, shape in params)])
 
 
 @dataclass(frozen=True)
@@ -182,7 +172,7 @@ class _Parameter:
     X: Tensor
     kind: str
     stored: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
     pattern: str | None = None
     unknown: bool = False
 
@@ -191,29 +181,21 @@ class _Parameter:
         return global_shape(self.X)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What a pattern of the user's says of the parameters whose names match."""
-
-    pattern: str
-    kind: str
-    keys: dict[str, Any]
-
-    @classmethod
-    def of(cls, pattern: str, wanted: object) -> _Rule:
-        name = f"patterns[{pattern!r}]"
-        keys = dict(wanted) if isinstance(wanted, Mapping) else {"kind": wanted}
-        if "kind" not in keys:
-            raise ValueError(f"{name}={wanted!r} has no 'kind': it must be one of {KINDS}")
-        kind = _check_kind("patterns", keys.pop("kind"))
-        _check_keys(name, keys)
-        return cls(pattern, kind, keys)
+def _rule(pattern: str, wanted: object) -> tuple[str, dict[str, Any]]:
+    """The kind and the group keys that a pattern of the user's gives."""
+    name = f"patterns[{pattern!r}]"
+    keys: dict[str, Any] = dict(wanted) if isinstance(wanted, Mapping) else {"kind": wanted}
+    if "kind" not in keys:
+        raise ValueError(f"{name}={wanted!r} has no 'kind': it must be one of {KINDS}")
+    kind: Any = keys.pop("kind")
+    _check_kind("patterns", kind)
+    _check_keys(name, keys)
+    return kind, keys
 
 
-def _check_kind(argument: str, kind: object) -> str:
-    if not isinstance(kind, str) or kind not in KINDS:
+def _check_kind(argument: str, kind: object) -> None:
+    if kind not in KINDS:
         raise ValueError(f"{argument} names the kind {kind!r}; kinds are {KINDS}")
-    return kind
 
 
 def _check_keys(name: str, keys: object) -> None:
@@ -223,23 +205,24 @@ def _check_keys(name: str, keys: object) -> None:
         raise ValueError(f"{name} has {sorted(taken)}: the model gives the parameters")
 
 
-def _routed(parameter: _Parameter, rules: Sequence[_Rule]) -> _Parameter:
+def _routed(
+    parameter: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]
+) -> _Parameter:
     """The parameter under the first pattern that matches its name, with the keys of its kind."""
-    for rule in rules:
-        if fnmatchcase(parameter.name, rule.pattern):
-            parameter = replace(
-                parameter, kind=rule.kind, given=rule.keys, pattern=rule.pattern, unknown=False
-            )
-            break
+    pattern = next((p for p in rules if fnmatchcase(parameter.name, p)), None)
+    if pattern is not None:
+        kind, keys = rules[pattern]
+        parameter = replace(parameter, kind=kind, given=keys, pattern=pattern, unknown=False)
     dimensions = {"matrix": 2, "stack": 3}.get(parameter.kind)
     if dimensions is None:
         return replace(parameter, stored={})
-    if len(parameter.shape) < dimensions:
+    shape = parameter.shape
+    if len(shape) < dimensions:
         raise ValueError(
-            f"{parameter.name} of shape {parameter.shape} cannot be a {parameter.kind!r}, which "
-            f"has {dimensions} dimensions or more"
+            f"{parameter.name} of shape {shape} cannot be a {parameter.kind!r}, which has "
+            f"{dimensions} dimensions or more"
         )
-    m, n = parameter.shape[dimensions - 2], math.prod(parameter.shape[dimensions - 1 :])
+    m, n = shape[dimensions - 2], math.prod(shape[dimensions - 1 :])
     if min(m, n) in SKINNY_SIDES and max(m, n) >= SKINNY_RATIO * min(m, n):
         return replace(parameter, stored={**parameter.stored, "rank_fraction": 1.0})
     return parameter
@@ -256,6 +239,11 @@ def _kinds(model: nn.Module) -> Iterator[_Parameter]:
     for wrapped_prefix, module in model.named_modules():
         prefix = ".".join(part for part in wrapped_prefix.split(".") if part not in WRAPPERS)
         experts = _experts(module)
+        input_first = type(module).__name__ in INPUT_FIRST_MODULES
+        has_matrices = input_first or isinstance(module, (nn.Linear, nn.MultiheadAttention))
+        has_vectors = isinstance(module, nn.modules.conv._ConvNd) or (
+            type(module).__name__.endswith(("Norm", "Router"))
+        )
         for local_name, X in module.named_parameters(recurse=False):
             if id(X) in seen or not X.requires_grad:
                 continue
@@ -271,32 +259,13 @@ def _kinds(model: nn.Module) -> Iterator[_Parameter]:
                 yield _Parameter(name, X, "head" if id(X) in linear_weights else "embedding")
             elif local_name in experts:
                 yield _Parameter(name, X, "stack", experts[local_name])
-            elif not _is_matrix(module, X):
-                known = _is_known_vector(module) or local_name.endswith("bias")
+            elif not has_matrices or len(global_shape(X)) != 2:
+                known = has_vectors or local_name.endswith("bias")
                 yield _Parameter(name, X, "vector", unknown=not known)
             elif _is_head(prefix, module, vocabularies):
                 yield _Parameter(name, X, "head")
             else:
-                yield _Parameter(name, X, "matrix", _input_first(_is_input_first(module)))
-
-
-def _is_matrix(module: nn.Module, X: Tensor) -> bool:
-    known = isinstance(module, (nn.Linear, nn.MultiheadAttention)) or _is_input_first(module)
-    return known and len(global_shape(X)) == 2
-
-
-def _is_input_first(module: nn.Module) -> bool:
-    return type(module).__name__ in INPUT_FIRST_MODULES
-
-
-def _input_first(value: bool) -> dict[str, Any]:
-    return {"input_first": True} if value else {}
-
-
-def _is_known_vector(module: nn.Module) -> bool:
-    """Whether its parameters are known not to be matrices, or to do without."""
-    kernels = isinstance(module, nn.modules.conv._ConvNd)
-    return kernels or type(module).__name__.endswith(("Norm", "Router"))
+                yield _Parameter(name, X, "matrix", {"input_first": True} if input_first else {})
 
 
 def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -314,7 +283,7 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
     for input_first in (False, True):
         (hidden_twice, h), (h_down, hidden) = (up[::-1], down[::-1]) if input_first else (up, down)
         if (E, h) == (E_down, h_down) and hidden_twice == 2 * hidden:
-            return dict.fromkeys(names, _input_first(input_first))
+            return dict.fromkeys(names, {"input_first": True} if input_first else {})
     return {}
 
 
@@ -329,23 +298,18 @@ def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
     return last in HEAD_NAMES or getattr(module, "out_features", None) in vocabularies
 
 
-def _warn_of_large(
-    unknown: Sequence[_Parameter], every: Sequence[_Parameter], elementwise: str
-) -> None:
+def _warn_of_large(routed: Sequence[_Parameter], elementwise: str) -> None:
     """Name large tensors that may be matrices, those of numbered layers together."""
-    total = sum(math.prod(p.shape) for p in every)
-    large = [p for p in unknown if _may_be_matrices(p.shape, total)]
+    total = sum(math.prod(p.shape) for p in routed)
+    large = [p for p in routed if p.unknown and _may_be_matrices(p.shape, total)]
     if not large:
         return
     lines: dict[str, list[_Parameter]] = {}
     for p in large:
         lines.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", p.name), []).append(p)
     share = sum(math.prod(p.shape) for p in large) / total
-    named = "; ".join(
-        f"{pattern!r} of shape {these[0].shape}"
-        + (f" and {len(these) - 1} more" if len(these) > 1 else "")
-        for pattern, these in lines.items()
-    )
+    more = {p: f" and {len(these) - 1} more" * (len(these) > 1) for p, these in lines.items()}
+    named = "; ".join(f"{p!r} of shape {these[0].shape}{more[p]}" for p, these in lines.items())
     pattern, these = next(iter(lines.items()))
     kind = "stack" if len(these[0].shape) > 2 else "matrix"
     warnings.warn(

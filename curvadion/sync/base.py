@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion import checks
 from curvadion.comm.background import Background, no_background
 from curvadion.update.inner_step import Batch, InnerStep
 from curvadion.update.parameter import Parameter
@@ -187,5 +186,4 @@ class Sync(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()`` of this class."""
-        checks.integer("fragments_drifted", state["fragments_drifted"], 0)
         self.fragments_drifted = state["fragments_drifted"]

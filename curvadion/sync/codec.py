@@ -10,21 +10,7 @@ import torch
 from torch import Tensor
 
 from curvadion import checks, ops
-from curvadion.ops.codes import BITS, BLOCK, FORMAT, block_bytes, levels
-
-__all__ = [
-    "BITS",
-    "BLOCK",
-    "FORMAT",
-    "bits_of_weights",
-    "bits_within",
-    "block_bytes",
-    "check_bits",
-    "coded_share",
-    "decode",
-    "encode",
-    "levels",
-]
+from curvadion.ops.codes import BITS, BLOCK, block_bytes
 
 ONE_BIT_BELOW = 0.003  # as a budget; at 0.01 2 bits are better
 
@@ -52,10 +38,9 @@ def bits_within(share: float) -> int:
 def bits_of_weights(budget: float, fragments: int) -> int:
     """Bits of a code that suit averages of weights under a byte budget.
 
-    As many as it pays for at every opening, 2 at least. Below 0.3 % 2 bits would synchronise a
-    weight at every 22nd step or less often. There 1 bit, up to twice as often, ended lower with
-    the larger of two models (docs/convergence-lab.md). It gains nothing where fragments are so
-    many that 2 bits fit into every step.
+    As many as it pays for at every opening, 2 at least. Below 0.3 %, where 2 bits would synchronise
+    a weight at every 22nd step or less often, 1 bit ended lower with the larger of two models
+    (docs/convergence-lab.md), unless fragments are so many that 2 bits fit into every step.
 
     budget: share of float32 bytes; 0 if there is none. fragments: openings of one agreement.
     """
@@ -66,10 +51,7 @@ def bits_of_weights(budget: float, fragments: int) -> int:
 def encode(x: Tensor, bits: int) -> Tensor:
     """(k * BLOCK,) float32 -> (k, block_bytes(bits)) uint8.
 
-    Each block is rotated by an orthogonal matrix, a Hadamard matrix after fixed random signs:
-    whatever the distribution of its numbers, they then are close to normal, for which the levels
-    are the best there are. The error is not random: callers keep it and add it to what they send
-    next.
+    The error is not random: callers keep it and add it to what they send next.
     """
     codes = x.new_empty(len(x) // BLOCK, block_bytes(bits), dtype=torch.uint8)
     ops.encode_difference_(codes, [x], bits=bits)

@@ -10,7 +10,7 @@ weights, momenta and moments stay the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,16 +19,15 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import saturate_
-from curvadion.sync.anchored import coded_together, group_by_sharding
+from curvadion.ops.codes import BITS, FORMAT
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import BITS, FORMAT, bits_within, check_bits, coded_share
+from curvadion.sync.codec import bits_within, check_bits, coded_share
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     check_residual_dtype,
-    coded_mean,
-    decoded_together,
+    coded_mean_,
+    coded_together,
     message_bytes,
 )
 from curvadion.sync.exact_average import average_everything_
@@ -125,32 +124,10 @@ class CodedGradients(Sync):
         if group_size(step.replicas) == 1:
             parameters = [p for p in parameters if not p.rests]
         G = {id(p): _writable(p.gradient_or_zeros) for p in parameters}
-        self._replace_by_means_(parameters, G, step.replicas)
+        for run in coded_together(parameters, self.bits):
+            residuals = [local(p.state[RESIDUAL]) for p in run]
+            coded_mean_([G[id(p)] for p in run], residuals, self.bits, step.replicas)
         step.take(gradients=G, directed=True)
-
-    def _replace_by_means_(
-        self,
-        parameters: Sequence[Parameter],
-        G: Mapping[int, Tensor],
-        replicas: dist.ProcessGroup | None,
-    ) -> None:
-        """Gradients, by the parameter's id, become their means over the replicas."""
-        if group_size(replicas) == 1:
-            for p in parameters:  # of a run of several replicas, it may owe something
-                residual = local(p.state[RESIDUAL])
-                G[id(p)].add_(residual)
-                residual.zero_()
-            return
-        for alike in group_by_sharding(parameters):
-            first = 0
-            for chunk in coded_together([G[id(p)] for p in alike], self.bits):
-                residuals = [local(p.state[RESIDUAL]) for p in alike[first : first + len(chunk)]]
-                first += len(chunk)
-                means = coded_mean(chunk, residuals, self.bits, replicas)
-                for some in decoded_together(chunk):
-                    wide = list(islice(means, len(some)))
-                    saturate_(wide, [gradient.dtype for gradient in some])
-                    torch._foreach_copy_(some, wide)
 
     def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
         """Average what was loaded and may be each replica's own; else they are equal."""

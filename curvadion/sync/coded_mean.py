@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -12,69 +13,75 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion import checks, ops
-from curvadion.comm.collectives import chunks, shares
+from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares
+from curvadion.layout.parameters import groups_of
 from curvadion.ops.codes import BLOCK, block_bytes, blocks_of, part, rows_of
 from curvadion.ops.tensors import saturated
+from curvadion.update.parameter import Parameter
 from curvadion.update.sizes import most_together
+from curvadion.update.state import RESIDUAL
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
 
 
 def check_residual_dtype(residual_dtype: ResidualDtype) -> str:
-    """The name of a dtype that residuals can have; raise TypeError or ValueError for another."""
-    name: str = str(residual_dtype)
-    if isinstance(residual_dtype, torch.dtype):
-        name = name.removeprefix("torch.")
+    """The name of a dtype that residuals can have; raise ValueError for another."""
+    name = str(residual_dtype).removeprefix("torch.")
     checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
     return name
 
 
-def coded_mean(
+def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[Parameter]]:
+    """Runs of parameters whose codes are one bucket, in an order that ranks share.
+
+    A run is sharded over the same ranks: which replica averages a block depends on the blocks
+    before it, and ranks that hold the same shard of a parameter must get the same.
+    """
+    by_ranks: dict[tuple[int, ...], list[Parameter]] = {}
+    for p in parameters:
+        if RESIDUAL in p.state:
+            by_ranks.setdefault(tuple(map(id, groups_of(p.X))), []).append(p)
+    for alike in by_ranks.values():
+        rest = iter(alike)
+        for bucket in chunks([p.local for p in alike], DENSE_BUCKET_BYTES * 32 // bits):
+            yield list(islice(rest, len(bucket)))
+
+
+def coded_mean_(
     X: Sequence[Tensor], residuals: Sequence[Tensor], bits: int, group: dist.ProcessGroup | None
-) -> Iterator[Tensor]:
-    """The means of X over the group, the same bits on every rank, sent in codes of ``bits`` bits.
+) -> None:
+    """X <- mean over the group of X, saturated; the same bits on every rank.
 
     Every rank is the owner of an equal share of all numbers. Each sends its codes to the owners,
     which sum them in float32, so that no sum can overflow, and send the codes of the means back.
     The residuals hold what these codes have lost, and are added to what is sent next: summed over
-    calls, means returned differ from true means by no more than the last call's residuals, and the
-    roundings of residuals if these are bfloat16.
+    calls, means differ from true means by no more than the last call's residuals, and the roundings
+    of residuals if these are bfloat16.
 
     Args:
-        X: tensors of the residuals' shapes, the same on every rank.
-        residuals: float32 or bfloat16 tensors, zero before the first call; updated.
-        bits: of a code, one of ``codec.BITS``.
-        group: the ranks; None stands for this process alone, whose means are X.
-
-    Yields:
-        Float32 tensors of X's shapes. Nothing is sent before the first is asked for, and all is
-        sent then. Besides the tensors of :func:`decoded_together`, twice the codes and a share of
-        the numbers in float32 are held meanwhile.
+        X: tensors of any floating dtype, of the same shapes on every rank; updated.
+        residuals: float32 or bfloat16, of X's shapes, zero before the first call; updated.
+        bits: of a code, one of ``curvadion.ops.codes.BITS``.
+        group: the ranks; None stands for this process alone.
 
     Sends: 2 (n - 1) / n times the codes of all numbers, as :func:`message_bytes` gives them, on
     average over the n ranks.
     """
-    if group is None or _nothing_to_send(residuals, group):
+    codes = _exchanged(X, (), residuals, bits, group)
+    if codes is None:
         for x, residual in zip(X, residuals, strict=True):
-            yield x.float() + _take(residual)
+            x.add_(residual)
+            residual.zero_()
         return
-    message = encode(X, (), residuals, bits, group)
-    message.exchange_(group)
-    message.store_losses_(residuals)
-    left = message.codes
-    for some in decoded_together(residuals):
-        means = [torch.empty(r.shape, dtype=torch.float32, device=r.device) for r in some]
-        rows = sum(blocks_of(r.numel()) for r in some)
+    for some in chunks(X, 4 * most_together(codes.device).batch):
+        wide = [torch.promote_types(x.dtype, torch.float32) for x in some]
+        means = [x.new_empty(x.shape, dtype=d) for x, d in zip(some, wide, strict=True)]
+        torch._foreach_zero_(means)
+        rows = sum(blocks_of(x.numel()) for x in some)
         with record_function("curvadion.decode"):
-            ops.decode_(means, left[:rows], bits)
-        left = left[rows:]
-        yield from means
-
-
-def decoded_together(X: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors whose means are held together."""
-    return chunks(X, 4 * most_together(X[0].device).batch)
+            ops.decode_add_(some, means, codes[:rows], bits)
+        codes = codes[rows:]
 
 
 def add_coded_mean_(
@@ -86,26 +93,18 @@ def add_coded_mean_(
 ) -> None:
     """anchor <- anchor + mean over the group of (X - anchor), X <- anchor, saturated.
 
-    As :func:`coded_mean` of the differences, but these and their means are never held.
-
-    Args:
-        X: weights, of any floating dtype; updated. The anchor is taken as this dtype holds it: the
-            rounding to a narrow dtype is no movement.
-        anchors: float32 or wider, of X's shapes, the same bits on every rank; updated.
-        residuals: as in :func:`coded_mean`.
-        bits: of a code.
-        group: as in :func:`coded_mean`.
+    As :func:`coded_mean_` of the differences. anchors: float32 or wider, of X's shapes, the same
+    bits on every rank; updated.
     """
-    if group is None or _nothing_to_send(residuals, group):
+    codes = _exchanged(X, anchors, residuals, bits, group)
+    if codes is None:
         for x, anchor, residual in zip(X, anchors, residuals, strict=True):
-            moved = moved_since(anchor, x)
-            x.copy_(saturated(anchor.add_(moved.float() + _take(residual)), x.dtype))
+            anchor.add_(moved_since(anchor, x).float() + residual)
+            residual.zero_()
+            x.copy_(saturated(anchor, x.dtype))
         return
-    message = encode(X, anchors, residuals, bits, group)
-    message.exchange_(group)
-    message.store_losses_(residuals)
     with record_function("curvadion.decode"):
-        ops.decode_add_(X, anchors, message.codes, bits)
+        ops.decode_add_(X, anchors, codes, bits)
 
 
 def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
@@ -119,14 +118,20 @@ def message_bytes(sizes: Iterable[int], bits: int) -> int:
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
-def _nothing_to_send(residuals: Sequence[Tensor], group: dist.ProcessGroup) -> bool:
-    return group.size() == 1 or not any(r.numel() for r in residuals)
-
-
-def _take(residual: Tensor) -> Tensor:
-    taken = residual.to(torch.float32, copy=True)
-    residual.zero_()
-    return taken
+def _exchanged(
+    X: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    bits: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor | None:
+    """The codes of the means, None if there is nothing to send; updates residuals."""
+    if group is None or group.size() == 1 or not any(r.numel() for r in residuals):
+        return None
+    message = encode(X, anchors, residuals, bits, group)
+    message.exchange_(group)
+    message.store_losses_(residuals)
+    return message.codes
 
 
 @dataclass(frozen=True)

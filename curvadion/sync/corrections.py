@@ -39,7 +39,7 @@ of Matrices, 2008, chapter 8).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ from curvadion.update.parameter import (
     Parameter,
     open_shards,
     product_dtype,
-    runs_of_views,
     stacked,
 )
 from curvadion.update.plan import Plan
@@ -73,16 +72,45 @@ LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 SHORTEST = 1e-10
 
 
-def lengths_of(stacks: Sequence[Sequence[Matrix]], rates: Sequence[float]) -> list[Tensor]:
+# The sum of lr over all steps since the last agreement on a parameter.
+Rate = Callable[[Parameter], float]
+
+
+def weights_of(p: Parameter) -> Tensor:
+    """For :func:`copies_of`."""
+    return p.local
+
+
+def anchor_of(p: Parameter) -> Tensor:
+    """What replicas last agreed on; shards held here."""
+    return local(p.state[ANCHOR])
+
+
+def copies_of(
+    stacks: Sequence[Sequence[Matrix]], of: Callable[[Parameter], Tensor]
+) -> list[Tensor]:
+    """What the matrices are in a tensor of each parameter, (k, m_i, n_j) by stack."""
+    return [stacked([m.read(of(m.parameter)) for m in stack], stack[0]) for stack in stacks]
+
+
+def subtract_from_(
+    stacks: Sequence[Sequence[Matrix]],
+    of: Callable[[Parameter], Tensor],
+    before: Sequence[Tensor],
+) -> None:
+    """What matrices have moved since :func:`copies_of` gave ``before``, in its place."""
+    for stack, copies in zip(stacks, before, strict=True):
+        torch._foreach_add_(list(copies.neg_()), [m.read(of(m.parameter)) for m in stack])
+
+
+def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
     """L, a sum of lr times the shape's scale, one a matrix, (k,) by stack.
 
     The distance that the steps since the last agreement go if all have one direction.
-
-    rates: the sum of lr over all steps since then, one a parameter group.
     """
     return [
         from_host(
-            [rates[m.parameter.position] * m.update_scale for m in stack],
+            [rate(m.parameter) * m.update_scale for m in stack],
             product_dtype(stack[0].parameter.X),
             stack[0].parameter.X.device,
         )
@@ -102,34 +130,26 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
 # -------------------------------------------------------------------- momentum alignment
 
 
-def weights_of(taken: Taken) -> list[Tensor]:
-    """Copies of the weights that the step has moved, (k, m_i, n_j) by stack."""
-    return [stacked([m.X for m in stack], stack[0]) for stack in taken.stacks]
-
-
-def moved_since_(taken: Taken, own: Sequence[Tensor]) -> Sequence[Tensor]:
-    """D - D_i by stack, in the place of the :func:`weights_of` the step before replicas agreed."""
-    for stack, before in zip(taken.stacks, own, strict=True):
-        _subtract_from_([m.X for m in stack], before)
-        saturate_(list(before), [m.parameter.X.dtype for m in stack])
-    return own
-
-
 @record_function("curvadion.align_momenta")
 def align_momenta_(
-    taken: Taken, missing: Sequence[Tensor], spectrum_decay: float, rates: Sequence[float]
+    taken: Taken, missing: Sequence[Tensor], spectrum_decay: float, rate: Rate
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
-    Args:
-        taken: the last step, a local one.
-        missing: D - D_i of its matrices, by stack; overwritten.
-        spectrum_decay: weight of the S_i of earlier openings.
-        rates: that tell L, as of :func:`lengths_of`.
+    missing: D - D_i of the matrices, by stack; overwritten. spectrum_decay: weight of the S_i of
+    earlier openings.
+
+    The share of D - D_i is 1 / L. Directions differ by no more than sqrt(r) in Frobenius norm; if
+    it is longer than L sqrt(r), the share falls with the square of the length.
     """
-    if taken.stacks:
-        shares = _alignment_shares(taken, missing, lengths_of(taken.stacks, rates))
-        taken.turn_momenta_(missing, [-share for share in shares], spectrum_decay)
+    if not taken.stacks:
+        return
+    lengths, squares = _lengths(taken.stacks, rate), taken.plan.squared_norms(missing)
+    shares = [
+        -_clip(L * r, L.square() * r, square)
+        for L, r, square in zip(lengths, taken.ranks(), squares, strict=True)
+    ]
+    taken.turn_momenta_(missing, shares, spectrum_decay)
 
 
 def place_spectra(parameters: Sequence[Parameter]) -> None:
@@ -154,58 +174,20 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
             p.state[SPECTRUM_WEIGHT] = 0.0
 
 
-def _subtract_from_(X: list[Tensor], stack: Tensor) -> None:
-    """X - stack, in the place of the stack."""
-    torch._foreach_add_(list(stack.neg_()), X)
-
-
-def _alignment_shares(
-    taken: Taken, missing: Sequence[Tensor], lengths: Sequence[Tensor]
-) -> list[Tensor]:
-    """1 / L by stack; less where D - D_i is too long.
-
-    Directions differ by no more than sqrt(r) in Frobenius norm. The share is 1 / L up to a length
-    of L sqrt(r), and falls with the square of the length beyond.
-    """
-    squares = taken.plan.squared_norms(missing)
-    return [
-        _clip(L * r, L.square() * r, square)
-        for L, r, square in zip(lengths, taken.ranks(), squares, strict=True)
-    ]
-
-
 # -------------------------------------------------------------------- polar correction
 
 
-def anchors_of(plan: Plan) -> list[Tensor]:
-    """Copies of the anchors of the plan's matrices, (k, m_i, n_j) by stack."""
-    return [stacked([m.read(_anchor(m)) for m in s], s[0]) for s in plan.stacks()]
-
-
-def anchors_moved_(plan: Plan, before: Sequence[Tensor]) -> Sequence[Tensor]:
-    """D by stack, in the place of the :func:`anchors_of` the plan before replicas agreed."""
-    for stack, each in zip(plan.stacks(), before, strict=True):
-        _subtract_from_([m.read(_anchor(m)) for m in stack], each)
-    return before
-
-
 @record_function("curvadion.correct_polar")
-def correct_polar_(
-    plan: Plan, D: Sequence[Tensor], lengths: Sequence[Tensor], *, together: bool = True
-) -> None:
+def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: bool = True) -> None:
     """Move weights and anchors by a Newton-Schulz step of D. Collective inside the replica.
 
-    Replicas hold the same anchors and D before, and compute the same.
-
-    Args:
-        plan: the matrices that have been synchronised, the same ones on every replica.
-        D: what their anchors have moved by, by stack; overwritten.
-        lengths: L, by stack.
-        together: whether weights are what the anchors are.
+    D: what the anchors of the plan's matrices have moved by, by stack, the same on every replica;
+    overwritten. together: whether weights are what the anchors are.
     """
-    stacks = plan.stacks()
+    stacks = plan.stacks
     if not stacks:
         return
+    lengths = _lengths(stacks, rate)
     for each, L in zip(D, lengths, strict=True):
         each.div_(L.where(L > SHORTEST, torch.inf)[:, None, None])
     changes = _newton_schulz_(plan, D)  # V, in the place of D
@@ -222,7 +204,7 @@ def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
     Singular values of V are 1 or less, unless the learning rate has fallen. V is divided by d, the
     root of their mean square if that is more, so that products stay in the range of float16.
     """
-    stacks = plan.stacks()
+    stacks = plan.stacks
     layouts = [stack[0].layout for stack in stacks]
     divisors = [
         (square / min(layout.shape)).sqrt().clamp_min(1.0)[:, None, None]
@@ -238,23 +220,17 @@ def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
     return cut_columns(changes, layouts)
 
 
-def _anchor(m: Matrix) -> Tensor:
-    return local(m.parameter.state[ANCHOR])
-
-
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
     """anchor <- anchor + change, X <- anchor if they were equal, else X + change.
 
     changes: (k, m_i, n_j); overwritten.
     """
-    for run in runs_of_views(matrices):
-        chosen, moved = matrices[run], list(changes[run])
-        weights = [m.parameter.local for m in chosen]
-        with open_shards(chosen, [_anchor(m) for m in chosen], weights) as (anchors, X):
-            torch._foreach_add_(anchors, moved)
-            if together:
-                torch._foreach_copy_(moved, anchors)
-            else:
-                torch._foreach_add_(moved, X)
-            saturate_(moved, [x.dtype for x in X])
-            torch._foreach_copy_(X, moved)
+    moved, weights = list(changes), [m.parameter.local for m in matrices]
+    with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (anchors, X):
+        torch._foreach_add_(anchors, moved)
+        if together:
+            torch._foreach_copy_(moved, anchors)
+        else:
+            torch._foreach_add_(moved, X)
+        saturate_(moved, [x.dtype for x in X])
+        torch._foreach_copy_(X, moved)

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size, mean_
 from curvadion.layout.dtensor import local
-from curvadion.layout.flat_shard import flat_shard
-from curvadion.layout.parameters import global_shape, groups_of
+from curvadion.layout.parameters import global_shape
 from curvadion.sync.base import Sync
 from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
-from curvadion.update.state import R_SCALE, averaged
+from curvadion.update.state import averaged
 
 
 def average_(
@@ -49,7 +48,6 @@ def average_everything_(
 ) -> None:
     """Replace weights and all state that replicas have of their own by their means. Collective.
 
-    sync: the kind that looks after the state that is neither (:class:`Sync`).
     kept: the parameters whose weights, equal on all replicas, stay as they are.
     """
     before = [(p.local, p.local.clone()) for p in kept]
@@ -77,34 +75,16 @@ def sizes(X: Sequence[Tensor]) -> list[int]:
 
 
 def bytes_of_everything(plan: Plan, sync: Sync) -> int:
-    """What :func:`average_everything_` sends, all ranks of a replica together: the same on all."""
-    total = 0
-    for p in plan.parameters:
-        total += math.prod(global_shape(p.X)) * _wire_bytes(p.X) * plan.copies_inside(p)
-        for name, x in averaged(p.state, sync.state_keys).items():
-            numbers, shards = _whole(p, name, x)
-            total += numbers * _wire_bytes(x) * group_size(plan.inside) // shards
-        for counter in averaged(p.state, counters=True).values():
-            total += counter.nbytes * group_size(plan.inside)
-    return total
-
-
-def _wire_bytes(x: Tensor) -> int:
-    """Bytes of a number that is averaged exactly."""
-    return torch.promote_types(x.dtype, torch.float32).itemsize
-
-
-def _whole(parameter: Parameter, name: str, x: Tensor) -> tuple[int, int]:
-    """Numbers in a state tensor, and the number of its shards."""
-    like = parameter.X
-    if flat_shard(like) is None:
-        return x.numel(), math.prod(map(group_size, groups_of(x)))  # a DTensor's are all
-    if name == R_SCALE:
-        return x.numel(), 1
-    for m in parameter.matrices:
-        if m.shard.q.key == name:
-            return min(m.layout.shape) * m.shard.rank, group_size(m.layout.columns.group)
-    return math.prod(global_shape(like)), math.prod(map(group_size, groups_of(like)))
+    """What :func:`average_everything_` sends, all ranks of the replica together. Collective."""
+    states = [x for p in plan.parameters for x in averaged(p.state, sync.state_keys).values()]
+    held = [*(p.local for p in plan.parameters), *map(local, states)]
+    own = sum(x.numel() * torch.promote_types(x.dtype, torch.float32).itemsize for x in held)
+    own += sum(counter.nbytes for counter in _counters(plan))
+    if plan.inside is None:
+        return own
+    total = torch.tensor(own, device=plan.device)
+    dist.all_reduce(total, group=plan.inside)
+    return int(total)
 
 
 # -------------------------------------------------------------------- drift
@@ -117,12 +97,8 @@ def drift(
 ) -> float:
     """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||, over all parameters; collective.
 
-    Args:
-        X: the shards held here, each with the number of ranks of the replica that hold it.
-        replicas: the ranks that hold the same shards.
-        inside: the ranks of this replica, over which the squares are summed.
-
-    Dense: as many numbers cross the group as there are parameters. 0 for one replica.
+    X: the shards held here, each with the number of ranks of the replica that hold it. Dense: as
+    many numbers cross the replicas as there are parameters.
     """
     if group_size(replicas) == 1:
         return 0.0

@@ -8,7 +8,7 @@ in the same step, and raises an error that says what differs.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,11 +33,10 @@ _NAN_BITS, _PARAMETER = 0x7FC00000, 0x7FFFFFFF
 class Met(NamedTuple):
     """What the ranks of a meeting know.
 
-    Attributes:
-        signal: the largest gate signal of any matrix on any of them.
-        parameter: the name of the parameter that had it; None if there are no matrices.
-        finite: whether no gradient on any of them holds a NaN or an Inf.
-        all_zero: whether all gradients of all of them are zero; told at a first step only.
+    signal: the largest gate signal of any matrix on any of them. parameter: the name of the
+    parameter that had it; None if there are no matrices. finite: whether no gradient on any of them
+    holds a NaN or an Inf. all_zero: whether all gradients of all of them are zero; told at a first
+    step only.
     """
 
     signal: float
@@ -60,15 +59,9 @@ def meet(
 ) -> Met:
     """One collective, and one read by the host.
 
-    Args:
-        gate: whose signals travel along.
-        plan: the step's parameters.
-        gradients: of its matrices.
-        momenta: their norms if the gate reads them.
-        word: gives w, a checksum of all that must be equal.
-        listing: what that is, for the error.
-        group: the ranks that meet; None for this process alone.
-        first: whether to tell if all gradients are zero.
+    momenta: norms, if the gate reads them. word: gives w. listing: what w is of, for the error.
+    group: the ranks that meet; None for this process alone. first: whether to tell if all gradients
+    are zero.
 
     Non-negative floats sort like their bits, and NaN sorts above infinity. So the largest word is
     that of the largest signal, or says that a gradient is not finite. Its lower 31 bits hold the
@@ -93,7 +86,7 @@ def meet(
         words = torch.stack([largest, *(torch.full_like(largest, w) for w in (own, -own))])
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
         number, *told = words.tolist()
-        _compare(told, listing, group)
+        compare(told, listing, group)
     else:
         number = int(largest.item())
     bits_of = number >> 32
@@ -105,37 +98,23 @@ def meet(
     )
 
 
-class Told(NamedTuple):
-    """Words that replicas exchange beside the training, at an opening with a delay.
+def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:
+    """Learn the largest ``(w, -w)`` beside the training, at an opening with a delay."""
+    words = from_host([word, -word], torch.int64, plan.device)
 
-    Attributes:
-        due: the step at which they are compared.
-        exchange: gives the largest ``(w, -w)``.
-    """
+    def exchange() -> Tensor:
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=background.group)
+        return words
 
-    due: int
-    exchange: Exchange[Tensor]
-
-    @classmethod
-    def begin(cls, word: int, due: int, plan: Plan, background: Background) -> Told:
-        words = from_host([word, -word], torch.int64, plan.device)
-
-        def exchange() -> Tensor:
-            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=background.group)
-            return words
-
-        return cls(due, background.begin("The comparison of the replicas' settings", exchange))
-
-    def compare(self, listing: Callable[[], Listing], group: dist.ProcessGroup | None) -> None:
-        """Wait for the words; raise RuntimeError on all ranks of the group if they differ."""
-        _compare(self.exchange.result().tolist(), listing, group)
+    return background.begin("The comparison of the replicas' settings", exchange)
 
 
-def _compare(
-    words: list[int], listing: Callable[[], Listing], group: dist.ProcessGroup | None
+def compare(
+    words: Sequence[int], listing: Callable[[], Listing], group: dist.ProcessGroup | None
 ) -> None:
+    """Raise RuntimeError on all ranks of the group if words, as ``(w, -w)``, differed."""
     largest, negated = words
-    if largest != -negated:
+    if group is not None and largest != -negated:
         raise_different(listing(), group)
 
 

@@ -14,46 +14,43 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import checksum, divide, group_size
-from curvadion.sync.anchored import (
-    anchored,
-    average_in_codes_,
-    coded_together,
-    group_by_sharding,
-)
+from curvadion.layout.dtensor import local
+from curvadion.ops.codes import FORMAT
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import FORMAT, bits_of_weights, check_bits, coded_share
+from curvadion.sync.codec import bits_of_weights, check_bits, coded_share
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
+    add_coded_mean_,
     check_residual_dtype,
+    coded_together,
     message_bytes,
 )
 from curvadion.sync.corrections import (
+    Rate,
     align_momenta_,
-    anchors_moved_,
-    anchors_of,
+    anchor_of,
+    copies_of,
     correct_polar_,
     drop_spectra,
     forget_spectra,
-    lengths_of,
-    moved_since_,
     place_spectra,
+    subtract_from_,
     weights_of,
 )
 from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
-from curvadion.update.directions import DIRECTIONS
 from curvadion.update.inner_step import Batch
 from curvadion.update.momentum import measure_momenta
-from curvadion.update.parameter import Parameter, stacked
+from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
 
@@ -158,8 +155,8 @@ class QuantizedAverage(Sync):
         if before != self._dealt and self.fragments_drifted:
             self.fragments_drifted = self.count  # which of the old ones is not known
         if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
-            self._rates = [_largest(self._rates) for _ in range(count)]
-            self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
+            self._rates = [[] for _ in range(count)]
+            self._sent_rates = [[] for _ in range(count)]
         return Costs(message_bytes(sizes, self.bits) / count, count)
 
     def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
@@ -201,12 +198,12 @@ class QuantizedAverage(Sync):
 
     def _step(self, step: Step, sending: int | None) -> None:
         """A step of the replica's own; means arrive that are due, and a fragment is sent."""
-        plan, directed = step.plan, step.inner.directed
+        plan, of = step.plan, self._fragment_of
         self.fragments_drifted = self.count
         self._count_rates(plan)
-        goes = [fragment == sending for fragment in self._fragment_of]
-        if sending is not None:  # a budget may open sooner than means arrive
-            self._arrive_all([p for p, sent in zip(plan.parameters, goes, strict=True) if sent])
+        going = [fragment == sending for fragment in of]
+        # A budget may open sooner than means arrive.
+        self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
         due = self._due(step) if self._expecting else set[int]()
         if sending is None and not due:
             step.take()
@@ -214,28 +211,21 @@ class QuantizedAverage(Sync):
         # Corrections change momenta, whose norms are therefore measured at the end.
         measures = step.inner.norms is not None
         step = replace(step, inner=replace(step.inner, norms=None))
-        # Two fragments arrive in one step if the one before was left out for a NaN.
-        arrives = [
-            f if id(p) in due else None
-            for f, p in zip(self._fragment_of, plan.parameters, strict=True)
-        ]
-        rest = plan.select([a is None and not g for a, g in zip(arrives, goes, strict=True)])
-        going = plan.select(goes)
-        arriving = {
-            f: plan.select([a == f for a in arrives])
-            for f in sorted({a for a in arrives if a is not None})
-        }
-        parts = [part for part in (rest, *arriving.values(), going) if part.parameters]
-        fragments = {id(part): f for f, part in arriving.items()}
-        for batch in step.batches(*parts):
-            orthonormal = all(DIRECTIONS[p.direction].orthonormal for p in batch.plan.dion)
-            corrected = directed and orthonormal
-            if id(batch.part) in fragments:
-                self._arrive(batch, fragments[id(batch.part)], corrected=corrected)
-            elif batch.part is going and self.delay and group_size(step.replicas) > 1:
+        arriving = [id(p) in due for p in plan.parameters]
+        staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
+        stay, arrive, go = map(plan.select, (staying, arriving, going))
+        fragments = dict(zip(map(id, plan.parameters), of, strict=True))
+        rate, sent_rate = (
+            partial(_rate, sums, fragments) if step.inner.directed else None
+            for sums in (self._rates, self._sent_rates)
+        )
+        for batch in step.batches(*(part for part in (stay, arrive, go) if part.parameters)):
+            if batch.part is arrive:
+                self._arrive(batch, sent_rate)
+            elif batch.part is go and self.delay and group_size(step.replicas) > 1:
                 self._send(batch.plan, step)
-            elif batch.part is going:
-                self._agree(batch, step.replicas, corrected=corrected)
+            elif batch.part is go:
+                self._agree(batch, step.replicas, rate)
         if sending is not None:
             self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
         if measures:
@@ -259,8 +249,8 @@ class QuantizedAverage(Sync):
         self._arrive_all(plan.parameters)
         openings, count = self.fragments_drifted, max(1, self.count)
         drifted = {(self.next_fragment + i) % count for i in range(openings)}
-        for chosen in plan.select([f in drifted for f in self._fragment_of]).batches():
-            self._agree(Batch(plan, chosen, None), replicas, corrected=False)
+        for chosen in plan.select([f in drifted for f in self._fragment_of]).batches:
+            self._agree(Batch(plan, chosen, None), replicas, None)
         for fragment in drifted:
             self._rates[fragment] = []
         self.next_fragment, self.fragments_drifted = (self.next_fragment + openings) % count, 0
@@ -277,70 +267,58 @@ class QuantizedAverage(Sync):
 
     def _send(self, plan: Plan, step: Step) -> None:
         self._expecting = True
-        for alike in group_by_sharding(plan.parameters):
-            first = 0
-            for chunk in coded_together([p.local for p in alike], self.bits):
-                these = alike[first : first + len(chunk)]
-                first += len(chunk)
-                due = step.number + self.delay
-                self._under_way.send(these, self.bits, step.background(), due=due)
+        for run in coded_together(plan.parameters, self.bits):
+            self._under_way.send(run, self.bits, step.background(), step.number + self.delay)
 
-    def _arrive(self, batch: Batch, fragment: int, *, corrected: bool) -> None:
-        """Take in the means of a batch of a fragment, then correct momenta and weights."""
+    def _arrive(self, batch: Batch, rate: Rate | None) -> None:
+        """Take in the means of a batch, then correct momenta and weights."""
         plan, taken = batch.plan, batch.taken
-        arrived = {
-            id(p): a
-            for p, a in zip(plan.parameters, self._under_way.land_(plan.parameters), strict=True)
-        }
-        rates = self._sent_rates[fragment]
-        if taken is not None and self.align_momentum:
-            missing = [
-                stacked([m.read(arrived[id(m.parameter)].missing) for m in stack], stack[0])
-                for stack in taken.stacks
-            ]
-            align_momenta_(taken, missing, self.spectrum_decay, rates)
+        landed = self._under_way.land_(plan.parameters)
+        arrived = dict(zip(map(id, plan.parameters), landed, strict=True))
+        if rate is not None and taken is not None and self.align_momentum:
+            missing = copies_of(taken.stacks, lambda p: arrived[id(p)].missing)
+            align_momenta_(taken, missing, self.spectrum_decay, rate)
             del missing
         batch.taken = taken = None
-        if corrected and self.polar_correction:
-            stacks = plan.stacks()
-            D = [stacked([m.read(arrived[id(m.parameter)].mean) for m in s], s[0]) for s in stacks]
-            correct_polar_(plan, D, lengths_of(stacks, rates), together=False)
+        if rate is not None and self.polar_correction:
+            D = copies_of(plan.stacks, lambda p: arrived[id(p)].mean)
+            correct_polar_(plan, D, rate, together=False)
 
     def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
         """Take in what is under way, without corrections."""
         self._under_way.land_([p for p in parameters if DUE in p.state])
 
-    def _agree(self, batch: Batch, replicas: dist.ProcessGroup | None, *, corrected: bool) -> None:
-        """Agree on the weights of a batch, then correct momenta and weights.
-
-        corrected: whether to correct the weights.
-        """
+    def _agree(self, batch: Batch, replicas: dist.ProcessGroup | None, rate: Rate | None) -> None:
+        """Agree on the weights of a batch, then correct momenta and weights if there is a rate."""
         plan = batch.plan
         if group_size(replicas) == 1:
             self._anchor(plan.parameters)
             return
         taken = batch.taken if self.align_momentum else None
         batch.taken = None  # directions take memory, and are used once
-        own: Sequence[Tensor] = [] if taken is None else weights_of(taken)
-        corrected = corrected and self.polar_correction
-        before: Sequence[Tensor] = anchors_of(plan) if corrected else []
-        for alike in group_by_sharding(plan.parameters):
-            average_in_codes_(list(anchored(alike)), self.bits, replicas)
-        rates = self._rates[self.next_fragment] if self._rates else []
-        if taken is not None:
-            align_momenta_(taken, moved_since_(taken, own), self.spectrum_decay, rates)
+        own = [] if taken is None else copies_of(taken.stacks, weights_of)
+        corrected = rate is not None and self.polar_correction
+        before = copies_of(plan.stacks, anchor_of) if corrected else []
+        for run in coded_together(plan.parameters, self.bits):
+            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
+            add_coded_mean_([p.local for p in run], anchors, residuals, self.bits, replicas)
+        if rate is not None and taken is not None:
+            subtract_from_(taken.stacks, weights_of, own)
+            align_momenta_(taken, own, self.spectrum_decay, rate)
         del taken, own
-        if corrected:
-            D = anchors_moved_(plan, before)
-            correct_polar_(plan, D, lengths_of(plan.stacks(), rates))
+        if rate is not None and corrected:
+            subtract_from_(plan.stacks, anchor_of, before)
+            correct_polar_(plan, before, rate)
 
     # ---------------------------------------------------------------- exact averages
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
         self._arrive_all(parameters)
-        for held in anchored(parameters):
-            held.X.add_(held.residual)
-            held.residual.zero_()
+        for p in parameters:
+            if ANCHOR in p.state:
+                residual = local(p.state[RESIDUAL])
+                p.local.add_(residual)
+                residual.zero_()
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         self._under_way.drop(parameters)
@@ -349,8 +327,9 @@ class QuantizedAverage(Sync):
         self._rates = [[] for _ in self._rates]
 
     def _anchor(self, parameters: Sequence[Parameter]) -> None:
-        for held in anchored(parameters):
-            held.anchor.copy_(held.X)
+        for p in parameters:
+            if ANCHOR in p.state:
+                anchor_of(p).copy_(p.local)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -360,16 +339,11 @@ class QuantizedAverage(Sync):
         return {**super().state_dict(), **own, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        number, dealt = state["next_fragment"], state["dealt"]
-        checks.integer("next_fragment", number, 0)
-        checks.integer("dealt", dealt, 0)
-        rates, sent = ([list(sums) for sums in state[key]] for key in ("rates", "sent_rates"))
-        for rate in chain(*rates, *sent):
-            checks.number("a sum of learning rates", rate)
         super().load_state_dict(state)
         # Where parameters are divided otherwise here, prepare() counts all fragments as drifted.
-        self.next_fragment, self._dealt = number, dealt
-        self._rates, self._sent_rates = rates, sent
+        self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
+        self._rates = [list(sums) for sums in state["rates"]]
+        self._sent_rates = [list(sums) for sums in state["sent_rates"]]
 
     def after_load(self) -> None:
         self._under_way, self._expecting = UnderWay(), True
@@ -383,6 +357,7 @@ class QuantizedAverage(Sync):
         )
 
 
-def _largest(sums: Sequence[Sequence[float]]) -> list[float]:
-    """By group, the largest of the fragments' sums."""
-    return [max(of_group) for of_group in zip_longest(*sums, fillvalue=0.0)]
+def _rate(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
+    """A parameter's sum of learning rates. fragments: that of each parameter, by id."""
+    sums = rates[fragments[id(p)]]
+    return sums[p.position] if p.position < len(sums) else 0.0

@@ -62,33 +62,18 @@ class UnderWay:
         """Nothing: what is under way belongs to one optimizer."""
         return UnderWay()
 
-    def send(
-        self,
-        parameters: Sequence[Parameter],
-        bits: int,
-        background: Background,
-        *,
-        due: int,
-    ) -> None:
-        """Send what parameters have moved since their anchors.
+    def send(self, parameters: Sequence[Parameter], bits: int, to: Background, due: int) -> None:
+        """Send what parameters, sharded over the same ranks, have moved since their anchors.
 
-        Args:
-            parameters: sharded over the same ranks, with anchors; the same ones on every replica.
-            bits: of a code.
-            background: sends.
-            due: the step at which the mean is to be added.
+        due: the step at which the mean is to be added.
         """
-        X = [p.local for p in parameters]
-        anchors, residuals = (
-            [local(p.state[key]) for p in parameters] for key in (ANCHOR, RESIDUAL)
-        )
-        for p, x, anchor, residual in zip(parameters, X, anchors, residuals, strict=True):
-            p.state[SENT] = torch.empty_like(p.X.detach(), dtype=residual.dtype)
-            local(p.state[SENT]).copy_(moved_since(anchor, x))
+        for p in parameters:
+            p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
+            local(p.state[SENT]).copy_(moved_since(local(p.state[ANCHOR]), p.local))
             p.state[DUE] = due
-        group = background.group
-        numbers = any(x.numel() for x in X)
-        sent = [local(p.state[SENT]) for p in parameters]
+        group = to.group
+        sent, residuals = ([local(p.state[k]) for p in parameters] for k in (SENT, RESIDUAL))
+        numbers = any(x.numel() for x in sent)
         message = encode(sent, (), residuals, bits, group) if numbers else None
 
         def exchange() -> None:
@@ -96,7 +81,7 @@ class UnderWay:
                 message.exchange_(group)
 
         what = f"The exchange of {parameters[0].name} and what goes with it, due at step {due + 1},"
-        self._sent.append(_Sent(parameters, message, background.begin(what, exchange)))
+        self._sent.append(_Sent(parameters, message, to.begin(what, exchange)))
 
     def land_(self, parameters: Sequence[Parameter]) -> list[Arrived]:
         """Add the means to weights and anchors of parameters that have something under way."""

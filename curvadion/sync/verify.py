@@ -90,13 +90,8 @@ def listing(
     return listed + [(name, repr(value)) for name, value in more.items()]
 
 
-def differences(own: Listing, group: dist.ProcessGroup | None) -> str:
-    """In words, the first settings that differ between the ranks of a group; "" if none does.
-
-    Collective, and slow: for errors that all ranks are about to raise.
-    """
-    if group is None or group.size() == 1:
-        return ""
+def raise_different(own: Listing, group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError that names the first settings that differ between ranks; collective."""
     listings: list[Listing] = [[] for _ in range(group.size())]
     dist.all_gather_object(listings, own, group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -110,24 +105,21 @@ def differences(own: Listing, group: dist.ProcessGroup | None) -> str:
         if len(by_value) > 1:
             told = " and ".join(f"{value} on {_ranks(on)}" for value, on in by_value.items())
             found.append(f"{label} is {told}")
+    if not found:
+        found = ["a setting was changed on some rank, and then changed back"]
     more = f"; {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(found[:SHOWN]) + more
+    raise RuntimeError(
+        f"The replicas' optimizers differ: {'; '.join(found[:SHOWN])}{more}. Build the optimizer "
+        f"from the same arguments, parameters and names on every rank, load the same checkpoint on "
+        f"all of them or on none, and change settings on all of them at the same step. (A "
+        f"scheduler that follows a replica's own loss, such as ReduceLROnPlateau, needs the mean "
+        f"over replicas.)"
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def raise_different(own: Listing, group: dist.ProcessGroup | None) -> None:
-    """Raise RuntimeError that names what differs; collective."""
-    found = differences(own, group) or "a setting was changed on some rank, and then changed back"
-    raise RuntimeError(
-        f"The replicas' optimizers differ: {found}. Build the optimizer from the same arguments, "
-        f"parameters and names on every rank, load the same checkpoint on all of them or on none, "
-        f"and change settings on all of them at the same step. (A scheduler that follows a "
-        f"replica's own loss, such as ReduceLROnPlateau, needs the mean over replicas.)"
-    )
 
 
 # -------------------------------------------------------------------- replicas
@@ -148,17 +140,13 @@ def verify_replicas(
 ) -> bool:
     """Raise on every rank if the replicas cannot work together; whether gradients could tell.
 
-    Args:
-        plan: the parameters; the gradients held here are finite.
-        comparable: the parameters of which replicas should hold the same weights now.
-        replicas: the ranks that hold the same shards; more than one.
+    They cannot if their weights differ, if the shards of one replica lack the gradients of
+    different parameters, or if the gradients of the matrices (of all parameters where none is a
+    matrix) are the same on all replicas up to rounding: then something else has averaged them, or
+    every replica reads the same batch, and nothing would be saved.
 
-    Raises:
-        RuntimeError: if the replicas' weights differ, if the shards of one replica lack the
-            gradients of different parameters, or if the gradients of the matrices (of all
-            parameters where none is a matrix) are the same on all replicas up to rounding: then
-            something else has averaged them, or every replica reads the same batch, and nothing
-            would be saved.
+    plan: its gradients here are finite. comparable: the parameters of which replicas should hold
+    the same weights now. replicas: the ranks that hold the same shards; more than one.
 
     A collective of 48 bytes over the replicas and, where replicas are sharded, one of 16 bytes
     inside the replica and one of 16 over all ranks.
@@ -169,12 +157,12 @@ def verify_replicas(
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
     extremes = bounds.tolist()
     largest, smallest = extremes[:3], [-x for x in extremes[3:]]
-    norm, near = largest[1], GRADIENT_TOLERANCE * largest[1]
-    same = all(_close(largest[i], smallest[i], near) for i in (1, 2))
+    apart, norm = [a - b for a, b in zip(largest, smallest, strict=True)], largest[1]
+    same = max(apart[1:]) <= GRADIENT_TOLERANCE * norm
     other_gradients = not lack_the_same_gradients(plan)
     verdict = [
         other_gradients,
-        not _close(largest[0], smallest[0], WEIGHTS_TOLERANCE * abs(largest[0])),
+        not apart[0] <= WEIGHTS_TOLERANCE * abs(largest[0]),
         norm > 0 and same,
         norm > 0 and not same,
     ]
@@ -189,24 +177,16 @@ def verify_replicas(
     if other_weights:
         raise RuntimeError(OTHER_WEIGHTS)
     if identical and not different:
-        raise_identical("the matrices" if plan.dion else "the parameters")
+        raise RuntimeError(
+            f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
+            f"on all replicas, but this optimizer was told to synchronise them itself: something "
+            f"else has already averaged them. To stop it, {how_to_keep_gradients_local()}; with "
+            f"anything else switch its gradient all-reduce off; or pass replicas='single' to leave "
+            f"the averaging to it. If every replica reads the same batch, give each its own."
+        )
     # So few never tell anything. All ranks count the same.
     few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS
     return identical or different or few
-
-
-def raise_identical(of: str) -> None:
-    """Raise the RuntimeError for gradients that something else has averaged."""
-    raise RuntimeError(f"The gradients of {of} are identical on all replicas{_averaged()}")
-
-
-def _averaged() -> str:
-    return (
-        f", but this optimizer was told to synchronise them itself: something else has already "
-        f"averaged them. To stop it, {how_to_keep_gradients_local()}; with anything else switch "
-        f"its gradient all-reduce off; or pass replicas='single' to leave the averaging to it. If "
-        f"every replica reads the same batch, give each its own."
-    )
 
 
 def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
@@ -234,23 +214,13 @@ def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
     if sum(G.numel() for G in telling) >= FEWEST_NUMBERS:
         norms = [norm_and_sum(G)[0] for G in telling]
         result[0] = torch.linalg.vector_norm(torch.stack([n.to(plan.device) for n in norms]))
-        samples = [_sample(G) for G in telling]
-        signs = {(len(x), x.device): _signs(x) for x in samples}
-        projections = [x @ signs[len(x), x.device] for x in samples]
+        projections = [_projection(G) for G in telling]
         result[1] = torch.stack([each.to(plan.device) for each in projections]).sum()
     return result
 
 
-def _sample(G: Tensor) -> Tensor:
-    """At most ``SAMPLE`` numbers of a gradient, evenly spaced, in float64."""
-    return G.reshape(-1)[:: max(1, -(-G.numel() // SAMPLE))].double()
-
-
-def _signs(sample: Tensor) -> Tensor:
-    """Fixed pseudo-random signs, so that a projection does not stay where numbers change places."""
+def _projection(G: Tensor) -> Tensor:
+    """On fixed pseudo-random signs, which tell of numbers that change places; of a sample."""
+    sample = G.reshape(-1)[:: max(1, -(-G.numel() // SAMPLE))].double()
     places = torch.arange(sample.numel(), device=sample.device)
-    return 1 - 2 * ((places * 0x9E3779B1) >> 15 & 1).double()
-
-
-def _close(one: float, other: float, tolerance: float) -> bool:
-    return abs(one - other) <= tolerance
+    return sample @ (1 - 2 * ((places * 0x9E3779B1) >> 15 & 1).double())

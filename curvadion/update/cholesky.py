@@ -8,8 +8,6 @@ from torch import Tensor
 # A column depends on those before it if its part outside their span, relative to its own length, is
 # smaller than this: the part then holds only rounding errors of the Gram matrix.
 DEPENDENT = 1e-6
-# On a CPU, triangles with more rows are inverted in halves. Most of the work is then in products.
-ROWS_AT_ONCE = 96
 
 
 def inverse_triangle(
@@ -25,9 +23,8 @@ def inverse_triangle(
         shift: added to the diagonal of the scaled Gram matrix.
         last: (k, r) of bool, columns that come after all others; None for none.
 
-    Returns:
-        W (k, r, r), upper triangular except for the columns that come last, and dependent (k, r) of
-        bool; dependent columns of W are zero.
+    Returns W (k, r, r), upper triangular except for the columns that come last, with zeros in
+    dependent columns, and dependent (k, r) of bool.
     """
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
@@ -50,29 +47,11 @@ def inverse_triangle(
     # Drop a dependent column, so that later columns are not compared with its noise.
     lower = without(lower, dependent)
     left.masked_fill_(dependent, 1.0)
-    inverse = inverse_of(lower)
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
     # The inverse also amplifies errors of the Gram matrix, relative to the columns' own lengths.
     dependent = dependent | ~(DEPENDENT * inverse.square().sum(dim=-1).sqrt() < 1)
     return without(inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), dependent), dependent
-
-
-def inverse_of(lower: Tensor) -> Tensor:
-    """The inverses of lower triangular matrices (k, r, r)."""
-    r = lower.shape[-1]
-    if lower.device.type != "cpu" or r <= ROWS_AT_ONCE:
-        identity = torch.eye(r, dtype=lower.dtype, device=lower.device)
-        inverse: Tensor = torch.linalg.solve_triangular(
-            lower, identity.expand_as(lower), upper=False
-        )
-        return inverse
-    # [[A, 0], [C, D]] has the inverse [[X, 0], [-Y C X, Y]] with X and Y those of A and D.
-    h = r // 2
-    result = torch.zeros_like(lower)
-    X = inverse_of(lower[:, :h, :h])
-    Y = inverse_of(lower[:, h:, h:])
-    result[:, :h, :h], result[:, h:, h:] = X, Y
-    result[:, h:, :h] = (Y @ (lower[:, h:, :h] @ X)).neg_()
-    return result
 
 
 def _permuted(matrix: Tensor, order: Tensor) -> Tensor:

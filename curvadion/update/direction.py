@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from curvadion.update.gradients import Gradients
-from curvadion.update.parameter import Matrix
 from curvadion.update.plan import Plan
 
 
@@ -24,8 +23,8 @@ class Taken(ABC):
         stacks: its matrices.
     """
 
-    def __init__(self, plan: Plan, stacks: list[list[Matrix]]) -> None:
-        self.plan, self.stacks = plan, stacks
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.stacks = plan, plan.stacks
 
     @abstractmethod
     def ranks(self) -> list[int]:
@@ -37,20 +36,15 @@ class Taken(ABC):
     ) -> None:
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
-        If U_i + share C is another direction, the part of M_i in the space of U_i takes it.
+        If U_i + share C is another direction, the part of M_i in the space of U_i takes it. It can
+        be called once: the directions are given up.
 
         Args:
             changes: C, (k, m_i, n_j) by stack; overwritten.
             shares: a number a matrix, (k,) by stack.
             decay: S_i is a mean over calls, where the direction keeps it (polar): U_i^T M_i of a
                 call weighs decay times as much as that of the next one.
-
-        It can be called once: the directions are given up.
         """
-
-    def drops(self) -> list[Tensor] | None:
-        """This rank's summands of what the step took from ||M||^2, (k,) by stack; None for none."""
-        return None
 
 
 class Direction(ABC):
@@ -59,13 +53,10 @@ class Direction(ABC):
     Class attributes:
         shares_factors: whether it can take means over replicas inside its products, for the papers'
             open step. Other directions get the replicas' mean gradient there.
-        orthonormal: whether its directions are orthonormal, so that the polar correction of their
-            mean makes sense (curvadion.sync.corrections).
         keeps_spectrum: whether momentum alignment keeps S over openings for it.
     """
 
     shares_factors: ClassVar[bool] = False
-    orthonormal: ClassVar[bool] = True
     keeps_spectrum: ClassVar[bool] = False
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -88,11 +79,6 @@ class Direction(ABC):
     ) -> Taken:
         """Update X, and M beyond the gradient that it holds already; collective over the shards.
 
-        Args:
-            batch: parameters that take this direction.
-            gradients: of its matrices. The momenta hold them.
-            step: how many steps were taken before, which seeds a stochastic rounding.
-            inside_replica: leave the other replicas out of all means.
-            remember: keep notes for later steps. Steps that share products with other replicas
-                may depend on such notes only if all replicas have made the same ones.
+        step: how many steps were taken before, which seeds a stochastic rounding. inside_replica:
+        leave the other replicas out of all means. remember: as of :meth:`InnerStep.batches`.
         """

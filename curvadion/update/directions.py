@@ -5,16 +5,30 @@ Another direction is one more file, and a line here.
 
 from __future__ import annotations
 
+import torch
+
+from curvadion.layout.flat_shard import flat_shard_state
+from curvadion.layout.matrices import zeros_per_matrix
+from curvadion.update import scalar
 from curvadion.update.direction import Direction
 from curvadion.update.low_rank import PowerIteration
-from curvadion.update.parameter import Parameter
+from curvadion.update.parameter import Parameter, dtype_of
 from curvadion.update.polar import Polar
+from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE
 
 DIRECTIONS: dict[str, Direction] = {"low_rank": PowerIteration(), "polar": Polar()}
 
 
 def create_state(p: Parameter) -> None:
     """Fill a parameter's state as its algorithm and direction need it before the first step."""
-    p.create_state()
-    if p.group["algorithm"] == "dion":
-        p.state.update(DIRECTIONS[p.direction].create_state(p.X, p.group))
+    X, group = p.X, p.group
+    if group["algorithm"] != "dion":
+        state = scalar.create_state(group["algorithm"], X)
+    else:
+        state = {
+            MOMENTUM: torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X)),
+            MOMENTUM_NORM: zeros_per_matrix(X, group),
+            R_SCALE: zeros_per_matrix(X, group),
+            **DIRECTIONS[p.direction].create_state(X, group),
+        }
+    p.states[X] = state | flat_shard_state(X)

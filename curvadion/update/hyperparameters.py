@@ -56,8 +56,12 @@ def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None
                 f"Unknown key {key!r} (={group[key]!r}) in a parameter group: did you mean "
                 f"{meant!r}?"
             )
-    if wrong := _why_maximize(group):
-        raise ValueError(wrong)
+    _check_values(group)
+
+
+def _check_values(group: Mapping[str, Any]) -> None:
+    if group.get("maximize"):
+        raise ValueError("maximize=True is not supported: minimise the negated loss instead.")
     for key, check in _CHECKS.items():
         if key in group:
             check(key, group[key])
@@ -78,21 +82,12 @@ def unknown_keys(group: Mapping[str, Any]) -> set[str]:
 def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     """What is wrong in the groups as they are now, which anyone may have changed; else None."""
     for g, group in enumerate(param_groups):
-        for key, check in _CHECKS.items():
-            if key not in group:
-                return f"param_groups[{g}]: the key {key!r} is missing"
-            try:
-                check(key, group[key])
-            except (TypeError, ValueError) as error:
-                return f"param_groups[{g}]: {error}"
-        if wrong := _why_maximize(group):
-            return f"param_groups[{g}]: {wrong}"
-    return None
-
-
-def _why_maximize(group: Mapping[str, Any]) -> str | None:
-    if group.get("maximize"):
-        return "maximize=True is not supported: minimise the negated loss instead."
+        if missing := [key for key in _CHECKS if key not in group]:
+            return f"param_groups[{g}]: the key {missing[0]!r} is missing"
+        try:
+            _check_values(group)
+        except (TypeError, ValueError) as error:
+            return f"param_groups[{g}]: {error}"
     return None
 
 
@@ -109,10 +104,7 @@ def dtype_name(key: str, value: object) -> str | None:
 
 
 def learning_rate(key: str, value: object) -> None:
-    """Raise unless ``value`` is a number >= 0 or a tensor of one element.
-
-    The value of a tensor on an accelerator is not read.
-    """
+    """Raise unless it is a number >= 0 or a tensor of one, not read if on an accelerator."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
@@ -127,11 +119,6 @@ def learning_rate(key: str, value: object) -> None:
 def without_dimensions(value: Any) -> Any:
     """A tensor of one element as a zero-dimensional view, which promotes no dtype; else as is."""
     return value.view(()) if isinstance(value, Tensor) else value
-
-
-def _local_lr(key: str, value: object) -> None:
-    if value is not None:
-        learning_rate(key, value)
 
 
 def _betas(key: str, value: object) -> None:
@@ -172,7 +159,7 @@ def _row_blocks(key: str, value: object) -> None:
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "algorithm": lambda k, v: one_of(k, v, ALGORITHMS),
     "lr": learning_rate,
-    "local_lr": _local_lr,
+    "local_lr": lambda k, v: None if v is None else learning_rate(k, v),
     "momentum": lambda k, v: number(k, v, below=1.0),
     "look_ahead": number,
     "betas": _betas,

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion import ops
+from curvadion.layout.dtensor import local
 from curvadion.update.direction import Taken
 from curvadion.update.directions import DIRECTIONS
-from curvadion.update.elementwise import elementwise_steps
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import accumulate_momenta, measure_momenta
+from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
+from curvadion.update.scalar import elementwise_step, place_counter_
 
 
 @dataclass
@@ -77,24 +79,24 @@ class InnerStep:
         """
         parts, directed = parts or (self.plan,), self.directed if directed is None else directed
         moving = None if self.rests else self._moving(gradients)
-        drops: dict[int, Tensor] = {}  # by matrix
         if moving is not None:
             self._step_without_directions(*moving, gradients, directed)
         for part in parts:
-            for chosen in part.batches():
+            for chosen in part.batches:
                 taken = None
                 if moving is not None and directed and chosen.dion:
                     taken = self._direct(chosen, *moving, over_replicas, remember)
-                    if taken is not None and self.norms is not None:
-                        drops |= _drops(taken)
                 batch = Batch(part, chosen, taken)
                 del taken
                 yield batch
                 batch.taken = None  # before the next batch's directions take memory
         if moving is not None and self.norms is not None and self.plan.matrices:
             own = not any(id(p) in (gradients or {}) for p in self.plan.dion)
-            whole = own and moving[0] is self.plan
-            self._store_norms(moving[0], self.norms if whole else None, drops, directed)
+            fed_back = directed and any(p.feedback for p in self.plan.dion)
+            if own and moving[0] is self.plan and not fed_back:
+                self.plan.store_norms(self.norms)
+            else:
+                measure_momenta(moving[0])
 
     def _moving(self, given: Mapping[int, Tensor] | None) -> tuple[Plan, Gradients]:
         """The plan of the parameters that move, and the gradients of its matrices."""
@@ -117,9 +119,22 @@ class InnerStep:
             accumulate_momenta(gradients)
         else:
             gradient_step(gradients, self.number)
+        by_group: dict[int, list[Parameter]] = {}
+        for p in plan.elementwise:
+            place_counter_(p.state, p.local)
+            by_group.setdefault(id(p.group), []).append(p)
         own = given or {}
-        G = [own.get(id(p), p.gradient_or_zeros) for p in plan.elementwise]
-        elementwise_steps(plan, G)
+        for parameters in by_group.values():
+            elementwise_step(
+                parameters[0].group["algorithm"],
+                [p.local for p in parameters],
+                [own.get(id(p), p.gradient_or_zeros) for p in parameters],
+                [
+                    {key: local(t) for key, t in p.state.items() if torch.is_tensor(t)}
+                    for p in parameters
+                ],
+                parameters[0].group,
+            )
 
     def _direct(
         self, batch: Plan, moving: Plan, gradients: Gradients, over_replicas: bool, remember: bool
@@ -130,8 +145,9 @@ class InnerStep:
             batch = batch.select([id(p) in moves for p in batch.parameters])
             if not batch.dion:
                 return None
-        with record_function(f"curvadion.{batch.direction}"):
-            return DIRECTIONS[batch.direction].step(
+        direction = batch.dion[0].direction
+        with record_function(f"curvadion.{direction}"):
+            return DIRECTIONS[direction].step(
                 batch,
                 gradients.among(batch.dion),
                 step=self.number,
@@ -139,25 +155,13 @@ class InnerStep:
                 remember=remember,
             )
 
-    def _store_norms(
-        self, plan: Plan, norms: Tensor | None, drops: Mapping[int, Tensor], directed: bool
-    ) -> None:
-        """Norms of what moved after the error feedback, without a second pass if these tell."""
-        fed_back = directed and any(p.error_feedback for p in plan.dion)
-        if norms is None or (directed and any(p.look_ahead and p.feedback for p in plan.dion)):
-            measure_momenta(plan)
-            return
-        if fed_back:
-            none = torch.zeros((), dtype=torch.float64, device=norms.device)
-            dropped = torch.stack([drops.get(id(m), none) for m in plan.matrices])
-            square = norms.double().square() - plan.sum_over_shards(dropped)
-            norms = square.clamp_min(0).sqrt()
-        plan.store_norms(norms)
-
 
 def gradient_step(gradients: Gradients, number: int) -> None:
     """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later (CurvaDion)."""
-    for chosen, seeds in gradients.by_rounding(number):
+    parameters = gradients.parameters
+    for random in sorted({p.stochastic_rounding for p in parameters}):
+        chosen = gradients.among([p for p in parameters if p.stochastic_rounding == random])
+        seeds = [p.rounding_seed(number) for p in chosen.parameters] if random else None
         ops.local_step_(
             chosen.X,
             chosen.G,
@@ -167,12 +171,3 @@ def gradient_step(gradients: Gradients, number: int) -> None:
             chosen.each(attrgetter("momentum_decay")),
             seeds,
         )
-
-
-def _drops(taken: Taken) -> dict[int, Tensor]:
-    """What the step took from each ||M||^2, by the matrix."""
-    dropped = taken.drops()
-    if not dropped:
-        return {}
-    matrices = [m for stack in taken.stacks for m in stack]
-    return dict(zip(map(id, matrices), torch.cat(dropped).unbind(), strict=True))

@@ -38,7 +38,13 @@ def momentum_norms(plan: Plan, gradients: Gradients) -> MomentumNorms:
     elif plan.one_matrix_each:
         after = ops.momentum_norms(gradients.M, gradients.G, gradients.each(_decay))
     else:
-        after = ops.momentum_norms(*plan.by_matrix_elements(gradients))
+        lists = zip(plan.dion, gradients.M, gradients.G, strict=True)
+        each = [(m, M, G) for p, M, G in lists for m in p.matrices]
+        after = ops.momentum_norms(
+            [m.elements(M) for m, M, _ in each],
+            [m.elements(G) for m, _, G in each],
+            [m.parameter.momentum_decay for m, _, _ in each],
+        )
     return MomentumNorms(before, plan.norms_over_shards(after))
 
 

@@ -46,15 +46,11 @@ SAFETY = 1.01
 
 @lru_cache
 def polar_express(steps: int, least: float = SMALLEST) -> tuple[Coefficients, ...]:
-    """The best coefficients of so many iterations.
+    """The best coefficients of so many iterations; no singular value below ``least`` counts.
 
     Singular values from :func:`smallest` to 1 come out in [1 - TOLERANCE, 1 + TOLERANCE] or closer
     to 1: within 0.12 with 5 iterations, 0.001 with 6, where rounding in float32 may add 0.05.
     Smaller ones grow by about the factor that brings the smallest of these to 1.
-
-    Args:
-        steps: how many.
-        least: no singular value below counts.
     """
     coefficients, _ = _compose(max(least, smallest(steps)), steps)
     return tuple(coefficients)
@@ -119,11 +115,8 @@ def inverse_root(
     count = max(1, most_together(G.device).squares // max(1, n * n))
     if len(G) <= count:
         return _inverse_root(G, coefficients, bound, dtype or G.dtype)
-    Z = torch.empty_like(G, dtype=dtype or G.dtype)
-    bounds = G.new_empty(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
-    for first in range(0, len(G), count):
-        these = slice(first, first + count)
-        Z[these], bounds[these] = _inverse_root(G[these], coefficients, bound, Z.dtype)
+    roots = (_inverse_root(some, coefficients, bound, dtype or G.dtype) for some in G.split(count))
+    Z, bounds = map(torch.cat, zip(*roots, strict=True))
     return Z, bounds
 
 
@@ -131,7 +124,14 @@ def _inverse_root(
     G: Tensor, coefficients: Sequence[Coefficients], kind: Bound, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     tiny = torch.finfo(torch.float32).tiny
-    bound = {Bound.TIGHT: _norm, Bound.TRACE: _trace, Bound.ONE: _ones}[kind](G).clamp_min(tiny)
+    wide = torch.promote_types(G.dtype, torch.float32)
+    if kind is Bound.TIGHT:
+        bound = _norm(G)
+    elif kind is Bound.TRACE:
+        bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)
+    else:
+        bound = G.new_ones(len(G), dtype=wide)
+    bound.clamp_min_(tiny)
     G = (G / bound[:, None, None]).to(dtype)
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if kind is Bound.TIGHT:
@@ -159,15 +159,6 @@ def _norm(G: Tensor) -> Tensor:
     dtype = torch.promote_types(G.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=dtype)
     return norm
-
-
-def _trace(G: Tensor) -> Tensor:
-    dtype = torch.promote_types(G.dtype, torch.float32)
-    return G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=dtype)
-
-
-def _ones(G: Tensor) -> Tensor:
-    return G.new_ones(len(G), dtype=torch.promote_types(G.dtype, torch.float32))
 
 
 # -------------------------------------------------------------------- the best polynomials

@@ -1,10 +1,7 @@
 """Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
 The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
-number: in float32 the method would fail near a condition of 1e4, and float64 leaves room. On a CPU
-the second pass takes products of some rows, and divides by the triangle, in the columns' own dtype
-if the first found none dependent: their condition is then about one. Elsewhere the host would have
-to wait for the answer.
+number: in float32 the method would fail near a condition of 1e4, and float64 leaves room.
 
 Only r x r numbers cross the row group. The triangular factor has a positive diagonal, so the result
 is the unique QR factor. It does not depend on the sharding, nor on the signs that a Householder QR
@@ -16,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -26,6 +24,7 @@ from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent
 from curvadion.update.cholesky import inverse_triangle, none_set, without
 from curvadion.update.sizes import most_together
+from curvadion.update.symmetric import pack, packed_size, unpack
 
 # Added to the diagonal of a float64 Gram matrix, which is one, so that the Cholesky factorisation
 # does not fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
@@ -38,18 +37,13 @@ ERRORS_OF_A_PRODUCT = 8.0
 FALLEN = 3e-5
 # Columns shorter than this, in units of their dtype's smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
-# In a product with more, rounding errors of float32 sums may show.
-ROWS_IN_A_PRODUCT = 2**10
-# After the first pass the diagonal of the Cholesky factor is about one. Where it is larger than
-# this, rounding errors of the matrices' own dtype are not amplified.
-NEARLY_ONE = 0.5
 
 
 class Orthonormal(NamedTuple):
     """A stack of k orthonormalised matrices, and how accurate their columns are.
 
     Attributes:
-        columns: (k, m_i, r), the orthonormal columns.
+        columns: (k, m_i, r).
         dependent: (k, r) of bool, which columns replace one that depended on those before it.
         error: (k, r) float64, the length of the rounding errors in each of the other columns.
         lengths: (k, r) float64, of the columns before orthonormalisation, over all rows.
@@ -90,30 +84,23 @@ def orthonormal_columns(
     Each of two passes takes one collective per row group: r (r + 1) / 2 float64 numbers per matrix.
 
     Args:
-        matrices: stacks of shape (k, m_i, r), float32 or float64, where m = sum of m_i >= r. Each
-            rank holds m_i rows, given by its rank in the row group; m_i may be 0.
-        rows: for each stack, which rows are held here, and the group that holds the others.
+        matrices: stacks of shape (k, m_i, r), float32 or float64, where m = sum of m_i >= r.
+        rows: for each stack, which m_i rows are held here, and the group that holds the others.
         complete: whether to replace dependent columns by directions that follow from global row
-            indices and are orthogonal to all others. The result then always has r orthonormal
-            columns. If False, dependent columns become zero.
+            indices and are orthogonal to all others. If False, dependent columns become zero.
         floors: for each stack, the test for columns that hold a signal. The default suits entries
             with the rounding errors of a product.
-
-    Returns:
-        The columns of each stack, and their errors.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
-    first = _cholesky_qr(matrices, rows, floors)
-    if complete:
-        completed = [
-            _completed(one.columns, one.dependent, extent)
-            for one, extent in zip(first, rows, strict=True)
-        ]
-    else:
-        completed = [one.columns for one in first]
-    second = _cholesky_qr(completed, rows, last=[one.dependent for one in first])
-    return [
+    slices = [_slices(p) for p in matrices]
+    parts = [p[some] for p, each in zip(matrices, slices, strict=True) for some in each]
+    extents = [extent for extent, each in zip(rows, slices, strict=True) for _ in each]
+    part_floors = [f.sliced(some) for f, each in zip(floors, slices, strict=True) for some in each]
+    first = _cholesky_qr(parts, extents, part_floors)
+    columns = _completed(first, extents) if complete else [one.columns for one in first]
+    second = _cholesky_qr(columns, extents, [None] * len(parts), [one.dependent for one in first])
+    found = iter(
         Orthonormal(
             again.columns,
             one.dependent,
@@ -121,15 +108,25 @@ def orthonormal_columns(
             one.lengths,
         )
         for one, again in zip(first, second, strict=True)
-    ]
+    )
+    return [_joined(list(islice(found, len(each)))) for each in slices]
+
+
+def _slices(p: Tensor) -> list[slice]:
+    """Slices of a stack that bound the memory of float64 copies."""
+    k, m, r = p.shape
+    count = max(1, most_together(p.device).wide // max(1, m * r + 6 * r * r))
+    return [slice(first, first + count) for first in range(0, max(1, k), count)]
+
+
+def _joined(found: Sequence[Orthonormal]) -> Orthonormal:
+    return found[0] if len(found) == 1 else Orthonormal(*map(torch.cat, zip(*found, strict=True)))
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
-    """The relative error of the entries of a product.
+    """The relative error of the entries of a product that is taken in ``dtype``.
 
-    Args:
-        dtype: in which the product is taken.
-        factor: the dtype to which one of the factors was rounded; None if it is exact.
+    factor: the dtype to which one of the factors was rounded; None if it is exact.
     """
     stored = 0.0 if factor is None else torch.finfo(factor).eps / 2
     return stored + ERRORS_OF_A_PRODUCT * torch.finfo(dtype).eps / 2
@@ -151,13 +148,9 @@ class Floor:
     left: Orthonormal | None = None
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The lengths up to which columns hold no signal, (k, r) float64.
+        """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does.
 
-        They are infinite for matrices without any signal, and with a length that is not finite.
-
-        Args:
-            lengths: of all columns, (k, r) float64.
-            dtype: of the columns.
+        lengths: of all columns, (k, r) float64. dtype: of the columns.
         """
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
@@ -165,7 +158,7 @@ class Floor:
             # column of R also holds a little of what B has in their span.
             error, dependent = self.left.error, self.left.dependent
             lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
-            leak = lost + error * _norm(lengths)
+            leak = lost + error * torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
             floor = torch.where(dependent, torch.maximum(floor, leak), floor)
         longest = lengths.amax(dim=-1)
         least = torch.full_like(longest, SHORTEST * torch.finfo(dtype).tiny)
@@ -185,69 +178,40 @@ def _root_mean_square(lengths: Tensor) -> Tensor:
     return lengths.square().mean(dim=-1, keepdim=True).sqrt()
 
 
-def _norm(numbers: Tensor) -> Tensor:
-    return numbers.square().sum(dim=-1, keepdim=True).sqrt()
-
-
 def _cholesky_qr(
     matrices: Sequence[Tensor],
     rows: Sequence[Extent],
-    floors: Sequence[Floor] | None = None,
+    floors: Sequence[Floor | None],
     last: Sequence[Tensor] | None = None,
 ) -> list[Orthonormal]:
     """One pass of Cholesky QR over stacks (k, m_i, r); dependent columns become zero.
 
-    Args:
-        matrices: the stacks; they are not changed.
-        rows: for each stack, which rows are held here.
-        floors: for each stack; None if only columns of length zero are too short.
-        last: for each stack, (k, r) of bool: columns to orthonormalise after all others, so that
-            the others do not depend on them.
+    floors: for each stack; None if only columns of length zero are too short.
+    last: for each stack, (k, r) of bool: columns to orthonormalise after all others, so that the
+        others do not depend on them.
     """
+    sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
+    slots = []
+    for i in sharded:
+        k, _, r = matrices[i].shape
+        slots.append(Slot((k, packed_size(r)), rows[i].group, torch.float64, matrices[i].device))
+    buckets = Buckets(slots)
+    for i, view in zip(sharded, buckets.views, strict=True):
+        view.copy_(pack(_gram(matrices[i], rows[i])))
+    buckets.all_reduce_()
+    summed = dict(zip(sharded, buckets.views, strict=True))
     results = []
-    summed = _summed_triangles(matrices, rows, last)
     for i, p in enumerate(matrices):
-        r = p.shape[-1]
-        floor = None if floors is None else floors[i]
-        found = []
-        for these in _slices(p):
-            after = None if last is None else last[i][these]
-            here = None if floor is None else floor.sliced(these)
-            if i in summed:
-                gram = _unpacked(summed[i][these], r)
-            else:
-                gram = _gram(p[these], rows[i], after)
-            refined = _refined(p[these], gram) if _near(after) else None
-            found.append(refined or _orthonormal(p[these], gram.double(), here, after))
-        results.append(found[0] if len(found) == 1 else _joined(found, p))
+        gram = unpack(summed[i], p.shape[2]) if i in summed else _gram(p, rows[i])
+        results.append(_orthonormal(p, gram, floors[i], None if last is None else last[i]))
     return results
 
 
-def _near(last: Tensor | None) -> bool:
-    """Whether columns are known to be nearly orthonormal: a first pass found none dependent."""
-    return last is not None and none_set(last)
-
-
-def _refined(p: Tensor, gram: Tensor) -> Orthonormal | None:
-    """Nearly orthonormal columns made orthonormal in their own dtype; None if they are not near.
-
-    The result does not say how accurate they are, because that is known from the first pass.
-    """
-    lower, _ = torch.linalg.cholesky_ex(gram.to(p.dtype))
-    if not (lower.diagonal(dim1=-2, dim2=-1) > NEARLY_ONE).all():
-        return None
-    columns = torch.linalg.solve_triangular(lower.mT, p, upper=True, left=False).contiguous()
-    lengths = gram.diagonal(dim1=-2, dim2=-1).double().sqrt()
-    return Orthonormal(
-        columns, torch.zeros_like(lengths).bool(), torch.zeros_like(lengths), lengths
-    )
-
-
-def _joined(found: Sequence[Orthonormal], p: Tensor) -> Orthonormal:
-    if not found:
-        numbers = p.new_empty(0, p.shape[-1], dtype=torch.float64)
-        return Orthonormal(torch.empty_like(p), numbers.bool(), numbers, numbers)
-    return Orthonormal(*map(torch.cat, zip(*found, strict=True)))
+def _gram(p: Tensor, rows: Extent) -> Tensor:
+    """P^T P of the rows that this rank counts, (k, r, r) float64."""
+    wide = rows.counted(p).double()
+    k, _, r = wide.shape
+    return ops.symmetric_product(wide.mT, wide, wide.new_empty(k, r, r))
 
 
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
@@ -272,83 +236,23 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     return Orthonormal(without(columns, dependent), dependent, error, lengths)
 
 
-def _slices(p: Tensor) -> list[slice]:
-    """Slices of a stack that bound the memory of float64 copies."""
-    k, m, r = p.shape
-    count = max(1, most_together(p.device).wide // max(1, m * r + 6 * r * r))
-    return [slice(first, first + count) for first in range(0, k, count)]
-
-
-def _completed(p: Tensor, dependent: Tensor, rows: Extent) -> Tensor:
-    if none_set(dependent):
-        return p
-    directions = completing_directions(rows.positions(p.device), p.shape[-1])
-    return torch.where(dependent.unsqueeze(-2), directions.to(p), p)
-
-
-def _gram(p: Tensor, rows: Extent, last: Tensor | None) -> Tensor:
-    """P^T P of the rows that this rank counts, (k, r, r) float64.
-
-    For nearly orthonormal columns, products of some rows are taken in their own dtype: rounding
-    errors are then no larger than those of the columns. Sums of many rows are not, because some
-    libraries add them up one by one. Ranks whose slices differ may add up both kinds.
-    """
-    counted = rows.counted(p)
-    k, m, r = counted.shape
-    if not _near(last) or p.dtype == torch.float64:
-        wide = counted.double()
-        return ops.symmetric_product(wide.mT, wide, wide.new_empty(k, r, r))
-    gram = counted.new_zeros(k, r, r, dtype=torch.float64)
-    product = counted.new_empty(k, r, r)
-    for some in counted.split(ROWS_IN_A_PRODUCT, dim=1) if m else ():
-        gram += ops.symmetric_product(some.mT, some, product)
-    return gram
-
-
-def _summed_triangles(
-    matrices: Sequence[Tensor], rows: Sequence[Extent], last: Sequence[Tensor] | None
-) -> dict[int, Tensor]:
-    """Packed upper triangles of P^T P, (k, r (r + 1) / 2), of each sharded P, by its index."""
-    sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
-    slots = []
-    for i in sharded:
-        k, _, r = matrices[i].shape
-        size = r * (r + 1) // 2
-        slots.append(Slot((k, size), rows[i].group, torch.float64, matrices[i].device))
-    buckets = Buckets(slots)
-    for i, view in zip(sharded, buckets.views, strict=True):
-        upper, lower = _triangle(matrices[i].shape[-1], view.device)
-        for these in _slices(matrices[i]):
-            after = None if last is None else last[i][these]
-            view[these] = _gram(matrices[i][these], rows[i], after)[:, upper, lower]
-    buckets.all_reduce_()
-    return dict(zip(sharded, buckets.views, strict=True))
-
-
-def _unpacked(triangles: Tensor, r: int) -> Tensor:
-    """Symmetric matrices, (k, r, r), from their packed upper triangles."""
-    gram = triangles.new_empty(len(triangles), r, r)
-    upper, lower = _triangle(r, triangles.device)
-    gram[:, upper, lower] = triangles
-    gram[:, lower, upper] = triangles
-    return gram
-
-
-def _triangle(r: int, device: torch.device) -> Tensor:
-    return torch.triu_indices(r, r, device=device)
+def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
+    """The columns, with directions of their own in place of dependent ones."""
+    columns, known = [], dict[int, Tensor]()  # by the extent, which parts of a stack have in common
+    for (p, dependent, *_), extent in zip(parts, rows, strict=True):
+        if not none_set(dependent):
+            if id(extent) not in known:
+                indices = torch.arange(extent.indices.start, extent.indices.stop, device=p.device)
+                known[id(extent)] = completing_directions(indices, p.shape[-1]).to(p)
+            p = torch.where(dependent.unsqueeze(-2), known[id(extent)], p)
+        columns.append(p)
+    return columns
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Pseudo-random numbers in [-1, 1) that follow from global row and column indices alone.
+    """Pseudo-random numbers in [-1, 1), (m_i, columns) float64.
 
-    They are the same on every device and for every sharding.
-
-    Args:
-        rows: global row indices, (m_i,) int64.
-        columns: number of columns.
-
-    Returns:
-        (m_i, columns) float64.
+    They follow from global row indices, (m_i,) int64, and column indices alone.
     """
     modulus = 2**31 - 1
     column = torch.arange(1, columns + 1, device=rows.device)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from curvadion.layout.blocks import block_sizes
 from curvadion.layout.dtensor import local
-from curvadion.layout.flat_shard import flat_shard, flat_shard_state
-from curvadion.layout.matrices import MatrixShard, zeros_per_matrix
-from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.flat_shard import flat_shard
+from curvadion.layout.matrices import MatrixShard
+from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout
 from curvadion.layout.parameters import check_placements, global_shape
-from curvadion.layout.squares import create_squares, squares_held
-from curvadion.update.scalar import create_state
-from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
+from curvadion.layout.squares import create_squares
+from curvadion.ops.tensors import from_host
+from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, dict[str, Any]]
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -64,19 +64,15 @@ class Parameter:
 
     @property
     def rests(self) -> bool:
-        """Whether it does not move in this replica's own step, because its gradient is None.
-
-        All ranks of a replica see the same. FSDP1 gives no gradient to a parameter of which it
-        holds nothing here, so that a flat shard never rests: its missing gradient counts as zero.
-        """
+        """Whether it does not move in this replica's own step, because its gradient is None."""
+        # FSDP1 gives no gradient to a parameter of which it holds nothing here. To a flat shard a
+        # missing gradient counts as zero, so that all ranks of a replica see the same.
         return self.X.grad is None and flat_shard(self.X) is None
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the optimizer remembers of X; empty before the first step.
-
-        Reading leaves no entry behind: to torch's checkpoints it would be a state already.
-        """
+        """What the optimizer remembers of X; empty before the first step."""
+        # Reading leaves no entry behind: to torch's checkpoints it would be a state already.
         return self.states.get(self.X, {})
 
     @property
@@ -123,25 +119,9 @@ class Parameter:
         return self.group["lr"] if local_lr is None else local_lr
 
     @property
-    def scale_decay(self) -> float:
-        """What R_scale falls by at a step: half as fast as the momentum."""
-        return math.sqrt(float(self.group["momentum"]))
-
-    @property
     def R_scale(self) -> Tensor:
-        """How long the momenta have been lately, (matrices held here,), a view.
-
-        In a power iteration this is the longest column of R, else the largest singular value.
-        """
+        """The longest column of R, or singular value, of late, (matrices held here,), a view."""
         return local(self.state[R_SCALE]).view(-1)
-
-    def spectra(self) -> list[tuple[Tensor, slice]]:
-        """Sums of S = U^T M over openings, by matrix: a view, and where it is in the flat S.
-
-        The ranks that hold the parameter's shards hold equal parts of all its S.
-        """
-        sides = [min(m.layout.shape) for m in self.matrices]
-        return list(squares_held(self.X, self.state[SPECTRUM], sides))
 
     def create_spectra(self) -> None:
         """Make place for the spectra of a matrix parameter, if there is none."""
@@ -156,20 +136,6 @@ class Parameter:
     def rounding_seed(self, step: int, matrix: int = 0) -> int:
         """Below 2**32; the same on every replica, others at other steps and for other matrices."""
         return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
-
-    def create_state(self) -> None:
-        """Fill the state as every direction needs it before the first step."""
-        place, group = flat_shard_state(self.X), self.group
-        if group["algorithm"] != "dion":
-            self.states[self.X] = create_state(group["algorithm"], self.X) | place
-            return
-        dtype = dtype_of(group["momentum_dtype"], self.X)
-        self.states[self.X] = {
-            MOMENTUM: torch.zeros_like(self.X, dtype=dtype),
-            MOMENTUM_NORM: zeros_per_matrix(self.X, group),
-            R_SCALE: zeros_per_matrix(self.X, group),
-            **place,
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,11 +158,6 @@ class Matrix:
         return self.shard.layout
 
     @property
-    def is_view(self) -> bool:
-        """Whether X and M are views of the parameter's tensors; padded copies otherwise."""
-        return self.shard.view.is_view
-
-    @property
     def X(self) -> Tensor:
         """Weights, (m_i, n_j)."""
         return self.read(self.parameter.local)
@@ -217,14 +178,9 @@ class Matrix:
         return self.parameter.R_scale[self.index]
 
     @property
-    def feedback(self) -> float:
-        """The parameter's."""
-        return self.parameter.feedback
-
-    @property
     def update_scale(self) -> float:
         """The factor of lr by which X moves along its direction."""
-        return self.layout.update_scale(self.group["update_scale"])
+        return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def rounding_seed(self, step: int) -> int:
         return self.parameter.rounding_seed(step, self.index)
@@ -241,10 +197,6 @@ class Matrix:
         """This matrix's shard of a local tensor of the parameter, (m_i, n_j)."""
         return self._oriented(self.shard.view.read(tensor))
 
-    def store(self, tensor: Tensor, shard: Tensor) -> None:
-        """Write an updated shard, which :meth:`read` gave, back to the tensor it is of."""
-        self.shard.view.write(tensor, self._oriented(shard))
-
     def _oriented(self, shard: Tensor) -> Tensor:
         return shard.mT if self.layout.transposed else shard
 
@@ -253,36 +205,18 @@ class Matrix:
 def open_shards(
     matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
 ) -> Iterator[list[list[Tensor]]]:
-    """Shards (m_i, n_j) of matrices in lists of local tensors, to be changed in place.
+    """Shards (m_i, n_j) of matrices in local tensors of their parameters, to be changed in place.
 
     Views change the tensors at once. Padded copies are written back at the end.
 
-    Args:
-        matrices: whose shards are wanted.
-        tensors: lists as long as ``matrices``: for each matrix a local tensor of its parameter.
-
-    Yields:
-        One list of shards per list of tensors.
+    tensors: lists as long as ``matrices``. Yields one list of shards for each.
     """
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
     for each, opened in zip(tensors, shards, strict=True):
         for m, tensor, shard in zip(matrices, each, opened, strict=True):
-            m.store(tensor, shard)
-
-
-def runs_of_views(matrices: Sequence[Matrix]) -> Iterator[slice]:
-    """Matrices to open together: all views in a row at once, padded copies one at a time.
-
-    So no more than one padded copy of each tensor exists at a time.
-    """
-    first = 0
-    while first < len(matrices):
-        last = first + 1
-        while matrices[first].is_view and last < len(matrices) and matrices[last].is_view:
-            last += 1
-        yield slice(first, last)
-        first = last
+            if not m.shard.view.is_view:
+                m.elements(tensor).copy_(m.held(shard))
 
 
 def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
@@ -297,20 +231,31 @@ def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
     return stack
 
 
+def remember_scales(stacks: Sequence[Sequence[Matrix]], scales: Sequence[Tensor]) -> None:
+    """Note the momenta's scales after a step, (k,) by stack."""
+    for matrices, scale in zip(stacks, scales, strict=True):
+        torch._foreach_copy_([m.R_scale for m in matrices], list(scale))
+
+
+def scale_before(matrices: Sequence[Matrix]) -> Tensor:
+    """What is left of the momenta's scale since the last step, (k,) float64."""
+    before = torch.stack([m.R_scale for m in matrices]).double()
+    # Half as fast as the momentum.
+    decays = [math.sqrt(m.group["momentum"]) for m in matrices]
+    one = len(set(decays)) == 1
+    return before * (decays[0] if one else from_host(decays, before.dtype, before.device))
+
+
 def dtype_of(name: str | None, X: Tensor) -> torch.dtype:
     """The dtype that a group's key names; None stands for the parameter's own."""
-    dtype = X.dtype if name is None else getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is not a dtype of torch")
+    dtype: torch.dtype = X.dtype if name is None else getattr(torch, name)
     return dtype
 
 
 def names(group: dict[str, Any], position: int) -> list[str]:
     """The group's parameter names; places in param_groups where they were given without names."""
-    given = group.get("param_names")
-    if given is not None:
-        return list(given)
-    return [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
+    unnamed = [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
+    return list(group.get("param_names") or unnamed)
 
 
 def product_dtype(X: Tensor) -> torch.dtype:

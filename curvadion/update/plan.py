@@ -18,8 +18,7 @@ from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
-from curvadion.update.gradients import GradientLists, Gradients, same
-from curvadion.update.norms import StoredNorms
+from curvadion.update.gradients import Gradients
 from curvadion.update.parameter import (
     Matrix,
     Parameter,
@@ -29,6 +28,7 @@ from curvadion.update.parameter import (
     product_dtype,
 )
 from curvadion.update.sizes import most_together
+from curvadion.update.state import MOMENTUM_NORM
 
 # Group keys that matrices of one stack have in common.
 _STEP_OF_A_STACK = ("direction", "right_factor", "newton_schulz", "newton_schulz_steps")
@@ -42,6 +42,7 @@ _STATE_KEYS = (
     *("stack_dims", "row_blocks", "input_first", "newton_schulz", "newton_schulz_steps"),
 )
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+_gradient, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
@@ -85,9 +86,6 @@ class Plan:
         self.parameters = [*self.dion, *self.elementwise]
         self.matrices = [m for p in self.dion for m in p.matrices]
         self.inside, self.all_ranks = inside, all_ranks
-        self._norms = StoredNorms()
-        self._states: list[dict[str, Any]] = []
-        self._known_states: tuple[list[Tensor], list[dict[str, Any]]] | None = None
 
     @classmethod
     def of(
@@ -146,23 +144,18 @@ class Plan:
             self.unions,
         )
         selected.elements_in_a_batch = self.elements_in_a_batch
-        selected.look_up_states()
         return selected
 
     @cached_property
-    def stack_positions(self) -> list[list[int]]:
-        """Indices into ``matrices``, batched where all ranks batch them."""
-        stacks: dict[Any, list[int]] = {}
-        for i, m in enumerate(self.matrices):
+    def stacks(self) -> list[list[Matrix]]:
+        """Matrices that are stacked where all ranks stack them."""
+        stacks: dict[Any, list[Matrix]] = {}
+        for m in self.matrices:
             dtype = product_dtype(m.parameter.X)
             how = tuple(m.group[key] for key in _STEP_OF_A_STACK)
             key = (m.shard.kind, m.shard.rank, dtype, m.parameter.X.device, how)
-            stacks.setdefault(key, []).append(i)
+            stacks.setdefault(key, []).append(m)
         return list(stacks.values())
-
-    def stacks(self) -> list[list[Matrix]]:
-        """The matrices of ``stack_positions``."""
-        return [[self.matrices[i] for i in stack] for stack in self.stack_positions]
 
     @cached_property
     def elements_in_a_batch(self) -> float:
@@ -170,9 +163,12 @@ class Plan:
         return most_in_a_batch(sum(map(_numbers_a_shard, self.parameters)), self.device)
 
     @cached_property
-    def _batches(self) -> list[tuple[Plan, list[int]]]:
-        """Each batch, and where its parameters are among this plan's."""
-        # By what all ranks know; matrices of one shape are batched, so they stay together.
+    def batches(self) -> list[Plan]:
+        """The plan in parts that bound the memory of a step; the same on all ranks of a replica.
+
+        The matrices of each have one direction.
+        """
+        # By what all ranks know; matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (p.direction, global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
         turns = [a.direction != b.direction for a, b in pairwise(matrices)]
@@ -180,39 +176,11 @@ class Plan:
         sizes = map(_numbers_a_shard, ordered)
         batch_of = batches_of_sizes(zip(sizes, turns, strict=True), self.elements_in_a_batch)
         by_batch = {id(p): batch for p, batch in zip(ordered, batch_of, strict=True)}
-        count = max(batch_of, default=-1) + 1
-        if count == 1:
-            return [(self, list(range(len(self.parameters))))]
         each = [by_batch[id(p)] for p in self.parameters]
         return [
-            (
-                self.select([number == batch for number in each]),
-                [i for i, number in enumerate(each) if number == batch],
-            )
-            for batch in range(count)
+            self.select([number == batch for number in each])
+            for batch in range(max(batch_of, default=-1) + 1)
         ]
-
-    def batches(self) -> list[Plan]:
-        """The plan in parts that bound the memory of a step; the same on all ranks of a replica.
-
-        The matrices of each have one direction.
-        """
-        for batch, places in self._batches:
-            batch._states = [self._states[i] for i in places]
-            if batch is not self:
-                batch._known_states = None  # it must not keep states that have been replaced
-        return [batch for batch, _ in self._batches]
-
-    @property
-    def direction(self) -> str:
-        """That of the matrices, if it is one."""
-        return self.dion[0].direction
-
-    def elementwise_by_group(self) -> list[list[Parameter]]:
-        by_group: dict[int, list[Parameter]] = {}
-        for parameter in self.elementwise:
-            by_group.setdefault(id(parameter.group), []).append(parameter)
-        return list(by_group.values())
 
     @cached_property
     def owners(self) -> Tensor:
@@ -249,58 +217,35 @@ class Plan:
         """Whether parameters are DTensors, of which shards are held here."""
         return any(local(p.X) is not p.X for p in self.parameters)
 
-    def look_up_states(self) -> list[dict[str, Any]]:
-        """What the optimizer remembers of each parameter, empty if nothing; kept for the step."""
-        states = self.parameters[0].states if self.parameters else {}
-        # To look up thousands of tensors takes longer than to see that nothing has changed.
-        X, each = list(states), list(states.values())
-        known = self._known_states
-        if known is None or not (same(known[0], X) and same(known[1], each)):
-            self._known_states = X, each
-            self._states = [states.get(p.X, {}) for p in self.parameters]
-        return self._states
-
-    @cached_property
-    def _gradient_lists(self) -> GradientLists:
-        return GradientLists(self.dion, sharded=self.sharded)
-
     def gradients(self) -> Gradients:
         """The step's gradients with their weights and momenta."""
-        return self._gradient_lists.collect(self._states[: len(self.dion)])
+        X, M = [p.local for p in self.dion], [p.M for p in self.dion]
+        G = [p.gradient_or_zeros for p in self.dion]
+        complete = all(p.X.grad is not None for p in self.dion)
+        return Gradients(self.dion, X, M, G, complete)
 
-    def by_matrix_elements(
-        self, gradients: Gradients
-    ) -> tuple[list[Tensor], list[Tensor], list[float]]:
-        """Per matrix the held elements of its momentum and gradient, and the momentum's decay."""
-        lists = zip(gradients.parameters, gradients.M, gradients.G, strict=True)
-        each = [(m, M, G) for p, M, G in lists for m in p.matrices]
-        return (
-            [m.elements(M) for m, M, _ in each],
-            [m.elements(G) for m, _, G in each],
-            [m.parameter.momentum_decay for m, _, _ in each],
-        )
+    @property
+    def _norms(self) -> list[Tensor]:
+        return [local(p.state[MOMENTUM_NORM]).view(-1) for p in self.dion]
 
     def stored_norms(self) -> Tensor:
         """Norms of the momenta as the last step left them, one per matrix, (k,)."""
-        return self._norms.read(self._states[: len(self.dion)])
+        return torch.cat(self._norms or [torch.empty(0, device=self.device)])
 
     def store_norms(self, norms: Tensor) -> None:
         """Remember one norm per matrix, (k,), for the next step's gate."""
-        self._norms.write(self._states[: len(self.dion)], norms)
+        stored = self._norms
+        torch._foreach_copy_(stored, list(norms.split([len(norm) for norm in stored])))
 
     def norms_over_shards(self, norms: Tensor) -> Tensor:
         """Norms of whole matrices from those of the shards held here, (k,) -> (k,)."""
         if self.inside is None:
             return norms
         # In float64, where the squares of tiny and of large numbers fit.
-        return self.sum_over_shards(norms.double().square()).sqrt().to(norms.dtype)
+        return self._sum_over_shards(norms.double().square(), self.matrices).sqrt().to(norms.dtype)
 
-    def sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix] | None = None) -> Tensor:
-        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards.
-
-        matrices: of the values; None for those of the plan.
-        """
-        matrices = self.matrices if matrices is None else matrices
+    def _sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards."""
         if self.inside is None or not matrices:
             return values
         slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in matrices]
@@ -314,14 +259,14 @@ class Plan:
 
         Collective inside the replica.
         """
-        stacks, norms = self.stacks(), list[Tensor]()
+        stacks, norms = self.stacks, list[Tensor]()
         for stack, each in zip(stacks, shards, strict=True):
             held = [m.held(x) for m, x in zip(stack, each, strict=True)]
             norms += torch._foreach_norm(held, dtype=product_dtype(held[0]))
         if not norms:
             return []
         matrices = [m for stack in stacks for m in stack]
-        squares = self.sum_over_shards(torch.stack(norms).square(), matrices)
+        squares = self._sum_over_shards(torch.stack(norms).square(), matrices)
         return list(squares.split([len(stack) for stack in stacks]))
 
 

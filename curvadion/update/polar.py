@@ -14,13 +14,13 @@ rule, M <- mu M + G, then are the same rule. There is no right factor to remembe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets
+from curvadion.layout.squares import squares_held
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
@@ -32,7 +32,13 @@ from curvadion.update.newton_schulz import (
     passes_in_half,
     polar_express,
 )
-from curvadion.update.parameter import Matrix, open_shards, runs_of_views, stacked
+from curvadion.update.parameter import (
+    Matrix,
+    open_shards,
+    remember_scales,
+    scale_before,
+    stacked,
+)
 from curvadion.update.plan import Plan
 from curvadion.update.polar_factor import RowStack, polar_factors
 from curvadion.update.row_shards import (
@@ -41,8 +47,7 @@ from curvadion.update.row_shards import (
     summands_of_columns,
     whole_rows,
 )
-from curvadion.update.stack import remember_scales, scale_before
-from curvadion.update.state import SPECTRUM_WEIGHT
+from curvadion.update.state import SPECTRUM, SPECTRUM_WEIGHT
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -61,7 +66,7 @@ class Polar(Direction):
         inside_replica: bool,
         remember: bool,
     ) -> Taken:
-        stacks = batch.stacks()
+        stacks = batch.stacks
         layouts = [matrices[0].layout for matrices in stacks]
         G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
         B = whole_rows([_looking_ahead(matrices, G) for matrices in stacks], layouts)
@@ -73,14 +78,14 @@ class Polar(Direction):
         _move(stacks, cut_columns(U, layouts), step)
         if remember:
             remember_scales(stacks, [of_stack.scale for of_stack in factors])
-        return PolarTaken(batch, stacks, U)
+        return PolarTaken(batch, U)
 
 
 class PolarTaken(Taken):
     """A step along polar factors. U: their whole rows, (k, m_r, n) by stack."""
 
-    def __init__(self, plan: Plan, stacks: list[list[Matrix]], U: list[Tensor]) -> None:
-        super().__init__(plan, stacks)
+    def __init__(self, plan: Plan, U: list[Tensor]) -> None:
+        super().__init__(plan)
         self._U = U
 
     def ranks(self) -> list[int]:
@@ -112,11 +117,9 @@ class PolarTaken(Taken):
             turn = torch.bmm(rows.to(dtype), S.to(dtype))
             turns.append(turn.to(rows.dtype).mul_((size / weight).to(rows.dtype)))
         for matrices, turn in zip(self.stacks, cut_columns(turns, layouts), strict=True):
-            for run in runs_of_views(matrices):
-                chosen = matrices[run]
-                with open_shards(chosen, [m.parameter.M for m in chosen]) as (opened,):
-                    ones = [1.0] * len(chosen)
-                    ops.local_step_(opened, list(turn[run]), [-1.0] * len(chosen), ones)
+            ones = [1.0] * len(matrices)
+            with open_shards(matrices, [m.parameter.M for m in matrices]) as (opened,):
+                ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones)
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
         """Sum up S over the shards, and over openings if their weight decays; the sums' weights.
@@ -130,7 +133,10 @@ class PolarTaken(Taken):
             p: decay * p.state[SPECTRUM_WEIGHT] + 1 - decay
             for p in (m.parameter for matrices in self.stacks for m in matrices)
         }
-        kept = {p: p.spectra() for p in weights}
+        kept = {}
+        for p in weights:
+            sides = [min(m.layout.shape) for m in p.matrices]
+            kept[p] = list(squares_held(p.X, p.state[SPECTRUM], sides))
         earlier, now = list[Tensor](), list[Tensor]()
         for matrices, S in zip(self.stacks, summands.views, strict=True):
             S.mul_(1 - decay)
@@ -182,17 +188,17 @@ def _looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
 
 def _move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
-    moves = [one for each in zip(stacks, U, strict=True) for one in zip(*each, strict=True)]
-    moves.sort(key=lambda move: not move[0].is_view)  # views in as few calls as can be
-    for random, some in groupby(moves, lambda move: move[0].parameter.stochastic_rounding):
-        matrices, directions = zip(*some, strict=True)
-        for run in runs_of_views(matrices):
-            chosen = matrices[run]
-            with open_shards(chosen, [m.parameter.local for m in chosen]) as (X,):
-                ops.local_step_(
-                    X,
-                    list(directions[run]),
-                    [m.group["lr"] * m.update_scale for m in chosen],
-                    [m.parameter.decay for m in chosen],
-                    seeds=[m.rounding_seed(step) for m in chosen] if random else None,
-                )
+    by_rounding: dict[bool, list[tuple[Matrix, Tensor]]] = {}
+    for matrices, directions in zip(stacks, U, strict=True):
+        for m, direction in zip(matrices, directions, strict=True):
+            by_rounding.setdefault(m.parameter.stochastic_rounding, []).append((m, direction))
+    for random, moves in by_rounding.items():
+        chosen = [m for m, _ in moves]
+        with open_shards(chosen, [m.parameter.local for m in chosen]) as (X,):
+            ops.local_step_(
+                X,
+                [direction for _, direction in moves],
+                [m.group["lr"] * m.update_scale for m in chosen],
+                [m.parameter.decay for m in chosen],
+                seeds=[m.rounding_seed(step) for m in chosen] if random else None,
+            )

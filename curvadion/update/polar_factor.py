@@ -72,60 +72,53 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     the ranks; a rank that iterates on all of them alone sends half as many again.
     """
     exponents = [_scale_(stack.B) for stack in stacks]
-    largest = _largest_of_shards(exponents, [stack.layout for stack in stacks])
+    # The largest exponent of each matrix among the ranks with shards of it.
+    each = zip(exponents, stacks, strict=True)
+    buckets = Buckets([Slot(tuple(e.shape), s.layout.shards, e.dtype, e.device) for e, s in each])
+    for view, e in zip(buckets.views, exponents, strict=True):
+        view.copy_(e)
+    buckets.all_reduce_(op=dist.ReduceOp.MAX)
+    largest = buckets.views
     factors = [PolarFactors(stack.B.to(stack.dtype), stack.scale) for stack in stacks]
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
         works = [_work(stacks[i], factors[i].U, exponents[i], largest[i], number) for i in now]
         for i, (Z, scale) in zip(now, _roots(works), strict=True):
-            Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
-            U = _times(factors[i].U, Z)
-            factors[i] = PolarFactors(U, scale if number == 0 else factors[i].scale)
-            exponents[i] = largest[i] = torch.zeros_like(exponents[i])
+            if number:
+                scale = factors[i].scale
+            else:
+                Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
+                largest[i] = torch.zeros_like(largest[i])
+            factors[i] = PolarFactors(_times(factors[i].U, Z), scale)
     return factors
 
 
-def _largest_of_shards(
-    exponents: Sequence[Tensor], layouts: Sequence[MatrixLayout]
-) -> list[Tensor]:
-    """The largest exponent of each matrix among the ranks with shards of it."""
-    buckets = Buckets(
-        [
-            Slot(tuple(e.shape), layout.shards, e.dtype, e.device)
-            for e, layout in zip(exponents, layouts, strict=True)
-        ]
-    )
-    for view, e in zip(buckets.views, exponents, strict=True):
-        view.copy_(e)
-    buckets.all_reduce_(op=dist.ReduceOp.MAX)
-    return buckets.views
-
-
 def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
-    """The Gram matrices of rows B, which were divided by 2^e, for a pass."""
+    """The Gram matrices of rows B, which were divided by 2^e before the first pass, for a pass."""
     rows = counted(B, stack.layout)
-    G = ops.symmetric_product(
-        rows.mT, rows, rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
-    )
-    if stack.layout.shards is not None:
+    k, _, n = rows.shape
+    G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
+    bound, scale = stack.bound, stack.scale
+    if number:
+        bound, scale = Bound.ONE, torch.zeros_like(scale)
+    elif stack.layout.shards is not None:
         # In half precision small numbers may become zero: beside the largest they are too small
         # for the iterations.
-        G = pack(G.mul_(torch.exp2(2 * (e - largest))[:, None, None]))
-    if number == 0:
-        return _Work(G, largest, stack.layout, stack.passes[0], stack.bound, stack.scale, B.dtype)
-    none = torch.zeros_like(stack.scale)
-    return _Work(G, largest, stack.layout, stack.passes[number], Bound.ONE, none, B.dtype)
+        G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
+    if stack.layout.shards is not None:
+        G = pack(G)
+    return _Work(G, largest, stack.layout, stack.passes[number], bound, scale, B.dtype)
 
 
 def _roots(works: Sequence[_Work]) -> list[_Root]:
     """The root of every matrix; those of which ranks hold shards are shared among these."""
-    alike_works: dict[tuple[Group | None, torch.dtype], list[int]] = {}
+    shared: dict[tuple[Group | None, torch.dtype], list[int]] = {}
     for i, work in enumerate(works):
-        alike_works.setdefault((work.layout.shards, work.G.dtype), []).append(i)
+        shared.setdefault((work.layout.shards, work.G.dtype), []).append(i)
     roots: dict[int, _Root] = {}
-    for (group, _), chosen in alike_works.items():
-        alike = [works[i] for i in chosen]
-        found = map(_root, alike) if group is None else _shared_roots(alike, group)
+    for (group, _), chosen in shared.items():
+        some = [works[i] for i in chosen]
+        found = map(_root, some) if group is None else _shared_roots(some, group)
         roots |= zip(chosen, found, strict=True)
     return [roots[i] for i in range(len(works))]
 
@@ -134,10 +127,7 @@ def _scale_(B: Tensor) -> Tensor:
     """Divide each matrix (k, m_r, n) by 2^e, so that its longest column is about COLUMN long.
 
     Numbers that are small beside an outlier then keep their precision in half, and the Gram matrix
-    stays in its range.
-
-    Returns:
-        e, (k,), in B's dtype.
+    stays in its range. Returns e, (k,), in B's dtype.
     """
     if not B.numel():
         return B.new_full((len(B),), SMALLEST_EXPONENT)

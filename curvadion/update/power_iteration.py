@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
@@ -45,8 +46,7 @@ class Stack:
 
     Attributes:
         layout: the common layout.
-        B: local shards, (m_i, n_j) each, of any floating dtype and any strides. Unless they are
-            small they are read one at a time, so the sequence may create each one when it is read.
+        B: local shards, (m_i, n_j) each, of any floating dtype and any strides.
         Q: right factors, (n_j, r) each.
         right_factor: how R becomes the next Q.
         dtype: of the products P and R: float32, or float64 for float64 parameters.
@@ -65,34 +65,21 @@ class Stack:
 
     @property
     def roundoff(self) -> float:
-        """The relative error of the entries of P and R before they are orthonormalised."""
+        """The relative error of the entries of P and R."""
         return roundoff_of_products(self.dtype, self.stored)
-
-    @property
-    def P_shape(self) -> tuple[int, int, int]:
-        return len(self.B), len(self.layout.rows), self.Q[0].shape[1]
-
-    @property
-    def R_shape(self) -> tuple[int, int, int]:
-        return len(self.B), len(self.layout.columns), self.Q[0].shape[1]
 
 
 class LowRank(NamedTuple):
     """The factors of a stack of k matrices after a power iteration.
 
-    Attributes:
-        P: (k, m_i, r), orthonormal columns.
-        R: (k, n_j, r), B^T P.
-        Q: (k, n_j, r), the next right factor.
-        own_R: (k, n_j, r), this rank's summand of R; the same tensor as R if no other rank has one.
-        scale: (k,) float64, the length of the longest column of R, or the stack's scale if that is
-            larger.
+    P (k, m_i, r) has orthonormal columns, R (k, n_j, r) is B^T P, and Q (k, n_j, r) is the next
+    right factor. scale (k,) float64 is the length of the longest column of R, or the stack's scale
+    if that is larger.
     """
 
     P: Tensor
     R: Tensor
     Q: Tensor
-    own_R: Tensor
     scale: Tensor
 
 
@@ -111,93 +98,72 @@ def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
     All of Q is zero if the longest column of R is :data:`curvadion.update.orthonormalize.FALLEN`
     times ``scale`` or shorter. Q and R are both zero if a product is not finite.
 
-    Args:
-        stacks: the same ones on every rank of every group involved, each with the rank's shards.
-
-    Returns:
-        The factors of each stack.
+    stacks: the same ones on every rank of every group involved, each with the rank's shards.
     """
     left = orthonormal_columns(
         left_products(stacks),
         [s.layout.rows for s in stacks],
         floors=[Floor(s.roundoff) for s in stacks],
     )
-    R, own_R = right_products(stacks, [one.columns for one in left])
+    R = right_products(stacks, [one.columns for one in left])
     Q, lengths = _next_right_factors(stacks, R, left)
-    return [
-        LowRank(one.columns, *_finite(r, q, own, long), _scale(long, stack.scale))
-        for stack, one, long, r, q, own in zip(stacks, left, lengths, R, Q, own_R, strict=True)
-    ]
-
-
-def _scale(lengths: Tensor, before: Tensor | None) -> Tensor:
-    longest = lengths.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0)
-    return longest if before is None else torch.maximum(longest, before)
-
-
-def _finite(R: Tensor, Q: Tensor, own_R: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The factors, with R zero if a column's length is not finite; Q is zero then already."""
-    bad = ~torch.isfinite(lengths).all(dim=-1)
-    # On the CPU it is cheaper to ask first; elsewhere asking is a device-to-host read.
-    if bad.device.type != "cpu" or bad.any():
-        for product in {id(product): product for product in (R, own_R)}.values():
-            product.masked_fill_(bad[:, None, None], 0.0)
-    return R, Q, own_R
+    factors = []
+    for stack, one, long, r, q in zip(stacks, left, lengths, R, Q, strict=True):
+        bad = ~torch.isfinite(long).all(dim=-1)  # Q is zero then already
+        scale = long.amax(dim=-1).nan_to_num_(0.0, 0.0, 0.0)
+        if stack.scale is not None:
+            scale = torch.maximum(scale, stack.scale)
+        factors.append(LowRank(one.columns, r.masked_fill_(bad[:, None, None], 0.0), q, scale))
+    return factors
 
 
 def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
     """B Q of every stack, (k, m_i, r), summed over the column group, averaged over replicas."""
-    buckets = Buckets(
-        [Slot(s.P_shape, s.layout.columns_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
-    )
-    for stack, P in zip(stacks, buckets.views, strict=True):
+    shapes = [(len(s.B), len(s.layout.rows), s.Q[0].shape[1]) for s in stacks]
+    groups = [s.layout.columns_and_replicas for s in stacks]
+    products = _products(stacks, [s.Q for s in stacks], shapes, groups, transposed=False)
+    sum_shared_(products, [s.layout.rows for s in stacks])
+    return products
+
+
+def right_products(stacks: Sequence[Stack], P: Sequence[Tensor]) -> list[Tensor]:
+    """B^T P of every stack, (k, n_j, r), summed over the row group, averaged over replicas."""
+    shapes = [(len(s.B), len(s.layout.columns), s.Q[0].shape[1]) for s in stacks]
+    groups = [s.layout.rows_and_replicas for s in stacks]
+    products = _products(stacks, P, shapes, groups, transposed=True)
+    sum_shared_(products, [s.layout.columns for s in stacks])
+    return products
+
+
+def _products(
+    stacks: Sequence[Stack],
+    factors: Sequence[Sequence[Tensor] | Tensor],
+    shapes: Sequence[tuple[int, int, int]],
+    groups: Sequence[dist.ProcessGroup | None],
+    *,
+    transposed: bool,
+) -> list[Tensor]:
+    """B, or its transposes, times factors: sums over the groups, means over replicas."""
+    each = zip(stacks, shapes, groups, strict=True)
+    buckets = Buckets([Slot(shape, group, s.dtype, s.Q[0].device) for s, shape, group in each])
+    for stack, factor, out in zip(stacks, factors, buckets.views, strict=True):
+        dtype = stack.dtype
         if _small(stack):
-            torch.bmm(_stacked(stack.B, stack.dtype), _stacked(stack.Q, stack.dtype), out=P)
+            B = torch.stack(list(stack.B)).to(dtype)
+            right = torch.stack(list(factor)).to(dtype)
+            torch.bmm(B.mT if transposed else B, right, out=out)
             continue
-        for B, Q, out in zip(stack.B, stack.Q, P, strict=True):
-            # (m_i, r) = (m_i, n_j) (n_j, r)
-            torch.mm(B.to(stack.dtype), Q.to(stack.dtype), out=out)
-    buckets.all_reduce_(divide_by=_replicas(stacks))
-    sum_shared_(buckets.views, [s.layout.rows for s in stacks])
+        for B, right, product in zip(stack.B, factor, out, strict=True):
+            B = B.to(dtype)
+            torch.mm(B.mT if transposed else B, right.to(dtype), out=product)
+    buckets.all_reduce_(divide_by=group_size(stacks[0].layout.replicas) if stacks else 1)
     return buckets.views
-
-
-def right_products(
-    stacks: Sequence[Stack], P: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """B^T P of every stack, (k, n_j, r), summed over the row group, averaged over replicas.
-
-    Returns:
-        These products, and this rank's summands of them: the same tensors if no other rank has one.
-    """
-    buckets = Buckets(
-        [Slot(s.R_shape, s.layout.rows_and_replicas, s.dtype, s.Q[0].device) for s in stacks]
-    )
-    for stack, P_stack, R in zip(stacks, P, buckets.views, strict=True):
-        if _small(stack):
-            torch.bmm(_stacked(stack.B, stack.dtype).mT, P_stack, out=R)
-            continue
-        for B, P_one, out in zip(stack.B, P_stack, R, strict=True):
-            # (n_j, r) = (n_j, m_i) (m_i, r)
-            torch.mm(B.to(stack.dtype).mT, P_one, out=out)
-    own = [
-        R.clone() if s.layout.rows_and_replicas is not None or s.layout.columns.shared else R
-        for s, R in zip(stacks, buckets.views, strict=True)
-    ]
-    buckets.all_reduce_(divide_by=_replicas(stacks))
-    sum_shared_(buckets.views, [s.layout.columns for s in stacks])
-    return buckets.views, own
 
 
 def _small(stack: Stack) -> bool:
     """Whether a copy of all its matrices and factors costs less than a call for each."""
-    k, rows, r = stack.P_shape
-    columns = len(stack.layout.columns)
-    return k > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL
-
-
-def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.stack(list(matrices)).to(dtype)
+    rows, columns, r = len(stack.layout.rows), len(stack.layout.columns), stack.Q[0].shape[1]
+    return len(stack.B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL
 
 
 def _next_right_factors(
@@ -206,8 +172,17 @@ def _next_right_factors(
     """Q of every stack, and the lengths of the columns of its R, (k, r) float64."""
     columns = [s.layout.columns for s in stacks]
     floors = [Floor(s.roundoff, s.scale, P) for s, P in zip(stacks, left, strict=True)]
-    normalized = [i for i, s in enumerate(stacks) if s.right_factor == "column_normalized"]
+    found: dict[int, tuple[Tensor, Tensor]] = {}
     orthonormal = [i for i, s in enumerate(stacks) if s.right_factor == "qr"]
+    factors = orthonormal_columns(
+        [R[i] for i in orthonormal],
+        [columns[i] for i in orthonormal],
+        complete=False,
+        floors=[floors[i] for i in orthonormal],
+    )
+    for i, factor in zip(orthonormal, factors, strict=True):
+        found[i] = factor.columns, factor.lengths
+    normalized = [i for i in range(len(stacks)) if i not in found]
     squares = Buckets(
         [
             Slot((R[i].shape[0], R[i].shape[2]), columns[i].group, torch.float64, R[i].device)
@@ -217,24 +192,9 @@ def _next_right_factors(
     for i, view in zip(normalized, squares.views, strict=True):
         view.copy_(ops.column_sum_of_squares(columns[i].counted(R[i])))
     squares.all_reduce_()
-    found: dict[int, tuple[Tensor, Tensor]] = {}
     for i, view in zip(normalized, squares.views, strict=True):
         lengths = view.sqrt()
         floor = floors[i].of(lengths, R[i].dtype)
         found[i] = ops.column_normalize(R[i], view, floor), lengths
-    factors = orthonormal_columns(
-        [R[i] for i in orthonormal],
-        [columns[i] for i in orthonormal],
-        complete=False,
-        floors=[floors[i] for i in orthonormal],
-    )
-    for i, factor in zip(orthonormal, factors, strict=True):
-        found[i] = factor.columns, factor.lengths
-    Q, all_lengths = (
-        zip(*(found[i] for i in range(len(stacks))), strict=True) if stacks else ((), ())
-    )
-    return list(Q), list(all_lengths)
-
-
-def _replicas(stacks: Sequence[Stack]) -> int:
-    return group_size(stacks[0].layout.replicas) if stacks else 1
+    in_order = [found[i] for i in range(len(stacks))]
+    return [Q for Q, _ in in_order], [lengths for _, lengths in in_order]

@@ -83,12 +83,11 @@ def summands_of_columns(
     A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Buckets:
     """This rank's summands of :func:`products_of_columns`; their sums follow by ``all_reduce_``."""
-    buckets = Buckets(
-        [
-            Slot((len(b), b.shape[2], b.shape[2]), layout.shards, b.dtype, b.device)
-            for b, layout in zip(B, layouts, strict=True)
-        ]
-    )
+    slots = []
+    for b, layout in zip(B, layouts, strict=True):
+        k, _, n = b.shape
+        slots.append(Slot((k, n, n), layout.shards, b.dtype, b.device))
+    buckets = Buckets(slots)
     for a, b, layout, out in zip(A, B, layouts, buckets.views, strict=True):
         left, right = (counted(rows, layout).to(dtype_of_products(rows)) for rows in (a, b))
         out.copy_(torch.bmm(left.mT, right))
@@ -107,17 +106,12 @@ def dtype_of_products(rows: Tensor) -> torch.dtype:
 def sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
     """Add up, in products (k, length, r), the rows of which several ranks hold summands."""
     partial = [i for i, extent in enumerate(extents) if extent.shared]
-    tables = Buckets(
-        [
-            Slot(
-                (products[i].shape[0], len(extents[i].shared), products[i].shape[2]),
-                extents[i].group,
-                products[i].dtype,
-                products[i].device,
-            )
-            for i in partial
-        ]
-    )
+    slots = []
+    for i in partial:
+        (k, _, r), extent = products[i].shape, extents[i]
+        shape = (k, len(extent.shared), r)
+        slots.append(Slot(shape, extent.group, products[i].dtype, products[i].device))
+    tables = Buckets(slots)
     for i, table in zip(partial, tables.views, strict=True):
         table.zero_()
         for slot, place in extents[i].shared_here():

@@ -17,12 +17,8 @@ STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
 
 
 def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
-    """Zero moments of X's shape and dtype, and a float32 step counter.
-
-    The counter is on the CPU, but beside X on a GPU, whose fused AdamW reads it there.
-    Moments of float16 parameters are float32, because in float16 the square of a gradient overflows
-    above 256 and becomes zero below 2e-4.
-    """
+    """Zero moments of X's shape and dtype, and a float32 step counter."""
+    # In float16 the square of a gradient overflows above 256 and becomes zero below 2e-4.
     dtype = torch.float32 if X.dtype == torch.float16 else X.dtype
     state = {key: torch.zeros_like(X, dtype=dtype) for key in STATE_KEYS[algorithm]}
     return {"step": torch.zeros((), dtype=torch.float32, device=_counter_device(X)), **state}
@@ -36,6 +32,7 @@ def place_counter_(state: dict[str, Any], X: Tensor) -> None:
 
 
 def _counter_device(X: Tensor) -> torch.device:
+    # Fused AdamW on a GPU reads it there.
     return X.device if X.device.type == "cuda" else torch.device("cpu")
 
 
@@ -53,27 +50,22 @@ def elementwise_step(
     float16 saturates. Fused AdamW on a GPU, for which that would be two more passes over the
     gradients, leaves out a step of its lists if a gradient's norm is above this limit.
 
-    Args:
-        algorithm: "adamw" or "lion".
-        X: weights.
-        G: gradients, of the same shapes.
-        states: of :func:`create_state`, one per weight.
-        options: lr, betas, weight_decay and, for AdamW, eps.
+    states: of :func:`create_state`. options: lr, betas, weight_decay and, for AdamW, eps.
     """
     step = _adamw if algorithm == "adamw" else _lion
-    narrow = [i for i, x in enumerate(X) if x.dtype == torch.float16]
     others = [i for i, x in enumerate(X) if x.dtype != torch.float16]
     if others:
         gradients, moments = [G[i] for i in others], [states[i] for i in others]
         step([X[i] for i in others], gradients, moments, options, limit=True)
-    for i in narrow:  # one after another, so that only one is also held in float32
-        wide = {key: state if key == "step" else state.float() for key, state in states[i].items()}
-        x = X[i].float()
-        step([x], [G[i].float()], [wide], options, limit=False)
-        for key, value in wide.items():
-            if value is not states[i][key]:
-                states[i][key].copy_(saturated(value, states[i][key].dtype))
-        X[i].copy_(saturated(x, X[i].dtype))
+    for x, g, state in zip(X, G, states, strict=True):
+        if x.dtype == torch.float16:  # one after another, so that only one is held in float32
+            wide = {key: s if key == "step" else s.float() for key, s in state.items()}
+            weights = x.float()
+            step([weights], [g.float()], [wide], options, limit=False)
+            for key, value in wide.items():
+                if value is not state[key]:
+                    state[key].copy_(saturated(value, state[key].dtype))
+            x.copy_(saturated(weights, x.dtype))
 
 
 def _limit(dtype: torch.dtype) -> float:
@@ -82,7 +74,6 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 def _limit_(G: Sequence[Tensor]) -> None:
-    """Limit gradients, in place."""
     by_limit: dict[float, list[Tensor]] = {}
     for g in G:
         if g.dtype != torch.float16:

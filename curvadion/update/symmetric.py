@@ -22,11 +22,11 @@ def pack(G: Tensor) -> Tensor:
     A, C, D = G[:, :h, :h], G[:, h:, :h], G[:, h:, h:]
     if n % 2:
         folded = A.tril()
-        folded[:, : h - 1, 1:] += D.triu()
+        folded[:, : h - 1, 1:].add_(D.triu())
     else:
         folded = G.new_zeros(k, h + 1, h)
         folded[:, 1:] = A.tril()
-        folded[:, :-1] += D.triu()
+        folded[:, :-1].add_(D.triu())
     return torch.cat((C.reshape(k, -1), folded.reshape(k, -1)), dim=1)
 
 
@@ -39,9 +39,8 @@ def unpack(packed: Tensor, n: int) -> Tensor:
         A, D = folded.tril(), folded[:, : h - 1, 1:].triu()
     else:
         A, D = folded[:, 1:].tril(), folded[:, :-1].triu()
-    G = packed.new_empty(k, n, n)
-    G[:, :h, :h] = A + A.tril(-1).mT
-    G[:, h:, h:] = D + D.triu(1).mT
+    G = packed.new_zeros(k, n, n)
+    G[:, :h, :h] = A
+    G[:, h:, h:] = D.mT
     G[:, h:, :h] = C.view(k, n - h, h)
-    G[:, :h, h:] = G[:, h:, :h].mT
-    return G
+    return G.add_(G.tril(-1).mT)

@@ -10,21 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.codes import (
-    check_average,
-    check_floats,
-    coded_facts,
-    constants,
-    rows_of,
-)
-from curvadion.ops.tensors import Facts, Unsupported
+from curvadion.ops.codes import check_compiled, constants, rows_of
 from curvadion_kernels.launch import CHUNK, launches, on
-from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, saturated, to_nearest
+from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, saturated, to_nearest
 
 # Blocks that a program works on at a time.
 ROWS = 64 if INTERPRETED else 4
@@ -214,18 +206,16 @@ def encode_difference_(
     first: int,
 ) -> None:
     """See :func:`curvadion.ops.encode_difference_`."""
-    facts = coded_facts(codes, bits, X, anchors, residuals)
-    check_floats(owned, codes)
-    if anchors:
-        _check_anchors(facts[1])
+    check_compiled([codes], [owned, *anchors], [*X, *residuals])
+    lists = [X, *filter(None, (anchors, residuals))]
     signs, midpoints, levels = constants(bits, codes.device)
-    for launch, dtypes in launches(facts):
-        table = launch.table(facts, [], [rows.start for rows in rows_of(X)])
+    for launch, dtypes in launches(lists):
+        table = launch.table(lists, [], [rows.start for rows in rows_of(X)])
         with on(codes.device):
             encode_difference_kernel[(launch.blocks,)](
                 table, *launch.index.on_stream()[:3], launch.count, codes, owned, first,
                 len(owned), signs, midpoints, levels,
-                X_DTYPE=CODES[dtypes[0]], R_DTYPE=CODES[dtypes[-1]], HAS_A=bool(anchors),
+                X_DTYPE=DTYPES[dtypes[0]], R_DTYPE=DTYPES[dtypes[-1]], HAS_A=bool(anchors),
                 HAS_R=bool(residuals), BITS=bits, CHUNK=CHUNK, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip
 
@@ -237,32 +227,25 @@ def decode_(X: Sequence[Tensor], codes: Tensor, bits: int) -> None:
 
 def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
     """See :func:`curvadion.ops.decode_add_`."""
-    facts = coded_facts(codes, bits, X, anchors)
-    if anchors:
-        _check_anchors(facts[1])
+    check_compiled([codes], anchors, X)
+    lists = [X, anchors] if anchors else [X]
     signs, _, levels = constants(bits, codes.device)
-    for launch, dtypes in launches(facts):
-        table = launch.table(facts, [], [rows.start for rows in rows_of(X)])
+    for launch, dtypes in launches(lists):
+        table = launch.table(lists, [], [rows.start for rows in rows_of(X)])
         with on(codes.device):
             decode_kernel[(launch.blocks,)](
                 table, *launch.index.on_stream()[:3], launch.count, codes, signs, levels,
-                X_DTYPE=CODES[dtypes[0]], HAS_A=bool(anchors), BITS=bits,
+                X_DTYPE=DTYPES[dtypes[0]], HAS_A=bool(anchors), BITS=bits,
                 CHUNK=CHUNK, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """See :func:`curvadion.ops.average_codes_`."""
-    check_average(codes, own, received, bits)
-    check_floats(own, codes, received)
+    check_compiled([codes, received], [own])
     if len(own):
         with on(codes.device):
             average_codes_kernel[(triton.cdiv(len(own), ROWS),)](
                 codes, own, received, len(own), len(received), rank,
                 *constants(bits, codes.device), BITS=bits, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip
-
-
-def _check_anchors(facts: Facts) -> None:
-    if not facts.dtypes <= {torch.float32}:
-        raise Unsupported

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.tensors import Unsupported, factors_facts, float32_stack
-from curvadion_kernels.launch import Table, kept, on
-from curvadion_kernels.numbers import CODES, INTERPRETED, pointer, to_nearest
+from curvadion.ops.tensors import Unsupported, check_supported
+from curvadion_kernels.launch import cells_to_device, on
+from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, to_nearest
 
 ROWS = 512 if INTERPRETED else 64
 COLUMNS = 32
@@ -63,7 +62,7 @@ def normalize_kernel(
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """See :func:`curvadion.ops.column_sum_of_squares`."""
-    k, n, r = float32_stack(R)
+    k, n, r = _stack(R)
     sums = torch.empty(*R.shape[:-2], r, dtype=torch.float64, device=R.device)
     if sums.numel():
         with on(R.device):
@@ -80,9 +79,16 @@ def column_normalize_(
     floor: Tensor | None = None,
 ) -> None:
     """See :func:`curvadion.ops.column_normalize_`."""
-    k, n, r = float32_stack(R)
-    q = factors_facts(Q, R, sum_of_squares, floor)
-    if len(q.dtypes) > 1 or r > MOST_COLUMNS:
+    k, n, r = _stack(R)
+    given = [t for t in (sum_of_squares, floor) if t is not None]
+    if len(Q) != k or any(q.shape != (n, r) for q in Q) or any(t.shape != (k, r) for t in given):
+        raise ValueError(
+            f"R has shape {(k, n, r)}: give {k} Q of {(n, r)}, and sums and floors of {(k, r)}"
+        )
+    if r > MOST_COLUMNS or any(t.dtype != torch.float64 for t in given):
+        raise Unsupported
+    check_supported(Q)
+    if any(q.dtype != Q[0].dtype or not q.is_contiguous() for q in Q) or Q[0].device != R.device:
         raise Unsupported
     if R.numel() == 0:
         return
@@ -91,14 +97,16 @@ def column_normalize_(
     columns = triton.next_power_of_2(r)
     at_once = max(1, TILE // columns)
     rows = max(ROWS, at_once)
-    table = kept(_table, R.device)(k, R.device).write(array("Q", q.addresses))
+    table = cells_to_device(array("Q", [q.data_ptr() for q in Q]), R.device)
     with on(R.device):
         normalize_kernel[(k, triton.cdiv(n, rows))](
             table, R, sums, floors, n, r,
-            Q_DTYPE=CODES[q.codes[0]], ROWS=rows, AT_ONCE=at_once, COLUMNS=columns,
+            Q_DTYPE=DTYPES[Q[0].dtype], ROWS=rows, AT_ONCE=at_once, COLUMNS=columns,
         )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def _table(cells: int, device: torch.device) -> Table:
-    return Table(device)
+def _stack(R: Tensor) -> tuple[int, int, int]:
+    """(k, n, r) of a stack (..., n, r) of k matrices."""
+    if R.dtype != torch.float32 or not R.is_contiguous():
+        raise Unsupported
+    return R.shape[:-2].numel(), R.shape[-2], R.shape[-1]

@@ -1,7 +1,7 @@
 """One launch for a list of tensors: which block works on which chunk, and where the tensors are.
 
 What follows from sizes and dtypes alone is computed once and kept on the device, for launches on
-any stream. Addresses and numbers are sent there when they change, in one small asynchronous copy.
+any stream. Addresses and numbers are sent there at each launch, in one small asynchronous copy.
 While a CUDA graph is captured nothing is kept: all of it is made again in memory of the graph, so
 that a replay depends on nothing outside.
 """
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvadion.ops.tensors import Facts, Sizes
 from curvadion_kernels.numbers import INTERPRETED
 
 if TYPE_CHECKING:
@@ -58,29 +57,6 @@ class Index:
         return self._tensors
 
 
-class Table:
-    """64-bit cells on the device. They are copied when they change, and nothing waits for the copy.
-
-    Args:
-        device: where the cells are wanted.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # What was copied last, for which stream, and where it is.
-        self._last: tuple[tuple[array[int], int], Tensor] | None = None
-
-    def write(self, cells: array[int]) -> Tensor:
-        """The cells as an int64 tensor on the device, for a launch on the current stream."""
-        wanted, last = (cells, stream_of(self._device)), self._last
-        # Another stream would not wait for the copy of this one.
-        if last is None or last[0] != wanted:
-            [on_device] = to_device([torch.frombuffer(cells, dtype=torch.int64)], self._device)
-            # In one piece: another thread may write for its own stream.
-            self._last = last = wanted, on_device
-        return last[1]
-
-
 @dataclass(eq=False)
 class Launch:
     """Tensors of a list that share a launch.
@@ -92,14 +68,12 @@ class Launch:
         index: numel, for each tensor its number of elements (int64); of and chunk, for each block
             its tensor and the chunk of it that it works on; first and slots, for each tensor its
             first block and its position in the list (int32).
-        cells: the device's copy of what :meth:`table` returns.
     """
 
     members: list[int]
     count: int
     blocks: int
     index: Index
-    cells: Table
     _tickets: dict[int, Tensor] = field(default_factory=dict)
 
     def tickets(self, device: torch.device) -> Tensor:
@@ -114,8 +88,8 @@ class Launch:
 
     def table(
         self,
-        facts: Sequence[Facts],
-        numbers: Sequence[array[float] | None],
+        lists: Sequence[Sequence[Tensor]],
+        numbers: Sequence[Sequence[float] | None],
         seeds: Sequence[int] | None = None,
     ) -> Tensor:
         """The addresses of all lists, then float32 numbers, then seeds, as one int64 tensor.
@@ -124,34 +98,36 @@ class Launch:
         them all empty.
         """
         cells = array("Q")
-        for one in facts:
-            cells.extend(self._chosen(one.addresses))
+        for list_ in lists:
+            cells.extend(t.data_ptr() for t in self._chosen(list_))
         for values in numbers:
             packed = array("f", [] if values is None else self._chosen(values))
             packed.frombytes(bytes(8 * self.count - 4 * len(packed)))
             cells.frombytes(packed.tobytes())
         if seeds is not None:
             cells.extend(self._chosen(seeds))
-        return self.cells.write(cells)
+        return cells_to_device(cells, lists[0][0].device)
 
     def _chosen(self, values: Sequence[Any]) -> Sequence[Any]:
         return [values[i] for i in self.members] if self.members else values
 
 
-def launches(facts: Sequence[Facts]) -> list[tuple[Launch, tuple[int, ...]]]:
-    """The launches for lists of equal sizes, each with the dtype codes of its lists."""
-    device = facts[0].device
-    assert device is not None
-    codes = tuple(one.codes.tobytes() for one in facts)
-    return kept(_launches, device)(facts[0].sizes, codes, device)
+def launches(lists: Sequence[Sequence[Tensor]]) -> list[tuple[Launch, tuple[torch.dtype, ...]]]:
+    """The launches for lists of equal shapes, each with the dtypes of its lists; none if empty."""
+    if not lists[0]:
+        return []
+    device = lists[0][0].device
+    sizes = tuple(t.numel() for t in lists[0])
+    dtypes = tuple(zip(*([t.dtype for t in list_] for list_ in lists), strict=True))
+    return kept(_launches, device)(sizes, dtypes, device)
 
 
 @lru_cache(maxsize=256)
 def _launches(
-    sizes: Sizes, codes: tuple[bytes, ...], device: torch.device
-) -> list[tuple[Launch, tuple[int, ...]]]:
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, combination in enumerate(zip(*codes, strict=True)):
+    sizes: tuple[int, ...], dtypes: tuple[tuple[torch.dtype, ...], ...], device: torch.device
+) -> list[tuple[Launch, tuple[torch.dtype, ...]]]:
+    groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for i, combination in enumerate(dtypes):
         groups.setdefault(combination, []).append(i)
     return [
         (_launch(sizes, members, device, len(groups) == 1), combination)
@@ -159,8 +135,10 @@ def _launches(
     ]
 
 
-def _launch(sizes: Sizes, members: list[int], device: torch.device, everything: bool) -> Launch:
-    numel = torch.tensor([sizes.numel[i] for i in members], device="cpu")
+def _launch(
+    sizes: tuple[int, ...], members: list[int], device: torch.device, everything: bool
+) -> Launch:
+    numel = torch.tensor([sizes[i] for i in members], device="cpu")
     # An empty tensor gets a block too, which writes its norm.
     blocks = ((numel + CHUNK - 1) // CHUNK).clamp_min(1)
     first = blocks.cumsum(0) - blocks
@@ -172,7 +150,6 @@ def _launch(sizes: Sizes, members: list[int], device: torch.device, everything: 
         len(members),
         len(of),
         Index([numel, of.int(), chunk.int(), first.int(), slots], device),
-        Table(device),
     )
 
 
@@ -183,6 +160,12 @@ def kept(make: _lru_cache_wrapper[T], device: torch.device) -> Callable[..., T]:
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return make.__wrapped__ if capturing else make
+
+
+def cells_to_device(cells: array[int], device: torch.device) -> Tensor:
+    """64-bit cells as an int64 tensor on the device, for a launch on the current stream."""
+    [on_device] = to_device([torch.frombuffer(cells, dtype=torch.int64)], device)
+    return on_device
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

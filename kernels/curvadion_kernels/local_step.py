@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.arguments import floats, host_numbers
-from curvadion.ops.tensors import elementwise_facts
+from curvadion.ops.tensors import elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
 from curvadion_kernels.numbers import (
-    CODES,
+    DTYPES,
     load_float32,
     numbers,
     saturated,
@@ -93,24 +92,19 @@ def local_step_kernel(
 def local_step_(
     X: Sequence[Tensor],
     G: Sequence[Tensor],
-    step: Sequence[float | Tensor],
-    decay: Sequence[float | Tensor],
+    step: Sequence[float],
+    decay: Sequence[float],
     M: Sequence[Tensor] = (),
     mu: Sequence[float] = (),
     seeds: Sequence[int] | None = None,
 ) -> None:
     """See :func:`curvadion.ops.local_step_`."""
-    facts = elementwise_facts([X, M] if M else [X], [G])
-    numbers = [
-        host_numbers(step, len(X)),
-        host_numbers(decay, len(X)),
-        floats(mu, len(X)) if M else None,
-    ]
-    for launch, codes in launches(facts):
-        table = launch.table(facts, numbers, seeds)
+    lists = elementwise([X, M] if M else [X], [G])
+    for launch, dtypes in launches(lists):
+        table = launch.table(lists, [step, decay, mu if M else None], seeds)
         with on(table.device):
             local_step_kernel[(launch.blocks,)](
                 table, *launch.index.on_stream()[:3], launch.count,
-                X_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], M_DTYPE=CODES[codes[1]],
+                X_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[-1]], M_DTYPE=DTYPES[dtypes[1]],
                 HAS_M=bool(M), SEEDED=seeds is not None, CHUNK=CHUNK, BLOCK=BLOCK,
             )  # fmt: skip

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.arguments import floats, host_numbers
-from curvadion.ops.tensors import Facts, Unsupported, check_shapes, facts_of
-from curvadion_kernels.launch import Index, Table, kept, on, rounds_float32
-from curvadion_kernels.numbers import CODES, saturated, stochastically, to_nearest
+from curvadion.ops.tensors import Unsupported, check_supported
+from curvadion_kernels.launch import Index, cells_to_device, kept, on, rounds_float32
+from curvadion_kernels.numbers import DTYPES, saturated, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers. Two accumulators stay in registers during the loop,
 # and narrow loads and stores need more registers for addresses.
@@ -118,67 +117,55 @@ def low_rank_update_(
     X: Sequence[Tensor],
     P: Sequence[Tensor],
     Q: Sequence[Tensor],
-    step: Sequence[float | Tensor],
-    decay: Sequence[float | Tensor],
+    step: Sequence[float],
+    decay: Sequence[float],
     M: Sequence[Tensor] = (),
     R: Sequence[Tensor] = (),
     feedback: Sequence[float] = (),
     seeds: Sequence[int] | None = None,
 ) -> None:
     """See :func:`curvadion.ops.low_rank_update_`."""
-    fed = floats(feedback, len(X)) if M else floats([0.0] * len(X), len(X))
-    numbers = [host_numbers(step, len(X)), host_numbers(decay, len(X)), fed]
     P, Q, R = ([t.contiguous() for t in factors] for factors in (P, Q, R))
-    x, m = facts_of(X), facts_of(M) if M else facts_of(X)
-    factors = [facts_of(P), facts_of(Q), facts_of(R) if M else facts_of(Q)]
-    _check(x, m, factors)
-    if M:
-        check_shapes(X, M)
-    groups: dict[tuple[int, int, bool], list[int]] = {}
-    for i in range(len(X)):
-        if x.sizes.numel[i]:
-            orientation = _swapped(x, i)
-            if M and _swapped(m, i) != orientation:
+    check_supported(X, M, P, Q, R)
+    if any(t.dtype != torch.float32 for factors in (P, Q, R) for t in factors):
+        raise Unsupported
+    numbers = step, decay, feedback if M else [0.0] * len(X)
+    # What stands in for momenta is neither read nor written.
+    lists = [X, M or X, P, Q, R if M else Q]
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for i, (x, m) in enumerate(zip(*lists[:2], strict=True)):
+        if x.numel():
+            if _swapped(m) != _swapped(x):
                 raise Unsupported
-            groups.setdefault((x.codes[i], m.codes[i], orientation), []).append(i)
+            groups.setdefault((x.dtype, m.dtype, _swapped(x)), []).append(i)
     # Three products of high and low halves are as exact as float32 arithmetic.
-    precision = "tf32" if rounds_float32() else "tf32x3"
-    for (x_code, m_code, swapped), members in groups.items():
-        aligned = all(_aligned(one, members) for one in (x, m, *factors))
-        shapes = tuple(_shape(x, i, swapped) for i in members)
-        device = X[0].device
-        index, cells = kept(_tiles, device)(shapes, TILE_M[aligned], device)
-        [tiles] = index.on_stream()
-        table = cells.write(_cells(members, swapped, x, m, factors, numbers, seeds))
+    precision, device = "tf32" if rounds_float32() else "tf32x3", X[0].device
+    for (x_dtype, m_dtype, swapped), members in groups.items():
+        matrices = [[list_[i] for list_ in lists] for i in members]
+        aligned = all(_aligned(t) for each in matrices for t in each)
+        shapes = tuple((x.mT if swapped else x).shape for x, *_ in matrices)
+        [tiles] = kept(_tiles, device)(shapes, TILE_M[aligned], device).on_stream()
+        cells = array("Q")
+        for i, each in zip(members, matrices, strict=True):
+            seed = 0 if seeds is None else seeds[i]
+            cells.extend(_cells(each, swapped, [values[i] for values in numbers], seed))
+        table = cells_to_device(cells, device)
         with on(device):
             low_rank_kernel[(len(tiles),)](
-                table, tiles, X_DTYPE=CODES[x_code], M_DTYPE=CODES[m_code], HAS_M=bool(M),
+                table, tiles, X_DTYPE=DTYPES[x_dtype], M_DTYPE=DTYPES[m_dtype], HAS_M=bool(M),
                 SEEDED=seeds is not None, SWAPPED=swapped, ALIGNED=aligned,
                 PRECISION=precision,
                 TILE_M=TILE_M[aligned], TILE_N=TILE_N, TILE_K=TILE_K, **OPTIONS,
             )  # fmt: skip
 
 
-def _check(x: Facts, m: Facts, factors: list[Facts]) -> None:
-    if not (x.supported and m.supported and m.device == x.device):
-        raise Unsupported
-    for one in factors:
-        if one.dtypes != {torch.float32} or one.device != x.device:
-            raise Unsupported
-    every = [one.sizes.shapes for one in (x, *factors)]
-    for (x_shape, _), (p, _), (q, _), (r, _) in zip(*every, strict=True):
-        if (p[0], q[0], q[1], r) != (*x_shape, p[1], q):
-            shapes = [tuple(shape) for shape in (x_shape, p, q, r)]
-            raise ValueError(f"X, P, Q and R of shapes {shapes} do not fit together")
-
-
-def _swapped(facts: Facts, i: int) -> bool:
-    """Whether the i-th matrix is a transposed view.
+def _swapped(x: Tensor) -> bool:
+    """Whether a matrix is a transposed view.
 
     Raises:
         Unsupported: if neither its rows nor its columns are dense in memory.
     """
-    (rows, columns), (down, along) = facts.sizes.shapes[i]
+    (rows, columns), (down, along) = x.shape, x.stride()
     if along == 1 or columns == 1:
         return False
     if down == 1 or rows == 1:
@@ -186,56 +173,38 @@ def _swapped(facts: Facts, i: int) -> bool:
     raise Unsupported
 
 
-def _shape(facts: Facts, i: int, swapped: bool) -> tuple[int, int]:
-    rows, columns = facts.sizes.shapes[i][0]
-    return (columns, rows) if swapped else (rows, columns)
-
-
-def _stride(facts: Facts, i: int, swapped: bool) -> int:
-    return facts.sizes.shapes[i][1][1 if swapped else 0]
-
-
-def _aligned(facts: Facts, members: list[int]) -> bool:
+def _aligned(x: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes, which 8 elements are for every dtype."""
-    return all(
-        facts.addresses[i] % 16 == 0
-        and all(stride == 1 or stride % 8 == 0 for stride in facts.sizes.shapes[i][1])
-        and all(size % 8 == 0 for size in facts.sizes.shapes[i][0])
-        for i in members
+    return (
+        x.data_ptr() % 16 == 0
+        and all(stride == 1 or stride % 8 == 0 for stride in x.stride())
+        and all(size % 8 == 0 for size in x.shape)
     )
 
 
 def _cells(
-    members: list[int],
-    swapped: bool,
-    x: Facts,
-    m: Facts,
-    factors: list[Facts],
-    numbers: list[array[float]],
-    seeds: Sequence[int] | None,
-) -> array[int]:
-    """The table, 16 cells per matrix.
+    matrices: Sequence[Tensor], swapped: bool, numbers: Sequence[float], seed: int
+) -> list[int]:
+    """The 16 cells of a matrix X in the table.
 
     These are the addresses of X, M, P, Q and R; rows, columns and rank; the row strides of X and M;
     step, decay and feedback as float32 bits; the seed; two empty cells.
     """
-    cells = array("Q")
-    for i in members:
-        cells.extend(one.addresses[i] for one in (x, m, *factors))
-        cells.extend((*_shape(x, i, swapped), factors[0].sizes.shapes[i][0][1]))
-        cells.extend((_stride(x, i, swapped), _stride(m, i, swapped)))
-        cells.extend(struct.unpack("I", struct.pack("f", values[i]))[0] for values in numbers)
-        cells.extend((0 if seeds is None else seeds[i], 0, 0))
-    return cells
+    x, m = (t.mT if swapped else t for t in matrices[:2])
+    return [
+        *(t.data_ptr() for t in matrices),
+        *(*x.shape, matrices[2].shape[1]),
+        *(x.stride(0), m.stride(0)),
+        *struct.unpack("III", struct.pack("fff", *numbers)),
+        *(seed, 0, 0),
+    ]
 
 
 @lru_cache(maxsize=64)
-def _tiles(
-    shapes: tuple[tuple[int, int], ...], height: int, device: torch.device
-) -> tuple[Index, Table]:
-    """For each tile its matrix and its place in it, int32 (tiles, 2); a table for the matrices."""
+def _tiles(shapes: tuple[torch.Size, ...], height: int, device: torch.device) -> Index:
+    """For each tile its matrix and its place in it, int32 (tiles, 2)."""
     each = [triton.cdiv(m, height) * triton.cdiv(n, TILE_N) for m, n in shapes]
     counts = torch.tensor(each, device="cpu")
     matrix = torch.repeat_interleave(torch.arange(len(shapes), device="cpu"), counts)
     place = torch.arange(len(matrix), device="cpu") - (counts.cumsum(0) - counts)[matrix]
-    return Index([torch.stack([matrix, place], dim=1).int()], device), Table(device)
+    return Index([torch.stack([matrix, place], dim=1).int()], device)

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.arguments import floats
-from curvadion.ops.tensors import Facts, elementwise_facts
+from curvadion.ops.tensors import elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
-from curvadion_kernels.numbers import CODES, load_float32, numbers, saturated, store, to_nearest
+from curvadion_kernels.numbers import DTYPES, load_float32, numbers, saturated, store, to_nearest
 
 
 @triton.jit
@@ -111,33 +110,32 @@ def momentum_kernel(
 
 def norms(X: Sequence[Tensor]) -> Tensor:
     """See :func:`curvadion.ops.norms`."""
-    return _run(elementwise_facts([X]), [], write=False)
+    return _run(elementwise([X]), [], write=False)
 
 
 def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> Tensor:
     """See :func:`curvadion.ops.momentum_norms`."""
-    return _run(elementwise_facts([M], [G]), mu, write=False)
+    return _run(elementwise([M], [G]), [mu], write=False)
 
 
 def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
-    _run(elementwise_facts([M], [G]), mu, write=True)
+    _run(elementwise([M], [G]), [mu], write=True)
 
 
-def _run(facts: list[Facts], mu: Sequence[float], *, write: bool) -> Tensor:
+def _run(
+    lists: Sequence[Sequence[Tensor]], factors: Sequence[Sequence[float]], *, write: bool
+) -> Tensor:
     """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
-    has_g = len(facts) == 2
-    count, device = len(facts[0].addresses), facts[0].device
-    factors = [floats(mu, count)] if has_g else []
-    assert device is not None
+    count, device = len(lists[0]), lists[0][0].device
     result = torch.empty(0 if write else count, dtype=torch.float32, device=device)
-    for launch, codes in launches(facts):
+    for launch, dtypes in launches(lists):
         partial = torch.empty(0 if write else launch.blocks, dtype=torch.float64, device=device)
         with on(device):
             momentum_kernel[(launch.blocks,)](
-                launch.table(facts, factors),
+                launch.table(lists, factors),
                 *launch.index.on_stream(), launch.tickets(device), partial, result, launch.count,
-                M_DTYPE=CODES[codes[0]], G_DTYPE=CODES[codes[-1]], HAS_G=has_g, WRITE=write,
-                CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
+                M_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[-1]], HAS_G=bool(factors),
+                WRITE=write, CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
             )  # fmt: skip
     return result

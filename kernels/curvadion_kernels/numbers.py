@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 import triton
 import triton.language as tl
 
@@ -14,8 +15,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # A global that kernels read must be a constexpr.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-# Indexed by the codes of curvadion.ops.tensors.DTYPE_CODES.
-CODES = [tl.float32, tl.bfloat16, tl.float16]
+# The dtypes of curvadion.ops.tensors.DTYPE_CODES.
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def _mixed(x):
 
 @triton.jit
 def stochastically(value, offsets, seed, dtype: tl.constexpr):
-    """float32 -> dtype; bfloat16 is rounded up or down at random, as ops.reference defines it."""
+    """float32 -> dtype; bfloat16 is rounded up or down at random, as ops.operations does."""
     if dtype != tl.bfloat16:
         return to_nearest(value, dtype)
     noise = _mixed(_mixed(offsets.to(tl.uint32)) ^ seed) & 0xFFFF

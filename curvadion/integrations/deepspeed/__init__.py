@@ -7,11 +7,12 @@ imports no DeepSpeed and changes nothing.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from curvadion.integrations.deepspeed import hooks
-from curvadion.integrations.deepspeed.attaching import attach
+from curvadion.integrations.deepspeed import engines
 from curvadion.integrations.deepspeed.config import declare_shapes
+from curvadion.integrations.deepspeed.engines import attach
 
 __all__ = ["attach", "declare_shapes", "initialize", "register"]
 
@@ -25,10 +26,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return result
 
 
+@functools.cache
 def register() -> None:
     """Teach DeepSpeed the optimizers' names; again is harmless.
 
     Raises:
         ImportError: if DeepSpeed is not installed.
     """
-    hooks.install()
+    engines.install()

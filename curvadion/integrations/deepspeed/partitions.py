@@ -10,15 +10,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.integrations.deepspeed.process_groups import Reaching
+from curvadion.integrations.deepspeed.replicas import reaching
 
 
 @dataclass(frozen=True)
 class Range:
     """Elements [start, stop) of a parameter of ``shape``, from ``offset`` in a flat partition.
 
-    The other elements are with the other ranks of ``group``. Every rank has a range of every
-    parameter, perhaps an empty one.
+    The others are with the other ranks of ``group``. Every rank has a range of every parameter,
+    perhaps an empty one.
     """
 
     parameter: Tensor
@@ -31,10 +31,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Partition:
-    """A flat tensor of master weights that ZeRO hands to the optimizer.
-
-    It is 1-D, with padding that belongs to no parameter and may hold anything.
-    """
+    """A flat tensor of master weights, with padding, that ZeRO hands to the optimizer."""
 
     flat: Tensor
     param_group: int  # position of the optimizer's group that it comes from
@@ -50,22 +47,17 @@ _FLAT = {
 }
 
 
-def partitions_of(zero: Any, reaching: Reaching) -> list[Partition]:
-    """The partitions of DeepSpeed's ZeRO optimizer, in the order in which it steps on them.
-
-    reaching: gives the ranges' groups; partitions may be offloaded to the CPU.
-    """
+def partitions_of(zero: Any) -> list[Partition]:
+    """The partitions of DeepSpeed's ZeRO optimizer, in the order in which it steps on them."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return list(_stage_3(zero, reaching))
+        return list(_stage_3(zero))
     for masters, names in _FLAT.items():
         if hasattr(zero, masters):
-            return list(_stage_1_and_2(zero, reaching, masters, *names))
+            return list(_stage_1_and_2(zero, masters, *names))
     raise RuntimeError(f"{type(zero).__name__} is no ZeRO optimizer whose partitions are known")
 
 
-def _stage_1_and_2(
-    zero: Any, reaching: Reaching, masters: str, parameters: str, shares: str
-) -> Iterator[Partition]:
+def _stage_1_and_2(zero: Any, masters: str, parameters: str, shares: str) -> Iterator[Partition]:
     def publish(i: int, master: Tensor) -> None:
         # Into the buffer as it is then: offloading weights exchanges it.
         mine = dist.get_rank(zero.real_dp_process_group[i])
@@ -89,11 +81,8 @@ def _contiguous(
     first = dist.get_rank(group) * size
     ranges = []
     for p in parameters:
-        if p.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-            raise RuntimeError(
-                f"A parameter of shape {tuple(p.shape)} is no view of ZeRO's flat buffer: this "
-                f"version of DeepSpeed lays its partitions out in a way that is not known here"
-            )
+        same = p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        assert same, f"a parameter of shape {tuple(p.shape)} is no view of ZeRO's flat buffer"
         begin = int(p.storage_offset()) - int(flat.storage_offset())
         start = min(max(first - begin, 0), p.numel())
         stop = max(min(first + size - begin, p.numel()), start)
@@ -102,7 +91,7 @@ def _contiguous(
     return tuple(ranges)
 
 
-def _stage_3(zero: Any, reaching: Reaching) -> Iterator[Partition]:
+def _stage_3(zero: Any) -> Iterator[Partition]:
     """Every parameter is sharded by itself in equal shares; a sub-group is a row of such shares."""
     for i, master in enumerate(zero.fp32_partitioned_groups_flat):
         ranges, offset = [], 0
@@ -114,11 +103,7 @@ def _stage_3(zero: Any, reaching: Reaching) -> Iterator[Partition]:
             stop = min(start + size, p.ds_numel)
             ranges.append(Range(p, tuple(p.ds_shape), start, stop, offset, group))
             offset += size
-        if offset != master.numel():
-            raise RuntimeError(
-                f"ZeRO's sub-group {i} has {master.numel()} elements where its parameters have "
-                f"{offset}: this version of DeepSpeed lays them out in a way that is not known here"
-            )
+        assert offset == master.numel(), "ZeRO's sub-group is not a row of its parameters' shares"
         publish = partial(zero._reassign_or_swap_out_partitioned_parameters, i)
         yield Partition(master, zero.sub_group_to_group_id[i], tuple(ranges), publish)
 

@@ -1,50 +1,102 @@
 """``replica_size``: DeepSpeed shards and averages inside a replica, the optimizer between them.
 
 DeepSpeed tells the ranks that read data of their own, which batch sizes count, from those over
-which it shards and averages gradients. Sequence parallelism makes the latter more, and this fewer.
+which it shards and averages gradients (``engine.seq_data_parallel_group``). Sequence parallelism
+makes the latter more, and this fewer.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from curvadion import checks
-from curvadion.comm.collectives import all_ranks_equal
+from curvadion.comm.groups import existing_group, new_group
 from curvadion.integrations.deepspeed.modes import KEY, REPLICA_SIZE, check_with_replicas
-from curvadion.integrations.deepspeed.process_groups import (
-    Reaching,
-    data_parallel_group,
-    divide,
-    replica_groups,
-)
-from curvadion.integrations.wrapping import wrap_method
+from curvadion.integrations.shared import wrap_method
 from curvadion.optim.dion import Dion
+
+_BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
+_divided: list[int] = []  # sizes of replicas that were asked for
+_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
+_on_cpu = weakref.WeakKeyDictionary()  # gloo groups over the ranks of others
+
+
+class ReplicaGroups(NamedTuple):
+    """The groups that this rank is in where the ranks hold several replicas."""
+
+    inside: dist.ProcessGroup  # of this replica, over which DeepSpeed shards and averages gradients
+    between: dist.ProcessGroup  # the ranks that hold the same shards, one of each replica
+
+
+def replica_groups(size: int) -> ReplicaGroups:
+    """Groups for replicas of ``size`` ranks in a row, fewer than all; collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first, place = rank - rank % size, rank % size
+    # Groups of one rank are groups too, because DeepSpeed wants one.
+    inside, between = (
+        existing_group(ranks) or new_group(ranks)
+        for ranks in (range(first, first + size), range(place, world, size))
+    )
+    _divided.append(size)
+    return ReplicaGroups(inside, between)
+
+
+def replicas_exist() -> bool:
+    """Whether this process has divided its ranks into replicas, for whichever engine."""
+    return bool(_divided)
+
+
+def reaching(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """``group`` if it takes tensors on ``device``, else a gloo group of its ranks; collective.
+
+    A GPU's engine has NCCL groups; offloaded master weights are on the CPU.
+    """
+    if f"{device.type}:" in str(dist.get_backend_config(group)):
+        return group
+    if group not in _on_cpu:
+        ranks = dist.get_process_group_ranks(group)
+        _on_cpu[group] = new_group(ranks, [group], backend="gloo")
+    return _on_cpu[group]
+
+
+def divided(engine: Any) -> bool:
+    """Whether DeepSpeed averages gradients inside replicas, of which there are several."""
+    return hasattr(engine, _BETWEEN)
+
+
+def between_replicas(engine: Any) -> dist.ProcessGroup | None:
+    """The ranks with which the optimizer synchronises; None if the engine's ranks are one replica.
+
+    At stage 0 every rank is a replica unless the engine was divided otherwise.
+    """
+    whole = None if engine.zero_optimization_stage() else engine.seq_data_parallel_group
+    group: dist.ProcessGroup | None = getattr(engine, _BETWEEN, whole)
+    return group
 
 
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     """Divide the engine's ranks into replicas, as the JSON or an optimizer made in code says.
 
-    Call it on all ranks, before DeepSpeed makes its optimizer.
+    Batch sizes, data loaders and the first broadcast of the weights stay those of all ranks.
+    Collective, before DeepSpeed makes its optimizer.
     """
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
     size = size_in(engine.optimizer_params(), world) if client is None else _size_of(client, stage)
-    # A rank that differs would create other groups than those that the rest waits for.
-    if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
-        raise ValueError(
-            f"{KEY}={size} and zero_optimization.stage={stage} on this rank, and others on "
-            f"another: give all ranks the same configuration and optimizer"
-        )
-    groups = None
-    if size is not None and size != (world if stage else 1):
-        check_with_replicas(engine, size)
-        groups = replica_groups(size)
-        divide(engine, groups)
-        _average_inside(engine)
+    if size is None or size == (world if stage else 1):
+        _check_shards(engine)
+        return
+    check_with_replicas(engine, size)
+    groups = replica_groups(size)
+    engine.seq_data_parallel_group, engine.seq_dp_world_size = groups.inside, size
+    setattr(engine, _BETWEEN, groups.between)
+    _average_inside(engine)
     _check_shards(engine)
-    if groups is not None and stage == 3:
+    if stage == 3:
         _start_with_the_first(engine, groups.between)
 
 
@@ -62,7 +114,7 @@ def size_in(params: Any, world: int) -> int | None:
 def _size_of(client: Dion, stage: int) -> int | None:
     """Ranks of a replica if the optimizer's replicas divide all ranks like the key would."""
     replicas, rank, world = client._replicas.process_group, dist.get_rank(), dist.get_world_size()
-    if replicas is None or not 1 < replicas.size() <= world:
+    if replicas is None or replicas.size() == 1:
         return None
     size = world // replicas.size()
     if size == 1 and stage == 0:
@@ -73,7 +125,7 @@ def _size_of(client: Dion, stage: int) -> int | None:
 
 def _check_shards(engine: Any) -> None:
     """Raise ValueError if a model built under zero.Init is sharded over other ranks."""
-    wanted = dist.get_process_group_ranks(data_parallel_group(engine))
+    wanted = dist.get_process_group_ranks(engine.seq_data_parallel_group)
     for name, p in engine.module.named_parameters():
         held_by = getattr(p, "ds_process_group", None)
         if held_by is not None and (found := dist.get_process_group_ranks(held_by)) != wanted:
@@ -89,9 +141,9 @@ def _check_shards(engine: Any) -> None:
 def _average_inside(engine: Any) -> None:
     """Let gradients that the engine averages itself, at stage 0 and for BF16_Optimizer, stay here.
 
-    It asks DeepSpeed's module for the group, and not itself.
+    For these it asks a module of DeepSpeed's for the group.
     """
-    inside = data_parallel_group(engine)
+    inside = engine.seq_data_parallel_group
     here = {"dp_group": inside, "dp_world_size": inside.size()}
 
     def reduce(theirs: Callable[..., Any], bucket: Any, **settings: Any) -> Any:
@@ -103,7 +155,6 @@ def _average_inside(engine: Any) -> None:
 
 def _start_with_the_first(engine: Any, between: dist.ProcessGroup) -> None:
     """Give all replicas the weights of the first, which zero.Init has shared inside each only."""
-    reaching = Reaching()
     for p in engine.module.parameters():
         if (shard := getattr(p, "ds_tensor", None)) is not None:
             for held in [shard, p] if p.ds_status.name == "AVAILABLE" else [shard]:

@@ -1,52 +1,56 @@
 """ZeRO 1, 2 and 3: ZeRO hands over partitions and gradients, and one optimizer step takes them.
 
+ZeRO gives the optimizer flat partitions, and calls its step once for each of them. Every range of a
+parameter in a partition is a flat shard: here it becomes a parameter of its own, a view of the
+partition that knows what it is a part of. The optimizer steps on these, once ZeRO has handed over
+the last partition with its gradient, scaled and clipped. Padding is in no range, and so in no norm.
+
 Several replicas decide as one what ZeRO would decide for each: by which norm gradients are
 clipped, and whether a step is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from curvadion.integrations.deepspeed.partitions import partitions_of, publish
-from curvadion.integrations.deepspeed.process_groups import Reaching
-from curvadion.integrations.deepspeed.saving import (
-    explain_failed_loading,
-    synchronize_before_saving,
-)
-from curvadion.integrations.deepspeed.shards import Shards
-from curvadion.integrations.wrapping import wrap_method
+import torch
+from torch import Tensor, nn
+
+from curvadion.integrations.deepspeed.partitions import Partition, partitions_of, publish
+from curvadion.integrations.shared import wrap_method
+from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
+
+NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
 def attach(engine: Any, optimizer: Dion) -> None:
     """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
     zero = engine.optimizer
-    partitions = partitions_of(zero, Reaching())
+    partitions = partitions_of(zero)
     several = optimizer._replicas.process_group is not None
-    then = partial(publish, zero, partitions) if several else None
+
+    def give_to_model() -> None:
+        if several:
+            publish(zero, partitions)
+
     shards = Shards(optimizer, partitions, engine.param_names)
-    _give_methods(optimizer, shards, then)
-    explain_failed_loading(engine)
-    if then is None:
+    _give_methods(optimizer, shards, give_to_model)
+    if not several:
         _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
         return
     if engine.fp16_enabled():
         setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler looks for its scale
-    _decide_with_all_replicas(zero, shards, then)
+    _decide_with_all_replicas(zero, shards, give_to_model)
     zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
-    synchronize_before_saving(engine, optimizer)
 
 
-def _give_methods(optimizer: Dion, shards: Shards, publish: Callable[[], None] | None) -> None:
-    """Let the optimizer's methods work on the shards; publish: gives the model what they change."""
-
-    def step(self: Dion, closure: Any = None) -> None:
-        shards.receive()
+def _give_methods(optimizer: Dion, shards: Shards, give_to_model: Callable[[], None]) -> None:
+    """Let the optimizer's methods work on the shards."""
 
     def on_shards(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with shards.in_place():
@@ -54,10 +58,10 @@ def _give_methods(optimizer: Dion, shards: Shards, publish: Callable[[], None] |
 
     def moving(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         on_shards(theirs, *args, **kwargs)
-        if publish is not None:
-            publish()
+        give_to_model()
 
-    setattr(optimizer, "step", MethodType(step, optimizer))  # noqa: B010
+    step = MethodType(lambda self, closure=None: shards.receive(), optimizer)
+    setattr(optimizer, "step", step)  # noqa: B010
     for name in ("drift", "state_dict", "load_state_dict"):
         wrap_method(optimizer, name, on_shards)
     for name in ("synchronize", "broadcast_weights"):
@@ -77,7 +81,7 @@ def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
     wrap_method(zero, "step", step)
 
 
-def _decide_with_all_replicas(zero: Any, shards: Shards, then: Callable[[], None]) -> None:
+def _decide_with_all_replicas(zero: Any, shards: Shards, give_to_model: Callable[[], None]) -> None:
     """ZeRO's step clips and skips by the gradients of its replica; replicas do both as one."""
 
     def step(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -93,10 +97,111 @@ def _decide_with_all_replicas(zero: Any, shards: Shards, then: Callable[[], None
             zero.clip_grad = max_norm
         if not shards.stepped:  # other replicas are waiting, or send what arrives now
             shards.step_with_nan()
-            then()
+            give_to_model()
         if norms:
             zero._global_grad_norm = norms[0]
         zero.overflow = False  # learning rates follow their schedules on all replicas
         return result
 
     wrap_method(zero, "step", step)
+
+
+class Shards:
+    """The optimizer's parameters as ranges of ZeRO's partitions, and the gradients it awaits."""
+
+    def __init__(
+        self, optimizer: Dion, partitions: list[Partition], names: dict[Tensor, str]
+    ) -> None:
+        self.optimizer = optimizer
+        self.stepped = False
+        self._before_step: Callable[[], object] | None = None
+        self._partitions = partitions
+        self._zero_groups = list(optimizer.param_groups)
+        self._gradients: dict[int, Tensor | None] = {}
+        self._views = [_shards(partition) for partition in partitions]
+        self._groups: list[dict[str, Any]] = []
+        for position, group in enumerate(self._zero_groups):
+            mine = [i for i, p in enumerate(partitions) if p.param_group == position]
+            own = [names[r.parameter] for i in mine for r in partitions[i].ranges]
+            views = [view for i in mine for view in self._views[i]]
+            self._groups.append({**group, "params": views, "param_names": own})
+
+    def begin(self, before_step: Callable[[], object] | None = None) -> None:
+        """A logical step begins: ZeRO's groups are complete, no gradient has been handed over.
+
+        before_step: called once all gradients are there.
+        """
+        self.stepped, self._before_step = False, before_step
+        self._zero_groups = list(self.optimizer.param_groups)
+        self._gradients.clear()
+
+    def receive(self) -> None:
+        """Take the gradients of the partitions that are set now; step once all are there."""
+        for group in self.optimizer.param_groups:
+            for flat in group["params"]:
+                self._gradients[id(flat)] = flat.grad
+        if len(self._gradients) < len(self._partitions):
+            return
+        self._step()
+        # ZeRO published the earlier ones earlier, before the step.
+        for partition in self._partitions:
+            partition.publish()
+
+    def step_with_nan(self) -> None:
+        """Step where ZeRO has found a gradient that is not finite, and dropped all."""
+        for partition in self._partitions:
+            self._gradients[id(partition.flat)] = torch.full_like(partition.flat, torch.nan)
+        self._step()
+
+    def _step(self) -> None:
+        self.stepped = True  # also where it raises
+        with self.in_place():
+            for views, partition in zip(self._views, self._partitions, strict=True):
+                gradient = self._gradients[id(partition.flat)]
+                if gradient is not None:
+                    for view, held in zip(views, _held(partition, gradient), strict=True):
+                        view.grad = held
+            if self._before_step is not None:
+                self._before_step()
+            type(self.optimizer).step(self.optimizer)
+            self._gradients.clear()
+            for view in (view for views in self._views for view in views):
+                view.grad = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The optimizer's groups are those of the shards inside; hyperparameters are shared."""
+        optimizer = self.optimizer
+        during, before = optimizer.param_groups, self._zero_groups
+        if len(during) == len(before):
+            before = during
+        _share(before, self._groups)
+        for views, partition in zip(self._views, self._partitions, strict=True):
+            optimizer.state.pop(partition.flat, None)  # ZeRO looks for state there, which makes it
+            for view, held in zip(views, _held(partition, partition.flat), strict=True):
+                if view.data_ptr() != held.data_ptr():  # ZeRO has moved the partition
+                    view.data = held
+        optimizer.param_groups = self._groups
+        try:
+            yield
+        finally:
+            self._groups = optimizer.param_groups
+            _share(self._groups, before)
+            optimizer.param_groups = during
+
+
+def _held(partition: Partition, flat: Tensor) -> list[Tensor]:
+    data = flat.detach()
+    return [data[r.offset : r.offset + r.stop - r.start] for r in partition.ranges]
+
+
+def _shards(partition: Partition) -> list[nn.Parameter]:
+    views = [nn.Parameter(held) for held in _held(partition, partition.flat)]
+    for view, r in zip(views, partition.ranges, strict=True):
+        declare_flat_shard(view, r.shape, r.start, r.stop, r.group)
+    return views
+
+
+def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for given, taken in zip(source, target, strict=True):
+        taken.update({k: v for k, v in given.items() if k not in NOT_HYPERPARAMETERS})

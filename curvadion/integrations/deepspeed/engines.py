@@ -1,0 +1,186 @@
+"""DeepSpeedEngine learns the names CurvaDion and Dion, and an optimizer meets its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion.integrations.deepspeed import config, modes, replicas, sharded, zero_init
+from curvadion.integrations.deepspeed.replicas import divided
+from curvadion.integrations.shared import wrap_method
+from curvadion.optim.clipping import clip_grad_norm_
+from curvadion.optim.dion import Dion
+
+
+def install() -> None:
+    """Patch DeepSpeed's classes."""
+    import deepspeed
+    from deepspeed.runtime.zero import utils
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
+
+    for hook in (_is_supported_optimizer, _configure_basic_optimizer, _configure_optimizer):
+        wrap_method(deepspeed.DeepSpeedEngine, hook.__name__, hook)
+    zero_init.patch(Init, GatheredParameters)
+    # ZeRO asks for zero_allow_untested_optimizer unless it knows the class.
+    utils.ZERO_SUPPORTED_OPTIMIZERS.extend(config.OPTIMIZERS.values())
+
+
+def _is_supported_optimizer(theirs: Callable[..., Any], engine: Any, name: str) -> bool:
+    return name in config.OPTIMIZERS or theirs(engine, name)
+
+
+def _configure_basic_optimizer(theirs: Callable[..., Any], engine: Any, parameters: Any) -> Any:
+    if engine.optimizer_name() not in config.OPTIMIZERS:
+        return theirs(engine, parameters)
+    return _hold(config.from_json(engine, parameters))
+
+
+def _configure_optimizer(
+    theirs: Callable[..., Any], engine: Any, client: Any, parameters: Any
+) -> None:
+    if client is not None and not hasattr(client, "param_groups"):
+        client = client(parameters)
+    named = client is None and engine.optimizer_name() in config.OPTIMIZERS
+    if not (named or isinstance(client, Dion)):
+        theirs(engine, client, parameters)
+        return
+    modes.check_engine(engine)
+    if client is not None:
+        _hold(client)
+    replicas.divide_into_replicas(engine, client)
+    with zero_init.sharding_over(engine.seq_data_parallel_group if divided(engine) else None):
+        theirs(engine, client, parameters)
+    attach(engine)
+
+
+def _hold(optimizer: Dion) -> Dion:
+    """Let ``step`` do nothing until :func:`attach`: a bfloat16 engine calls it while it is built.
+
+    Its parameters are then not yet those of the training, and its gradients are made up.
+    """
+    setattr(optimizer, "step", MethodType(lambda self, closure=None: None, optimizer))  # noqa: B010
+    return optimizer
+
+
+def attach(engine: Any) -> Any:
+    """Make an engine and its CurvaDion or Dion work together; ``deepspeed.initialize`` does it.
+
+    Stage 0: the engine no longer reduces gradients, or inside replicas only, unless the optimizer
+    has ``replicas="single"`` and leaves that to it. Stages 1 to 3: the optimizer steps on the
+    ranges of parameters that the flat partitions hold, once per ``engine.step()``. Where there are
+    several replicas, norms for ``gradient_clipping`` are taken over all of them, and
+    ``save_checkpoint`` and ``save_16bit_model`` first synchronise them.
+
+    Args:
+        engine: a DeepSpeedEngine. Attached engines are left as they are.
+
+    Returns:
+        ``engine`` itself. The optimizer is ``engine.basic_optimizer``, with ``report``,
+        ``progress``, ``drift()`` and ``synchronize()``.
+
+    Raises:
+        TypeError: if the engine's optimizer is neither CurvaDion nor Dion.
+        ValueError: for a configuration that cannot work, naming its key.
+    """
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, Dion):
+        raise TypeError(
+            f"engine must be a DeepSpeedEngine whose optimizer is CurvaDion or Dion, but it has "
+            f"{type(optimizer).__name__}"
+        )
+    if getattr(engine, "_curvadion_attached", None) is optimizer:
+        return engine
+    modes.check_engine(engine)
+    config.check_replicas(engine, optimizer)
+    vars(optimizer).pop("step", None)
+    if engine.zero_optimization_stage():
+        sharded.attach(engine, optimizer)
+    elif optimizer._replicas.process_group is not None:
+        _attach_whole(engine, optimizer)
+    if optimizer._replicas.process_group is not None:
+        _synchronize_before_saving(engine, optimizer)
+    engine._curvadion_attached = optimizer
+    return engine
+
+
+# -------------------------------------------------------------------- stage 0
+
+
+def _attach_whole(engine: Any, optimizer: Dion) -> None:
+    """Keep gradients in their replica, and make the engine's clipping the same on all replicas."""
+    # Several ranks of one replica have their gradients averaged among them.
+    engine.enable_backward_allreduce = divided(engine)
+    if engine.optimizer is not optimizer:
+        _step_on_masters(engine.optimizer, optimizer)
+        return
+
+    def clip() -> None:
+        norm = clip_grad_norm_(optimizer, engine.gradient_clipping())
+        engine._global_grad_norm = norm.item()
+
+    engine.clip_fp32_gradients = clip
+
+
+def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
+    """Step on the float32 copies of the weights that a bfloat16 engine keeps.
+
+    Its own step takes norms and skips on each rank alone, which replicas must not.
+    """
+
+    def step(self: Any, closure: Any = None) -> None:
+        self.overflow = False
+        for weight, master in _pairs(self):
+            master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
+        if self.clip_grad > 0:
+            self._global_grad_norm = clip_grad_norm_(optimizer, self.clip_grad).item()
+        optimizer.step()
+        for _, master in _pairs(self):
+            master.grad = None
+        _publish(self)
+
+    def synchronize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        theirs(*args, **kwargs)
+        _publish(wrapper)
+
+    wrapper.step = MethodType(step, wrapper)
+    wrap_method(optimizer, "synchronize", synchronize)
+    wrapper.eval, wrapper.train = optimizer.eval, optimizer.train  # Accelerate calls them
+
+
+@torch.no_grad()
+def _publish(wrapper: Any) -> None:
+    """Copy the masters into the weights that the model reads."""
+    for weight, master in _pairs(wrapper):
+        weight.copy_(master)
+
+
+def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
+    groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+    return [pair for group in groups for pair in zip(*group, strict=True)]
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
+    """Only one replica's weights and state are written, and all load these: they must agree."""
+
+    def save(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer.synchronize(exact=True)
+        if optimizer._replicas.replica.number > 0:
+            # From stage 1 on each replica would write files of the same names.
+            engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
+        return theirs(*args, **kwargs)
+
+    def save_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer.eval()
+        return theirs(*args, **kwargs)
+
+    wrap_method(engine, "save_checkpoint", save)
+    # Accelerate gathers weights without save_16bit_model, also on all ranks.
+    for name in ("save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
+        wrap_method(engine, name, save_weights)

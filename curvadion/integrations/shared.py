@@ -1,0 +1,48 @@
+"""What the integrations of several frameworks do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from curvadion.integrations import ddp, fsdp
+from curvadion.optim.dion import Dion
+
+
+def keep_gradients_local(model: nn.Module) -> None:
+    """Stop whatever averages a prepared model's gradients: DDP, FSDP2, or nothing."""
+    modules = list(model.modules())
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
+        ddp.keep_gradients_local(model)
+    elif any(isinstance(module, FSDPModule) for module in modules):
+        fsdp.keep_gradients_local(model)
+
+
+def agree_for_a_file(optimizer: Dion, *, weights_only: bool = False) -> None:
+    """Let replicas agree on what a file will hold, as one writes it for all; collective."""
+    if weights_only:
+        optimizer.eval()
+    elif optimizer._replicas.size > 1 and optimizer.progress.steps_since_exact:
+        optimizer.synchronize(exact=True)
+
+
+def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``owner.name`` by ``around``, which gets the method before, and its arguments.
+
+    owner: an object, or a class, whose methods get the object as their first argument.
+
+    Returns the method before.
+    """
+    theirs: Callable[..., Any] = getattr(owner, name)
+
+    @wraps(theirs)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return around(theirs, *args, **kwargs)
+
+    setattr(owner, name, ours)
+    return theirs

@@ -1,0 +1,259 @@
+"""Operations on codes of a few bits, each with its plain PyTorch.
+
+:mod:`curvadion.ops.codes` has the format. Plain PyTorch takes any floating dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from curvadion.ops.codes import (
+    BLOCK,
+    PLANE_BYTES,
+    block_bytes,
+    blocks_of,
+    constants,
+    part,
+    rows_of,
+)
+from curvadion.ops.dispatch import fused, operator
+from curvadion.ops.tensors import check_lists, saturated
+
+Lists = Sequence[Tensor]
+CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
+
+
+@operator(
+    "encode_difference_(Tensor(a!) codes, Tensor[] X, Tensor[] anchors, Tensor(b!)[] residuals, "
+    "int bits, Tensor(c!) owned, int first) -> ()"
+)
+def encode_difference_(
+    codes: Tensor,
+    X: Lists,
+    anchors: Lists = (),
+    residuals: Lists = (),
+    *,
+    bits: int,
+    owned: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """codes <- codes of z = X - anchor + residual, residual <- z - what they stand for.
+
+    In one pass. :mod:`curvadion.ops.codes` has the format; all backends give the same bits. The
+    anchor is taken as X's dtype holds it, and z in float32. Numbers are in row-major order, however
+    a tensor lies in memory.
+
+    Args:
+        codes: (rows, block_bytes(bits)) uint8, where the rows of each tensor of X follow those of
+            the one before it.
+        X: tensors; only read.
+        anchors: float32 or wider, of X's shapes, only read; () stands for zeros.
+        residuals: of X's shapes; () stands for zeros, and what codes lose is dropped.
+        bits: of a code, one of ``codes.BITS``.
+        owned: (k, 256) float32, gets z of k rows; None for none.
+        first: the first of these rows.
+    """
+    _check(codes, bits, X, *filter(None, (anchors, residuals)))
+    owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
+    _check_blocks(owned, "owned")
+    X, anchors = ([t.contiguous() for t in list_] for list_ in (X, anchors))
+    with _row_major(residuals) as R:
+        if fused("encode_difference_", codes, X, anchors, R, bits, owned, first):
+            return
+        for t, (x, rows) in enumerate(zip(X, rows_of(X), strict=True)):
+            anchor, residual = (list_[t].view(-1) if list_ else None for list_ in (anchors, R))
+            for chunk, here in _chunks(rows):
+                z = x.view(-1)[here]
+                if anchor is not None:
+                    wide = torch.promote_types(x.dtype, torch.float32)
+                    z = z.to(wide) - saturated(anchor[here], x.dtype).to(x.dtype).to(wide)
+                z = z.float() if residual is None else z.float() + residual[here].float()
+                length = len(z)
+                z = torch.nn.functional.pad(z, (0, -length % BLOCK)).view(-1, BLOCK)
+                codes[chunk] = _encode(z, bits)
+                mine = part(chunk, first, len(owned))
+                start = first + mine.start - chunk.start
+                owned[mine] = z[start : start + mine.stop - mine.start]
+                if residual is not None:
+                    lost = z - _decode(codes[chunk], bits)
+                    residual[here] = lost.view(-1)[:length].to(residual.dtype)
+
+
+@operator("decode_(Tensor(a!)[] X, Tensor codes, int bits) -> ()")
+def decode_(X: Lists, codes: Tensor, bits: int) -> None:
+    """X <- what codes stand for; the arguments are those of :func:`encode_difference_`."""
+    _check(codes, bits, X)
+    with _row_major(X) as Y:
+        if fused("decode_", Y, codes, bits):
+            return
+        for y, rows in zip(Y, rows_of(Y), strict=True):
+            flat = y.view(-1)
+            for chunk, here in _chunks(rows):
+                flat[here] = _decode(codes[chunk], bits).view(-1)[: len(flat[here])].to(y.dtype)
+
+
+@operator("decode_add_(Tensor(a!)[] X, Tensor(b!)[] anchors, Tensor codes, int bits) -> ()")
+def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
+    """anchor <- anchor + what codes stand for, X <- anchor, saturated; in one pass.
+
+    The arguments are those of :func:`encode_difference_`; codes are only read.
+    """
+    _check(codes, bits, X, anchors)
+    with _row_major(X) as Y, _row_major(anchors) as A:
+        if fused("decode_add_", Y, A, codes, bits):
+            return
+        for y, anchor, rows in zip(Y, A, rows_of(Y), strict=True):
+            flat = anchor.view(-1)
+            for chunk, here in _chunks(rows):
+                flat[here] += _decode(codes[chunk], bits).view(-1)[: len(flat[here])]
+            y.copy_(saturated(anchor, y.dtype))
+
+
+@operator(
+    "average_codes_(Tensor(a!) codes, Tensor(b!) own, Tensor received, int rank, int bits) -> ()"
+)
+def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
+    """codes <- codes of total / ranks, own <- total - ranks * what these codes stand for.
+
+    The total over ranks is summed in their order, in float32.
+
+    Args:
+        codes: (k, block_bytes(bits)) uint8; written.
+        own: (k, 256) float32, the numbers of this rank; they stand for themselves.
+        received: (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; this rank's are not
+            read.
+        rank: this rank.
+        bits: of a code.
+    """
+    ranks, rows = len(received), (len(own), block_bytes(bits))
+    _check_blocks(own, "own")
+    _check_bytes(codes, "codes", rows)
+    _check_bytes(received, "received", (ranks, *rows))
+    if fused("average_codes_", codes, own, received, rank, bits):
+        return
+    # By a tensor of this device: GPUs multiply by the inverse of a number of the host.
+    count = torch.full((), float(ranks), device=own.device)
+    for chunk, _ in _chunks(slice(0, len(own))):
+        total = torch.zeros_like(own[chunk])
+        for r in range(ranks):
+            total += own[chunk] if r == rank else _decode(received[r, chunk], bits)
+        codes[chunk] = _encode(total / count, bits)
+        own[chunk] = total - count * _decode(codes[chunk], bits)
+
+
+def _check(codes: Tensor, bits: int, X: Lists, *more: Lists) -> None:
+    rows = sum(blocks_of(x.numel()) for x in X)
+    _check_bytes(codes, "codes", (rows, block_bytes(bits)))
+    check_lists(X, *more)
+
+
+def _check_bytes(given: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    if given.shape != shape or given.dtype != torch.uint8:
+        raise ValueError(
+            f"{name} of shape {tuple(given.shape)} and {given.dtype}: they must be {shape} uint8"
+        )
+
+
+def _check_blocks(given: Tensor, name: str) -> None:
+    if given.dim() != 2 or given.shape[1] != BLOCK:
+        raise ValueError(f"{name} of shape {tuple(given.shape)}: it must be (k, {BLOCK})")
+
+
+@contextmanager
+def _row_major(tensors: Lists) -> Iterator[list[Tensor]]:
+    """Row-major tensors in their place; what is written to them is copied back."""
+    copies = [t.contiguous() for t in tensors]
+    yield copies
+    for t, copy in zip(tensors, copies, strict=True):
+        if copy is not t:
+            t.copy_(copy)
+
+
+def _chunks(rows: slice) -> Iterator[tuple[slice, slice]]:
+    """Rows of a tensor, and which of its numbers are in them."""
+    most = CHUNK // BLOCK
+    for start in range(rows.start, rows.stop, most):
+        chunk = slice(start, min(start + most, rows.stop))
+        yield chunk, slice((start - rows.start) * BLOCK, (chunk.stop - rows.start) * BLOCK)
+
+
+# ---------------------------------------------------------------- blocks, (k, 256) float32
+
+
+def _encode(x: Tensor, bits: int) -> Tensor:
+    signs, midpoints, _ = constants(bits, x.device)
+    y = _hadamard(x * signs)
+    up, down = _powers(y)
+    y *= up
+    size = (_sum_in_halves(y.square()) * (1 / BLOCK)).sqrt()
+    scale = (size * (1 / 16) * down).bfloat16()
+    codes = _count_below(y, midpoints, size)
+    return torch.cat((_pack(codes, bits), scale.view(torch.uint8)), dim=1)
+
+
+def _decode(rows: Tensor, bits: int) -> Tensor:
+    signs, _, levels = constants(bits, rows.device)
+    planes, scale = rows.split([bits * PLANE_BYTES, rows.shape[1] - bits * PLANE_BYTES], dim=1)
+    size = scale.contiguous().view(torch.bfloat16).float() * (1 / 16)
+    return _hadamard(levels[_unpack(planes, bits)] * size) * signs
+
+
+def _hadamard(y: Tensor) -> Tensor:
+    for _ in range(8):
+        even, odd = y.view(-1, BLOCK // 2, 2).unbind(2)
+        y = torch.cat((even + odd, even - odd), dim=1)
+    return y
+
+
+def _powers(y: Tensor) -> tuple[Tensor, Tensor]:
+    """The powers of two up and down, (k, 1), from the exponent of the largest number.
+
+    Both are normal: blocks of subnormal numbers stay below 1.
+    """
+    largest = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
+    exponent = (largest >> 23).clamp(1, 253)
+    return ((254 - exponent) << 23).view(torch.float32), (exponent << 23).view(torch.float32)
+
+
+def _sum_in_halves(x: Tensor) -> Tensor:
+    while x.shape[1] > 1:
+        left, right = x.chunk(2, dim=1)
+        x = left + right
+    return x
+
+
+def _count_below(y: Tensor, midpoints: Tensor, size: Tensor) -> Tensor:
+    """How many of the ascending midpoints, times size, are below each number: uint8."""
+    if len(midpoints) < 16:
+        below = torch.zeros_like(y, dtype=torch.uint8)
+        for middle in midpoints:
+            below += y > middle * size
+        return below
+    places = torch.zeros_like(y, dtype=torch.int32)
+    half = (len(midpoints) + 1) // 2
+    while half:
+        places += half * (y > midpoints[places + (half - 1)] * size)
+        half //= 2
+    return places.to(torch.uint8)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    eights = codes.view(-1, 1, 8, PLANE_BYTES)
+    ones = (eights >> _places(bits, codes.device).view(-1, 1, 1)) & 1
+    planes = (ones << _places(8, codes.device).view(-1, 1)).sum(2, dtype=torch.uint8)
+    return planes.view(-1, bits * PLANE_BYTES)
+
+
+def _unpack(planes: Tensor, bits: int) -> Tensor:
+    each = planes.reshape(-1, bits, 1, PLANE_BYTES)
+    ones = (each >> _places(8, planes.device).view(-1, 1)) & 1
+    codes = (ones << _places(bits, planes.device).view(-1, 1, 1)).sum(1, dtype=torch.uint8)
+    return codes.view(-1, BLOCK).int()
+
+
+def _places(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device, dtype=torch.uint8)
