@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import ops
-from curvadion.ops import reference as plain
+from curvadion.ops import coding, operations
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of
-from curvadion.ops.tensors import FixedTensors, Tensors
 from curvadion.update.sizes import most_together
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
 from models import MODELS
@@ -48,8 +48,8 @@ class Problem:
     def __init__(
         self, shapes: Sequence[tuple[int, int]], rank: float, dtype: torch.dtype, where: Any
     ) -> None:
-        def draw() -> FixedTensors:
-            return FixedTensors.of(Tensors(torch.randn(s, device=where).to(dtype) for s in shapes))
+        def draw() -> list[Tensor]:
+            return [torch.randn(s, device=where).to(dtype) for s in shapes]
 
         self.X, self.M, self.G = draw(), draw(), draw()
         ranks = [max(1, round(rank * min(shape))) for shape in shapes]
@@ -71,7 +71,7 @@ def _size(tensors: Sequence[Tensor]) -> int:
 
 
 def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
-    """Per operation a call on a module that has it (ops or plain), and the bytes it must move."""
+    """Per operation a call on a module that has it (ops), and the bytes it must move."""
 
     def columns(backend: Any) -> None:
         for Q, R in zip(p.next_Q, p.R, strict=True):
@@ -213,19 +213,21 @@ def _forced(backend: str, call: Callable[[Any], object]) -> Callable[[], object]
     return forced
 
 
-class _Lists:
-    """The plain operations on lists: torch.compile does not know Tensors."""
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        def call(*given: Any) -> object:
-            lists = [list(g) if isinstance(g, tuple) else g for g in given]
-            return getattr(plain, name)(*lists)
-
-        return call
-
-
 def _compiled(call: Callable[[Any], object]) -> Callable[[], object]:
-    return torch.compile(lambda: call(_Lists()), dynamic=False)
+    """What torch.compile makes of plain PyTorch."""
+    compiled = torch.compile(lambda: call(ops), dynamic=False)
+
+    def plain(*_: Any) -> None:
+        return None
+
+    def run() -> object:
+        with (
+            mock.patch.object(operations, "fused", plain),
+            mock.patch.object(coding, "fused", plain),
+        ):
+            return compiled()
+
+    return run
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:

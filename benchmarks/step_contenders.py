@@ -21,7 +21,6 @@ from torch.optim import AdamW, Optimizer
 
 from curvadion import RMMC, CurvaDion, Dion, FixedPeriod, QuantizedAverage, ops
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import FixedTensors, Parameters, Tensors
 from curvadion.update.scalar import elementwise_step
 from measure import Contenders
 
@@ -221,9 +220,7 @@ def _alone(model: Model) -> Callable[[], object]:
         [local(x.grad) for x in some if x.grad is not None]
         for some in (model.matrices, model.others)
     )
-    X = FixedTensors.of(Parameters(matrices))
-    M = FixedTensors.of(Tensors(torch.zeros_like(x) for x in matrices))
-    G = FixedTensors.gradients(gradients, X)
+    X, M, G = matrices, [torch.zeros_like(x) for x in matrices], gradients
     ones, step, decay = ([n] * len(X) for n in (1.0, 1e-3, 1 - 1e-5))
     moments = [
         {"step": torch.zeros(()), "exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 
 import curvadion
-from curvadion.sync.codec import BITS, bits_of_weights
+from curvadion.ops.codes import BITS
+from curvadion.sync.codec import bits_of_weights
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.meeting import MEETING_BYTES
 from methods import POWERSGD_DENSE_STEPS

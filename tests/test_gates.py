@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distributed
-from curvadion import RMMC, AlwaysOpen, CurvaDion, Dion, FixedPeriod, Gate, LowRank
+from curvadion import RMMC, AlwaysOpen, CurvaDion, FixedPeriod, Gate, LowRank
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
@@ -108,7 +108,6 @@ def check_rmmc(answers, rounding):
     ("rule", "threshold", "dtype"),
     [
         ("dion", 0.0, torch.float32),
-        ("gradient", math.inf, torch.float32),
         ("qr", 0.45, torch.float64),
         ("plain gradient", 0.45, torch.bfloat16),
     ],
@@ -116,14 +115,11 @@ def check_rmmc(answers, rounding):
 def test_rmmc_is_its_definition(rule, threshold, dtype):
     answers = [rmmc_by_hand(0, RULES[rule], threshold, dtype)]
     check_rmmc(answers, ROUNDINGS[dtype])
-    opened = {report.gate_open for report in answers[0][0]}
-    if threshold != 0.45:
-        assert opened == {threshold == 0.0}
 
 
-@pytest.mark.parametrize(("rule", "world_size"), [(rule, 2) for rule in RULES] + [("dion", 4)])
-def test_rmmc_is_the_largest_of_all_replicas(rule, world_size):
-    answers = distributed.run(world_size, rmmc_by_hand, RULES[rule], 0.5, torch.float32)
+@pytest.mark.parametrize("rule", ["plain dion", "gradient", "no averaging"])
+def test_rmmc_is_the_largest_of_all_replicas(rule):
+    answers = distributed.run(2, rmmc_by_hand, RULES[rule], 0.5, torch.float32)
     check_rmmc(answers, ROUNDINGS[torch.float32])
     reports = answers[0][0]
     assert {report.gate_open for report in reports} == {True, False}
@@ -131,32 +127,17 @@ def test_rmmc_is_the_largest_of_all_replicas(rule, world_size):
         assert report.gate_open == (report.rmmc > 0.5)
 
 
-@pytest.mark.parametrize(("rule", "culprit"), [("dion", 0), ("gradient", 1)])
-def test_the_gate_opens_on_all_ranks_when_one_exceeds_the_threshold(rule, culprit):
-    answers = distributed.run(2, rmmc_by_hand, RULES[rule], 2.0, torch.float32, culprit)
+def test_the_gate_opens_on_all_ranks_when_one_exceeds_the_threshold():
+    answers = distributed.run(2, rmmc_by_hand, RULES["gradient"], 2.0, torch.float32, 1)
     for rank, (reports, changes, _) in enumerate(answers):
         assert [report.gate_open for report in reports] == [step in (0, 6) for step in range(8)]
-        assert (max(changes[6].values()) > 2.0) == (rank == culprit)
+        assert (max(changes[6].values()) > 2.0) == (rank == 1)
 
 
 def test_signal_of_rmmc():
     before = torch.tensor([2.0, 2.0, 0.0, 0.0, 4.0])
     after = torch.tensor([3.0, 1.0, 1.0, 0.0, 4.0])
     assert RMMC(0.1).signal(before, after).tolist() == [0.5, 0.5, math.inf, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("threshold", "signal", "opens"), [(0.3, 0.29, False), (0.5, 0.5, False), (0, 1e-30, True)]
-)
-def test_rmmc_opens_above_its_threshold(threshold, signal, opens):
-    assert RMMC(threshold).opens(signal, 7) is opens
-
-
-def test_default_gate():
-    gate = CurvaDion(parameters()).gate
-    assert isinstance(gate, RMMC)
-    assert gate.threshold == 0.3
-    assert isinstance(Dion(parameters()).gate, AlwaysOpen)
 
 
 # ---------------------------------------------------------------- schedules
@@ -182,11 +163,8 @@ def open_steps(history):
     ("arguments", "steps", "reasons"),
     [
         ({"gate": FixedPeriod(3)}, range(3, 25, 3), {"period"}),
-        ({"gate": FixedPeriod(1)}, range(1, 25), {"period"}),
         ({"gate": AlwaysOpen()}, range(1, 25), {"always"}),
         ({"threshold": math.inf, "max_local_steps": 4}, (5, 10, 15, 20), {"longest local run"}),
-        ({"gate": FixedPeriod(5), "max_local_steps": 4}, (5, 10, 15, 20), {"period"}),
-        ({"threshold": math.inf, "warmup_steps": 6}, range(1, 7), {"warm-up"}),
         ({"gate": FixedPeriod(9), "warmup_steps": 4}, (1, 2, 3, 4, 13, 22), {"warm-up", "period"}),
     ],
 )
@@ -199,7 +177,6 @@ def test_when_and_why_replicas_synchronise(arguments, steps, reasons):
 
 def test_the_longest_local_run_by_default_and_without_a_bound():
     assert open_steps(gate_history(steps=60, threshold=math.inf)) == [51]
-    assert open_steps(gate_history(steps=60, threshold=math.inf, max_local_steps=None)) == []
     assert open_steps(gate_history(steps=61, gate=FixedPeriod(60), max_local_steps=None)) == [60]
 
 
@@ -220,66 +197,24 @@ def test_skipped_steps_neither_open_nor_prolong_a_run():
 # ---------------------------------------------------------------- gates that users write
 
 
-class BelowTheMean(Gate):
-    """Opens below the mean of the signals it has seen, and remembers all that it was asked."""
-
-    reason = "below the mean"
-    reads_momentum = True
-
-    def __init__(self):
-        self.asked = []
-        self.shapes = set()
-
-    def signal(self, before, after):
-        self.shapes.add((tuple(before.shape), tuple(after.shape)))
-        return after - before
-
-    def opens(self, signal, local_steps):
-        seen = [earlier for earlier, _ in self.asked]
-        self.asked.append((signal, local_steps))
-        return bool(seen) and signal < sum(seen) / len(seen)
-
-
-def train_with_memory(rank, arguments):
-    X = parameters()
-    gate = BelowTheMean()
-    optimizer = CurvaDion(X, replicas=replicas(), gate=gate, **arguments)
-    reports, largest = [], []
-    for step in range(10):
-        give_gradients(X, step, rank)
-        before = [momentum(optimizer, x) for _, x in X]
-        largest.append(
-            max(
-                ((M + x.grad).norm() - M.norm()).clamp_min(0).item()
-                for M, (_, x) in zip(before, X, strict=True)
-            )
-        )
-        optimizer.step()
-        reports.append(optimizer.report)
-    return reports, largest, gate.asked, gate.shapes
-
-
-def test_a_gate_with_a_memory():
-    answers = distributed.run(2, train_with_memory, {})
-    reports, _, asked, shapes = answers[0]
-    assert {report.gate_open for report in reports} == {True, False}
-    assert {report.reason for report in reports} == {"below the mean", "closed"}
-    assert shapes == {((3,), (3,))}
-    signals = [signal for signal, _ in asked]
-    assert signals == [report.rmmc for report in reports]
-    expected = [max(of_rank) for of_rank in zip(*(a[1] for a in answers), strict=True)]
-    for signal, wanted in zip(signals, expected, strict=True):
-        # Differences of the norms of momenta.
-        assert_close(signal, wanted, ROUNDINGS[torch.float32], scale=max(1.0, wanted))
-    assert [runs for _, runs in asked] == [0, *(report.local_steps for report in reports[:-1])]
-    for their_reports, _, their_asked, _ in answers:
-        assert their_reports == reports
-        assert their_asked == asked
-
-
 def test_a_gate_is_asked_at_every_step_even_while_others_decide():
-    _, _, asked, _ = train_with_memory(0, {"warmup_steps": 5, "max_local_steps": 1})
-    assert len(asked) == 10
+    class Asked(Gate):
+        reads_momentum = True
+
+        def __init__(self):
+            self.signals = []
+
+        def signal(self, before, after):
+            assert before.shape == after.shape == (3,)
+            return after - before
+
+        def opens(self, signal, local_steps):
+            self.signals.append(signal)
+            return False
+
+    gate = Asked()
+    gate_history(steps=10, gate=gate, warmup_steps=5, max_local_steps=1)
+    assert len(gate.signals) == 10 and all(signal > 0 for signal in gate.signals)
 
 
 def test_a_gate_that_reads_no_momentum_needs_neither_a_signal_nor_a_reason():

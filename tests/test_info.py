@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from curvadion import info, ops
+from curvadion.ops import backends
 
 # What takes long to import, or may be missing: a program that needs none of it does not wait.
 HEAVY = (
@@ -39,7 +40,8 @@ def test_a_backend_whose_codes_differ_is_told(monkeypatch, capsys):
 
     def wrong(codes, *arguments, **more):
         encode(codes, *arguments, **more)
-        codes[0, 0] ^= 1
+        if backends._forced is None:  # what plain PyTorch makes for comparison is right
+            codes[0, 0] ^= 1
 
     monkeypatch.setattr(ops, "encode_difference_", wrong)
     assert info.main([]) == 1

@@ -53,14 +53,6 @@ def room(name):
     return parts[1] if parts[0] == "curvadion" and len(parts) > 1 and parts[1] in ROOMS else None
 
 
-def test_every_module_of_the_package_is_in_a_room():
-    outside = {name for name in FILES if name.startswith("curvadion.") and room(name) is None}
-    assert outside <= {
-        "curvadion.deepspeed",
-        "curvadion.info",
-    }  # another name of a room's; a command
-
-
 @pytest.mark.parametrize("name", [name for name in FILES if room(name)])
 def test_a_room_imports_from_itself_and_from_rooms_below(name):
     here = room(name)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from curvadion.comm.collectives import divide, shares
 from curvadion.gates import ByteBudget
-from curvadion.sync.codec import BLOCK, decode, encode
+from curvadion.ops.codes import BLOCK
+from curvadion.sync.codec import decode, encode
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from simulation.inner import Replicas

@@ -33,8 +33,6 @@ def test_kernels(tmp_path):
     for operation in ("momentum_norms", "accumulate_", "local_step_"):
         assert {c for o, c in contenders if o == operation} == {"copy", "foreach", "torch"}
     assert {c for o, c in contenders if o == "symmetric_product"} == {"copy", "bmm", "torch"}
-    # As many matrices of 40 x 40 numbers as there are.
-    assert {r["flops"] for r in found if r["operation"] == "gram"} == {20 * 2 * 40 * 40 * 50}
     for r in found:
         # The first reads M and G, the second writes M as well.
         if lists := {"momentum_norms": 2, "accumulate_": 3}.get(r["operation"]):
@@ -64,7 +62,7 @@ def measure_ranks(rank, *arguments):
 
 
 def test_a_step_of_shards(tmp_path):
-    names = "Dion, low rank", "Dion, polar", "AdamW, fused"
+    names = "Dion, polar", "AdamW, fused"
     few = ("--models", "500x2000", "--blocks", "3", "--rounds", "1", "--shards", "--contenders")
     output = tmp_path / "a.json"
     distributed.run(2, measure_ranks, "--output", str(output), *few, *names)
@@ -75,12 +73,11 @@ def test_a_step_of_shards(tmp_path):
         assert r["elements"] == 3 * 2000 and r["weight_bytes"] == 3 * 2000 * 4 / 2
         assert len(r["peak_bytes_by_rank"]) == 2
     assert found["AdamW, fused"]["bytes_sent_by_rank"] == [0, 0]
-    assert all(min(found[name]["bytes_sent_by_rank"]) > 0 for name in names[:2])
+    assert min(found["Dion, polar"]["bytes_sent_by_rank"]) > 0
 
 
 def test_a_step_of_replicas(tmp_path):
-    # A polar step averages gradients in place, and an optimizer refuses equal gradients.
-    names = "opening", "Dion, polar", "local step, polar"
+    names = "opening", "local step, polar"
     few = ("--models", "500x2000", "--blocks", "1", "--contenders", *names)
     output = tmp_path / "a.json"
     rounds = ("--rounds", "1000000", "--seconds", "0")
@@ -96,10 +93,6 @@ def test_what_cannot_be_measured_is_told():
     said = run("optimizer_step.py", "--contenders", "foo", "--device", "cpu")
     assert said.returncode == 2
     assert "'foo'" in said.stderr and "local step, polar" in said.stderr
-    said = run("optimizer_step.py", "--contenders", "opening", "--device", "cpu")
-    assert said.returncode == 2 and "needs replicas" in said.stderr
-    said = run("optimizer_step.py", "--shards", "--device", "cpu")
-    assert said.returncode == 2 and "run it with torchrun" in said.stderr
 
 
 EVERY_POINT = """

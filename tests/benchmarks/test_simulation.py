@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from unittest import mock
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 
 import convergence
 import distributed
-import ladder
-import simulate
 from curvadion import WireMeter
 from curvadion.sync.coded_mean import RESIDUAL_DTYPES
 from grids import SIZES, Run, Task
@@ -25,12 +22,8 @@ STEPS, REPLICAS = 16, 2
 TINY = Task(
     layers=1, dim=16, heads=2, context=16, batch_size=4, data_bytes=60_000, validation_tokens=256
 )
-# Roundings move a few codes to their neighbours: less with 8 bits than with 2.
-TOLERANCE = {
-    "ours": 0.02,
-    "coded_gradients": 0.005,
-    "2 bits": 0.1,
-}
+# Roundings move a few codes to their neighbours.
+TOLERANCE = {"ours": 0.02, "coded_gradients": 0.005}
 OURS = {"lr": 0.02, "budget": 0.08, "bits": 8, "steps": 8}
 SIMULATED = (*SYNCHRONISED, "diloco", "powersgd", "coded_gradients")  # under the names of the cases
 # The real method of a simulated one, and its settings.
@@ -41,26 +34,14 @@ REAL = {
         {"lr": 0.02, "look_ahead": 2.0, "steps": 8},
         {"look_ahead": 2.0},
     ),
-    "dion": (
-        "dion_nesterov",
-        {"lr": 0.02, "look_ahead": 1.0, "steps": 2},
-        {"rank_fraction": 1.0},
-    ),
     "diloco": ("diloco_adamw", {"lr": 0.01, "budget": 3 / 16, "bits": 0}, {"period": 6}),
     "powersgd": ("powersgd", {"lr": 0.01, "budget": 0.3}, {"rank": 2}),
     "ours": ("ours", OURS, {"wire_budget": 0.08, "bits": 8}),
-    # Two steps: a code that moves to its neighbour moves far, and later steps farther.
-    "2 bits": ("ours", {**OURS, "bits": 2, "steps": 2}, {"wire_budget": 0.08, "bits": 2}),
-    "in fragments": (
-        "ours",
-        {**OURS, "fragments": 3},
-        {"wire_budget": 0.08, "bits": 8, "parts": 3},
-    ),
     "delayed": ("ours", {**OURS, "delay": 2}, {"wire_budget": 0.08, "bits": 8, "delay": 2}),
-    "spectra over openings": (
+    "in fragments, spectra over openings": (
         "ours",
-        {**OURS, "spectrum_decay": 0.8},
-        {"wire_budget": 0.08, "bits": 8, "spectra": 0.8},
+        {**OURS, "fragments": 3, "spectrum_decay": 0.8},
+        {"wire_budget": 0.08, "bits": 8, "parts": 3, "spectra": 0.8},
     ),
     "coded_gradients": (
         "coded_gradients",
@@ -114,7 +95,7 @@ def test_a_simulation_follows_real_processes(kind):
     world = World(training.task, 0, REPLICAS)
     with mock.patch("torch.randn", unit_columns):
         replicas, share = trained(training, world)
-    tolerance = TOLERANCE.get(kind, TOLERANCE.get(training.method))
+    tolerance = TOLERANCE.get(training.method)
     for name, X in replicas.X.items():
         moved = (real[name] - world.initial[name]).norm()
         if tolerance is None:
@@ -126,8 +107,7 @@ def test_a_simulation_follows_real_processes(kind):
             assert (X[0] - real[name]).norm() < tolerance * moved, name
     if training.method not in SYNCHRONISED:
         dense = 4 * steps * world.parameters * 2 * (REPLICAS - 1) / REPLICAS
-        # What ranks tell each other once, at the first step, weighs more in two steps.
-        assert share == pytest.approx(sent / dense, rel=0.03 if steps > 2 else 0.06)
+        assert share == pytest.approx(sent / dense, rel=0.03)
 
 
 def test_rivals_keep_to_their_budget():
@@ -137,34 +117,3 @@ def test_rivals_keep_to_their_budget():
         assert outer.settings.period == period
     with pytest.raises(ValueError, match="do not reach"):
         OuterMomentum.within(0.01, 16, OuterStep(1), world)
-    with pytest.raises(ValueError, match="bits=2: gradients at every step send 6.86"):
-        Training("coded_gradients", 0.01, size="tiny", budget=0.05).outer(world)
-    with pytest.raises(ValueError, match="PowerSGD"):
-        Training("powersgd", 0.01, size="tiny", budget=0.001).outer(world)
-
-
-def test_the_ladder_runs_each_rung_and_tells_the_gap(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(simulate, "map_trainings", lambda pending, *_: map(ended, pending))
-    out, picture = tmp_path / "records.json", tmp_path / "gaps.png"
-    ladder.main(["--size", "small", "--tokens", "20", "5", "--out", str(out)])
-    table = capsys.readouterr().out.splitlines()[-2:]
-    ran = [record["method"] for record in json.loads(out.read_text("utf-8"))["records"]]
-    assert {each: ran.count(each) for each in ran} == {"dion": 4, "muon": 4, "ours": 6, "muloco": 4}
-    for line, steps in zip(table, (160, 640), strict=True):
-        assert f" {steps} " in line
-        # The lowest of dion's is 1.02, of ours 1.52, and of the rival 2.02.
-        assert line.split()[-6:] == ["1", "1.0200", "1.5200", "2.0200", "+49.0", "%"]
-    ladder.main(["--out", str(out), "--draw", str(picture)])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def ended(training):
-    """A record whose loss tells the method and the rate."""
-    loss = {"dion": 1.0, "muon": 1.1, "ours": 1.5, "muloco": 2.0}[training.method] + training.lr
-    task = training.task
-    tokens = training.steps * training.replicas * task.batch_size * task.context
-    parameters = sum(p.numel() for p in task.model().parameters())
-    return {
-        **training.__dict__, "loss": loss, "share": 0.01, "seconds": 0.0,
-        "tokens_per_parameter": round(tokens / parameters, 2),
-    }  # fmt: skip

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +78,6 @@ def stages_of_a_pipeline():
 
 
 LAYOUTS = {
-    "whole, with a delay": lambda: Layout(shards=False).train(**period(delay=1)),
     "shards, with a delay": lambda: Layout(shards=True).train(**period(delay=1)),
     "two shardings": two_shardings,
     "stages of a pipeline": stages_of_a_pipeline,
@@ -184,22 +182,16 @@ def test_the_end_of_a_process_waits_for_exchanges_no_longer_than_their_timeout()
     assert 0.9 < waited < 20
 
 
-def gloo_threads():
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo" in name for name in names)
-
-
 def end_with_a_background(rank):
     """Whether threads of gloo end with a group for exchanges, which torch's map holds."""
     dist.barrier()  # the first collective of a group starts its threads
     held = background.background_of(dist.group.WORLD, CPU)
     assert held.begin("an exchange", lambda: 1).result() == 1
-    dist.barrier()
-    during, end = gloo_threads(), time.monotonic() + 20
+    during, end = distributed.polling(os.getpid()), time.monotonic() + 20
     background._finish_all()
-    while gloo_threads() >= during and time.monotonic() < end:
+    while distributed.polling(os.getpid()) >= during and time.monotonic() < end:
         time.sleep(0.05)
-    return gloo_threads() < during
+    return distributed.polling(os.getpid()) < during
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")

@@ -29,15 +29,8 @@ def test_each_block_is_run_by_one_file():
         assert sum(runs in source for source in sources) == 1, page
         found += names_of(page)
     assert sorted(found) == sorted(PYTHON)
-
-
-@pytest.mark.parametrize("entry", AROUND)
-def test_an_entry_is_about_one_block(entry):
-    assert [*ENTRIES.values()].count(entry) == 1
-
-
-def test_blocks_are_found():
-    assert len(PYTHON) > 20 and len(SHELL) > 8
+    # An entry that is about no block would check nothing.
+    assert sorted(filter(None, ENTRIES.values())) == sorted(AROUND)
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: f"{block.name} {block.language}")

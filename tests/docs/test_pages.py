@@ -44,17 +44,6 @@ def test_a_quoted_error_is_in_the_source(quoted):
     assert in_source(quoted)
 
 
-def test_headings_are_the_first_words_of_errors():
-    sections = re.findall(r"^### (.+?)\n\n```text\n(.+?)\n```", TROUBLES, re.M | re.S)
-    assert len(sections) == TROUBLES.count("\n### ") > 20
-    for heading, quoted in sections:
-        words = [piece.strip() for piece in heading.split(ANYTHING) if piece.strip()]
-        places = [quoted.find(word) for word in words]
-        shown = quoted.startswith(words[0]) or ANYTHING in quoted[: places[0]]
-        other = heading.startswith("The exchange of")  # the name that the error begins with
-        assert other or (shown and -1 not in places and places == sorted(places)), heading
-
-
 def rows(text):
     """Cells of the tables' rows."""
     lines = [line for line in text.splitlines() if line.startswith("|")]

@@ -3,7 +3,6 @@
 import json
 import shutil
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,7 @@ def test_flags_choose_how_replicas_synchronise(flags, wanted):
     assert repr(optimizer.sync) == wanted
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "curvadion"])
 def test_resuming_is_bitwise_continuation(tmp_path, optimizer):
     flags = [*TINY, *OPTIMIZERS[optimizer], "--checkpoint-every", "3", "--out"]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -94,75 +93,26 @@ def test_resuming_is_bitwise_continuation(tmp_path, optimizer):
     assert set(gates[3:]) == ({True, False} if optimizer == "curvadion" else {True})
 
 
-def test_a_run_goes_on_under_another_gate_and_sync(tmp_path):
-    flags = [*TINY, "--optimizer", "curvadion", "--checkpoint-every", "3", "--out", str(tmp_path)]
-    choices = [
-        ["--threshold", "0.5"],
-        ["--wire-budget", "0.2", "--fragments", "2"],
-        ["--period", "2", "--sync", "low_rank_unaveraged"],
-    ]
-    for steps, choice in zip((3, 6, 9), choices, strict=True):
-        resumed = ["--resume"] if steps > 3 else []
-        [summary, _] = distributed.run(2, train, *flags, *choice, *resumed, "--steps", str(steps))
-        assert summary["steps"] == steps
-    losses = [record["loss"] for record in read(tmp_path / "log.jsonl", "train")]
-    assert len(losses) == 9 and losses[-1] < losses[0]
-
-
-def damages_and_resumptions(rank, flags, runs):
-    """By run: what is wrong with its last checkpoint, the step resumed from, the warnings."""
-    found = {}
-    for run in runs:
-        trainer = train_gpt.Trainer(parse(train_gpt.Config, [*flags, str(run)]), CPU)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            complaint = checkpoint.damage(run / "checkpoints" / "step-00000006")
-            step = trainer.resume().step
-        said = [str(each.message) for each in caught if each.filename == checkpoint.__file__]
-        found[run.name] = (complaint, step, said)
-    return found
+def warnings_of_training(rank, *arguments):
+    """Module-level, for the workers."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_gpt.main(arguments)
+    return [str(each.message) for each in caught if each.filename == checkpoint.__file__]
 
 
 def test_a_flipped_byte_is_noticed_and_the_checkpoint_before_is_resumed(tmp_path):
     flags = [*TINY, *OPTIMIZERS["dion"], "--checkpoint-every", "3", "--out"]
-    whole = tmp_path / "whole"
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     distributed.run(2, train, *flags, str(whole))
+    shutil.copytree(whole, damaged)
     newest = Path("checkpoints") / "step-00000006"
-    damaged = [".metadata", "__1_0.distcp", "progress.json"]
-    runs = {name: tmp_path / name for name in damaged}
-    for name, run in runs.items():
-        shutil.copytree(whole, run)
-        content = bytearray((run / newest / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (run / newest / name).write_bytes(content)
+    file = damaged / newest / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
-    flags.insert(-1, "--resume")
-    ranks = distributed.run(2, damages_and_resumptions, flags, [whole, *runs.values()])
-    for found in ranks:
-        assert found["whole"] == (None, 6, [])
-        for name in damaged:
-            assert found[name][:2] == (f"{name} not as sha256 has it", 3)
-    for name in damaged:
-        (said,) = ranks[0][name][2]
-        assert f"{newest} is damaged ({name}" in said and "step-00000003, an earlier" in said
-    distributed.run(2, train, *flags, str(runs["__1_0.distcp"]))
-    assert_same_checkpoint(whole / newest, runs["__1_0.distcp"] / newest)
-
-
-def test_the_log_tells_what_crosses_the_wire(tmp_path):
-    sent = {}
-    for name, flags in OPTIMIZERS.items():
-        distributed.run(2, train, *TINY, *flags, "--out", str(tmp_path / name))
-        log = read(tmp_path / name / "log.jsonl", "train")
-        totals = [record["wire_bytes"] for record in log]
-        sent[name] = [b - a for a, b in pairwise(totals)]
-        gates = [record["gate_open"] for record in log][1:]
-        summary = json.loads((tmp_path / name / "summary.json").read_text("utf-8"))
-        assert summary["wire_bytes"] == totals[-1]
-        assert summary["tokens"] == 6 * 2 * 4 * 16
-    parameters = 2 * 256 * 16 + 3 * 16 + 4 * 16 * 16 + 2 * 16 * 64
-    assert sent["adamw"][-1] == 4 * parameters
-    assert all(each < 4 * parameters for each in sent["dion"])
-    # Of the meeting alone while it is closed: neither DDP, nor evaluation, nor telemetry.
-    closed = [each for each, is_open in zip(sent["curvadion"], gates, strict=True) if not is_open]
-    assert closed and set(closed) == {24}
+    said, _ = distributed.run(2, warnings_of_training, *flags, str(damaged), "--resume")
+    assert len(said) == 1 and f"{newest} is damaged (__1_0.distcp" in said[0]
+    assert "step-00000003, an earlier" in said[0]
+    assert_same_checkpoint(whole / newest, damaged / newest)

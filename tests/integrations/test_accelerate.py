@@ -278,11 +278,6 @@ def mistakes(rank):
         model, _ = prepared(accelerator)
         accelerator.clip_grad_norm_(model.module.matrix.parameters(), 1.0)
 
-    def late():
-        accelerator = fresh(attaching=False)
-        prepared(accelerator)
-        attach(accelerator)
-
     def not_told_of_processors():
         hf.launch("none")
         attach(Accelerator())
@@ -290,7 +285,6 @@ def mistakes(rank):
     unattached = fresh(attaching=False)
     return {
         "not attached": raised(step, unattached, *prepared(unattached), rank),
-        "attached late": raised(late),
         "no replicas": raised(prepared, fresh(), replicas=None),
         "some parameters": raised(some_parameters),
         "not told": raised(not_told_of_processors),
@@ -303,7 +297,6 @@ MISTAKES = {
         "gradients of the matrices are identical",
         "with accelerate call curvadion.integrations.accelerate.attach(accelerator)",
     ),
-    "attached late": ("RuntimeError", "call attach right after Accelerator(...)"),
     "not told": ("ValueError", "num_processes=1, but WORLD_SIZE=2", "use_cpu=True", "cpu=True"),
     "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
     "some parameters": ("ValueError", "one norm over all of an optimizer"),

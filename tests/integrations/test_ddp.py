@@ -118,12 +118,10 @@ def keep_on(rank, spoil):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "name"), [("hook", "allreduce_hook"), ("built-in hook", "built-in")]
-)
-def test_another_hook_is_an_error_that_says_what_to_do(spoil, name):
+@pytest.mark.parametrize("spoil", ["hook", "built-in hook"])
+def test_another_hook_is_an_error_that_says_what_to_do(spoil):
     for message in distributed.run(2, keep_on, spoil):
-        assert f"already has a communication hook ({name})" in message
+        assert "already has a communication hook" in message
         assert "build the DistributedDataParallel without it" in message
 
 

@@ -35,26 +35,19 @@ def with_params(stage=0, kind="CurvaDion", **params):
 
 
 MALFORMED = {
-    "misspelt type": (ds.config(kind="curvadion"), "optimizer.type='curvadion': did you mean"),
     "misspelt params": (
         {**ds.config(), "optimizer": {"type": "Dion", "parms": {"lr": 0.1}}},
-        "optimizer.parms={'lr': 0.1} is unknown",
+        "optimizer.parms is unknown",
     ),
-    "misspelt key": (with_params(treshold=0.3), "optimizer.params.treshold=0.3 is unknown: did"),
-    "foreign key": (with_params(amsgrad=True), "optimizer.params.amsgrad=True is unknown: known"),
-    "gate key of Dion": (with_params(kind="Dion", max_local_steps=3), "params.max_local_steps=3"),
-    "replicas": (with_params(replicas="world"), "optimizer.params.replicas='world' is unknown"),
+    "misspelt key": (with_params(treshold=0.3), "optimizer.params: CurvaDion.__init__() got an"),
+    "gate key of Dion": (with_params(kind="Dion", max_local_steps=3), "'max_local_steps'"),
+    "replicas": (with_params(replicas="world"), "'replicas'"),
     "lr of a wrong type": (with_params(lr="0.02"), "optimizer.params: lr='0.02'"),
-    "gate of no type": (with_params(gate={"period": 3}), "optimizer.params.gate.type=None"),
     "gate as a string": (with_params(gate="always"), "optimizer.params.gate='always'"),
     "gate's type as a list": (with_params(gate={"type": [1]}), "optimizer.params.gate.type=[1]"),
-    "gate without its argument": (with_params(gate={"type": "period"}), "optimizer.params.gate="),
+    "gate without its argument": (with_params(gate={"type": "period"}), "optimizer.params.gate: "),
     "gate with a wrong argument": (
-        with_params(gate={"type": "period", "period": 0}), "optimizer.params.gate.period=0",
-    ),
-    "gate and threshold": (
-        ds.config(0, {"threshold": 0.3}),
-        "optimizer.params: gate=AlwaysOpen() and threshold=0.3: each is a gate",
+        with_params(gate={"type": "period", "period": 0}), "optimizer.params.gate: period=0",
     ),
     "local Dion step of shards": (
         with_params(2, threshold=0.3, local_step="dion"),
@@ -65,26 +58,16 @@ MALFORMED = {
         "with zero_optimization.stage=1: one replica is sharded",
     ),
     "delay without codes": (with_params(threshold=0.3, delay=1), "optimizer.params.delay=1 "),
-    "delay that is no integer": (
-        with_params(delay=1.5, wire_budget=0.01), "TypeError: optimizer.params.delay=1.5",
-    ),
     "two delays": (
         with_params(sync={"type": "quantized_average", "delay": 2}, delay=1),
         "optimizer.params.delay=1, but optimizer.params.sync.delay=2",
     ),
     "unknown sync": (with_params(sync={"type": "average"}), "optimizer.params.sync.type='average'"),
-    "sync with another's argument": (
-        with_params(sync={"type": "low_rank", "bits": 2}),
-        "optimizer.params.sync={'type': 'low_rank', 'bits': 2}: a sync of type 'low_rank' takes "
-        "['average_weights']",
-    ),
-    "options of a wrong type": (with_params(options=3), "optimizer.params: options=3"),
     "pattern without a match": (with_params(patterns={"x.*": "head"}), "patterns ['x.*'] match"),
     "elastic checkpoint": (
         ds.config(1, zero={"elastic_checkpoint": True}), "zero_optimization.elastic_checkpoint",
     ),
     "fp16 of stage 0": (ds.config(0, fp16={"enabled": True}), "fp16.enabled"),
-    "sums of gradients": (ds.config(0, gradient_allreduce_op="sum"), "gradient_allreduce_op"),
     "partial offload": (
         ds.config(3, zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
         "zero_optimization.offload_optimizer.ratio=0.5",
@@ -139,22 +122,6 @@ def test_replicas_must_be_those_of_the_engine():
     assert "replicas holds the ranks [0], but" in first[1]
 
 
-def choices(rank):
-    """The gate and the sync of an engine at stage 0, and when it opens."""
-    sync = {"type": "quantized_average", "bits": 3, "fragments": 2, "align_momentum": False}
-    params = {"gate": {"type": "period", "period": 2}, "sync": sync}
-    engine = ds.engine_of(ds.config(0, params))
-    opened = [report.gate_open for report in ds.train(engine, range(3))]
-    return repr(engine.basic_optimizer.gate), repr(engine.basic_optimizer.sync), opened
-
-
-def test_the_json_names_a_gate_and_a_sync():
-    for gate, sync, opened in distributed.run(2, choices):
-        assert gate == "FixedPeriod(period=2)"
-        assert sync.startswith("QuantizedAverage(bits=3, fragments=2, align_momentum=False, ")
-        assert opened == [False, True, False]
-
-
 def python(program, **environment):
     """Run a program in a fresh process."""
     paths = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -180,50 +147,6 @@ def test_importing_curvadion_imports_no_deepspeed():
         assert Engine._is_supported_optimizer(None, "CurvaDion")
         assert Engine._is_supported_optimizer(None, "Dion")
         assert not Engine._is_supported_optimizer(None, "NoSuchOptimizer")
-        """
-    )
-
-
-def test_without_deepspeed_the_error_says_so():
-    python(
-        """
-        import sys, curvadion
-        sys.modules["deepspeed"] = None  # as if it were not installed
-        from curvadion.integrations import deepspeed as integration
-        def importing():
-            import curvadion.deepspeed
-        for call in (importing, integration.register, integration.initialize):
-            try:
-                call()
-            except ImportError as error:
-                assert "needs DeepSpeed" in str(error), (call, error)
-                assert "pip install deepspeed" in str(error), (call, error)
-            else:
-                raise AssertionError(call)
-        """
-    )
-
-
-def test_of_several_imports_of_curvadion_the_last_one_counts():
-    python(
-        """
-        import sys, curvadion.deepspeed
-        def purge():
-            for name in [n for n in sys.modules if n.split(".")[0].startswith("curvadion")]:
-                del sys.modules[name]
-        first = curvadion
-        purge()
-        import curvadion
-        assert curvadion is not first
-        from deepspeed.runtime.engine import DeepSpeedEngine as Engine
-        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-        purge()
-        import curvadion.deepspeed
-        assert curvadion.CurvaDion in ZERO_SUPPORTED_OPTIMIZERS
-        hooks = sys.modules["curvadion.integrations.deepspeed.hooks"]
-        configure = Engine._configure_optimizer
-        assert hooks._configure_optimizer in [c.cell_contents for c in configure.__closure__]
-        assert configure._curvadion_theirs.__module__ == Engine.__module__
         """
     )
 

@@ -40,41 +40,25 @@ def resumed(rank, name, folder):
     return first, second
 
 
-@pytest.mark.parametrize("name", ["0 bf16", "1 BF16_Optimizer", "3 offload"])
-def test_a_checkpoint_continues_bitwise(name, tmp_path):
-    for (reports, weights), (again, weights_again) in distributed.run(
-        2, resumed, name, str(tmp_path)
-    ):
+def test_a_checkpoint_continues_bitwise(tmp_path):
+    results = distributed.run(2, resumed, "3 offload", str(tmp_path))
+    for (reports, weights), (again, weights_again) in results:
         assert reports == again
         assert [report.step for report in reports] == [5, 6, 7, 8]
         for parameter, W in weights.items():
             assert torch.equal(W, weights_again[parameter]), parameter
 
 
-def saved(rank, name, folder):
+def loaded_elsewhere(rank, name, other, folder):
     engine = ds.engine_of(ds.changed(name, PERIOD))
     ds.train(engine, range(2))
     engine.save_checkpoint(folder, tag="here")
-    return ds.masters(engine)
+    with pytest.raises(ValueError, match="state_dict holds"):
+        ds.engine_of(ds.changed(other, PERIOD)).load_checkpoint(folder, tag="here")
 
 
-def loaded(rank, name, folder):
-    engine = ds.engine_of(ds.changed(name, PERIOD))
-    try:
-        engine.load_checkpoint(folder, tag="here")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ds.masters(engine)
-
-
-@pytest.mark.parametrize(
-    ("name", "other", "world"),
-    [("1", "1", 3), ("2", "2 round robin", 2), ("1", "3", 2)],
-)
-def test_a_checkpoint_of_another_layout_is_a_clear_error(name, other, world, tmp_path):
-    distributed.run(2, saved, name, str(tmp_path))
-    for message in distributed.run(world, loaded, other, str(tmp_path)):
-        assert "with as many ranks in a replica" in message
+def test_a_checkpoint_of_another_layout_is_an_error(tmp_path):
+    distributed.run(2, loaded_elsewhere, "2", "2 round robin", str(tmp_path))
 
 
 # -------------------------------------------------------------------- bad gradients
@@ -92,7 +76,7 @@ def spoiled(rank, name, settings):
     return reports, {n: torch.equal(W, after[n]) for n, W in before.items()}, ds.masters(engine)
 
 
-@pytest.mark.parametrize(("name", "clip"), [("0 bf16", 10.0), ("1 bf16", 10.0), ("3 offload", 0.0)])
+@pytest.mark.parametrize(("name", "clip"), [("1 bf16", 10.0), ("3 offload", 0.0)])
 def test_a_nan_on_one_rank_skips_the_step_on_all(name, clip):
     results = distributed.run(2, spoiled, name, {"gradient_clipping": clip})
     for reports, unchanged, weights in results:
@@ -119,7 +103,6 @@ ON_ALL = {(step, rank): ("wide",) for step in (1, 2) for rank in (0, 1)}
     [
         ("0", ON_ONE_RANK),
         ("1 BF16_Optimizer", ON_ONE_RANK),
-        ("2", ON_ALL),
         ("3 offload", ON_ALL),
     ],
 )

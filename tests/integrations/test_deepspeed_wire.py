@@ -11,7 +11,6 @@ import deepspeed_engines as ds
 import distributed
 import formulas
 from curvadion import WireMeter
-from curvadion.integrations.deepspeed.process_groups import data_parallel_group
 from curvadion.sync.coded_mean import message_bytes
 from deepspeed_replicas import SIZE, crossing, engine_of, ranges_of
 from flat_shards import held
@@ -27,7 +26,7 @@ RMMC = {"threshold": 0.0, "local_step": "gradient"}
 
 def matrices_of(engine, rank):
     """What this rank holds of each matrix, and how many numbers of the other parameters."""
-    group = data_parallel_group(engine)
+    group = engine.seq_data_parallel_group
     matrices, elementwise = [], 0
     for _, shape, start, stop in ranges_of(engine):
         lengths = [0] * group.size()
@@ -112,6 +111,3 @@ def test_codes_cross_at_openings_and_nothing_at_other_steps():
             assert {how for _, how in opened} <= {"all_reduce", "all_to_all", "all_gather"}, name
         sent, codes = (sum(found[name][i] for found in each) for i in (2, 3))
         assert sent == codes > 0, name
-
-
-# -------------------------------------------------------------------- by budget

@@ -281,7 +281,6 @@ def mistakes(rank, folder):
     return {
         "not attached": raised(fresh(ours).train),
         "twice": raised(attach, attach(fresh())),
-        "misspelt": raised(attach, fresh(), wire_budgt=0.01),
         "another optimizer": raised(attach, fresh(sgd)),
     }
 
@@ -293,7 +292,6 @@ MISTAKES = {
         "with transformers call curvadion.integrations.huggingface.attach(trainer)",
     ),
     "twice": ("RuntimeError", "attached already"),
-    "misspelt": ("TypeError", "wire_budgt", "wire_budget"),
     "another optimizer": ("ValueError", "optimizer SGD already"),
 }
 

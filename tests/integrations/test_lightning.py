@@ -116,19 +116,6 @@ def test_fsdp2_resumes_bitwise_from_a_distributed_checkpoint(tmp_path, ranks, sh
             assert [bytes > 0 for bytes in sent] == opened
 
 
-def hybrid_losses(rank):
-    """Losses with HSDP in Lightning, and those of whole replicas by hand."""
-    model = runs.Model(runs.coded, "hybrid")
-    runs.fit(rank, model, steps=FEW, strategy=of_shards())
-    return model.losses, runs.by_hand(rank, steps=FEW)[2]
-
-
-@pytest.mark.numeric
-def test_replicas_of_fsdp2_train_as_whole_ones():
-    for losses, by_hand in distributed.run(2, hybrid_losses):
-        assert_close(torch.tensor(losses), torch.tensor(by_hand), ROUNDING)
-
-
 # -------------------------------------------------------------------- a step
 
 

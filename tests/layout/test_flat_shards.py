@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import distributed
 import formulas
 from curvadion import CurvaDion, Dion, WireMeter
-from curvadion.comm.groups import group_of_ranks, same_ranks
 from curvadion.layout.flat_shard import declare_flat_shard
 from flat_shards import FRACTION, declared, elements_of, flat, held, matrices_of, my_range, ranks_of
 from reference import DionReference
@@ -132,7 +130,6 @@ def assert_small(errors_by_rank, steps=STEPS):
 ARRANGEMENTS = {
     "4 shards, the first rank holds the end": (1, SHARDS_4, {"backwards": True}),
     "2 replicas of 2 shards": (2, SHARDS_2, {}),
-    "2 replicas of 4 shards": (2, SHARDS_4, {}),
 }
 
 
@@ -141,8 +138,7 @@ ARRANGEMENTS = {
     ("name", "local_step"),
     [
         ("4 shards, the first rank holds the end", "gradient"),
-        ("2 replicas of 2 shards", "gradient"),
-        ("2 replicas of 4 shards", "dion"),
+        ("2 replicas of 2 shards", "dion"),
     ],
 )
 def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_step):
@@ -274,15 +270,3 @@ def first_step(rank, ends, replicas):
 def test_shards_must_cover_the_tensor_once_and_equally_on_all_replicas(ends, replicas, message):
     for raised in distributed.run(4, first_step, ends, replicas):
         assert message in raised
-
-
-def other_communicators(rank):
-    """Of two groups over the same ranks, which is found; and whether they count as the same."""
-    for_the_cpu = dist.new_group([0, 1], backend="cpu:gloo")
-    mine = dist.new_group([0, 1])
-    found = group_of_ranks([1, 0])
-    return found is for_the_cpu, found in (mine, dist.group.WORLD), same_ranks(mine, for_the_cpu)
-
-
-def test_a_group_of_other_backends_is_not_taken():
-    assert distributed.run(2, other_communicators) == [(False, True, True)] * 2

@@ -153,47 +153,14 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_ste
 # -------------------------------------------------------------------- errors
 
 
-def first_step(rank, shape, options, layout):
-    mesh = init_device_mesh("cpu", (2,))
-    x = nn.Parameter(shard(torch.ones(shape), (layout,), mesh))
-    x.grad = shard(torch.ones(shape), (layout,), mesh)
-    with pytest.raises(ValueError) as error:
-        Dion([{"params": [("w", x)], **options}]).step()
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("shape", "layout", "message"),
-    [
-        ((6, 2, 4), "2", "rows, columns and stacked dimensions"),
-        ((6, 3, 4), "1", "uneven numbers of input channels"),
-    ],
-)
-def test_kernels_are_not_sharded(shape, layout, message):
-    for raised in distributed.run(2, first_step, shape, {}, layout):
-        assert raised.startswith("w")
-        assert message in raised
-
-
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
         ((8, 4), {"row_blocks": 3}, r"w: row_blocks=3 does not divide 8 rows"),
-        ((8, 4), {"row_blocks": [4, 3]}, r"w: row_blocks=\[4, 3\] must add up to the 8 rows"),
-        ((2, 8, 4), {"stack_dims": 1, "row_blocks": 3}, "row_blocks=3 does not divide 8 rows"),
         ((8, 4), {"stack_dims": 1}, "stack_dims=1 takes 3-D parameters"),
-        ((8,), {}, "takes 2-D parameters"),
-        ((3, 0, 4), {"stack_dims": 1}, "rows and columns"),
-        ((4, 8), {"input_first": True, "row_blocks": 3}, "row_blocks=3 does not divide 8 rows"),
         ((4, 8, 3), {"input_first": True}, "input_first=True with stack_dims=0 takes 2-D"),
     ],
 )
 def test_views_that_do_not_fit(shape, options, message):
     with pytest.raises(ValueError, match=message):
         Dion([{"params": [("w", nn.Parameter(torch.ones(shape)))], **options}])
-
-
-def test_a_kernel_must_be_contiguous():
-    weight = nn.Parameter(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last))
-    with pytest.raises(ValueError, match=r"w .* contiguous"):
-        Dion([("w", weight)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 import formulas
-from curvadion import CurvaDion, Dion, WireMeter
-from flat_shards import elements_of, flat, matrices_of, my_range
+from curvadion import CurvaDion, WireMeter
+from flat_shards import elements_of, matrices_of, my_range
 from mesh_layouts import LAYOUTS, SHAPES, place
 from polar_reference import PolarReference
 from scheduled import Watching
@@ -66,10 +64,8 @@ def train(rank, sizes, layout, replica_axis, shapes, schedule, dtype, options, s
 SHARDED = [
     "fsdp 8, with empty shards",
     "hsdp 2x2",
-    "tp rowwise 4",
     "dp x tp rowwise",
     "fsdp x tp, different dimensions",
-    "fsdp x tp, the same dimension, 4x2",
     "fsdp x tp, replicated over tp",
     "dp x fsdp x tp, the same dimension",
 ]
@@ -89,35 +85,6 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name):
     )
     errors = distributed.run(torch.Size(sizes).numel(), train, *arguments)
     assert_within(max(errors), FLOAT64)
-
-
-def train_beside_one_process(rank, sizes, layout, replica_axis):
-    """Distance of the local pieces of X from those of a run on whole matrices, in float32."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
-    replicas = 1 if replica_axis is None else sizes[replica_axis]
-    group = None if replica_axis is None else mesh.get_group(replica_axis)
-    X = [nn.Parameter(shard(weights(shape), layout, mesh)) for shape in SHAPES]
-    whole = [nn.Parameter(weights(shape)) for shape in SHAPES]
-    how = {"direction": "polar", "look_ahead": 1.0}
-    optimizers = Dion(X, replicas=group or "single", **how), Dion(whole, replicas="single", **how)
-    for step in range(10):
-        for x, w in zip(X, whole, strict=True):
-            each = [gradient(w.shape, step, replica) for replica in range(replicas)]
-            x.grad = shard(each[place(mesh, replica_axis)], layout, mesh)
-            w.grad = sum(each) / replicas
-        for optimizer in optimizers:
-            optimizer.step()
-    return max(
-        ((x.to_local() - piece(w, layout, mesh)).norm() / w.norm()).item()
-        for x, w in zip(X, whole, strict=True)
-    )
-
-
-@pytest.mark.parametrize("name", ["tp rowwise 4", "hsdp 2x2"])
-def test_float32_follows_one_process(name):
-    world = torch.Size(LAYOUTS[name][0]).numel()
-    errors = distributed.run(world, train_beside_one_process, *LAYOUTS[name])
-    assert_within(max(errors), Rounding(torch.float32, terms=24, steps=10))
 
 
 @settings(max_examples=5, deadline=None)
@@ -219,41 +186,3 @@ def test_columns_also_send_their_shards_to_and_fro():
     (rows, _), *_ = distributed.run(ranks, sent, (ranks,), ("0",), count)
     for total, calls in distributed.run(ranks, sent, (ranks,), ("1",), count):
         assert (total, calls) == (rows + 2 * 4 * count * 24 * 16 // ranks, 9)
-
-
-def test_the_number_of_collectives_does_not_depend_on_the_number_of_parameters():
-    for layout in ("0",), ("1",):
-        few, many = (distributed.run(2, sent, (2,), layout, count) for count in (2, 20))
-        assert [calls for _, calls in few] == [calls for _, calls in many]
-
-
-# -------------------------------------------------------------------- stacked and blocked
-
-
-def stacked_experts(rank, options):
-    """Distance of stacked experts, sharded along the stack or the rows, from separate matrices."""
-    mesh = init_device_mesh("cpu", (2,))
-    errors = []
-    for kind in "0", "1", "2":
-        whole = weights((4, 6, 10)).double()
-        x = nn.Parameter(shard(whole, (kind,), mesh))
-        optimizer = optimizer_of([{"params": [x], "stack_dims": 1, **options}], None, None)
-        blocks = options.get("row_blocks", 1)
-        references = [PolarReference(b, 1) for one in whole for b in one.chunk(blocks)]
-        for step in range(3):
-            full = gradient((4, 6, 10), step, 0).double()
-            x.grad = shard(full, (kind,), mesh)
-            for reference, G in zip(
-                references, [b for one in full for b in one.chunk(blocks)], strict=True
-            ):
-                reference.step([G], True)
-            optimizer.step()
-        wanted = flat([reference.X[0] for reference in references]).view(whole.shape)
-        local = x.to_local().detach()
-        errors.append((local - piece(wanted, (kind,), mesh)).norm().item() / math.sqrt(240))
-    return errors
-
-
-def test_stacked_matrices():
-    for errors in distributed.run(2, stacked_experts, {"row_blocks": 2}):
-        assert_within(max(errors), FLOAT64)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import fresh
 from curvadion import ops
-from curvadion.ops import native
-from curvadion.ops import reference as plain
+from curvadion.ops import coding, native
 from curvadion.ops.codes import block_bytes, blocks_of
-from curvadion.ops.tensors import Tensors
 from tolerance import Rounding, assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,18 +34,11 @@ def lists(k=4):
 
 
 def python(code, **environment):
-    """Run code in a fresh process; its output. environment: None removes a variable."""
-    given = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **environment}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={key: value for key, value in given.items() if value is not None},
-        cwd=ROOT,
-        timeout=100,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr
+    """What code prints in a new process."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **environment}
+    said = fresh.python("-c", textwrap.dedent(code), environment=environment, cwd=ROOT)
+    assert said.returncode == 0, said.stderr
+    return said.stdout + said.stderr
 
 
 # ---------------------------------------------------------------- selection
@@ -57,8 +47,8 @@ def python(code, **environment):
 @needs_library
 def test_the_cpu_takes_compiled_codes(monkeypatch):
     M, G, X, _ = lists()
-    for name in ("encode_difference_", "decode_", "decode_add_", "average_codes_"):
-        monkeypatch.setattr(plain, name, None)
+    for name in ("_encode", "_decode"):
+        monkeypatch.setattr(coding, name, None)
     monkeypatch.delenv("CURVADION_BACKEND", raising=False)
     assert ops.backend_for(CPU) == "cpu"
     codes, own = torch.zeros(4, block_bytes(2), dtype=torch.uint8), torch.zeros(4, 256)
@@ -66,14 +56,6 @@ def test_the_cpu_takes_compiled_codes(monkeypatch):
     ops.decode_(X, codes, 2)
     ops.decode_add_(X, M, codes, 2)
     ops.average_codes_(codes, own, codes.clone()[None], 0, 2)
-
-
-@needs_library
-def test_what_it_does_not_have_falls_to_plain_pytorch():
-    M, G, _, ones = lists()
-    with ops.use_backend("cpu"):
-        norms = ops.momentum_norms(M, G, ones)
-    assert torch.equal(norms, plain.momentum_norms(M, G, ones))
 
 
 def test_backends_are_forced_by_argument_and_by_environment(monkeypatch):
@@ -88,24 +70,12 @@ def test_backends_are_forced_by_argument_and_by_environment(monkeypatch):
     before = ops.backend_for(CPU)
     with ops.use_backend("torch"), ops.use_backend(None):
         assert ops.backend_for(CPU) == before
-    with pytest.raises(ValueError, match="'fast'"):
-        ops.use_backend("fast")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_forcing_an_absent_backend_says_what_is_missing():
-    for name in ("cuda", "triton"):
-        with pytest.raises(RuntimeError, match=f"'{name}' is forced.*(no CUDA device|triton)"):
-            ops.use_backend(name)
-
-
-@needs_library
-def test_a_forced_backend_refuses_other_devices():
-    with (
-        ops.use_backend("cpu"),
-        pytest.raises(RuntimeError, match=r"'cpu' is forced.*on meta"),
-    ):
-        ops.backend_for(torch.device("meta"))
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="'cuda' is forced.*no CUDA device"):
+            ops.use_backend("cuda")
+    if not ops.lacking("cpu"):
+        with ops.use_backend("cpu"), pytest.raises(RuntimeError, match="'cpu' is forced.*on meta"):
+            ops.backend_for(torch.device("meta"))
 
 
 def test_torch_needs_no_triton():
@@ -142,17 +112,6 @@ def test_a_failing_compiler_is_one_warning_that_quotes_it(tmp_path):
     assert said.count("curvadion runs in plain PyTorch on the cpu (cpu: building it failed") == 1
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", home)
-    for name in ("CURVADION_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(native.Unavailable, match="set CURVADION_CACHE"):
-        native.cache_folder()
-
-
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
     """The library in a cache of its own; building another one is an error."""
@@ -178,33 +137,16 @@ def writable(file):
     file.chmod(0o666)
 
 
-def of_somebody_else(file):
-    os.chown(file, 12345, -1)
-
-
 def link(file):
     file.symlink_to(file.rename(file.with_suffix(".elsewhere")))
-
-
-def linked_lock(file):
-    (file.parent / "lock").symlink_to(file)
 
 
 def damaged(file):
     file.write_text("of another machine")
 
 
-only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-
-
 @needs_library
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(writable_folder, writable, link, linked_lock, damaged),
-        pytest.param(of_somebody_else, marks=only_root),
-    ],
-)
+@pytest.mark.parametrize("change", [writable_folder, writable, link, damaged])
 def test_a_library_that_cannot_be_trusted_is_not_loaded(change, cached):
     change(cached)
     with pytest.raises(native.Unavailable, match=r"(?i)delete it.*CURVADION_CACHE"):
@@ -241,13 +183,10 @@ def test_lists_that_do_not_match_are_refused(backend):
     if ops.lacking(backend):
         pytest.skip(ops.lacking(backend))
     with ops.use_backend(backend):
-        for form in (ops.momentum_norms, ops.accumulate_):
-            with pytest.raises((ValueError, RuntimeError)):
-                form([torch.ones(3)], [torch.ones(4)], [1.0])
-            with pytest.raises(ValueError):
-                form([torch.ones(3)] * 2, [torch.ones(3)], [1.0] * 2)
-            with pytest.raises(ValueError):
-                form([torch.ones(3)], [torch.ones(3)], [])
+        with pytest.raises((ValueError, RuntimeError)):
+            ops.momentum_norms([torch.ones(3)], [torch.ones(4)], [1.0])
+        with pytest.raises(ValueError):
+            ops.accumulate_([torch.ones(3)] * 2, [torch.ones(3)], [1.0] * 2)
         with pytest.raises(ValueError):
             ops.local_step_([torch.ones(3)], [torch.ones(3)], [1.0], [1.0, 1.0])
 
@@ -280,27 +219,20 @@ def operator_calls():
         "momentum_norms": (library.momentum_norms, (M, G, ones)),
         "accumulate_": (library.accumulate_, (M, G, ones)),
         "local_step_": (library.local_step_, (X, G, ones, ones, M, ones, None)),
-        "local_step_ seeded": (library.local_step_, (X, G, ones, ones, [], [], [1, 2])),
         "column_sum_of_squares": (library.column_sum_of_squares, (R,)),
         "column_normalize_": (library.column_normalize_, (Q, R, None, None)),
         "low_rank_update_": (library.low_rank_update_, (X, P, V, ones, ones, M, V, ones, None)),
         "symmetric_product": (library.symmetric_product, (R.mT, R, torch.empty(2, 4, 4))),
         "encode_difference_": (library.encode_difference_, (codes, X, M, G, 2, own, 0)),
-        "encode_difference_ alone": (library.encode_difference_, (codes, X, [], [], 2, own, 0)),
         "decode_": (library.decode_, (X, codes, 2)),
         "decode_add_": (library.decode_add_, (X, M, codes, 2)),
         "average_codes_": (library.average_codes_, (codes, own, torch.stack([codes, codes]), 1, 2)),
     }
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", list(operator_calls()))
-def test_operators_are_registered_as_pytorch_wants_them(name, backend):
-    if ops.lacking(backend):
-        pytest.skip(ops.lacking(backend))
-    operator, arguments = operator_calls()[name]
-    with ops.use_backend(backend):
-        torch.library.opcheck(operator, arguments)
+def test_operators_are_registered_as_pytorch_wants_them(name):
+    torch.library.opcheck(*operator_calls()[name])
 
 
 def whole_step(M, G, X, P, V, R, ones):
@@ -332,9 +264,3 @@ def test_they_compile_as_one_graph():
     for i in (0, 2):
         for e, a in zip(eager[i], compiled[i], strict=True):
             assert_close(a, e, rounding)
-
-
-def test_lists_that_remember_are_lists():
-    M, G, _, ones = lists()
-    plainly = ops.momentum_norms(M, G, ones)
-    assert torch.equal(ops.momentum_norms(Tensors(M), Tensors(G), ones), plainly)

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-import nvcc_ahead_of_time
 from compiler import needs_compiler
+from curvadion.ops import native
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc was found"),
@@ -20,24 +20,22 @@ pytestmark = [
 MOST_REGISTERS = 64
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return nvcc_ahead_of_time.compiled(tmp_path_factory.mktemp("cuda"))
-
-
-def test_registers_suffice_and_leave_room_for_four_blocks(compiled):
-    assert len(compiled) == 6
-    assert [r for r in compiled if r["spilled_bytes"] or r["stack_bytes"]] == []
-    assert [r for r in compiled if r["registers"] > MOST_REGISTERS] == []
-
-
-def test_bulk_data_moves_in_128_bits_to_and_from_global_memory(compiled):
+@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("kernel", ["momentum", "local_step"])
+def test_registers_suffice_and_bulk_data_moves_in_128_bits(kernel, target, tmp_path):
+    (source,) = [path for path in native.sources("cuda") if path.stem == kernel]
+    flags = [*native.CUDA_FLAGS, "-std=c++20", f"-arch=sm_{target}", "-Xptxas=-v"]
+    cubin = tmp_path / "kernel.cubin"
+    said = run("nvcc", *flags, "-cubin", source, "-o", cubin).stderr
+    assert int(re.search(r"Used (\d+) registers", said)[1]) <= MOST_REGISTERS
+    kept = re.findall(r"(\d+) bytes (?:spill|stack frame)", said)
+    assert kept and {*kept} == {"0"}
     nvidia = pytest.importorskip("triton.backends.nvidia")
-    disassembler = f"{nvidia.__path__[0]}/bin/cuobjdump"
-    for record in compiled:
-        code = subprocess.run(
-            [disassembler, "-sass", record["cubin"]], capture_output=True, text=True, check=True
-        ).stdout
-        assert "LDG.E.128" in code and "STG.E.128" in code
-        # Generic accesses would mean that the compiler does not know where the tensors are.
-        assert not re.search(r"\b(LD|ST)\.E", code)
+    code = run(f"{nvidia.__path__[0]}/bin/cuobjdump", "-sass", cubin).stdout
+    assert "LDG.E.128" in code and "STG.E.128" in code
+    # Generic accesses would mean that the compiler does not know where the tensors are.
+    assert not re.search(r"\b(LD|ST)\.E", code)
+
+
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)

@@ -39,7 +39,7 @@ def emulated(build):
 @pytest.mark.parametrize("sizes", operations.SIZES)
 @pytest.mark.usefixtures("emulated")
 def test_lists(sizes, aligned):
-    shapes = operations.SIZES[sizes]
+    shapes = operations.SIZES[sizes][:120]  # more than two launches take
     operations.check_norms("cuda", CPU, shapes, [BF16, F16, F32], aligned=aligned)
     operations.check_momentum("cuda", CPU, shapes, [F32, F16], [F16, F32], aligned=aligned)
     operations.check_local_step(

@@ -1,4 +1,7 @@
-"""On an NVIDIA GPU: numbers of every backend, launches, host reads, CUDA graphs, the optimizer."""
+"""On an NVIDIA GPU: launches, host reads, CUDA graphs, the optimizer.
+
+test_ops.py and test_codes.py compare numbers there.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import code_operations
 import operations
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
-from curvadion.ops.codes import BITS
-from curvadion.ops.tensors import Tensors
 from curvadion.update.inner_step import InnerStep
-from pairwise import all_pairs
 from reference import DionReference
 from tolerance import Rounding, assert_close
 
@@ -20,145 +19,12 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 pytestmark = pytest.mark.numeric
-F32, BF16, F16 = operations.DTYPES
+F32, F16 = torch.float32, torch.float16
 GPU = torch.device("cuda", torch.cuda.current_device())
-BACKENDS = ["torch", "triton", "cuda"]
-SIZES = operations.SIZES | {"a thousand": [(37 + i % 100,) for i in range(1000)]}
 
+BACKENDS = [name for name in ("torch", "triton", "cuda") if ops.lacking(name) is None]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def available(request):
-    name = (
-        request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
-    )
-    if name is not None and ops.lacking(name):
-        pytest.skip(ops.lacking(name))
-
-
-# ---------------------------------------------------------------- numbers
-
-
-@each_backend
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtypes", [[F32], [BF16], [BF16, F16, F32]])
-def test_norms(backend, dtypes, sizes, aligned):
-    operations.check_norms(backend, GPU, SIZES[sizes], dtypes, aligned=aligned)
-
-
-@each_backend
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("G_dtypes", [[F32], [BF16], [F16, F32]])
-@pytest.mark.parametrize("M_dtypes", [[F32], [BF16], [F32, F16]])
-def test_momentum(backend, M_dtypes, G_dtypes, sizes, aligned):
-    operations.check_momentum(backend, GPU, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
-
-
-@each_backend
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("M_dtypes", [None, [F32], [BF16]])
-@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
-def test_local_step(backend, X_dtypes, M_dtypes, sizes, aligned):
-    operations.check_local_step(
-        backend, GPU, SIZES[sizes], X_dtypes, X_dtypes, M_dtypes, aligned=aligned
-    )
-
-
-@each_backend
-@pytest.mark.parametrize("check", operations.SPECIAL_CASES)
-def test_special_cases(backend, check):
-    check(backend, GPU)
-
-
-@each_backend
-@pytest.mark.parametrize("Q_dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4), (4, 2048, 512)]
-)
-def test_columns(backend, shape, Q_dtype):
-    operations.check_columns(backend, GPU, shape, Q_dtype)
-
-
-@each_backend
-@pytest.mark.parametrize("precision", ["highest", "high"])
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("with_momentum", [True, False])
-@pytest.mark.parametrize("M_dtypes", [[F32], [BF16]])
-@pytest.mark.parametrize("X_dtypes", [[F32], [BF16], [F16, F32]])
-def test_low_rank_update(backend, X_dtypes, M_dtypes, with_momentum, aligned, precision):
-    shapes = [(40, 24, 7), (24, 40, -8), (1, 1, 1), (130, 70, -33), (5, 0, 2), (64, 64, 64)]
-    shapes += [(512, 256, 128), (256, 512, -128), (1000, 768, 192)]
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        operations.check_low_rank_update(
-            backend, GPU, shapes, X_dtypes, M_dtypes, aligned=aligned,
-            # TensorFloat-32 keeps ten bits of each factor.
-            with_momentum=with_momentum, arithmetic=F32 if precision == "highest" else F16,
-        )  # fmt: skip
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@each_backend
-@pytest.mark.parametrize(
-    ("n", "k", "dtype", "layout", "precision"),
-    # All combinations would be compiled for minutes.
-    all_pairs(
-        [1, 5, 127, 300, 517, 1152],
-        [0, 1, 3],
-        [F32, BF16, F16],
-        operations.LAYOUTS,
-        ["highest", "high"],
-    ),
-)
-def test_symmetric_product(backend, k, n, dtype, layout, precision):
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        operations.check_symmetric_product(
-            backend, GPU, k, n, dtype, layout, arithmetic=F32 if precision == "highest" else F16
-        )
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_tiles_of_symmetric_products():
-    pytest.importorskip("triton")
-    from triton_tiles import check_tiles
-
-    check_tiles(GPU)
-
-
-@each_backend
-@pytest.mark.parametrize("R_dtype", [F32, BF16])
-@pytest.mark.parametrize("X_dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("bits", BITS)
-def test_codes(backend, bits, X_dtype, R_dtype):
-    code_operations.check_encode_difference(backend, GPU, bits, X_dtype, R_dtype)
-    code_operations.check_decode(backend, GPU, bits, X_dtype)
-    code_operations.check_average(backend, GPU, bits, 3, 1)
-
-
-@each_backend
-@pytest.mark.parametrize("scale", [0.0, 1e-44, 2.0**-126, 1e-30, 1e10, 2.0**97, 2.0**115])
-def test_codes_of_any_scale(backend, scale):
-    code_operations.check_encode_difference(backend, GPU, 2, scale=scale)
-    code_operations.check_decode(backend, GPU, 3, BF16, scale=scale)
-    code_operations.check_average(backend, GPU, 4, 3, 1, scale=scale)
-
-
-@each_backend
-def test_codes_of_long_strided_and_wide_tensors(backend):
-    long = code_operations.LONG
-    code_operations.check_encode_difference(backend, GPU, 2, shapes=long, first=64, owned=70)
-    code_operations.check_decode(backend, GPU, 2, shapes=long)
-    code_operations.check_memory_layouts(backend, GPU)
-    code_operations.check_wide_tensors(backend, GPU)
+compiled_backends = pytest.mark.parametrize("backend", BACKENDS[1:])
 
 
 @each_backend
@@ -191,10 +57,10 @@ def kernels_of(call):
     return [event.name for event in events]
 
 
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@compiled_backends
 def test_one_launch_an_operation(backend):
     shapes = [(64 + i % 7, 32) for i in range(300)]
-    M, G, X = (Tensors(operations.tensors(shapes, [F32], GPU, i)) for i in range(3))
+    M, G, X = (operations.tensors(shapes, [F32], GPU, i) for i in range(3))
     ones = [1.0] * len(M)
     calls = {
         "norms": lambda: ops.norms(X),
@@ -219,7 +85,7 @@ def test_one_launch_for_low_rank_updates_of_all_shapes():
     assert not any("DtoH" in name for name in names)
 
 
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@compiled_backends
 def test_cuda_graphs_hold_the_operations(backend):
     shapes = [(1000,), (128, 65), (0,), (70_001,)]
     G = operations.tensors(shapes, [F32], GPU, 0)
@@ -328,7 +194,6 @@ def test_a_polar_step_can_be_captured():
     for _ in range(2):
         optimizer.step()  # compiles kernels
     plan = optimizer._present_plan()
-    plan.look_up_states()
     before = [x.detach().clone() for x in X]
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):

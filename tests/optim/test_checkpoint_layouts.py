@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -24,16 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
 import shards
-from curvadion import CurvaDion, Dion, Gate, QuantizedAverage, param_groups
+from curvadion import CurvaDion, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
-from tolerance import Rounding, assert_close, assert_within
+from tolerance import Rounding, assert_close
 
+# Numbers of ranks.
 LAYOUTS = {
     "one process": 1,
     "ddp 2": 2,
@@ -43,11 +42,6 @@ LAYOUTS = {
 }
 VOCABULARY, BATCH = 13, 8
 SAVED_AFTER, STEPS = 3, 5
-
-
-def rounding(steps):
-    """Of backward passes over a batch of tokens, at every step, and of directions made of them."""
-    return Rounding(torch.float32, terms=64, condition=8, steps=steps)
 
 
 # -------------------------------------------------------------------- a model in every layout
@@ -86,6 +80,16 @@ class Placed:
     part: int = 0
     parts: int = 1
 
+    def build(self, **options):
+        module = getattr(self.model, "module", self.model)
+        groups = param_groups(
+            module,
+            options={"matrix": {"lr": 0.02}, "embedding": {"lr": 0.003}},
+            patterns={"idle.weight": {"kind": "matrix", "weight_decay": 0.0}},
+        )
+        options = {"gate": Remembering(), **options}
+        return CurvaDion(groups, lr=0.01, replicas=self.replicas, **options)
+
     def train(self, optimizer, steps):
         """The reports of the numbered steps."""
         reports = []
@@ -101,21 +105,10 @@ class Placed:
         optimizer.zero_grad()
         return reports
 
-    def weights(self):
-        return {n.removeprefix("module."): p.detach() for n, p in self.model.named_parameters()}
-
-    def pieces(self):
-        return {name: local(p).clone() for name, p in self.weights().items()}
-
-    def distance(self, expected):
-        """The largest distance of a local piece from its part of the whole, over its norm."""
-        return max(
-            ((local(p) - piece(p, expected[name])).norm() / expected[name].norm()).item()
-            for name, p in self.weights().items()
-        )
-
 
 def place(layout):
+    if layout in VIEW_LAYOUTS:
+        return PlacedViews(layout)
     torch.manual_seed(0)
     model = Model()
     if layout == "one process":
@@ -151,19 +144,68 @@ def tensor_parallel(model, mesh):
     return parallelize_module(model, mesh, plan)
 
 
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+# -------------------------------------------------------------------- matrices inside parameters
 
 
-def piece(tensor, whole):
-    """The part of the whole tensor that lies where the local piece does."""
-    if isinstance(tensor, DTensor):
-        placed = tensor.shape, tensor.device_mesh, tensor.placements
-        sizes, starts = compute_local_shape_and_global_offset(*placed)
-        for d, (size, start) in enumerate(zip(sizes, starts, strict=True)):
-            whole = whole.narrow(d, start if size else 0, size)
-    assert local(tensor).shape == whole.shape
-    return whole
+class Views(nn.Module):
+    """Stacked experts of either orientation, and one weight of three matrices, one transposed."""
+
+    def __init__(self, mesh=None, layout=None):
+        super().__init__()
+        for name, shape in {"experts": (5, 6, 4), "wide": (3, 4, 6), "qkv": (13, 6)}.items():
+            full = random(shape, name)
+            if mesh is not None:
+                full = shards.shard(full, layout[name == "qkv"], mesh)
+            setattr(self, name, nn.Parameter(full))
+
+    def groups(self):
+        return [
+            {"params": [self.experts, self.wide], "stack_dims": 1},
+            {"params": [self.qkv], "row_blocks": [8, 3, 2]},
+        ]
+
+
+# Mesh, how stacked and flat weights are sharded, and the axis of replicas.
+VIEW_LAYOUTS = {
+    "views, one process": ((1,), None, None),
+    "experts 4": ((4,), (("0",), ("0",)), None),
+    "columns 2": ((2,), (("2",), ("0",)), None),
+    "replicas x experts": ((2, 2), (("r", "0"), ("r", "0")), 0),
+    "experts x rows, strided": ((2, 2), (("0", "1"), ("0s", "0")), None),
+}
+
+
+def random(shape, *key):
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    return torch.randn(shape, generator=generator)
+
+
+class PlacedViews:
+    """Like Placed, with gradients drawn from a seed: the mean of two replicas' is what counts."""
+
+    def __init__(self, name):
+        sizes, self.layout, axis = VIEW_LAYOUTS[name]
+        self.mesh = init_device_mesh("cpu", sizes) if self.layout else None
+        self.model = Views(self.mesh, self.layout)
+        self.replicas = None if axis is None else self.mesh.get_group(axis)
+        self.halves = [0, 1] if axis is None else [self.mesh.get_local_rank(axis)]
+
+    def build(self):
+        how = {"gate": Remembering(), "rank_fraction": 0.4, "replicas": self.replicas}
+        return CurvaDion(self.model.groups(), **how)
+
+    def train(self, optimizer, steps):
+        for step in steps:
+            for name, p in self.model.named_parameters():
+                halves = [random(p.shape, name, step, half) for half in self.halves]
+                p.grad = torch.stack(halves).mean(dim=0)
+                if self.mesh:
+                    p.grad = shards.shard(p.grad, self.layout[name == "qkv"], self.mesh)
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+# -------------------------------------------------------------------- what a run holds
 
 
 class Remembering(Gate):
@@ -193,20 +235,15 @@ class Remembering(Gate):
         self.held, self.signals, self.openings = (state[key] for key in self.state_dict())
 
 
-def build(placed, **options):
-    module = placed.model.module if hasattr(placed.model, "module") else placed.model
-    groups = param_groups(
-        module,
-        options={"matrix": {"lr": 0.02}, "embedding": {"lr": 0.003}},
-        patterns={"idle.weight": {"kind": "matrix", "weight_decay": 0.0}},
-    )
-    options = {"gate": Remembering(), **options}
-    return CurvaDion(groups, lr=0.01, replicas=placed.replicas, **options)
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def states(optimizer):
-    held = optimizer.state_dict()["state"]
-    tensors = {f"{i}.{key}": torch.as_tensor(t) for i, s in held.items() for key, t in s.items()}
+def pieces(model, optimizer):
+    """This rank's weights and states."""
+    states = optimizer.state_dict()["state"].items()
+    tensors = {f"{i}.{key}": torch.as_tensor(t) for i, s in states for key, t in s.items()}
+    tensors |= {name: p.detach() for name, p in model.named_parameters()}
     return {name: local(t).clone() for name, t in tensors.items()}
 
 
@@ -228,27 +265,63 @@ def assert_bitwise_equal(these, those):
         assert torch.equal(tensor, those[name]), name
 
 
-# -------------------------------------------------------------------- every pair of layouts
+def held(model, optimizer):
+    """Weights, and what the optimizer keeps of each, as whole tensors.
+
+    Without the state of the idle weight: only replicas count its gradient as zero.
+    """
+    tensors = {}
+    for name, p in model.named_parameters():
+        name = name.removeprefix("module.")
+        kept = {} if name == "idle.weight" else optimizer.state[p]
+        of_state = {f"{name}: {key}": value for key, value in kept.items()}
+        for key, value in {name: p.detach(), **of_state}.items():
+            tensor = torch.as_tensor(value)
+            tensors[key] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return tensors
+
+
+def assert_holds(placed, optimizer, expected, start, steps):
+    """Up to rounding; errors of weights are relative to how far they have moved."""
+    # Of sums over a batch's tokens, in gradients of which a step takes directions.
+    rounding = Rounding(torch.float32, terms=64, condition=2, steps=steps)
+    found = held(placed.model, optimizer)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype, name
+        moved = float((expected[name] - start[name]).norm()) if name in start else None
+        assert_close(tensor, expected[name], rounding, scale=moved or None, what=name)
 
 
 @dataclass
-class Written:
-    """What a rank reports of the run that wrote a checkpoint."""
+class Course:
+    """Weights at first, and all that the uninterrupted run in one process holds later."""
 
-    form: object
-    new_form: object
-    untouched: bool
+    start: dict[str, torch.Tensor]
+    saved: dict[str, torch.Tensor]
+    end: dict[str, torch.Tensor]
+
+
+def straight(rank, layout):
+    placed = place(layout)
+    optimizer = placed.build()
+    start = {name: p.detach().clone() for name, p in placed.model.named_parameters()}
+    placed.train(optimizer, range(SAVED_AFTER))
+    optimizer.synchronize()
+    saved = held(placed.model, optimizer)
+    placed.train(optimizer, range(SAVED_AFTER, STEPS))
+    optimizer.synchronize()
+    return Course(start, saved, held(placed.model, optimizer))
+
+
+# -------------------------------------------------------------------- from layout to layout
 
 
 def write(rank, layout, folder):
+    """Save a checkpoint and a whole state; the forms of the state, and of a new optimizer's."""
     placed = place(layout)
-    before = placed.pieces()
-    new = build(placed)
-    new_form = form_of(get_optimizer_state_dict(placed.model, new))
-    assert_bitwise_equal(placed.pieces(), before)
-    untouched = new.progress.steps == 0 and new.gate.signals == [] and new.report is None
-
-    optimizer = build(placed)
+    new = form_of(get_optimizer_state_dict(placed.model, placed.build()))
+    optimizer = placed.build()
     placed.train(optimizer, range(SAVED_AFTER))
     optimizer.synchronize()
     model_state, optimizer_state = get_state_dict(placed.model, optimizer)
@@ -260,68 +333,40 @@ def write(rank, layout, folder):
         torch.save(whole, f"{folder}/{layout}.pt")
     else:
         assert whole == ({}, {})
-    return Written(form_of(optimizer_state), new_form, untouched)
+    return form_of(optimizer_state), new
 
 
-def straight(rank):
-    placed = place("one process")
-    placed.train(build(placed), range(STEPS))
-    return placed.pieces()
+WORLDS = LAYOUTS | {name: math.prod(sizes) for name, (sizes, *_) in VIEW_LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Their folder, and what the ranks that wrote them report, by layout."""
+    """Their folder, and the forms of states by layout."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     return folder, {
-        layout: distributed.run(world, write, layout, folder) for layout, world in LAYOUTS.items()
+        layout: distributed.run(world, write, layout, folder) for layout, world in WORLDS.items()
     }
 
 
 @pytest.fixture(scope="module")
-def expected():
-    """The weights of the uninterrupted run in one process."""
-    return distributed.run(1, straight)[0]
+def courses():
+    """Of both models, by the name of their layout in one process."""
+    names = next(iter(LAYOUTS)), next(iter(VIEW_LAYOUTS))
+    return {name: distributed.run(1, straight, name)[0] for name in names}
 
 
-class Loads:
-    """Holds what the first of several checkpoints loads; the others must load the same."""
-
-    def __init__(self):
-        self.first = None
-
-    def add(self, name, model, optimizer):
-        held = {key: local(p.detach()).clone() for key, p in model.named_parameters()}
-        names = [n for group in optimizer.param_groups for n in group.get("param_names", ())]
-        for key, tensor in states(optimizer).items():
-            # This right factor stays as it began unless replicas count the gradient as zero.
-            if not (names and names[int(key.split(".")[0])] == "idle.weight"):
-                held[key] = tensor
-        if self.first is None:
-            self.first = held
-        assert list(held) == list(self.first), name
-        for key, tensor in held.items():
-            wanted = self.first[key]
-            assert tensor.dtype == wanted.dtype, (name, key)
-            assert_close(tensor, wanted, rounding(SAVED_AFTER), what=(name, key))
+def read_by(layout):
+    """The layout in one process, and the one before this layout, or the last of all."""
+    names = list(LAYOUTS if layout in LAYOUTS else VIEW_LAYOUTS)
+    return names[0], names[names.index(layout) - 1]
 
 
-def ending_before(name, layouts):
-    """All layouts, the one before ``name`` last: another one for each."""
-    names = list(layouts)
-    first = names.index(name)
-    return names[first:] + names[:first]
-
-
-def resume(rank, layout, folder, expected):
-    """The distance from the uninterrupted run after loading each layout's checkpoint.
-
-    All load the same, so the last one goes on for all.
-    """
+def resume(rank, layout, folder, courses):
+    """Load two layouts' checkpoints, another second one for each, and go on from that."""
     placed = place(layout)
-    loads = Loads()
-    for saved in ending_before(layout, LAYOUTS):
-        optimizer = build(placed)
+    course = courses[read_by(layout)[0]]
+    for saved in read_by(layout):
+        optimizer = placed.build()
         model_state, optimizer_state = get_state_dict(placed.model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=f"{folder}/{saved}")
@@ -331,43 +376,62 @@ def resume(rank, layout, folder, expected):
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        assert_gate_is_loaded(optimizer)
-        loads.add(saved, placed.model, optimizer)
-    return go_on(placed, optimizer, expected)
+        assert_loaded(placed, optimizer, course)
+    go_on(placed, optimizer, course)
 
 
-def assert_gate_is_loaded(optimizer):
+def assert_loaded(placed, optimizer, course):
     assert optimizer.progress.steps == SAVED_AFTER
     assert len(optimizer.gate.signals) == SAVED_AFTER
     assert optimizer.gate.openings == {"step 1": 0, "step 2": 0, "step 3": 0}
+    assert_holds(placed, optimizer, course.saved, course.start, SAVED_AFTER)
 
 
-def go_on(placed, optimizer, expected):
+def go_on(placed, optimizer, course):
     placed.train(optimizer, range(SAVED_AFTER, STEPS))
-    return placed.distance(expected)
+    optimizer.synchronize()
+    assert_holds(placed, optimizer, course.end, course.start, STEPS)
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_checkpoint_goes_on_in_every_layout(checkpoints, expected, layout):
-    folder, _ = checkpoints
-    for distance in distributed.run(LAYOUTS[layout], resume, layout, folder, expected):
-        assert_within(distance, rounding(STEPS))
+@pytest.mark.parametrize("layout", WORLDS)
+def test_checkpoints_go_on_in_every_layout(checkpoints, courses, layout):
+    distributed.run(WORLDS[layout], resume, layout, checkpoints[0], courses)
 
 
-def test_state_is_of_one_form_in_all_layouts_and_on_all_ranks(checkpoints):
-    """Also of parameters without a gradient and without rows here, and of new optimizers.
-
-    torch's first call, which creates the states of these, leaves weights and gate alone.
-    """
-    written = [report for reports in checkpoints[1].values() for report in reports]
-    assert len(written) == sum(LAYOUTS.values())
-    tensors, _ = written[0].form
-    assert tensors.keys() == dict(Model().named_parameters()).keys()
+@pytest.mark.parametrize("layouts", [LAYOUTS, VIEW_LAYOUTS], ids=["model", "views"])
+def test_state_is_of_one_form_in_all_layouts_and_on_all_ranks(checkpoints, layouts):
+    """Also of parameters without a gradient and without rows here, and of new optimizers."""
+    forms = [form for layout in layouts for pair in checkpoints[1][layout] for form in pair]
+    tensors, _ = forms[0]
     assert all(tensors.values())
-    for report in written:
-        assert report.form == report.new_form == written[0].form
-        assert report.untouched
+    assert all(form == forms[0] for form in forms)
+
+
+# -------------------------------------------------------------------- whole states
+
+
+def load_whole(rank, layout, folder, saved, course):
+    """Load what rank 0 gathered, given to all ranks and to rank 0 alone."""
+    placed = place(layout)
+    for broadcast in (False, True):
+        whole = torch.load(f"{folder}/{saved}.pt", weights_only=True)
+        model_state, optimizer_state = ({}, {}) if broadcast and rank else whole
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        optimizer = placed.build()
+        set_model_state_dict(placed.model, model_state, options=how)
+        set_optimizer_state_dict(placed.model, optimizer, optimizer_state, options=how)
+        assert_loaded(placed, optimizer, course)
+    go_on(placed, optimizer, course)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("layout", "saved"), [("one process", "fsdp x tp 2x2"), ("fsdp 4", "ddp 2")]
+)
+def test_whole_states_go_on_in_every_layout(checkpoints, courses, layout, saved):
+    arguments = (layout, checkpoints[0], saved, courses["one process"])
+    distributed.run(LAYOUTS[layout], load_whole, *arguments)
 
 
 # -------------------------------------------------------------------- the same layout, options
@@ -376,228 +440,61 @@ def test_state_is_of_one_form_in_all_layouts_and_on_all_ranks(checkpoints):
 def resume_bitwise(rank, layout, folder, options):
     after = range(SAVED_AFTER, SAVED_AFTER + 3)
     placed = place(layout)
-    optimizer = build(placed, **options)
+    optimizer = placed.build(**options)
     reports = placed.train(optimizer, range(SAVED_AFTER))
     optimizer.synchronize(exact=True)
     how = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True)
-    state = {
-        "model": get_model_state_dict(placed.model, options=how),
-        "optimizer": get_optimizer_state_dict(placed.model, optimizer, options=how),
-    }
-    dcp.save(state, checkpoint_id=folder)
+    weights, state = get_state_dict(placed.model, optimizer, options=how)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     reports += placed.train(optimizer, after)
 
     again = place(layout)
+    its = again.build(**options)
     with torch.no_grad():
         for p in again.model.parameters():
             local(p).zero_()
-    its = build(again, **options)
-    state = {
-        "model": get_model_state_dict(again.model, options=how),
-        "optimizer": get_optimizer_state_dict(again.model, its, options=how),
-    }
+    weights, state = get_state_dict(again.model, its, options=how)
+    state = {"model": weights, "optimizer": state}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(again.model, state["model"], options=how)
     set_optimizer_state_dict(again.model, its, state["optimizer"], options=how)
     assert again.train(its, after) == reports[SAVED_AFTER:]
-    assert_bitwise_equal(again.pieces(), placed.pieces())
-    assert_bitwise_equal(states(its), states(optimizer))
+    assert_bitwise_equal(pieces(again.model, its), pieces(placed.model, optimizer))
     assert vars(its.gate) == vars(optimizer.gate)
     assert its.progress == optimizer.progress
-    momenta = {t.dtype for key, t in states(its).items() if key.endswith((".momentum", ".Q"))}
-    return [report.gate_open for report in reports], momenta
+    return [report.gate_open for report in reports]
 
 
-CLOSING = {
-    "narrow": {"local_step": "dion", "momentum_dtype": "bfloat16", "q_dtype": "bfloat16"},
-    "gradient": {"local_step": "gradient", "local_lr": 0.01, "momentum_rule": "plain"},
-    "quantized": {"sync": QuantizedAverage(fragments=3, spectrum_decay=0.8)},
-}
+NARROW = {"local_step": "dion", "momentum_dtype": "bfloat16", "q_dtype": "bfloat16"}
+GRADIENT = {"local_step": "gradient", "local_lr": 0.01, "momentum_rule": "plain"}
+CODES = {"sync": QuantizedAverage(fragments=3, spectrum_decay=0.8)}
 
 
-SAME_LAYOUT = [("ddp 2", "narrow"), ("fsdp x tp 2x2", "gradient"), ("hsdp 2x2", "quantized")]
-
-
-@pytest.mark.parametrize(("layout", "closing"), SAME_LAYOUT)
-def test_same_layout_goes_on_bitwise(layout, closing, tmp_path):
-    # Slices of a batch have noisier gradients. Closes before and after the checkpoint.
-    enough = 0.15 if layout in ("ddp 2", "hsdp 2x2") else 0.08
-    options = {"gate": Remembering(enough), **CLOSING[closing]}
+@pytest.mark.parametrize(
+    ("layout", "options", "enough"),
+    [("ddp 2", NARROW, 0.15), ("fsdp x tp 2x2", GRADIENT, 0.08), ("hsdp 2x2", CODES, 0.15)],
+    ids=["narrow", "gradient", "codes"],
+)
+def test_same_layout_goes_on_bitwise(layout, options, enough, tmp_path):
+    """The gate closes before and after the checkpoint."""
+    options = {"gate": Remembering(enough), **options}
     answers = distributed.run(LAYOUTS[layout], resume_bitwise, layout, str(tmp_path), options)
-    for opened, momenta in answers:
-        assert opened == answers[0][0]
+    for opened in answers:
+        assert opened == answers[0]
         assert set(opened[:SAVED_AFTER]) == set(opened[SAVED_AFTER:]) == {True, False}
-        narrow = "momentum_dtype" in options
-        assert momenta == {torch.bfloat16 if narrow else torch.float32}
-
-
-# -------------------------------------------------------------------- whole states
-
-
-def load_whole(rank, layout, folder, saved_by, expected):
-    """The distance after loading what rank 0 gathered, given to all ranks and to rank 0 alone."""
-    placed = place(layout)
-    loads = Loads()
-    for saved in saved_by:
-        whole = torch.load(f"{folder}/{saved}.pt", weights_only=True)
-        for broadcast in (False, True):
-            model_state, optimizer_state = copy.deepcopy(whole)
-            if broadcast and rank:
-                model_state, optimizer_state = {}, {}
-            how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-            optimizer = build(placed)
-            set_model_state_dict(placed.model, model_state, options=how)
-            set_optimizer_state_dict(placed.model, optimizer, optimizer_state, options=how)
-            assert_gate_is_loaded(optimizer)
-            loads.add((saved, broadcast), placed.model, optimizer)
-    return go_on(placed, optimizer, expected)
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("layout", ["one process", "ddp 2", "fsdp 4"])
-def test_whole_states_go_on_in_every_layout(checkpoints, expected, layout):
-    names = list(LAYOUTS)
-    saved_by = {layout, names[names.index(layout) - 1]}
-    arguments = (layout, checkpoints[0], sorted(saved_by), expected)
-    for distance in distributed.run(LAYOUTS[layout], load_whole, *arguments):
-        assert_within(distance, rounding(STEPS))
-
-
-# -------------------------------------------------------------------- matrices inside parameters
-
-
-class Views(nn.Module):
-    """Stacked experts of either orientation, and one weight of three matrices, one transposed."""
-
-    def __init__(self, mesh=None, layout=None):
-        super().__init__()
-        for name, shape in {"experts": (5, 6, 4), "wide": (3, 4, 6), "qkv": (13, 6)}.items():
-            full = random(shape, name)
-            if mesh is not None:
-                full = shards.shard(full, layout[name == "qkv"], mesh)
-            setattr(self, name, nn.Parameter(full))
-
-    def groups(self):
-        return [
-            {"params": [self.experts, self.wide], "stack_dims": 1},
-            {"params": [self.qkv], "row_blocks": [8, 3, 2]},
-        ]
-
-
-# Mesh, how stacked and flat weights are sharded, and the axis of replicas.
-VIEW_LAYOUTS = {
-    "one process": ((1,), None, None),
-    "experts 4": ((4,), (("0",), ("0",)), None),
-    "columns 2": ((2,), (("2",), ("0",)), None),
-    "replicas x experts": ((2, 2), (("r", "0"), ("r", "0")), 0),
-    "experts x rows, strided": ((2, 2), (("0", "1"), ("0s", "0")), None),
-}
-
-
-def random(shape, *key):
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-    return torch.randn(shape, generator=generator)
-
-
-class PlacedViews:
-    """Like Placed, with gradients drawn from a seed: the mean of two replicas' is what counts."""
-
-    def __init__(self, name):
-        sizes, self.layout, axis = VIEW_LAYOUTS[name]
-        self.mesh = init_device_mesh("cpu", sizes) if self.layout else None
-        self.model = Views(self.mesh, self.layout)
-        self.replicas = None if axis is None else self.mesh.get_group(axis)
-        self.halves = [0, 1] if axis is None else [self.mesh.get_local_rank(axis)]
-
-    def build(self):
-        return Dion(self.model.groups(), rank_fraction=0.4, replicas=self.replicas)
-
-    def train(self, optimizer, steps):
-        for step in steps:
-            for name, p in self.model.named_parameters():
-                halves = [random(p.shape, name, step, half) for half in self.halves]
-                mean = torch.stack(halves).mean(dim=0)
-                p.grad = self.sharded(name, mean)
-            optimizer.step()
-        optimizer.zero_grad()
-
-    def sharded(self, name, full):
-        return shards.shard(full, self.layout[name == "qkv"], self.mesh) if self.mesh else full
-
-    def distance(self, expected):
-        return max(
-            ((local(p.detach()) - local(self.sharded(name, expected[name]))).norm()).item()
-            / expected[name].norm().item()
-            for name, p in self.model.named_parameters()
-        )
-
-
-def write_views(rank, layout, folder):
-    placed = PlacedViews(layout)
-    optimizer = placed.build()
-    placed.train(optimizer, range(SAVED_AFTER))
-    optimizer.synchronize()
-    state = get_optimizer_state_dict(placed.model, optimizer)
-    dcp.save(
-        {"model": placed.model.state_dict(), "optimizer": state},
-        checkpoint_id=f"{folder}/{layout}",
-    )
-    form = form_of(state)
-    placed.train(optimizer, range(SAVED_AFTER, STEPS))
-    return form, {name: local(p.detach()) for name, p in placed.model.named_parameters()}
-
-
-def resume_views(rank, layout, folder, expected):
-    placed = PlacedViews(layout)
-    loads = Loads()
-    for saved in ending_before(layout, VIEW_LAYOUTS):
-        optimizer = placed.build()
-        model_state, optimizer_state = get_state_dict(placed.model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=f"{folder}/{saved}")
-        set_optimizer_state_dict(placed.model, optimizer, state["optimizer"])
-        placed.model.load_state_dict(state["model"])
-        loads.add(saved, placed.model, optimizer)
-    placed.train(optimizer, range(SAVED_AFTER, STEPS))
-    return placed.distance(expected)
-
-
-def world(layout):
-    return torch.Size(VIEW_LAYOUTS[layout][0]).numel()
-
-
-@pytest.fixture(scope="module")
-def view_checkpoints(tmp_path_factory):
-    """Their folder, and the uninterrupted run's weights."""
-    folder = str(tmp_path_factory.mktemp("views"))
-    written = {
-        layout: distributed.run(world(layout), write_views, layout, folder)
-        for layout in VIEW_LAYOUTS
-    }
-    form, weights = written["one process"][0]
-    assert set(form[0]["qkv"]) == {"momentum", "momentum_norm", "R_scale", "Q", "Q_rows"}
-    assert all(its == form for reports in written.values() for its, _ in reports)
-    return folder, weights
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("layout", VIEW_LAYOUTS)
-def test_stacked_experts_and_row_blocks_move_between_layouts(view_checkpoints, layout):
-    for distance in distributed.run(world(layout), resume_views, layout, *view_checkpoints):
-        assert_within(distance, rounding(STEPS))
 
 
 # -------------------------------------------------------------------- flat shards of FSDP1
 
 
-def flat(sizes, **options):
+def flat(sizes):
     torch.manual_seed(0)
     layers = [nn.Linear(m, n, bias=False) for m, n in itertools.pairwise(sizes)]
     model = FullyShardedDataParallel(
         nn.Sequential(*layers), use_orig_params=True, device_id=torch.device("cpu")
     )
     fsdp.declare_flat_shards(model)
-    return model, CurvaDion(param_groups(model), gate=Remembering(), **options)
+    return model, CurvaDion(param_groups(model), gate=Remembering())
 
 
 def train_flat(rank, model, optimizer, steps):
@@ -623,9 +520,7 @@ def resume_flat(rank, folder):
             p.copy_(saved)
     its.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=True))
     train_flat(rank, again, its, range(SAVED_AFTER, STEPS))
-    assert_bitwise_equal(states(its), states(optimizer))
-    for p, q in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_bitwise_equal(pieces(again, its), pieces(model, optimizer))
     assert vars(its.gate) == vars(optimizer.gate)
 
 
@@ -646,28 +541,23 @@ def move_flat(rank, folder):
     """What comes of loading another rank's state, and of torch.distributed.checkpoint."""
     model, optimizer = flat([8, 8])
     train_flat(rank, model, optimizer, range(2))
-    errors = {}
     told = [None, None]
     dist.all_gather_object(told, optimizer.state_dict())
-    errors["other rank"] = error_of(lambda: optimizer.load_state_dict(told[1 - rank]))
-    whole = Dion(param_groups(nn.Sequential(nn.Linear(8, 8, bias=False))))
-    errors["other layout"] = error_of(lambda: whole.load_state_dict(told[rank]))
+    of_other_rank = error_of(lambda: optimizer.load_state_dict(told[1 - rank]))
 
     # Shards of equal length look like one replicated tensor.
     dcp.save(optimizer.state_dict(), checkpoint_id=folder)
     state = optimizer.state_dict()
     dcp.load(state, checkpoint_id=folder)
-    errors["bare checkpoint"] = error_of(lambda: optimizer.load_state_dict(state))
-    return errors
+    return of_other_rank, error_of(lambda: optimizer.load_state_dict(state))
 
 
 def test_flat_shards_do_not_move_silently(tmp_path):
-    errors = distributed.run(2, move_flat, str(tmp_path))
-    for of_rank in errors:
-        assert of_rank["other rank"].startswith("ValueError: state_dict holds the flat shard from")
-        assert "shape" in of_rank["other layout"]
+    of_other_rank, of_checkpoint = zip(*distributed.run(2, move_flat, str(tmp_path)), strict=True)
+    for text in of_other_rank:
+        assert text.startswith("ValueError: state_dict holds the flat shard from")
     # Each tensor comes from one of the ranks, which alone finds its own.
-    found = [of_rank["bare checkpoint"] for of_rank in errors if of_rank["bare checkpoint"]]
+    found = [text for text in of_checkpoint if text]
     assert found
     assert all("nor through torch.distributed.checkpoint" in text for text in found)
 
@@ -677,7 +567,7 @@ def test_flat_shards_do_not_move_silently(tmp_path):
 
 def load_badly(rank, folder):
     placed = Placed(shard(Model(), init_device_mesh("cpu", (2,))))
-    optimizer = build(placed)
+    optimizer = placed.build()
     placed.train(optimizer, range(SAVED_AFTER))
     state = {"optimizer": get_optimizer_state_dict(placed.model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
@@ -685,7 +575,7 @@ def load_badly(rank, folder):
 
     for p in placed.model.parameters():
         p.grad = torch.zeros_like(p)
-    its = build(placed)
+    its = placed.build()
     state = {"optimizer": get_optimizer_state_dict(placed.model, its)}
     dcp.load(state, checkpoint_id=folder)
     errors["gradients"] = error_of(
@@ -695,7 +585,7 @@ def load_badly(rank, folder):
 
     how = StateDictOptions(full_state_dict=True)
     whole = get_optimizer_state_dict(placed.model, optimizer, options=how)
-    errors["whole"] = error_of(lambda: build(placed).load_state_dict(whole))
+    errors["whole"] = error_of(lambda: placed.build().load_state_dict(whole))
     return errors
 
 

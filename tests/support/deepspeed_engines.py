@@ -16,7 +16,6 @@ from torch import nn
 
 from curvadion import CurvaDion, WireMeter
 from curvadion.integrations.deepspeed.partitions import partitions_of
-from curvadion.integrations.deepspeed.process_groups import Reaching, data_parallel_group
 from reference import DionReference, relative_error
 from tolerance import Rounding
 
@@ -254,7 +253,7 @@ def coverage(engine):
     initial = dict(model().named_parameters())
     counts = {n: torch.zeros(p.numel(), dtype=torch.int64) for n, p in initial.items()}
     right = []
-    for partition in partitions_of(engine.optimizer, Reaching()):
+    for partition in partitions_of(engine.optimizer):
         for r in partition.ranges:
             name = engine.param_names[r.parameter]
             counts[name][r.start : r.stop] += 1
@@ -262,7 +261,7 @@ def coverage(engine):
             assert r.shape == initial[name].shape
             right.append(torch.equal(mine, initial[name].view(-1)[r.start : r.stop]))
     for count in counts.values():
-        dist.all_reduce(count, group=data_parallel_group(engine))
+        dist.all_reduce(count, group=engine.seq_data_parallel_group)
     return counts, all(right)
 
 

@@ -13,11 +13,7 @@ import curvadion
 import deepspeed_engines as ds
 from curvadion import CurvaDion
 from curvadion.integrations.deepspeed.partitions import partitions_of
-from curvadion.integrations.deepspeed.process_groups import (
-    Reaching,
-    data_parallel_group,
-    replica_groups,
-)
+from curvadion.integrations.deepspeed.replicas import replica_groups
 from curvadion.layout.flat_shard import declare_flat_shard
 
 SIZE = 2
@@ -34,7 +30,7 @@ def engine_of(name, params, size=SIZE, of=None, **settings):
 def ranges_of(engine):
     """The ranges of parameters that this rank holds; whole ones at stage 0."""
     if ds.stage_of(engine):
-        partitions = partitions_of(engine.optimizer, Reaching())
+        partitions = partitions_of(engine.optimizer)
         return [
             (engine.param_names[r.parameter], r.shape, r.start, r.stop)
             for partition in partitions
@@ -88,7 +84,7 @@ class ByHand:
 
 def crossing(engine, meter, *, counts=False):
     """Of a meter's bytes, or counts, those over groups that span replicas, by group and how."""
-    inside = {*dist.get_process_group_ranks(data_parallel_group(engine))}
+    inside = {*dist.get_process_group_ranks(engine.seq_data_parallel_group)}
     ranks = {
         group.group_name: {*dist.get_process_group_ranks(group)}
         for group in dist.distributed_c10d._world.pg_map

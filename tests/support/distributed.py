@@ -64,18 +64,10 @@ class RankFailure(AssertionError):
 def run(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
 ) -> list[Any]:
-    """Call ``function(rank, *args)`` on every rank of a new default process group.
+    """What ``function(rank, *args)`` returns on every rank of a new default process group.
 
-    Args:
-        world_size: number of ranks.
-        function: module-level callable; it, its arguments and its results must pickle.
-        timeout: seconds for the whole call.
-
-    Returns:
-        What each rank returned, by rank.
-
-    Raises:
-        RankFailure: if a rank raised, died, or did not answer in time.
+    The function, of a module, its arguments and its results must pickle. A rank that raises, dies
+    or does not answer within ``timeout`` seconds is a RankFailure.
     """
     global _pool
     call = pickle.dumps((function, args))
@@ -101,6 +93,24 @@ def free_port() -> int:
 def of_forkserver(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
     """A new process, not started yet, that has imported what workers have."""
     return _context.Process(target=target, args=args)
+
+
+@contextmanager
+def as_torchrun_starts(rank: int, port: int) -> Iterator[None]:
+    """In a worker: no process group inside, but the environment from which torchrun's are made."""
+    import torch.distributed as dist
+
+    world, before = str(dist.get_world_size()), dict(os.environ)
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
@@ -259,25 +269,17 @@ def _serve(connection: Connection, stack_file: Path, port: int) -> None:
     try:
         while True:
             connection.send(problem)
-            connection.send(_answer(store, *connection.recv()))
+            connection.send(_answer(store, connection.recv()))
             problem = _clean_up()
     except (EOFError, ConnectionError):
         return  # the parent is gone
 
 
-def _answer(
-    store: Any,
-    path: list[str],
-    test: str,
-    number: int,
-    rank: int,
-    world_size: int,
-    timeout: float,
-    call: bytes,
-) -> tuple[bool, bytes | str]:
+def _answer(store: Any, message: tuple[Any, ...]) -> tuple[bool, bytes | str]:
     import torch
     import torch.distributed as dist
 
+    path, test, number, rank, world_size, timeout, call = message
     try:
         sys.path[:] = path
         os.environ["PYTEST_CURRENT_TEST"] = test

@@ -11,10 +11,11 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
+import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -269,13 +270,13 @@ def run(rank: int, block: Block, around: Around, folder: str, port: int) -> None
     names: dict[str, object] = {"__name__": "__main__"}
     try:
         _execute(COMMON + around.before, f"before {block.name}", names)
-        if around.launched:
-            _leave_for_torchrun(rank, port)
         code = block.code
         for word, other in around.instead:
             code = code.replace(word, other)
-        _execute(code, block.name, names)
-        _execute(around.after, f"after {block.name}", names)
+        launched = distributed.as_torchrun_starts(rank, port) if around.launched else nullcontext()
+        with launched:
+            _execute(code, block.name, names)
+            _execute(around.after, f"after {block.name}", names)
     finally:
         os.chdir(here)
         os.environ.clear()
@@ -284,13 +285,3 @@ def run(rank: int, block: Block, around: Around, folder: str, port: int) -> None
 
 def _execute(code: str, name: str, names: dict[str, object]) -> None:
     exec(compile(code, name, "exec"), names)
-
-
-def _leave_for_torchrun(rank: int, port: int) -> None:
-    """Set what torchrun sets, with no process group."""
-    world = dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )

@@ -26,15 +26,20 @@ def follow_in_workers(command, environment, output):
     *launcher, processes, program = command[: command.index("--out")]
     assert launcher[1:] == "-m torch.distributed.run --standalone --nproc-per-node".split()
     arguments = [*command[command.index("--out") :], "--no-progress"]
-    distributed.run(int(processes), run_program, Path(program).stem, arguments)
+    port = distributed.free_port()
+    distributed.run(int(processes), run_program, Path(program).stem, arguments, port)
     output.write_text("")
     return 0
 
 
-def run_program(rank, name, arguments):
+def run_program(rank, name, arguments, port):
+    program = importlib.import_module(name)
     if name == "train_gpt_deepspeed":
         deepspeed_engines.prepare()
-    importlib.import_module(name).main(arguments)
+        program.main(arguments)
+        return
+    with distributed.as_torchrun_starts(rank, port):
+        program.main(arguments)
 
 
 def assert_same_losses(actual, expected):

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiler import CXX
 from curvadion import ops
-from curvadion.ops import codes, native, tensors
+from curvadion.ops import codes, native
 from curvadion.update import newton_schulz
 
 GUARD = Path(__file__).with_name("fake_cuda_guard.cpp")
@@ -77,7 +77,6 @@ def fake_cuda() -> Iterator[None]:
     foreach = [*optimizer._foreach_supported_types, FakeTensor]
     with ExitStack() as stack:
         for patch in (
-            mock.patch.object(tensors, "_address", _address),
             mock.patch.object(FakeTensor, "data_ptr", _address),
             # torch asks for exact types before it takes lists of tensors in one operation.
             mock.patch.object(optimizer, "_foreach_supported_types", foreach),

@@ -118,9 +118,7 @@ def saving(folder):
     return ModelCheckpoint(folder, filename="saved", every_n_train_steps=SAVED, save_top_k=-1)
 
 
-def by_hand(
-    rank, make=coded, *, steps=STEPS, clip=None, saved=None, average=1, by="norm", autocast=False
-):
+def by_hand(rank, make=coded, *, steps=STEPS, clip=None, saved=None, by="norm", autocast=False):
     """The loop that users write without Lightning: model, optimizer, losses and reports."""
     model = toy.model()
     wrapped = keep_gradients_local(DistributedDataParallel(model))
@@ -128,11 +126,10 @@ def by_hand(
     losses, reports = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        for part in range(step * average, (step + 1) * average):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = toy.loss(wrapped, part, rank)
-            (loss / average).backward()
-            losses.append(loss.item())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = toy.loss(wrapped, step, rank)
+        loss.backward()
+        losses.append(loss.item())
         if clip is not None and by == "value":
             torch.nn.utils.clip_grad_value_(model.parameters(), clip)
         elif clip is not None:

@@ -10,9 +10,8 @@ of the rotation, and the rounds that the iteration for 256 levels takes.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,10 +23,17 @@ from reference import initial_q, positive_qr
 from tolerance import Rounding, assert_within
 
 BLOCK = 256
-# The ratio of singular values for which Newton-Schulz's polynomials are the best: the first of them
-# takes singular values of any size to ones that are smaller than the largest by up to so much.
-NEWTON_SCHULZ = 1e3
-TENSORS = ("X", "M", "Q", "S", "anchor", "m", "v")  # what each replica holds of a parameter
+TENSORS = (
+    "X",
+    "M",
+    "Q",
+    "S",
+    "anchor",
+    "m",
+    "v",
+    "residual",
+)  # what a replica holds of a parameter
+IN_CODES = Rounding(torch.float32, terms=8)  # a rotation adds a block's 256 numbers in 8 stages
 
 
 # ------------------------------------------------------------------------------- codes
@@ -40,32 +46,26 @@ def _density_and_share(edges: Tensor) -> tuple[Tensor, Tensor]:
     return density, torch.cat((zero, torch.special.ndtr(edges), one))
 
 
-def _off_centre(levels: Tensor) -> Tensor:
+def off_centre(levels: Tensor) -> Tensor:
     """How far each level lies from the mean of the normal numbers that it stands for."""
     density, share = _density_and_share((levels[1:] + levels[:-1]) / 2)
     return levels - (density[:-1] - density[1:]) / (share[1:] - share[:-1])
 
 
 @lru_cache
-def best_levels(bits: int) -> Tensor:
-    """The 2^bits levels of least mean square error for a normal number: Newton's method."""
-    places = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
-    levels = math.sqrt(3) * torch.special.ndtri(places)
-    for _ in range(30):
-        slope = torch.autograd.functional.jacobian(_off_centre, levels)
-        levels = levels - torch.linalg.solve(slope, _off_centre(levels))
-    return levels
-
-
-@lru_cache
 def levels_of(bits: int) -> Tensor:
-    """The levels of the codes: the best ones, but for 8 bits what 500 of Lloyd's rounds reach."""
-    if bits < 8:
-        return best_levels(bits)
+    """The 2^bits levels of least mean square error for a normal number: Newton's method.
+
+    For 8 bits what 500 of Lloyd's rounds reach.
+    """
     places = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
     levels = math.sqrt(3) * torch.special.ndtri(places)
-    for _ in range(500):
-        levels = levels - _off_centre(levels)
+    for _ in range(500 if bits == 8 else 30):
+        change = off_centre(levels)
+        if bits < 8:
+            slope = torch.autograd.functional.jacobian(off_centre, levels)
+            change = torch.linalg.solve(slope, change)
+        levels = levels - change
     return levels
 
 
@@ -134,41 +134,29 @@ class UnderWay:
 class Leaf:
     """One parameter on all replicas; lists have one tensor a replica.
 
-    shards: per rank of a replica, the flat indices of what it holds. residual: per replica and
-    rank, flat. lr_since_anchor: the sum over the steps since replicas last agreed, or since they
-    sent if means arrive later, whoever moved at them.
+    lr_since_anchor: the sum over the steps since replicas last agreed, or since they sent if means
+    arrive later, whoever moved at them.
     """
 
-    name: str
     algorithm: str
     X: list[Tensor]
-    shards: list[Tensor]
     lr: float
     r: int = 0
-    trainable: bool = True
     M: list[Tensor] = field(default_factory=list)
     Q: list[Tensor] = field(default_factory=list)
     S: list[Tensor] = field(default_factory=list)
     aligned: list[int] = field(default_factory=list)  # openings that S has summed up
     anchor: list[Tensor] = field(default_factory=list)
-    residual: list[list[Tensor]] = field(default_factory=list)
+    residual: list[Tensor] = field(default_factory=list)
     m: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
     t: list[float] = field(default_factory=list)
     lr_since_anchor: float = 0.0
     under_way: UnderWay | None = None
-    # Of a mean that is under way or was added at the last step: codes by replica and of the mean,
-    # unless it is known how they fell, and the largest norm of what was coded.
-    codes: list[Code] = field(default_factory=list)
-    coded_norm: float = 0.0
-    # That norm of the mean added at the last step, and L of the one added last.
-    added_norm: float = 0.0
-    added_length: float = 0.0
-    # Of the last step, whether a direction was made of rounding errors.
-    degenerate: bool = False
-    # By how much polar factors that iterations on Gram matrices find amplify roundings more than
-    # exact ones, since a follower went on from a run's state.
-    gram_condition: float = 1.0
+    # How far roundings in float32, and codes that these make flip, may take what came in codes at
+    # the last step.
+    coded: float = 0.0
+    aligned_length: float = 0.0  # L where momenta have been aligned at the last step
 
     @property
     def length(self) -> float:
@@ -178,18 +166,16 @@ class Leaf:
         m, n = self.X[0].shape
         return self.lr_since_anchor * math.sqrt(m / n)
 
-    def await_as(self, earlier: Leaf) -> None:
-        """A twin keeps what roundings before the sending did to a mean that is not known yet."""
-        if self.codes and self.under_way is not None and earlier.under_way is not None:
-            self.codes, self.residual = earlier.codes, earlier.residual
-            self.under_way.mean = earlier.under_way.mean
+    def moved(self) -> list[Tensor]:
+        """D_i by replica."""
+        return [X - anchor for X, anchor in zip(self.X, self.anchor, strict=True)]
 
 
 Gradients = Mapping[str, "Tensor | None"]
 # P and Q of the step just taken, by name and replica.
 Factors = Mapping[tuple[str, int], "tuple[Tensor, Tensor]"]
-# What a real replica holds of a parameter: the tensors above by name, "t", and "residual", a list.
-# While a mean is under way "sent" is D_i; "mean" and "residual" are there once they are known.
+# What a real replica holds of a parameter: the tensors above by name, and "t". While a mean is
+# under way, "sent" is D_i and "mean" is D.
 Held = Mapping[str, Any]
 
 
@@ -198,17 +184,14 @@ class QuantizedReference:
     """Replicas under ``sync=QuantizedAverage()``.
 
     X0: parameters by name, in the optimizer's order. algorithms: "adamw" or "lion" of those that do
-    not take "dion". shards: per rank of a replica and name, the flat indices held; by default one
-    rank holds all. bits, fragments, align_momentum, polar_correction, spectrum_decay, delay: as of
-    QuantizedAverage.
+    not take "dion", which come last. The next six are those of QuantizedAverage.
     """
 
     X0: Mapping[str, Tensor]
     replicas: int
+    algorithms: Mapping[str, str] = field(default_factory=dict)
     bits: int = 2
     fragments: int = 1
-    algorithms: Mapping[str, str] = field(default_factory=dict)
-    shards: Sequence[Mapping[str, Tensor]] | None = None
     align_momentum: bool = True
     polar_correction: bool = True
     spectrum_decay: float = 0.8
@@ -225,6 +208,7 @@ class QuantizedReference:
     rank_fraction: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    margin: float = IN_CODES.allowed  # how close to an edge a number's code may flip
     next_fragment: int = 0
     fragments_drifted: int = 0
     leaves: dict[str, Leaf] = field(init=False)
@@ -232,15 +216,10 @@ class QuantizedReference:
     def __post_init__(self) -> None:
         self.leaves = {}
         for name, X0 in self.X0.items():
-            algorithm = self.algorithms.get(name, "dion")
-            all_here = [torch.arange(X0.numel())]
-            shards = all_here if self.shards is None else [held[name] for held in self.shards]
-            leaf = Leaf(name, algorithm, self._each(X0.double()), shards, self.lr)
-            leaf.anchor = self._each(X0.double())
-            leaf.residual = [[torch.zeros(len(s)).double() for s in shards] for _ in leaf.X]
-            leaf.t = [0.0] * self.replicas
+            leaf = Leaf(self.algorithms.get(name, "dion"), self._each(X0.double()), self.lr)
             zero = torch.zeros_like(X0, dtype=torch.float64)
-            if algorithm == "dion":
+            leaf.anchor, leaf.residual = self._each(X0.double()), self._each(zero)
+            if leaf.algorithm == "dion":
                 m, n = X0.shape
                 leaf.r = math.ceil(round(self.rank_fraction * min(m, n), 9))
                 leaf.M = self._each(zero)
@@ -251,55 +230,46 @@ class QuantizedReference:
                     leaf.aligned = [0] * self.replicas
             else:
                 leaf.m, leaf.v = self._each(zero), self._each(zero)
+                leaf.t = [0.0] * self.replicas
             self.leaves[name] = leaf
 
     def _each(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.clone() for _ in range(self.replicas)]
 
-    @property
-    def trainable(self) -> list[Leaf]:
-        """Those that are not frozen, matrices first."""
-        here = [leaf for leaf in self.leaves.values() if leaf.trainable]
-        return sorted(here, key=lambda leaf: leaf.algorithm != "dion")
-
     def fragment_of(self) -> dict[str, int]:
         """Fragments of about equal size: the largest first, each to the smallest one so far."""
-        filled = [0] * min(self.fragments, len(self.trainable))
+        filled = [0] * min(self.fragments, len(self.leaves))
         fragment_of = {}
-        for leaf in sorted(self.trainable, key=lambda leaf: -leaf.X[0].numel()):
-            fragment_of[leaf.name] = filled.index(min(filled))
-            filled[fragment_of[leaf.name]] += leaf.X[0].numel()
+        for name in sorted(self.leaves, key=lambda name: -self.X0[name].numel()):
+            fragment_of[name] = filled.index(min(filled))
+            filled[fragment_of[name]] += self.X0[name].numel()
         return fragment_of
 
     # ---------------------------------------------------------------------- steps
 
-    def step(self, gradients: Sequence[Gradients], gate_open: bool) -> list[str]:
-        """A step of every replica on its own, then an opening; the names that were synchronised.
+    def step(self, gradients: Sequence[Gradients], gate_open: bool) -> None:
+        """A step of every replica on its own, then an opening.
 
-        A parameter without a gradient on a replica stays there as it is. With a delay none have.
+        A parameter without a gradient on a replica stays there as it is.
         """
         last: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         for leaf in self.leaves.values():
-            leaf.degenerate, leaf.added_norm = False, 0.0
-            if leaf.under_way is None:
-                leaf.codes = []
-        later = self.delay and self.replicas > 1
-        sent = self._turn(1) if later and gate_open else []
-        for leaf in sent:  # what is still under way then arrives before the step, uncorrected
-            self._arrive(leaf, None)
-        for leaf in self.trainable:
-            own = [g.get(leaf.name) for g in gradients]
+            leaf.coded = leaf.aligned_length = 0.0
+        sent = self._turn(1) if self.delay and gate_open else []
+        for name in sent:  # what is still under way then arrives before the step, uncorrected
+            self._arrive(name, None)
+        for name, leaf in self.leaves.items():
             leaf.lr_since_anchor += leaf.lr
-            for i, G in enumerate(own):
-                if G is not None:
-                    factors = self._local(leaf, i, G.double())
+            for i, own in enumerate(gradients):
+                if own[name] is not None:
+                    factors = self._local(leaf, i, own[name].double())
                     if factors is not None:
-                        last[leaf.name, i] = factors
+                        last[name, i] = factors
         self.fragments_drifted = len(set(self.fragment_of().values()))
-        if later:
+        if self.delay:
             self._arrive_and_send(sent, last)
-            return []
-        return self.sync_weights(1, last) if gate_open else []
+        elif gate_open:
+            self.sync_weights(1, last)
 
     def _local(self, leaf: Leaf, i: int, G: Tensor) -> tuple[Tensor, Tensor] | None:
         if leaf.algorithm != "dion":
@@ -315,269 +285,168 @@ class QuantizedReference:
         m, n = leaf.X[i].shape
         B = oriented(leaf.M[i] + self.look_ahead * G)
         if polar:
-            U, S, Vh = torch.linalg.svd(B, full_matrices=False)
-            leaf.degenerate |= float(S.min()) < 1e-5 * float(S.max())
-            if not leaf.degenerate:
-                condition = max(NEWTON_SCHULZ, float(S.max() / S.min()))
-                leaf.gram_condition = max(leaf.gram_condition, condition)
-            step = leaf.lr * math.sqrt(m / n) * oriented_like(U @ Vh, G)
-            leaf.X[i] = leaf.X[i] - step
-            return U @ Vh, torch.eye(len(Vh)).double()
-        P = positive_qr(B @ leaf.Q[i])
-        R = B.mT @ P
-        leaf.degenerate |= deficient(B @ leaf.Q[i]) or deficient(R)
-        if self.right_factor == "qr":
-            leaf.Q[i] = positive_qr(R)
+            U, _, Vh = torch.linalg.svd(B, full_matrices=False)
+            P, Q = U @ Vh, torch.eye(len(Vh)).double()
         else:
-            leaf.Q[i] = R / R.norm(dim=0, keepdim=True)
-        if keeps:
-            feedback = oriented_like(P @ R.mT, G) - self.look_ahead * G
-            leaf.M[i] = leaf.M[i] - (1 - self.momentum) * feedback
-        U = oriented_like(P @ leaf.Q[i].mT, G)
-        leaf.X[i] = leaf.X[i] - leaf.lr * math.sqrt(m / n) * U
-        return P, leaf.Q[i]
+            P = positive_qr(B @ leaf.Q[i])
+            R = B.mT @ P
+            qr = self.right_factor == "qr"
+            Q = leaf.Q[i] = positive_qr(R) if qr else R / R.norm(dim=0, keepdim=True)
+            if keeps:
+                feedback = oriented_like(P @ R.mT, G) - self.look_ahead * G
+                leaf.M[i] = leaf.M[i] - (1 - self.momentum) * feedback
+        leaf.X[i] = leaf.X[i] - leaf.lr * math.sqrt(m / n) * oriented_like(P @ Q.mT, G)
+        return P, Q
 
     # ---------------------------------------------------------------------- openings
 
-    def sync_weights(self, count: int, last: Factors | None = None) -> list[str]:
-        """Replicas agree on the next fragments; the names of what is in them.
+    def sync_weights(self, count: int, last: Factors | None = None) -> None:
+        """Replicas agree on the next fragments.
 
         Means that are under way are added before. last: factors of the step just taken; None if
         there was none, and then nothing is corrected.
         """
-        self._arrive_all()
-        leaves = self._turn(count)
+        for name in self.leaves:
+            self._arrive(name, None)
+        names = self._turn(count)
         self.fragments_drifted = max(0, self.fragments_drifted - count)
-        if self.replicas == 1:
-            for leaf in leaves:
-                leaf.anchor = [leaf.X[0].clone()]
-                leaf.lr_since_anchor = 0.0
-            return [leaf.name for leaf in leaves]
-        own = {leaf.name: moved(leaf) for leaf in leaves}
-        means = self._average(leaves)
-        for leaf in leaves:
-            D = means[leaf.name]
+        own = {name: self.leaves[name].moved() for name in names}
+        for name, D in self._average(names).items():
+            leaf = self.leaves[name]
             leaf.anchor = [anchor + D for anchor in leaf.anchor]
             leaf.X = [anchor.clone() for anchor in leaf.anchor]
-            self._correct(leaf, last, own[leaf.name], self._each(D), leaf.length)
+            self._correct(name, last, own[name], self._each(D), leaf.length)
             leaf.lr_since_anchor = 0.0
-        return [leaf.name for leaf in leaves]
 
-    def _turn(self, count: int) -> list[Leaf]:
+    def _turn(self, count: int) -> list[str]:
         """The parameters of the next fragments, whose turn it has been then."""
         fragment_of = self.fragment_of()
         total = len(set(fragment_of.values()))
         now = {(self.next_fragment + i) % total for i in range(count)}
         self.next_fragment = (self.next_fragment + count) % total
-        return [leaf for leaf in self.trainable if fragment_of[leaf.name] in now]
+        return [name for name in self.leaves if fragment_of[name] in now]
 
-    def _arrive_and_send(self, leaves: Sequence[Leaf], last: Factors) -> None:
+    def _arrive_and_send(self, names: Sequence[str], last: Factors) -> None:
         """Means are added that are due; then these are sent."""
-        for leaf in self.leaves.values():
+        for name, leaf in self.leaves.items():
             if leaf.under_way is not None:
                 leaf.under_way.steps_left -= 1
                 if leaf.under_way.steps_left == 0:
-                    self._arrive(leaf, last)
-        sent = {leaf.name: moved(leaf) for leaf in leaves}
-        for name, mean in self._average(leaves).items():
+                    self._arrive(name, last)
+        sent = {name: self.leaves[name].moved() for name in names}
+        for name, mean in self._average(names).items():
             leaf = self.leaves[name]
             leaf.under_way = UnderWay(sent[name], self._each(mean), leaf.length, self.delay)
             leaf.lr_since_anchor = 0.0
 
-    def _arrive_all(self) -> None:
-        for leaf in self.leaves.values():
-            self._arrive(leaf, None)
-
-    def _arrive(self, leaf: Leaf, last: Factors | None) -> None:
+    def _arrive(self, name: str, last: Factors | None) -> None:
         """X <- X + D - D_i, anchor <- anchor + D; then corrections, with the L of the sending."""
+        leaf = self.leaves[name]
         if leaf.under_way is None:
             return
         way, leaf.under_way = leaf.under_way, None
+        leaf.coded = IN_CODES.allowed * max(float(own.norm()) for own in way.sent)
         for i, (D, own) in enumerate(zip(way.mean, way.sent, strict=True)):
             leaf.X[i] = leaf.X[i] + D - own
             leaf.anchor[i] = leaf.anchor[i] + D
-        self._correct(leaf, last, way.sent, way.mean, way.length)
+        self._correct(name, last, way.sent, way.mean, way.length)
 
     def _correct(
         self,
-        leaf: Leaf,
+        name: str,
         last: Factors | None,
         own: Sequence[Tensor],
         means: Sequence[Tensor],
         L: float,
     ) -> None:
         """Momenta and weights, after the means D were added where replicas had moved by D_i."""
-        leaf.added_length, leaf.added_norm = L, leaf.coded_norm
+        leaf = self.leaves[name]
         if leaf.algorithm != "dion" or last is None or self.local_step != "dion":
             return
+        leaf.aligned_length = L if self.align_momentum else 0.0
         for i, (D, D_i) in enumerate(zip(means, own, strict=True)):
-            if self.align_momentum and (leaf.name, i) in last:
-                align_(leaf, i, D - D_i, L, *last[leaf.name, i], self.spectrum_decay)
+            if self.align_momentum and (name, i) in last:
+                align_(leaf, i, D - D_i, L, *last[name, i], self.spectrum_decay)
             if self.polar_correction:
                 change = polar_change(D, L)
                 leaf.anchor[i] = leaf.anchor[i] + change
                 leaf.X[i] = leaf.X[i] + change
 
-    def _average(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
+    def _average(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The means of X - anchor by name, in codes with error feedback."""
-        # Ranks that hold the same of a parameter do so of all of these, and own the same blocks.
-        by_sharding: dict[tuple[int, ...], list[Leaf]] = {}
-        for leaf in leaves:
-            first = (next(j for j, t in enumerate(leaf.shards) if t.equal(s)) for s in leaf.shards)
-            by_sharding.setdefault(tuple(first), []).append(leaf)
-        means: dict[str, Tensor] = {}
-        for equal in by_sharding.values():
-            means |= self._average_together(equal)
+        if not names:
+            return {}
+        leaves = [self.leaves[name] for name in names]
+        owed = [
+            [(D + e).flatten() for D, e in zip(leaf.moved(), leaf.residual, strict=True)]
+            for leaf in leaves
+        ]
+        sent = [torch.cat([blocks_of(z[i]) for z in owed]) for i in range(self.replicas)]
+        (mean, *lost), codes = mean_in_codes(sent, self.bits)
+        means, begin = {}, 0
+        for name, leaf, z in zip(names, leaves, owed, strict=True):
+            span = slice(begin, begin + -(-len(z[0]) // BLOCK))
+            begin = span.stop
+            means[name], *leaf.residual = (
+                blocks[span].flatten()[: len(z[0])].view_as(leaf.X[0]) for blocks in (mean, *lost)
+            )
+            # A flip of a replica's number moves the mean, which may flip too, and residuals.
+            near = (Code(c.y[span], c.scale[span], c.bits) for c in codes)
+            flips = sum(code.largest_flip(self.margin) ** 2 for code in near)
+            rounded = IN_CODES.allowed * max(float(own.norm()) for own in z)
+            leaf.coded = rounded + (self.replicas + 2) * math.sqrt(flips)
         return means
-
-    def _average_together(self, leaves: Sequence[Leaf]) -> dict[str, Tensor]:
-        means = {leaf.name: torch.zeros_like(leaf.anchor[0]) for leaf in leaves}
-        for leaf in leaves:
-            leaf.codes, leaf.coded_norm = [], 0.0
-        for s in range(len(leaves[0].shards)):
-            sent = [self._to_send(leaves, i, s) for i in range(self.replicas)]
-            received, codes = mean_in_codes(sent, self.bits)
-            starts = 0
-            for leaf in leaves:
-                held = leaf.shards[s]
-                span = slice(starts, starts + -(-len(held) // BLOCK))
-                starts = span.stop
-                mean, *lost = (x[span].flatten()[: len(held)] for x in received)
-                means[leaf.name].view(-1)[held] = mean
-                for i in range(self.replicas):
-                    leaf.residual[i][s] = lost[i].clone()
-                leaf.codes += [Code(c.y[span], c.scale[span], c.bits) for c in codes]
-                norms = (float(z[span].norm()) for z in sent)
-                leaf.coded_norm = max(leaf.coded_norm, *norms)
-        return means
-
-    def _to_send(self, leaves: Sequence[Leaf], i: int, s: int) -> Tensor:
-        own = (moved(leaf)[i].flatten()[leaf.shards[s]] for leaf in leaves)
-        residuals = (leaf.residual[i][s] for leaf in leaves)
-        return torch.cat([blocks_of(d + e) for d, e in zip(own, residuals, strict=True)])
 
     def synchronize(self) -> None:
-        """Exact: the means of weights with what codes have lost, of momenta, factors, moments.
-
-        Means that are under way are added before. Frozen weights stay as they are.
-        """
-        self._arrive_all()
+        """Exact: the means of weights with what codes have lost, of momenta, factors, moments."""
         for leaf in self.leaves.values():
-            before = list(leaf.X)
-            for i in range(self.replicas):
-                lost = torch.zeros_like(leaf.X[i])
-                for held, residual in zip(leaf.shards, leaf.residual[i], strict=True):
-                    lost.view(-1)[held] = residual  # ranks may hold the same: added once
-                    residual.zero_()
-                leaf.X[i] = leaf.X[i] + lost
+            leaf.X = [X + lost for X, lost in zip(leaf.X, leaf.residual, strict=True)]
             for key in ("X", "M", "Q", "m", "v", "t"):
-                held = getattr(leaf, key)
-                if held:
-                    mean = sum(held) / len(held)
-                    setattr(leaf, key, [mean + 0 for _ in held])
-            if not leaf.trainable:
-                leaf.X = before
-            leaf.anchor = [X.clone() for X in leaf.X]
-            leaf.S = [torch.zeros_like(S) for S in leaf.S]
-            leaf.aligned = [0 for _ in leaf.aligned]
-            leaf.lr_since_anchor = 0.0
+                if held := getattr(leaf, key):
+                    setattr(leaf, key, [sum(held) / len(held) for _ in held])
+            leaf.residual = [torch.zeros_like(X) for X in leaf.X]
+            leaf.anchor, leaf.lr_since_anchor = list(leaf.X), 0.0
         self.fragments_drifted = 0
 
     # ---------------------------------------------------------------------- comparing
 
-    def shaken(self, spacing: float, seed: int) -> QuantizedReference:
-        """A copy whose tensors are off by random roundings of this relative size."""
-        twin = copy.deepcopy(self)
-        generator = torch.Generator().manual_seed(seed)
-        for leaf in twin.leaves.values():
-            for key in ("X", "M", "Q", "S", "m", "v"):
-                setattr(leaf, key, [shake(t, spacing, generator) for t in getattr(leaf, key)])
-        return twin
+    def check(self, held: Sequence[Mapping[str, Held]], rounding: Rounding) -> int:
+        """Compare with what replicas hold, up to roundings and codes that these make flip.
 
-    def take(self, name: str, i: int, held: Held) -> None:
-        """Go on from what a real replica holds."""
-        leaf = self.leaves[name]
-        for key in TENSORS:
-            if getattr(leaf, key) and key in held:
-                getattr(leaf, key)[i] = held[key].double().clone()
-        if "t" in held:
-            leaf.t[i] = float(held["t"])
-        if leaf.under_way is not None and "sent" in held:
-            leaf.under_way.sent[i] = held["sent"].double().clone()
-        if leaf.under_way is not None and "mean" in held:
-            leaf.under_way.mean[i] = held["mean"].double().clone()
-            leaf.codes = []
-        if "residual" in held:
-            leaf.residual[i] = [lost.double().clone() for lost in held["residual"]]
-
-    def expected(
-        self, twin: QuantizedReference, name: str, i: int, spacing: float, rounding: Rounding
-    ) -> Iterator[Expected]:
-        """What a real replica should hold.
-
-        spacing: of the twin's roundings, relative. rounding: of the replica's numbers. How far
-        roundings took a tensor of the twin tells how ill-conditioned it is. Codes that lie too
-        close to an edge may flip; all that these could move is added where their mean is, or has
-        just been added.
+        Returns the number of comparisons.
         """
-        leaf, other = self.leaves[name], twin.leaves[name]
-        flips = self._flips(leaf, other, rounding.allowed / spacing)
-        of_codes = (leaf.coded_norm, flips) if leaf.codes else (0.0, 0.0)
-        of_mean = leaf.added_norm, flips if leaf.under_way is None else 0.0
+        count = 0
+        for name, leaf in self.leaves.items():
+            expected = {key: getattr(leaf, key) for key in TENSORS}
+            slack = {"X": leaf.coded, "anchor": leaf.coded, "residual": leaf.coded}
+            if leaf.under_way is not None:
+                expected |= {"sent": leaf.under_way.sent, "mean": leaf.under_way.mean}
+                length = max(float(D.norm()) for D in leaf.under_way.sent)
+                slack = {"residual": leaf.coded, "mean": leaf.coded}
+                slack["sent"] = IN_CODES.allowed * length
+            for key, tensors in expected.items():
+                for i, tensor in enumerate(tensors):
+                    allowed = slack.get(key, 0.0)
+                    if key == "M" and leaf.aligned_length > 0:
+                        spectral = float(torch.linalg.matrix_norm(tensor, 2))
+                        allowed = leaf.coded * spectral / leaf.aligned_length
+                    error = float((held[i][name][key].double() - tensor).norm()) - allowed
+                    scale = max(float(tensor.norm()), 1e-30)
+                    assert_within(max(0.0, error) / scale, rounding, what=(name, i, key))
+                    count += 1
+        return count
 
-        def of(
-            key: str, tensor: Tensor, shaken: Tensor, coded: tuple[float, float], times: float = 1.0
-        ) -> Expected:
-            moved = float((tensor - shaken).norm()) / spacing
-            scale = float(tensor.norm()) + leaf.gram_condition * moved
-            return Expected(key, tensor, scale, *(times * number for number in coded))
-
-        for key in TENSORS:
-            if getattr(leaf, key):
-                tensor, shaken = getattr(leaf, key)[i], getattr(other, key)[i]
-                times = 1.0 if key in ("X", "anchor") else 0.0
-                aligned = self.align_momentum and self.local_step == "dion"
-                if key == "M" and aligned and leaf.added_length > 0:
-                    times = float(torch.linalg.matrix_norm(tensor, 2)) / leaf.added_length
-                yield of(key, tensor, shaken, of_mean, times)
-        if leaf.under_way is not None and other.under_way is not None:
-            sent, mean = leaf.under_way.sent[i], leaf.under_way.mean[i]
-            held = float(sent.norm()), 0.0  # in float32
-            yield of("sent", sent, other.under_way.sent[i], held)
-            yield of("mean", mean, other.under_way.mean[i], of_codes)
-        pairs = zip(leaf.residual[i], other.residual[i], strict=True)
-        for s, (lost, shaken) in enumerate(pairs):
-            yield of(f"residual {s}", lost, shaken, of_codes)
-
-    def _flips(self, leaf: Leaf, shaken: Leaf, times: float) -> float:
-        """What codes that are close to an edge may move.
-
-        times: by how much more a replica's roundings may move numbers than the twin's have.
-
-        If a number of a replica moves by a flip f, the mean moves by f / replicas and may then
-        flip too, and its owner's residual has the mean's error times the replicas.
-        """
-        flips = 0.0
-        for code, other in zip(leaf.codes, shaken.codes, strict=True):
-            if code.y.numel():
-                moved = float((code.y - other.y).abs().median())
-                margin = IN_CODES.allowed + times * moved
-                flips += code.largest_flip(margin) ** 2
-        return (self.replicas + 2) * math.sqrt(flips)
-
-
-class Expected(NamedTuple):
-    """A tensor, and what its distance (Frobenius) from a real replica's may come from.
-
-    scale: what its roundings are relative to. coded: the same of float32 roundings before codes.
-    flips: how far codes may take it that fall on the other side of an edge.
-    """
-
-    key: str
-    tensor: Tensor
-    scale: float
-    coded: float
-    flips: float
+    def take(self, held: Sequence[Mapping[str, Held]]) -> None:
+        """Go on from what replicas hold, so that a flipped code is forgotten."""
+        for i, replica in enumerate(held):
+            for name, state in replica.items():
+                leaf = self.leaves[name]
+                for key in TENSORS:
+                    if getattr(leaf, key):
+                        getattr(leaf, key)[i] = state[key].double()
+                if leaf.under_way is not None:
+                    leaf.under_way.sent[i] = state["sent"].double()
+                    leaf.under_way.mean[i] = state["mean"].double()
 
 
 def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...], list[Code]]:
@@ -600,11 +469,6 @@ def mean_in_codes(sent: Sequence[Tensor], bits: int) -> tuple[tuple[Tensor, ...]
     for b, rank in enumerate(owner):
         lost[rank][b] = total[b] - ranks * mean[b]
     return (mean, *lost), [*codes, code]
-
-
-def moved(leaf: Leaf) -> list[Tensor]:
-    """D_i by replica."""
-    return [X - anchor for X, anchor in zip(leaf.X, leaf.anchor, strict=True)]
 
 
 def align_(
@@ -662,121 +526,3 @@ def oriented(X: Tensor) -> Tensor:
 def oriented_like(B: Tensor, X: Tensor) -> Tensor:
     """The inverse for a tensor of X's shape."""
     return B.mT if X.shape[0] < X.shape[1] else B
-
-
-def deficient(A: Tensor) -> bool:
-    """Whether some column depends on others, up to what float32 tells."""
-    lengths = A.norm(dim=0)
-    if float(lengths.min()) <= 1e-6 * float(lengths.max()):
-        return True
-    diagonal = torch.linalg.qr(A / lengths).R.diagonal().abs()
-    return float(diagonal.min()) < 1e-5
-
-
-def shake(tensor: Tensor, spacing: float, generator: torch.Generator) -> Tensor:
-    """Relative roundings at random."""
-    return tensor * (1 + spacing * torch.randn(tensor.shape, generator=generator).double())
-
-
-IN_CODES = Rounding(torch.float32, terms=8)  # a rotation adds a block's 256 numbers in 8 stages
-PRODUCTS = 3  # of a step, one after another: B Q, B^T P, P R^T
-
-
-@dataclass
-class Follower:
-    """Goes beside a real run and says where it leaves the reference.
-
-    dtype: of the run. terms: of its longest sums.
-    """
-
-    reference: Any
-    dtype: torch.dtype
-    terms: int = 64
-    seed: int = 0
-    twin: Any = None
-    earlier: Any = None  # the last twin
-    steps: int = 1  # since then
-    compared: int = 0
-
-    @property
-    def spacing(self) -> float:
-        """Of the twin's roundings: the dtype's, or more, so that the reference's own vanish."""
-        return max(torch.finfo(self.dtype).eps, 1e-11)
-
-    @property
-    def rounding(self) -> Rounding:
-        return Rounding(self.dtype, self.terms, condition=2, steps=PRODUCTS * self.steps)
-
-    def step(
-        self,
-        gradients: Sequence[Gradients],
-        gate_open: bool,
-        held: Sequence[Mapping[str, Held]],
-        *,
-        feed_back: bool,
-    ) -> list[str]:
-        """Take the step that a run took, compare, and go on from the run's state if asked to.
-
-        held: per replica and name, after the step.
-        """
-        self.before()
-        self.reference.step(gradients, gate_open)
-        self.twin.step([self._shaken(g) for g in gradients], gate_open)
-        return self.compare(held, feed_back=feed_back)
-
-    def before(self) -> None:
-        """Make the twin where there is none."""
-        self.steps += 1
-        if self.twin is None:
-            self.seed += 1
-            self.steps = 1
-            for leaf in self.reference.leaves.values():
-                leaf.gram_condition = 1.0
-            self.twin = self.reference.shaken(self.spacing, self.seed)
-            for name, leaf in self.twin.leaves.items():
-                if self.earlier is not None:
-                    leaf.await_as(self.earlier.leaves[name])
-
-    def _shaken(self, gradients: Gradients) -> Gradients:
-        generator = torch.Generator().manual_seed(self.seed)
-        return {
-            name: None if G is None else shake(G.double(), self.spacing, generator)
-            for name, G in gradients.items()
-        }
-
-    def compare(self, held: Sequence[Mapping[str, Held]], *, feed_back: bool) -> list[str]:
-        """What is farther from the reference than roundings explain."""
-        problems = []
-        for name, leaf in self.reference.leaves.items():
-            for i, replica in enumerate(held):
-                actual = dict(replica[name])
-                for s, lost in enumerate(actual.get("residual", [])):
-                    actual[f"residual {s}"] = lost
-                for expected in self.reference.expected(
-                    self.twin, name, i, self.spacing, self.rounding
-                ):
-                    if leaf.degenerate or expected.key not in actual:
-                        continue
-                    self.compared += 1
-                    try:
-                        self._compare(actual[expected.key], expected, f"{name} on replica {i}")
-                    except AssertionError as error:
-                        problems.append(str(error))
-        if feed_back or any(leaf.degenerate for leaf in self.reference.leaves.values()):
-            self.feed_back(held)
-        return problems
-
-    def _compare(self, actual: Tensor, expected: Expected, whose: str) -> None:
-        distance = float((actual.double() - expected.tensor).norm())
-        error = max(0.0, distance - expected.flips)
-        # Before codes all is rounded in float32.
-        scale = expected.scale + expected.coded * IN_CODES.allowed / self.rounding.allowed
-        what = f"{expected.key} of {whose}, of norm {float(expected.tensor.norm()):.2e}"
-        assert_within(error / scale if error else 0.0, self.rounding, what=what)
-
-    def feed_back(self, held: Sequence[Mapping[str, Held]]) -> None:
-        """Go on from what the replicas hold, so that a flipped code is forgotten."""
-        for i, replica in enumerate(held):
-            for name, state in replica.items():
-                self.reference.take(name, i, state)
-        self.earlier, self.twin = self.twin, None

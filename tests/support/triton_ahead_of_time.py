@@ -21,7 +21,6 @@ from triton.compiler import ASTSource
 from curvadion_kernels import codes, columns, launch, local_step, low_rank, momentum, symmetric
 
 F32, BF16 = triton.language.float32, triton.language.bfloat16
-TARGETS = (80, 90, 100)
 
 
 def elementwise(**more):
@@ -31,12 +30,7 @@ def elementwise(**more):
 def low_rank_constants(**more):
     given = {"HAS_M": True, "ALIGNED": True, "PRECISION": "tf32x3", **more}
     height = low_rank.TILE_M[given["ALIGNED"]]
-    return {
-        **given,
-        "TILE_M": height,
-        "TILE_N": low_rank.TILE_N,
-        "TILE_K": low_rank.TILE_K,
-    }
+    return {**given, "TILE_M": height, "TILE_N": low_rank.TILE_N, "TILE_K": low_rank.TILE_K}
 
 
 def coded(bits, **more):
@@ -59,10 +53,6 @@ VARIANTS = {
     "momentum_norms": (
         momentum.momentum_kernel,
         elementwise(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False, SUMS=1024),
-    ),
-    "accumulate_ float32": (
-        momentum.momentum_kernel,
-        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=True, WRITE=True, SUMS=1024),
     ),
     "accumulate_": (
         momentum.momentum_kernel,
@@ -96,17 +86,9 @@ VARIANTS = {
         low_rank.low_rank_kernel,
         low_rank_constants(X_DTYPE=BF16, M_DTYPE=F32, SEEDED=False, SWAPPED=False, ALIGNED=False),
     ),
-    "low_rank_update_ fast": (
-        low_rank.low_rank_kernel,
-        low_rank_constants(X_DTYPE=F32, M_DTYPE=F32, SEEDED=False, SWAPPED=False, PRECISION="tf32"),
-    ),
     "encode_difference_": (
         codes.encode_difference_kernel,
         coded(2, X_DTYPE=F32, R_DTYPE=F32, HAS_A=True, HAS_R=True),
-    ),
-    "encode_difference_ 8 bits": (
-        codes.encode_difference_kernel,
-        coded(8, X_DTYPE=BF16, R_DTYPE=BF16, HAS_A=True, HAS_R=True),
     ),
     "decode_": (codes.decode_kernel, coded(4, X_DTYPE=F32, HAS_A=False)),
     "decode_add_": (codes.decode_kernel, coded(2, X_DTYPE=BF16, HAS_A=True)),
@@ -130,6 +112,12 @@ POINTERS = {
     "R": "*fp32", "sums": "*fp64", "floors": "*fp64", "codes": "*u8", "received": "*u8",
     "owned": "*fp32", "own": "*fp32", "signs": "*fp32", "midpoints": "*fp32", "levels": "*fp32",
 }  # fmt: skip
+
+
+def targets(kernel) -> tuple[int, ...]:
+    """Only products of matrices are other instructions on each architecture."""
+    products = kernel in (low_rank.low_rank_kernel, symmetric.symmetric_kernel)
+    return (80, 90, 100) if products else (90,)
 
 
 def resources(name: str, capability: int) -> dict[str, object]:
@@ -159,14 +147,7 @@ def resources(name: str, capability: int) -> dict[str, object]:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         said = subprocess.run(
-            [
-                get_ptxas(capability).path,
-                "-v",
-                f"--gpu-name={target}",
-                source,
-                "-o",
-                "/dev/null",
-            ],
+            [get_ptxas(capability).path, "-v", f"--gpu-name={target}", source, "-o", "/dev/null"],
             capture_output=True,
             text=True,
             check=True,
@@ -174,10 +155,7 @@ def resources(name: str, capability: int) -> dict[str, object]:
     return {
         "kernel": name,
         "target": f"sm_{capability}",
-        "threads": 32 * compiled.metadata.num_warps,
-        "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
-        "shared_bytes": compiled.metadata.shared,
         "wide_loads": len(re.findall(r"ld\.global[\w.:]*\.v4\.b32|cp\.async[\w.]* .*0x10,", ptx)),
         "stores": len(re.findall(r"\bst\.global", ptx)),
         "wide_stores": len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx)),
@@ -187,7 +165,7 @@ def resources(name: str, capability: int) -> dict[str, object]:
 
 
 def main() -> None:
-    jobs = [(name, capability) for name in VARIANTS for capability in TARGETS]
+    jobs = [(name, target) for name, (kernel, _) in VARIANTS.items() for target in targets(kernel)]
     with ThreadPoolExecutor(2) as pool:
         for record in pool.map(lambda job: resources(*job), jobs):
             print(json.dumps(record), flush=True)

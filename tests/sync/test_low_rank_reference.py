@@ -22,14 +22,28 @@ from tolerance import Rounding, assert_close
 pytestmark = pytest.mark.numeric
 # The gate opens at the steps 3, 6 and 9.
 STEPS, PERIOD = 10, 3
-SHAPES = {"matrix": (9, 14), "bias": (11,), "table": (7, 5), "scale": (), "signs": (13,)}
+SHAPES = {
+    "matrix": (9, 14),
+    "tall": (14, 9),
+    "bias": (11,),
+    "table": (7, 5),
+    "scale": (),
+    "signs": (13,),
+}
 ALGORITHMS = {"bias": "adamw", "table": "adamw", "scale": "adamw", "signs": "lion"}
 # By step and replica: at local steps, after which counters of steps differ, and at an open one.
-MISSING = {(2, 1, "bias"), (5, 0, "table"), (5, 0, "signs"), (6, 1, "signs"), (6, 0, "scale")}
+MISSING = {
+    (2, 1, "bias"),
+    (5, 0, "table"),
+    (5, 0, "signs"),
+    (6, 1, "signs"),
+    (6, 0, "scale"),
+    (6, 1, "tall"),
+}
 LR, WD, BETAS, EPS, RANK = 0.03, 0.1, (0.8, 0.95), 1e-6, 4
 # By the reference's names.
 STATE = {
-    "matrix": {"M": "momentum", "Q": "Q"},
+    "dion": {"M": "momentum", "Q": "Q"},
     "adamw": {"m": "exp_avg", "v": "exp_avg_sq", "t": "step"},
     "lion": {"m": "exp_avg"},
 }
@@ -43,10 +57,12 @@ def gradients(step, replica):
     }
 
 
-def train(rank, dtype, average_weights):
+def train(rank, dtype, average_weights, options):
     """By step and parameter what this replica holds."""
+    options = dict(options)
+    local_step = options.pop("local_step")
     X = {name: nn.Parameter(weights(shape).to(dtype)) for name, shape in SHAPES.items()}
-    groups = [{"params": [X["matrix"]], "rank_fraction": RANK / 9}]
+    groups = [{"params": [X["matrix"], X["tall"]], "rank_fraction": RANK / 9, **options}]
     groups += [{"params": [X[name]], "algorithm": each} for name, each in ALGORITHMS.items()]
     optimizer = CurvaDion(
         groups,
@@ -57,6 +73,8 @@ def train(rank, dtype, average_weights):
         betas=BETAS,
         eps=EPS,
         weight_decay=WD,
+        local_step=local_step,
+        local_lr=0.005,
     )
     found = []
     for step in range(1, STEPS + 1):
@@ -66,7 +84,7 @@ def train(rank, dtype, average_weights):
         assert optimizer.report.gate_open == (step % PERIOD == 0)
         found.append({name: {"X": x.detach().clone()} for name, x in X.items()})
         for name, x in X.items():
-            keys = STATE[ALGORITHMS.get(name, name)].items()
+            keys = STATE[ALGORITHMS.get(name, "dion")].items()
             found[-1][name] |= {own: optimizer.state[x][key].clone() for own, key in keys}
     return found
 
@@ -76,7 +94,7 @@ def start(name, replicas):
     zero = torch.zeros(SHAPES[name]).double()
     begun = {"X": weights(SHAPES[name]).double(), "m": zero, "v": zero, "t": 0.0}
     each = {key: [value] * replicas for key, value in begun.items()}
-    return Leaf(name, ALGORITHMS[name], shards=[], lr=LR, **each)
+    return Leaf(ALGORITHMS[name], lr=LR, **each)
 
 
 def step_(leaf, gradients, gate_open, average_weights):
@@ -95,24 +113,40 @@ def means(each):
     return [sum(each) / len(each) for _ in each]
 
 
+DION = {"local_step": "dion", "momentum_rule": "error_feedback", "look_ahead": 0.0}
+GRADIENT = {"local_step": "gradient", "momentum_rule": "plain", "look_ahead": 1.5}
+
+
 @pytest.mark.parametrize(
-    ("replicas", "dtype", "average_weights"),
-    [(2, torch.float32, True), (4, torch.float64, True), (2, torch.float64, False)],
+    ("replicas", "dtype", "average_weights", "options"),
+    [
+        (2, torch.float32, True, DION),
+        (4, torch.float64, True, GRADIENT),
+        (2, torch.float64, False, DION | {"momentum_rule": "plain"}),
+        (2, torch.float64, False, GRADIENT | {"momentum_rule": "error_feedback"}),
+        (2, torch.float64, True, DION | {"look_ahead": 1.5}),
+    ],
 )
-def test_replicas_take_the_references_steps(replicas, dtype, average_weights):
-    ranks = distributed.run(replicas, train, dtype, average_weights)
+def test_replicas_take_the_references_steps(replicas, dtype, average_weights, options):
+    ranks = distributed.run(replicas, train, dtype, average_weights, options)
     leaves = {name: start(name, replicas) for name in ALGORITHMS}
-    matrix = DionReference(
-        weights(SHAPES["matrix"]), replicas, RANK, lr=LR, wd=WD, average_weights=average_weights
-    )
+    known = {"lr": LR, "wd": WD, "average_weights": average_weights, "local_lr": 0.005, **options}
+    matrices = {
+        name: DionReference(weights(SHAPES[name]), replicas, RANK, **known)
+        for name in ("matrix", "tall")
+    }
     for step in range(1, STEPS + 1):
         gate_open = step % PERIOD == 0
         given = [gradients(step, replica) for replica in range(replicas)]
-        matrix.step([G["matrix"] for G in given], gate_open)
+        for name, matrix in matrices.items():
+            own = [torch.zeros(SHAPES[name]) if G[name] is None else G[name] for G in given]
+            matrix.step(own, gate_open)
         for name, leaf in leaves.items():
             step_(leaf, [G[name] for G in given], gate_open, average_weights)
-        for name, reference in {"matrix": matrix, **leaves}.items():
+        for name, reference in {**matrices, **leaves}.items():
             for replica, found in enumerate(ranks):
+                if gate_open and average_weights:
+                    assert found[step - 1][name]["X"].equal(ranks[0][step - 1][name]["X"])
                 for key, actual in found[step - 1][name].items():
                     wanted = torch.as_tensor(getattr(reference, key)[replica])
                     # Orthonormalising P amplifies rounding errors by its condition.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
@@ -63,7 +62,7 @@ def check_report(report, by_rank, spoilt=False):
 SIGNALS = st.floats(0, 2.0**127, width=32) | st.sampled_from([-0.0, math.inf, 2.0**-149])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(*[SIGNALS] * 4), min_size=1, max_size=4))
 def test_the_largest_signal_and_whose_it_is(rows):
     optimizer, X = prescribed("single")
@@ -84,7 +83,7 @@ def cases(ranks):
     """Signals of each rank, and which one has a gradient that is not finite, if any."""
     random = np.random.default_rng(ranks)
     special = [0.0, -0.0, math.inf, 2.0**-149]
-    for number in range(40):
+    for number in range(24):
         signals = np.float32(random.exponential(size=(ranks, 4)) * 10.0 ** random.integers(-30, 30))
         chosen = random.random((ranks, 4)) < random.choice([0.0, 0.3, 1.0])
         signals[chosen] = random.choice(special, chosen.sum())
@@ -241,33 +240,6 @@ def test_with_a_delay_words_are_compared_when_means_are_due(what):
         assert when == 9 and SAID[what] in text and "rank 1" in text
 
 
-SETTINGS = {
-    "momentum": (0.95, 0.9),
-    "weight_decay": (0.01, 0.1),
-    "betas": ((0.9, 0.95), (0.9, 0.99)),
-    "look_ahead": (0.0, 1.0),
-}
-
-
-def change_a_setting(rank, key, values):
-    replica = Replica(rank, "whole", RMMC(0.3), LowRank())
-
-    def take(step):
-        if step == 2:
-            replica.optimizer.param_groups[0][key] = values[rank]
-        replica.step(step)
-
-    return told(5, take)
-
-
-@pytest.mark.parametrize("key", SETTINGS)
-def test_every_setting_is_compared(key):
-    values = SETTINGS[key]
-    for step, text in distributed.run(2, change_a_setting, key, values):
-        assert step == 2 and f"param_groups[0]['{key}'] is {values[0]!r} on rank 0 and" in text
-    assert distributed.run(2, change_a_setting, key, values[:1] * 2) == [None] * 2
-
-
 def follow_plateaus(rank):
     replica = Replica(rank, "whole", RMMC(0.3), LowRank())
     scheduler = ReduceLROnPlateau(replica.optimizer, patience=0)
@@ -282,28 +254,6 @@ def follow_plateaus(rank):
 def test_a_scheduler_of_each_replicas_own_loss_is_an_error():
     for step, text in distributed.run(2, follow_plateaus):
         assert step == 2 and "['lr']" in text and "ReduceLROnPlateau" in text
-
-
-def load_on_one_rank(rank):
-    replica = Replica(rank, "whole", FixedPeriod(3), LowRank())
-    saved = []
-
-    def take(step):
-        if step == 3 and rank == 0:
-            replica.optimizer.load_state_dict(saved[0])
-        replica.step(step)
-        if step == 1:
-            saved.append(copy.deepcopy(replica.optimizer.state_dict()))
-
-    return told(4 if rank == 0 else 6, take)
-
-
-@pytest.mark.filterwarnings("ignore:state_dict")
-def test_a_checkpoint_loaded_on_one_rank_in_mid_run_is_an_error_not_a_hang():
-    """The loading rank wants to meet at once, the other one at the opening at step 5."""
-    loading, other = distributed.run(2, load_on_one_rank, timeout=30)
-    assert loading[0] == 3 and other[0] == 5
-    assert "progress is" in loading[1] and "progress is" in other[1]
 
 
 def change_everywhere(rank, layout):

@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
-from curvadion import CurvaDion, Dion, FixedPeriod, LowRank, QuantizedAverage
+from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage
 from curvadion.sync import corrections
-from curvadion.sync.base import Sync
 from curvadion.update import row_shards
 from seeded import gradient, weights
 from shards import shard
@@ -53,17 +52,6 @@ def test_all_replicas_keep_the_same_spectra():
         assert not all(filled for _, filled in first[:3])
         assert all(filled for _, filled in second[1:3])
         assert after_loading == [False] * 4
-
-
-def missing_gradients(rank, look_ahead):
-    X = [nn.Parameter(weights(shape)) for shape in SHAPES]
-    optimizer = Dion(X, replicas=dist.group.WORLD, direction="polar", look_ahead=look_ahead)
-    return [step(X, optimizer, n, rank, [1] if rank == 1 and n > 0 else ()) for n in range(4)]
-
-
-@pytest.mark.parametrize("look_ahead", [0.0, 1.0])
-def test_replicas_agree_on_a_gradient_that_one_misses(look_ahead):
-    assert distributed.run(2, missing_gradients, look_ahead) == [[0.0] * 4] * 2
 
 
 def agreed_after_loading(rank):
@@ -130,16 +118,3 @@ def falling_rates(rank):
 def test_a_fall_of_the_rate_does_no_harm_in_half_precision():
     for finite, norm in distributed.run(2, falling_rates):
         assert finite and norm < 40
-
-
-class Bare(Sync):
-    group_defaults = {"rank_fraction": 1.0, "right_factor": "qr", "look_ahead": 0.0}  # noqa: RUF012
-
-    def open_step(self, step):
-        for _ in step.batches():
-            pass
-
-
-def test_a_sync_that_names_no_direction_takes_low_rank_factors():
-    optimizer = CurvaDion([nn.Parameter(weights((4, 3)))], replicas="single", sync=Bare())
-    assert optimizer.param_groups[0]["direction"] == "low_rank"

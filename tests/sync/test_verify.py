@@ -7,7 +7,6 @@ import os
 import pickle
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import distributed
-from curvadion import AlwaysOpen, CurvaDion, Dion, FixedPeriod, WireMeter
+from curvadion import AlwaysOpen, CurvaDion, FixedPeriod, WireMeter
 from raised import told
 
 SHAPES = [(12, 8), (8, 12), (9, 7), (40,), (33,)]
@@ -28,9 +27,9 @@ KINDS = {
 }
 
 
-def parameters(dtype=torch.float32, shapes=SHAPES):
+def parameters():
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
 def groups(X):
@@ -47,54 +46,17 @@ def optimizer_of(X, kind="threshold", **arguments):
 def give_gradients(X, step, replica):
     for i, x in enumerate(X):
         generator = torch.Generator().manual_seed(1000 * step + 10 * replica + i)
-        x.grad = torch.randn(x.shape, generator=generator).to(x.dtype)
+        x.grad = torch.randn(x.shape, generator=generator)
 
 
-def train(X, optimizer, rank, steps, before=lambda step: None):
-    """What is told of steps on the rank's own gradients, each after ``before(step)``."""
+def train(X, optimizer, rank, steps):
+    """What is told of steps on the rank's own gradients."""
 
     def take(step):
-        before(step)
         give_gradients(X, step, rank)
         optimizer.step()
 
     return told(steps, take)
-
-
-def test_an_impossible_learning_rate_is_an_error_before_the_step():
-    X = parameters()
-    optimizer = CurvaDion(groups(X))
-    give_gradients(X, 0, 0)
-    optimizer.step()
-    weights = [x.detach().clone() for x in X]
-    for value in (float("nan"), torch.tensor(float("inf")), -0.1):
-        optimizer.param_groups[0]["lr"] = value
-        with pytest.raises(ValueError, match=r"param_groups\[0\]: lr="):
-            optimizer.step()
-    assert all(torch.equal(x, w) for x, w in zip(X, weights, strict=True))
-
-
-def build_differently(rank, how):
-    X = parameters(shapes=[(12, 8), (12, 8), (40,)])
-    named = groups(X)
-    if how == "order" and rank:
-        named[0]["params"].reverse()
-    elif rank:
-        named[0][how] = {"momentum_dtype": "bfloat16", "rank_fraction": 0.5}[how]
-    return train(X, Dion(named, replicas=dist.group.WORLD), rank, 1)
-
-
-@pytest.mark.parametrize(
-    ("how", "named"),
-    [
-        ("order", "matrix0 of shape (12, 8)"),
-        ("momentum_dtype", "momentum_dtype"),
-        ("rank_fraction", "0.5 on rank 1"),
-    ],
-)
-def test_replicas_built_differently_are_told_in_what(how, named):
-    for step, text in distributed.run(2, build_differently, how):
-        assert step == 0 and "optimizers differ" in text and named in text
 
 
 # ---------------------------------------------------------------- weights
@@ -111,7 +73,7 @@ def start_drifted(rank, kind, broadcast):
     return train(X, optimizer, rank, 2), first
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dion", "period", "budget"])
 def test_replicas_that_start_from_other_weights_are_an_error(kind):
     for (step, text), _ in distributed.run(2, start_drifted, kind, False):
         assert step == 0 and "different weights" in text and "broadcast_weights" in text
@@ -122,25 +84,6 @@ def test_one_replicas_weights_can_be_given_to_all():
     assert distributed.run(2, start_drifted, "budget", True) == [(None, wanted)] * 2
 
 
-def add_other_weights(rank, kind, difference):
-    X = parameters()
-    optimizer = optimizer_of(X, kind)
-    more = nn.Parameter(torch.ones(6, 6) * (1 + difference * rank))
-
-    def add(step):
-        if step == 4:
-            optimizer.add_param_group({"params": [("more", more)]})
-
-    return train([*X, more], optimizer, rank, 6, add)
-
-
-@pytest.mark.parametrize("kind", ["threshold", "budget"])
-def test_weights_added_later_must_be_equal_too(kind):
-    assert distributed.run(2, add_other_weights, kind, 0) == [None] * 2
-    for step, text in distributed.run(2, add_other_weights, kind, 1):
-        assert step == 4 and "different weights" in text
-
-
 class Addressed(FixedPeriod):
     """A gate whose repr is another one in every process."""
 
@@ -149,7 +92,7 @@ class Addressed(FixedPeriod):
 
 
 def train_with(rank, how):
-    X = parameters(torch.float64 if how == "float64" else torch.float32)
+    X = parameters()
     more = {}
     if how == "gate":
         more["gate"] = Addressed(3)
@@ -160,16 +103,10 @@ def train_with(rank, how):
     if how == "group of one":
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "data"))
         more["replicas"] = mesh["data"]
-    optimizer = optimizer_of(X, "period", **more)
-
-    def change(step):
-        if how == "numpy":
-            optimizer.param_groups[0]["lr"] = np.float32(0.01)
-
-    return train(X, optimizer, rank, 3, change)
+    return train(X, optimizer_of(X, "period", **more), rank, 3)
 
 
-@pytest.mark.parametrize("how", ["gate", "infinite weights", "group of one", "numpy", "float64"])
+@pytest.mark.parametrize("how", ["gate", "infinite weights", "group of one"])
 def test_what_is_meant_is_no_error(how):
     assert distributed.run(2, train_with, how) == [None, None]
 
@@ -269,13 +206,13 @@ def average_(X, how):
         x.grad = sum(each[(i + shift) % ranks] for i in range(ranks)) / ranks
 
 
-def averaged_by_others(rank, how, shapes, zeros):
-    X = parameters(shapes=shapes)
+def averaged_by_others(rank, how, zeros):
+    X = parameters()
     optimizer = optimizer_of(X)
 
     def take(step):
         give_gradients(X, step, rank)
-        average_([x for x in X if x.dim() == 2] or X, how)
+        average_([x for x in X if x.dim() == 2], how)
         if step < zeros:
             for x in X:
                 x.grad.zero_()
@@ -289,16 +226,16 @@ def averaged_by_others(rank, how, shapes, zeros):
 )
 def test_gradients_of_matrices_averaged_by_others_are_an_error(how, zeros):
     """At the first step at which gradients tell anything."""
-    for step, text in distributed.run(3, averaged_by_others, how, SHAPES, zeros):
+    for step, text in distributed.run(3, averaged_by_others, how, zeros):
         assert step == zeros and "the matrices are identical" in text
         assert "keep_gradients_local" in text
 
 
-def shards_of_replicas(rank, averaged, missing, shape=(12, 8)):
+def shards_of_replicas(rank, averaged, missing):
     """Two replicas of two shards; missing: the rank without a gradient of the second matrix."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     X = [
-        nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]))
+        nn.Parameter(distribute_tensor(torch.ones(12, 8), mesh, [Replicate(), Shard(0)]))
         for _ in range(2)
     ]
     optimizer = CurvaDion(X, replicas=mesh["replicate"], gate=FixedPeriod(2))

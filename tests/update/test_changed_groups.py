@@ -117,8 +117,6 @@ def expected(shape, options, keys):
 @pytest.mark.parametrize(
     ("layout", "keys"),
     [
-        ("r", {"rank_fraction": 0.9}),
-        ("r", {"rank_fraction": 0.2}),
         ("r", {"rank_fraction": FIRST, "rank_multiple_of": 3}),
         ("0", {"rank_fraction": 0.9}),
         ("1", {"rank_fraction": 0.2}),
@@ -137,7 +135,6 @@ def test_loaded_right_factors_keep_their_first_columns(layout, keys):
     ("kind", "key", "given"),
     [
         ("tall", "rank_fraction", 0.9),
-        ("tall", "rank_multiple_of", 5),
         ("tall", "direction", "polar"),
         ("tall", "row_blocks", 13),
         ("stack", "stack_dims", 0),

@@ -9,35 +9,7 @@ from torch import nn
 
 import distributed
 from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage
-from curvadion.update.gradients import _filled
 from seeded import gradient, weights
-
-FORMS = {
-    "matrix": torch.ones(3, 4),
-    "transposed": torch.ones(4, 3).mT,
-    "channels last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "one number": torch.ones(1, 1),
-    "no rows": torch.ones(0, 4),
-    "no columns": torch.ones(4, 0),
-    "neither": torch.ones(0, 0),
-    "no rows of a wider tensor": torch.ones(8, 16)[:0, :4],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_missing_gradient_is_zeros_of_the_same_form(form):
-    x = FORMS[form]
-    given = torch.full_like(FORMS["matrix"], 2.0)
-    zeros, other = _filled([None, given], [x, FORMS["matrix"]])
-    assert other is given
-    assert zeros.shape == x.shape and zeros.dtype == x.dtype and not zeros.any()
-    if x.numel():
-        assert zeros.stride() == x.stride()
-
-
-def test_missing_gradients_of_one_dtype_share_memory():
-    a, b = _filled([None, None], [torch.ones(3, 4), torch.ones(5, 6)])
-    assert a.data_ptr() == b.data_ptr()
 
 
 def rest(rank, sync):

@@ -57,11 +57,18 @@ def factor(B, steps, dtype=None):
     return found.U[0].mT if m < n else found.U[0]
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (40, 160), (37, 31)], ids=str)
-@pytest.mark.parametrize("condition", [1.0, 1e2, 1e8])
 @pytest.mark.parametrize(("steps", "low", "high"), [(4, 0.8, 1.2), (6, 0.998, 1.002)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_singular_values_come_out_near_one(shape, condition, steps, low, high, dtype):
+@pytest.mark.parametrize(
+    ("shape", "condition", "dtype"),
+    [
+        ((40, 160), 1.0, torch.float32),
+        ((37, 31), 1e2, torch.float32),
+        ((40, 40), 1e8, torch.float32),
+        ((40, 160), 1e8, torch.float64),
+    ],
+    ids=str,
+)
+def test_singular_values_come_out_near_one(shape, condition, dtype, steps, low, high):
     U, S, V = with_condition(*shape, condition)
     found = factor(((U * S) @ V.mT).to(dtype), steps).double()
     # What float32 sees of a Gram matrix is wrong by rounding errors of its largest eigenvalue.
@@ -77,9 +84,9 @@ def test_singular_values_come_out_near_one(shape, condition, steps, low, high, d
     assert gained.min() > -slack
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (160, 40)], ids=str)
-@pytest.mark.parametrize("condition", [1.0, 1e4])
-@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize(
+    ("shape", "condition", "steps"), [((40, 40), 1e4, 4), ((160, 40), 1.0, 5)], ids=str
+)
 def test_two_passes_in_half_precision_see_what_one_in_float32_does(shape, condition, steps):
     U, S, V = with_condition(*shape, condition)
     B = (U * S) @ V.mT
@@ -89,23 +96,6 @@ def test_two_passes_in_half_precision_see_what_one_in_float32_does(shape, condit
         lifted = S.gt(3 * SMALLEST_IN_HALF)
         assert gained[lifted].min() > 0.7 and gained.abs().max() < 1.3
         assert torch.linalg.matrix_norm(found, 2) < 1.35
-
-
-@pytest.mark.parametrize("steps", [3, 5])
-def test_the_coefficients_are_the_best_for_their_number(steps):
-    """Every iteration errs as much at both ends of its interval as at the extremes between."""
-    low, high = smallest(steps), 1.0
-    for a, b, c in polar_express(steps):
-        s = torch.linspace(low, high, 200_001, dtype=torch.float64)
-        p = a * s + b * s**3 + c * s**5
-        error = (1 - p).abs().max()
-        if high / low > 1.01:
-            turns = torch.diff(torch.diff(p).sign()).nonzero().flatten() + 1
-            extremes = torch.cat((p[:1], p[turns], p[-1:]))
-            assert len(extremes) == 4
-            assert torch.allclose(1 - extremes, error * torch.tensor([1.0, -1, 1, -1]).double())
-        low, high = float(1 - error), float(1 + error)
-    assert 1 - low <= 0.2 + 1e-9
 
 
 @settings(max_examples=30, deadline=None)
@@ -131,13 +121,6 @@ def test_any_shape_rank_and_scale(m, n, rank, exponent, seed):
         outside = found.double() - polar(B) @ (polar(B).mT @ found.double())
         rounding = Rounding(torch.float32, condition=5e3)
         assert_within(outside.norm() / math.sqrt(m * n), rounding)
-
-
-def test_a_scale_changes_nothing():
-    B = weights((30, 20))
-    wanted = factor(B, 4)
-    for exponent in (-100, -30, 7, 90):
-        assert torch.equal(factor(B * 2.0**exponent, 4), wanted)
 
 
 # -------------------------------------------------------------------- steps
@@ -228,29 +211,11 @@ def test_the_memory_of_a_step_is_that_of_a_batch(monkeypatch):
             for x in (*X, bias):
                 x.grad = gradient(x.shape, number, 0)
             optimizer.step()
-        assert (len(optimizer._present_plan().batches()) > 4) == (numbers == 500)
+        assert (len(optimizer._present_plan().batches) > 4) == (numbers == 500)
         norms = [optimizer.state[x]["momentum_norm"] for x in X]
         ends.append([*X, bias, *norms])
     for one, other in zip(*ends, strict=True):
         assert_close(one, other, Rounding(torch.float32, terms=24, steps=4))
-
-
-def test_a_gpu_takes_gpt2_in_one_batch_and_a_cpu_in_small_ones():
-    """On "meta", which like a GPU is no CPU; each shape is then one stack of one batch."""
-    d, layers = 768, 12
-    shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
-    for device, batches in (("cpu", 31), ("meta", 1)):
-        # Expanded, so that on a CPU they take no memory.
-        X = [nn.Parameter(torch.empty(1, 1, device=device).expand(s)) for s in shapes]
-        embedding = nn.Parameter(torch.empty(1, 1, device=device).expand(50257, d))
-        groups = [
-            {"params": X, "direction": "polar"},
-            {"params": [embedding], "algorithm": "adamw"},
-        ]
-        plan = CurvaDion(groups, replicas="single")._present_plan()
-        plan.look_up_states()
-        assert sum(bool(batch.dion) for batch in plan.batches()) == batches
-    assert [len(stack) for stack in plan.stacks()] == [layers] * 4
 
 
 # -------------------------------------------------------------------- group keys
@@ -274,22 +239,14 @@ def test_the_direction_of_a_group_follows_from_its_rank():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("direction", "muon"),
-        ("newton_schulz", "cubic"),
-        ("newton_schulz_steps", 0),
-        ("newton_schulz_steps", 21),
-        ("newton_schulz_steps", 2.5),
-        ("update_scale", 1.0),
-    ],
+    [("direction", "muon"), ("newton_schulz_steps", 21), ("update_scale", 1.0)],
 )
 def test_errors_name_the_key_and_the_value(key, value):
     with pytest.raises((TypeError, ValueError), match=f"{key}={value!r}"):
         Dion([nn.Parameter(torch.zeros(4, 3))], **{key: value})
 
 
-@pytest.mark.parametrize("outlier", [50.0, 1e5])
-@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize(("outlier", "count"), [(50.0, 10), (1e5, 1)])
 def test_outliers_do_no_harm_in_half_precision(outlier, count):
     B = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
     B.view(-1)[:: B.numel() // count][:count] = outlier

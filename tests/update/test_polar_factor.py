@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
 from curvadion.layout.matrix import Extent, MatrixLayout
@@ -30,49 +29,6 @@ def stack_of(B, rows, group, dtype):
         Bound.TIGHT,
         dtype,
     )
-
-
-class Memory(TorchDispatchMode):
-    """Counts the numbers that come from other ranks, and those of the largest tensor there was."""
-
-    received = largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        name = function.__name__.partition(".")[0]
-        if name == "alltoall_base_":
-            output, _, _, sizes, _ = args[:5]
-            own = sizes[rank] if sizes else output.numel() // ranks
-            self.received += output.numel() - own
-        elif name == "_allgather_base_":
-            self.received += args[0].numel() - args[1].numel()
-        elif name == "allreduce_":
-            self.received += sum(tensor.numel() for tensor in args[0])
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.itemsize)
-        return result
-
-
-def one_matrix(rank, n):
-    B, share = weights((n, n))[None], n // dist.get_world_size()
-    rows = range(rank * share, (rank + 1) * share)
-    with Memory() as memory:
-        polar_factors([stack_of(B, rows, dist.group.WORLD, torch.float32)])
-    return memory.received, memory.largest
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_a_rank_receives_and_holds_does_not_grow_with_the_ranks(ranks):
-    n = 64
-    triangle, others, few = n * (n + 1) // 2, (ranks - 1) / ranks, 4 * ranks
-    owner, *rest = distributed.run(ranks, one_matrix, n)
-    for (received, largest), triangles in (owner, 3 * others), *((r, 2) for r in rest):
-        assert received <= triangles * triangle + few
-        assert largest <= n * n
-    wanted = triangle * (2 * others + 1 / ranks)  # summands and results, and a share of these
-    for received, _ in rest:
-        assert received == pytest.approx(wanted, abs=few)
 
 
 SHAPES = [(3, 20, 5), (1, 9, 9), (2, 12, 1), (1, 7, 3)]

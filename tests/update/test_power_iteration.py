@@ -7,11 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import distributed
-from curvadion import WireMeter
-from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.layout.matrix import MatrixLayout
 from curvadion.update import power_iteration as module
 from curvadion.update.power_iteration import Stack, power_iteration
 from reference import positive_qr
@@ -27,23 +24,10 @@ def problem(m, n, r, k=2, seed=0):
     return B, Q
 
 
-def expected(B, Q, right_factor="column_normalized"):
-    P = torch.stack([positive_qr(b @ q) for b, q in zip(B, Q, strict=True)])
-    R = B.mT @ P
-    if right_factor == "qr":
-        return P, R, torch.stack([positive_qr(one) for one in R])
-    return P, R, R / R.norm(dim=1, keepdim=True)
-
-
 def rounding_of(B, Q, dtype=torch.float32):
     """Of sums over the longer side, whose columns the orthonormalisation divides by R."""
     condition = float(torch.linalg.cond(B.double() @ Q.double()).max())
     return Rounding(dtype, terms=max(B.shape[1:]), condition=condition)
-
-
-def split(sizes, place):
-    start = sum(sizes[:place])
-    return range(start, start + sizes[place])
 
 
 def stack_of(B, Q, layout, right_factor="column_normalized"):
@@ -55,63 +39,6 @@ def stack_of(B, Q, layout, right_factor="column_normalized"):
         right_factor=right_factor,
         dtype=torch.float32,
     )
-
-
-def on_grid(rank, B, Q, row_sizes, column_sizes, right_factor):
-    """Rank (i, j) of a grid holds the i-th rows and the j-th columns."""
-    grid = torch.arange(len(row_sizes) * len(column_sizes)).view(len(row_sizes), len(column_sizes))
-    row_groups = [dist.new_group(grid[:, j].tolist()) for j in range(len(column_sizes))]
-    column_groups = [dist.new_group(grid[i].tolist()) for i in range(len(row_sizes))]
-    i, j = divmod(rank, len(column_sizes))
-    layout = MatrixLayout(
-        tuple(B.shape[1:]),
-        Extent(split(row_sizes, i), row_groups[j] if len(row_sizes) > 1 else None),
-        Extent(split(column_sizes, j), column_groups[i] if len(column_sizes) > 1 else None),
-        shards=dist.group.WORLD,
-    )
-    with WireMeter() as meter:
-        factors = power_iteration([stack_of(B, Q, layout, right_factor)])[0]
-    here = layout.rows.indices, layout.columns.indices
-    return *here, factors.P, factors.R, factors.Q, meter.total_bytes, meter.total_calls
-
-
-GRIDS = {
-    "both": ((20, 20), (12, 12)),
-    "uneven both": ((3, 37), (23, 1)),
-    "empty pieces of both": ((0, 40), (24, 0)),
-    "four rows": ((13, 0, 20, 7), (24,)),
-    "four columns": ((40,), (1, 11, 0, 12)),
-}
-
-
-@pytest.mark.parametrize("right_factor", ["column_normalized", "qr"])
-@pytest.mark.parametrize("name", GRIDS)
-def test_sharded_equals_whole(name, right_factor):
-    row_sizes, column_sizes = GRIDS[name]
-    B, Q = problem(40, 24, 7)
-    P, R, next_Q = expected(B, Q, right_factor)
-    ranks = distributed.run(
-        len(row_sizes) * len(column_sizes), on_grid, B, Q, row_sizes, column_sizes, right_factor
-    )
-    for rows, columns, P_piece, R_piece, Q_piece, *_ in ranks:
-        for actual, wanted, whole in (
-            (P_piece, P[:, rows], P),
-            (R_piece, R[:, columns], R),
-            (Q_piece, next_Q[:, columns], next_Q),
-        ):
-            assert_close(actual, wanted, rounding_of(B, Q), scale=float(whole.norm()))
-
-
-def test_bytes_and_calls_of_shards_equal_the_formula():
-    k, m, n, r = 2, 40, 24, 7
-    B, Q = problem(m, n, r, k)
-    gram = 2 * 8 * k * r * (r + 1) // 2
-    of_rows = distributed.run(2, on_grid, B, Q, (20, 20), (n,), "column_normalized")
-    of_columns = distributed.run(2, on_grid, B, Q, (m,), (12, 12), "column_normalized")
-    for *_, sent, calls in of_rows:
-        assert (sent, calls) == (gram + 4 * k * n * r, 3)  # two Gram matrices, R
-    for *_, sent, calls in of_columns:
-        assert (sent, calls) == (4 * k * m * r + 8 * k * r, 2)  # P, column norms
 
 
 def test_a_direction_without_signal_takes_no_part_and_comes_back():
