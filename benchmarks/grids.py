@@ -115,7 +115,6 @@ LEARNING_RATES = {
     "authors": _FAR_APART,
     "ours": _DION,
     "ours_low_rank": _DION,
-    "ours_rmmc": _DION,
     "coded_gradients": _DION,
 }
 # Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
@@ -131,7 +130,6 @@ QUICK_BUDGETED = (
     "averaged_weights",
     "ours",
     "ours_low_rank",
-    "ours_rmmc",
 )
 
 
@@ -167,13 +165,9 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
         yield Variant("averaging", {"period": period}, budget)
     if bits := traffic.gradient_bits(shapes, budget):
         yield Variant("coded_gradients", {"bits": bits}, budget)
-    ways = ("ours", 1, 0), ("ours", 3, 0), ("ours_low_rank", 1, 0), ("ours_rmmc", 1, 1)
-    for method, parts, spared in ways:
+    for method, parts in ("ours", 1), ("ours", 3), ("ours_low_rank", 1):
         if parts == 1 or budget in IN_PARTS:
-            scheduled = method != "ours_rmmc"
-            spent = traffic.spending(
-                shapes, budget, steps, parts=parts, spared=spared, scheduled=scheduled
-            )
+            spent = traffic.spending(shapes, budget, steps, parts=parts)
             yield Variant(method, asdict(spent), budget)
 
 

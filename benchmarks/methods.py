@@ -197,7 +197,6 @@ def ours(
     polar: bool = True,
     spectra: float = 0.8,
     direction: Literal["low_rank", "polar"] = "polar",
-    by: Literal["period", "rmmc"] = "period",
     delay: int = 0,
     **settings: Any,
 ) -> Method:
@@ -205,14 +204,12 @@ def ours(
 
     Records call the arguments of QuantizedAverage by shorter names: ``bits``, ``parts`` (its
     fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction), ``spectra``
-    (spectrum_decay). ``by`` says when the gate opens. Nothing of a rank crosses the wire, so it is
-    full.
+    (spectrum_decay). Nothing of a rank crosses the wire, so it is full.
     """
     config = _dion_config(
         lr,
         optimizer="curvadion",
         wire_budget=wire_budget,
-        budget_by=by,
         bits=bits,
         fragments=parts,
         delay=delay,
@@ -229,11 +226,6 @@ def ours(
 def ours_low_rank(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
     """The same with power iterations of full rank as directions; settings of :func:`ours`."""
     return ours(model, replicas, lr, direction="low_rank", **settings)
-
-
-def ours_rmmc(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
-    """The same budget, spent where RMMC is largest; settings of :func:`ours`."""
-    return ours(model, replicas, lr, by="rmmc", **settings)
 
 
 def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
@@ -275,8 +267,8 @@ def coded_gradients(
     return Gated(model, replicas, config)
 
 
-CODED = ("ours", "ours_low_rank", "ours_rmmc")  # whose replicas average in codes
-POLAR = ("muon", "ours", "ours_rmmc", "coded_gradients")  # whose directions are polar factors
+CODED = ("ours", "ours_low_rank")  # whose replicas average in codes
+POLAR = ("muon", "ours", "coded_gradients")  # whose directions are polar factors
 LOOK_AHEAD = ("dion", "muon", "coded_gradients", *CODED)  # whose look-ahead can be set
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
@@ -292,6 +284,5 @@ METHODS: dict[str, Callable[..., Method]] = {
     "authors": authors,
     "ours": ours,
     "ours_low_rank": ours_low_rank,
-    "ours_rmmc": ours_rmmc,
     "coded_gradients": coded_gradients,
 }

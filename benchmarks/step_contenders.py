@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from traceback import extract_tb
 from typing import Any
 
@@ -25,6 +26,9 @@ from curvadion.update.scalar import elementwise_step
 from measure import Contenders
 
 OPENING = "opening"
+MICROSOFTS = ("Muon", "NorMuon", "Dion2", "NorDion2")
+# Directions that begin with a polar factor, by what a record calls them.
+POLAR = {"Dion, polar": "polar", "NorMuon": "normuon", "Dion2": "dion2", "NorDion2": "nordion2"}
 ALONE = "fused operations alone"
 
 Weights = list[torch.nn.Parameter]
@@ -106,8 +110,9 @@ def _microsoft_dion(model: Model) -> Any:
     return importlib.import_module("dion").Dion(groups, outer_shard_mesh=model.mesh)
 
 
-def _microsoft_muon(model: Model) -> Any:
-    return importlib.import_module("dion").Muon(
+def _microsoft(kind: str, model: Model) -> Any:
+    """Microsoft's Muon, NorMuon, Dion2 or NorDion2."""
+    return getattr(importlib.import_module("dion"), kind)(
         model.groups({}, {"algorithm": "adamw"}),
         distributed_mesh=model.mesh,
         use_triton=model.on_a_gpu,
@@ -132,6 +137,12 @@ def _ours(model: Model) -> dict[str, Make]:
         "open gate": lambda: _curvadion(model, gate=RMMC(0.0)),
         "Dion, low rank": lambda: _dion(model),
         "Dion, polar": lambda: _dion(model, direction="polar"),
+        **{
+            f"{name}, bfloat16 sent": partial(
+                _dion, model, direction=direction, exchange_dtype="bfloat16"
+            )
+            for name, direction in POLAR.items()
+        },
         "local step, polar": lambda: _local(model),
         "local step, power iteration of full rank": lambda: _local(model, direction="low_rank"),
     }
@@ -148,7 +159,7 @@ def _torch(model: Model) -> dict[str, Make]:
 def _peers(model: Model) -> dict[str, Make]:
     return {
         "NVIDIA's Muon and AdamW": lambda: _nvidia_muon(model),
-        "Microsoft's Muon": lambda: _microsoft_muon(model),
+        **{f"Microsoft's {kind}": partial(_microsoft, kind, model) for kind in MICROSOFTS},
         "Microsoft's Dion": lambda: _microsoft_dion(model),
     }
 

@@ -109,29 +109,19 @@ class Spending:
     parts: int
 
 
-def spending(
-    shapes: Shapes,
-    budget: float,
-    steps: int,
-    *,
-    parts: int = 1,
-    spared: int = 0,
-    scheduled: bool = True,
-) -> Spending:
+def spending(shapes: Shapes, budget: float, steps: int, *, parts: int = 1) -> Spending:
     """Return the bits, and the budget whose last opening falls on the last step.
 
     The bits are CurvaDion's own choice. Counted are also the parts that come together after the
     last step. The gate is given what it keeps back for an agreement on all, ``parts`` openings
-    more, and opens once it has that. ``spared``: so many openings less, for a gate that may end a
-    run off its period. ``scheduled``: whether it follows a schedule.
+    more, and opens once it has that.
     """
     bits = bits_of_weights(budget, parts)
     codes = quantized_bytes(shapes, bits) / (4 * shapes.parameters) / parts
-    gate = MEETING / shapes.parameters
-    once, always = (codes + gate, 0.0) if scheduled else (codes, gate)
-    fitting = math.floor(((budget - always) * steps - (parts - 1) * codes) / once)
-    openings = min(fitting, steps - parts) - spared
-    share = (openings + parts) * once / steps + always
+    once = codes + MEETING / shapes.parameters
+    fitting = math.floor((budget * steps - (parts - 1) * codes) / once)
+    openings = min(fitting, steps - parts)
+    share = (openings + parts) * once / steps
     return Spending(math.ceil(1e6 * share) / 1e6, bits, parts)
 
 

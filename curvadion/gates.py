@@ -32,8 +32,8 @@ class Gate(ABC):
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-        open_cost, closed_cost: what an open and a closed step send, as such shares. The optimizer
-            sets them, if it knows them, before it asks.
+        open_cost: what an open step sends, as such a share. The optimizer sets it, if it knows it,
+            before it asks.
         openings_per_full_sync: how many openings synchronise all weights; set likewise.
     """
 
@@ -43,7 +43,6 @@ class Gate(ABC):
     follows_schedule: bool = False
     share: float | None = None
     open_cost: float | None = None
-    closed_cost: float = 0.0
     openings_per_full_sync: int = 1
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
@@ -119,19 +118,14 @@ class RMMC(Gate):
         self.threshold = float(threshold)
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
-        return relative_change(before, after)
+        change = (after - before).abs()
+        return torch.where(change == 0, 0.0, change / before)
 
     def opens(self, signal: float, local_steps: int) -> bool:
         return signal > self.threshold
 
     def __repr__(self) -> str:
         return f"RMMC(threshold={self.threshold})"
-
-
-def relative_change(before: Tensor, after: Tensor) -> Tensor:
-    """| after - before | / before, elementwise; no change of a zero is none."""
-    change = (after - before).abs()
-    return torch.where(change == 0, 0.0, change / before)
 
 
 class FixedPeriod(Gate):
@@ -182,11 +176,8 @@ class AlwaysOpen(Gate):
 class ByteBudget(Gate):
     """Open as often as a budget of bytes allows.
 
-    Every step earns what the budget allows it to send, and an open step spends its cost. With
-    ``by="period"`` the gate opens as soon as that is earned. With ``by="rmmc"`` it then waits until
-    the relative maximum momentum change exceeds a threshold, which rises when the gate opens and
-    falls while it is closed: openings are as frequent as the budget allows, but fall where momenta
-    change most. No more than ``SLACK`` openings ever wait.
+    Every step earns what the budget allows it to send, an open step spends its cost, and the gate
+    opens as soon as that is earned.
 
     The gate keeps back what the last agreement of a run will send, so that a run which ends with
     ``synchronize()`` ends within its budget. What was sent beyond the budget (by an exact
@@ -196,35 +187,26 @@ class ByteBudget(Gate):
 
     Args:
         share: of the bytes of an all-reduce of all gradients in float32 at every step, in (0, 1].
-        by: "period" or "rmmc".
 
     Raises:
-        TypeError, ValueError: if ``share`` or ``by`` is none of these. RuntimeError: when it is
-            asked to open but the optimizer cannot tell what that costs.
+        TypeError, ValueError: if ``share`` is none of these. RuntimeError: when it is asked to open
+            but the optimizer cannot tell what that costs.
     """
 
     reason = "budget"
+    follows_schedule = True
     share: float
-    SLACK = 3.0
-    GAIN = 0.3
 
-    def __init__(self, share: float, by: str = "period") -> None:
+    def __init__(self, share: float) -> None:
         if isinstance(share, bool) or not isinstance(share, (int, float)):
             raise TypeError(f"wire_budget={share!r} must be a number in (0, 1]")
         if not 0 < share <= 1:
             raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
-        checks.one_of("by", by, ("period", "rmmc"))
-        self.share, self.by = float(share), by
-        self.reads_momentum, self.follows_schedule = by == "rmmc", by == "period"
+        self.share = float(share)
         # In openings: what was earned and not spent, below 0 if more was spent; and how much of it
         # is for the next opening. The rest is kept back, or missing there.
         self._balance = self._credit = 0.0
         self._counted_in: float | None = None  # what such an opening costs; None if unknown
-        # Of by="rmmc", None before the first signal.
-        self._log_threshold: float | None = None
-
-    def signal(self, before: Tensor, after: Tensor) -> Tensor:
-        return relative_change(before, after)
 
     @property
     def rate(self) -> float:
@@ -239,25 +221,18 @@ class ByteBudget(Gate):
                 f"gate={self!r} must know what an open step sends: use it with "
                 f"sync=QuantizedAverage()."
             )
-        return max(0.0, self.share - self.closed_cost) / self.open_cost
+        return self.share / self.open_cost
 
     def longest_run(self, bound: int | None) -> int | None:
         """Twice as long while it keeps something back or pays something back."""
         return bound if bound is None or self._credit >= 1 else 2 * bound + 1
 
     def expected_period(self, open_cost: float) -> float:
-        left = self.share - self.closed_cost
-        # A budget that closed steps use up is refused by check_feasible.
-        return max(1.0, open_cost / (left if left > 0 else self.share))
+        return max(1.0, open_cost / self.share)
 
     def check_feasible(self, max_local_steps: int | None) -> None:
         if self.open_cost is None:
             return
-        if self.rate == 0:
-            raise ValueError(
-                f"wire_budget={self.share!r} is less than a closed gate sends "
-                f"({self.closed_cost:.2g} of dense gradients): raise it."
-            )
         longest = math.ceil(1 / self.rate - 1e-9) - 1
         if max_local_steps is not None and longest > max_local_steps:
             raise ValueError(
@@ -267,17 +242,11 @@ class ByteBudget(Gate):
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:
-        earned = self._earn()
-        if self._log_threshold is not None:
-            self._log_threshold -= self.GAIN * earned
-        elif 0 < signal < math.inf:
-            # Where it is in the middle of what the credit makes of it.
-            self._log_threshold = math.log(signal) + self.GAIN * (1 + self.SLACK / 2 - self._credit)
-        enough, most = self._credit >= 1 - 1e-9, self._credit >= 1 + self.SLACK - 1e-9
-        if not self.reads_momentum or most:
-            return enough
-        exceeds = self._log_threshold is not None and signal > math.exp(self._log_threshold)
-        return enough and exceeds
+        self._recount()
+        missing = self.openings_per_full_sync - (self._balance - self._credit)
+        self._credit += min(1.0, self._earned - min(max(0.0, missing), self._earned / 2))
+        self._balance += self._earned
+        return self._credit >= 1 - 1e-9
 
     def _recount(self) -> None:
         """Count in openings of today's cost, which bits, fragments and shards change."""
@@ -286,34 +255,21 @@ class ByteBudget(Gate):
             self._balance, self._credit = self._balance * ratio, self._credit * ratio
         self._counted_in = self.open_cost
 
-    def _earn(self) -> float:
-        """Take in what a step earns; return how much of it is for the next opening."""
-        self._recount()
-        missing = self.openings_per_full_sync - (self._balance - self._credit)
-        for_the_next = min(1.0, self._earned - min(max(0.0, missing), self._earned / 2))
-        self._balance += self._earned
-        self._credit += for_the_next
-        return for_the_next
-
     def spend(self, openings: float) -> None:
         self._recount()
-        paid = min(openings, self._credit)
         self._balance -= openings
-        self._credit -= paid
-        if self._log_threshold is not None:
-            self._log_threshold += self.GAIN * paid
+        self._credit -= min(openings, self._credit)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "balance": self._balance,
             "credit": self._credit,
             "open_cost": self._counted_in,
-            "log_threshold": self._log_threshold,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._balance, self._credit = state["balance"], state["credit"]
-        self._counted_in, self._log_threshold = state["open_cost"], state["log_threshold"]
+        self._counted_in = state["open_cost"]
 
     def __repr__(self) -> str:
-        return f"ByteBudget(share={self.share}, by={self.by!r})"
+        return f"ByteBudget(share={self.share})"

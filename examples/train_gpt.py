@@ -130,7 +130,6 @@ class Config:
     wire_budget: float | None = option(
         None, "share of dense gradients' bytes to send, instead of a threshold or a period"
     )
-    budget_by: Literal["period", "rmmc"] = option("period", "when to spend the budget")
     sync: (
         Literal["low_rank", "low_rank_unaveraged", "quantized_average", "coded_gradients"] | None
     ) = option(None, "how replicas come together; low_rank, with --wire-budget quantized_average")
@@ -234,7 +233,7 @@ def gate(config: Config) -> Gate:
             f"period={config.period} and wire_budget={config.wire_budget}: give one of them"
         )
     if config.wire_budget:
-        return ByteBudget(config.wire_budget, config.budget_by)
+        return ByteBudget(config.wire_budget)
     if config.sync == "coded_gradients" and not config.period:
         return AlwaysOpen()
     return FixedPeriod(config.period) if config.period else RMMC(config.threshold)

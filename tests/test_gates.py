@@ -26,10 +26,10 @@ def parameters(dtype=torch.float32):
     ]
 
 
-def give_gradients(X, step, rank=0, scale=1.0):
+def give_gradients(X, step, rank=0):
     generator = torch.Generator().manual_seed(1000 * rank + step)
     for _, x in X:
-        x.grad = scale * torch.randn(x.shape, generator=generator).to(x.dtype)
+        x.grad = torch.randn(x.shape, generator=generator).to(x.dtype)
 
 
 def replicas():
@@ -53,11 +53,8 @@ def momentum(optimizer, x):
     return torch.zeros_like(x, dtype=torch.float64) if held is None else held.double()
 
 
-def rmmc_by_hand(rank, arguments, threshold, dtype, culprit=None):
-    """Per step: reports, own changes by the definition from M itself, and kept norms against M.
-
-    At step 6 the culprit's gradients are a hundred times the others'.
-    """
+def rmmc_by_hand(rank, arguments, threshold, dtype):
+    """Per step: reports, own changes by the definition from M itself, and kept norms against M."""
     X = parameters(dtype)
     optimizer = CurvaDion(X, replicas=replicas(), threshold=threshold, **arguments)
     decay = 1.0
@@ -65,7 +62,7 @@ def rmmc_by_hand(rank, arguments, threshold, dtype, culprit=None):
         decay = optimizer.defaults["momentum"]
     reports, changes, norms = [], [], []
     for step in range(8):
-        give_gradients(X, step, rank, 100.0 if (rank, step) == (culprit, 6) else 1.0)
+        give_gradients(X, step, rank)
         own = {}
         for name, x in X:
             M = momentum(optimizer, x)
@@ -125,13 +122,6 @@ def test_rmmc_is_the_largest_of_all_replicas(rule):
     assert {report.gate_open for report in reports} == {True, False}
     for report in reports:
         assert report.gate_open == (report.rmmc > 0.5)
-
-
-def test_the_gate_opens_on_all_ranks_when_one_exceeds_the_threshold():
-    answers = distributed.run(2, rmmc_by_hand, RULES["gradient"], 2.0, torch.float32, 1)
-    for rank, (reports, changes, _) in enumerate(answers):
-        assert [report.gate_open for report in reports] == [step in (0, 6) for step in range(8)]
-        assert (max(changes[6].values()) > 2.0) == (rank == 1)
 
 
 def test_signal_of_rmmc():

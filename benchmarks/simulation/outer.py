@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.comm.collectives import divide, shares
 from curvadion.gates import ByteBudget
-from curvadion.ops.codes import BLOCK
-from curvadion.sync.codec import decode, encode
+from curvadion.ops.codes import BLOCK, block_bytes
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from simulation.inner import Replicas
@@ -113,7 +113,13 @@ class Codes:
 
     def _coded(self, rows: Tensor) -> Tensor:
         assert self.bits is not None
-        return decode(encode(rows.flatten(), self.bits), self.bits).view(rows.shape)
+        numbers = rows.flatten()
+        shape = (len(numbers) // BLOCK, block_bytes(self.bits))
+        codes = numbers.new_empty(shape, dtype=torch.uint8)
+        ops.encode_difference_(codes, [numbers], bits=self.bits)
+        stand_for = torch.empty_like(numbers)
+        ops.decode_([stand_for], codes, self.bits)
+        return stand_for.view(rows.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

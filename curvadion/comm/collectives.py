@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,10 +20,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 
 def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether ``said`` has the same repr on all ranks of the group.
-
-    All ranks get the same answer. The collective takes 16 bytes on ``device``.
-    """
+    """Whether ``said`` has the same repr on all ranks of the group, by 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
     number = checksum(said)
@@ -160,23 +157,37 @@ def all_to_all(
     group: dist.ProcessGroup,
     like: Tensor,
 ) -> list[list[Tensor]]:
-    """Send tensors to each rank of a group, in one collective.
+    """Send each rank of a group some tensors; what each has sent here, as views of one buffer.
 
-    to: for each rank the tensors it gets. shapes: for each rank those of the tensors that it sends
-    here. like: a tensor of the dtype and on the device of all of them. The result has for each rank
-    the tensors it has sent, views of one buffer.
+    shapes: of the tensors that each rank sends here. like: a tensor of their dtype and device.
     """
+    return begin_all_to_all(to, shapes, group, like)()
+
+
+def begin_all_to_all(
+    to: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    group: dist.ProcessGroup,
+    like: Tensor,
+) -> Callable[[], list[list[Tensor]]]:
+    """Begin :func:`all_to_all`; what is returned waits for it, and has its result."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     expected = [[_numel(shape) for shape in each] for each in shapes]
     received = list(map(sum, expected))
     flat = [t.reshape(-1) for tensors in to for t in tensors]
     buffer = torch.cat(flat) if flat else like.new_empty(0)
     result = like.new_empty(sum(received))
-    dist.all_to_all_single(result, buffer, received, sent, group=group)
-    return [
-        [view.view(shape) for view, shape in zip(part.split(sizes), each, strict=True)]
-        for part, sizes, each in zip(result.split(received), expected, shapes, strict=True)
-    ]
+    work = dist.all_to_all_single(result, buffer, received, sent, group=group, async_op=True)
+
+    def end() -> list[list[Tensor]]:
+        if work is not None:
+            work.wait()
+        return [
+            [view.view(shape) for view, shape in zip(part.split(sizes), each, strict=True)]
+            for part, sizes, each in zip(result.split(received), expected, shapes, strict=True)
+        ]
+
+    return end
 
 
 def all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:

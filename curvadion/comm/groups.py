@@ -109,14 +109,6 @@ def existing_group(ranks: Iterable[int]) -> Group | None:
     return None
 
 
-def same_ranks(one: Group | None, other: Group | None) -> bool:
-    """Whether two groups have the same members. They may still be two communicators."""
-    if one is None or other is None:
-        return one is other
-    members = [set(dist.get_process_group_ranks(group)) for group in (one, other)]
-    return one is other or members[0] == members[1]
-
-
 class Unions:
     """Looks up or creates groups of all ranks that can be reached through several groups.
 

@@ -26,11 +26,8 @@ class ReplicaGroup:
     """The ranks that hold replicas of the same weights; survives deepcopy and pickle.
 
     A process group itself can be neither copied nor pickled: a copy shares it, and an unpickled
-    ReplicaGroup looks it up by name, in a process that has created the same groups.
-
-    Attributes:
-        process_group: the ranks; None for one replica.
-        single: whether the user has said that there is one replica only.
+    ReplicaGroup looks it up by name. process_group: None for one replica. single: whether the user
+    has said that there is only one.
     """
 
     def __init__(self, replicas: Replicas) -> None:

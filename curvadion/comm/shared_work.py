@@ -25,14 +25,12 @@ from curvadion.comm.collectives import all_gather, divide
 
 
 class SharedWork:
-    """Which rank of a group works on which vector, and the ways there and back.
+    """Which rank of a group works on which vector (this one on ``mine``), and the ways there.
 
-    Attributes:
-        mine: the vectors that this rank works on.
+    costs: what the work on each vector takes.
     """
 
     def __init__(self, costs: Sequence[int], group: dist.ProcessGroup) -> None:
-        """costs: what the work on each vector takes."""
         self._group = group
         self._by_rank: list[list[int]] = [[] for _ in range(group.size())]
         for i, rank in enumerate(divide(costs, group.size())):
@@ -54,11 +52,7 @@ class SharedWork:
         return list(own.split([sizes[i] for i in self.mine]))
 
     def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
-        """What ranks have made of their vectors, all of it, the same on all ranks; collective.
-
-        own: what this rank has made of those in ``mine``. sizes: of all results. like: a tensor of
-        their dtype and on their device.
-        """
+        """All results of the given sizes, on all ranks; own: those of ``mine``. Collective."""
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
         sent = torch.cat([like.new_empty(0), *own])

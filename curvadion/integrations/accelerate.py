@@ -10,9 +10,14 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from curvadion.integrations.shared import agree_for_a_file, keep_gradients_local, wrap_method
+from curvadion.integrations.shared import (
+    agree_for_a_file,
+    keep_gradients_local,
+    run_after,
+    run_before,
+    wrap_method,
+)
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 
@@ -27,18 +32,15 @@ def attach(accelerator: Accelerator) -> Accelerator:
     Call it right after ``Accelerator(...)``, which makes the process group. Afterwards:
 
     * ``prepare`` stops DDP, and FSDP2 on a mesh with replicas, from averaging the gradients that
-      the optimizer synchronises (``keep_gradients_local``), whichever of model and optimizer is
-      prepared first.
+      the optimizer synchronises, whichever of model and optimizer is prepared first.
     * ``clip_grad_norm_(model.parameters(), c)`` takes one factor for all replicas, as
       :func:`curvadion.clip_grad_norm_` does.
     * ``save_state``, on all ranks, first calls ``synchronize(exact=True)``, because one copy of
       weights and state is written; ``load_state`` then resumes bitwise.
-    * ``get_state_dict`` and ``save_model`` under FSDP2, which all ranks must call anyway, first
-      synchronise weights as ``optimizer.eval()`` does. Under DDP they may be called on one rank,
-      so they write this rank's weights: call ``optimizer.eval()`` on all ranks before.
+    * ``get_state_dict`` and ``save_model`` under FSDP2 first call ``optimizer.eval()``. Under DDP
+      they may be called on one rank, whose weights they write: call it on all ranks before.
     * ``join_uneven_inputs`` raises an error, because replicas step together.
 
-    Gradient accumulation, bf16, a GradScaler, schedulers and ``clip_grad_value_`` work as they are.
     A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
     not tell of it; ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
 
@@ -50,11 +52,10 @@ def attach(accelerator: Accelerator) -> Accelerator:
 
     Raises:
         TypeError: if it is not an Accelerator.
-        ValueError: under DeepSpeed, Megatron-LM and FSDP1, saying what to do, and if Accelerate
-            takes each of several processes for the only one. ``prepare`` raises it for an optimizer
-            that has no ``replicas`` although there are several, one that has stepped before FSDP2
-            shards its parameters, and for a model of which an optimizer without replicas holds
-            some parameters.
+        ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate takes each of several
+            processes for the only one. ``prepare`` raises it for an optimizer without ``replicas``
+            although there are several, also one of another class that shares the model, and for
+            one that has stepped before FSDP2 shards its parameters.
     """
     from accelerate import Accelerator
 
@@ -63,8 +64,11 @@ def attach(accelerator: Accelerator) -> Accelerator:
     _check_kind(accelerator)
     if not hasattr(accelerator, _PREPARED):
         setattr(accelerator, _PREPARED, WeakSet())
-        for name, around in _AROUND.items():
-            wrap_method(accelerator, name, partial(around, accelerator))
+        for name, action in _BEFORE.items():
+            run_before(accelerator, name, partial(action, accelerator))
+        for name, act_on in _AFTER.items():
+            run_after(accelerator, name, partial(act_on, accelerator))
+        wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
     _take_over(accelerator)
     return accelerator
 
@@ -104,14 +108,13 @@ def _check_kind(accelerator: Any) -> None:
 # -------------------------------------------------------------------- preparing
 
 
-def _prepare(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = theirs(*args, **kwargs)
-    for optimizer in (unwrapped(each) for each in args if isinstance(each, Optimizer)):
-        if accelerator.is_fsdp2 and isinstance(optimizer, Dion):
+def _prepared(accelerator: Any, result: Any) -> None:
+    if accelerator.is_fsdp2:
+        for optimizer in _optimizers(accelerator):
             _check_keeps_state(optimizer)
-            optimizer._forget()  # it would keep the whole weights alive
+            if not optimizer.progress.steps:
+                optimizer._forget()  # it would keep the whole weights alive
     _take_over(accelerator)
-    return result
 
 
 def _check_keeps_state(optimizer: Dion) -> None:
@@ -125,22 +128,16 @@ def _check_keeps_state(optimizer: Dion) -> None:
         )
 
 
-def _prepare_model(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = theirs(*args, **kwargs)
-    getattr(accelerator, _PREPARED).add(result)
+def _prepared_model(accelerator: Any, model: Any) -> None:
+    getattr(accelerator, _PREPARED).add(model)
     _take_over(accelerator)
-    return result
 
 
-def _prepare_optimizer(
-    accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    result = theirs(*args, **kwargs)
-    if isinstance(ours := unwrapped(result), Dion):
+def _prepared_optimizer(accelerator: Any, wrapper: Any) -> None:
+    if isinstance(ours := unwrapped(wrapper), Dion):
         # Accelerate's wrapper has none of them, and messages name them.
-        result.synchronize, result.drift = ours.synchronize, ours.drift
+        wrapper.synchronize, wrapper.drift = ours.synchronize, ours.drift
     _take_over(accelerator)
-    return result
 
 
 def _take_over(accelerator: Any) -> None:
@@ -156,12 +153,16 @@ def _take_over(accelerator: Any) -> None:
 def _replicated_models(accelerator: Any) -> list[nn.Module]:
     """The models whose gradients the framework would average over replicas."""
     if accelerator.is_fsdp2:
-        parallelism = accelerator.parallelism_config
-        several = parallelism is not None and parallelism.dp_replicate_enabled
-        return list(accelerator._models) if several else []
+        return list(accelerator._models) if shards_have_replicas(accelerator) else []
     # What torch.compile makes of DDP is DDP's.
     known = list(getattr(accelerator, _PREPARED))
     return [m for m in known if isinstance(getattr(m, "_orig_mod", m), DistributedDataParallel)]
+
+
+def shards_have_replicas(accelerator: Any) -> bool:
+    """Whether its mesh has several replicas of FSDP2's shards."""
+    parallelism = accelerator.parallelism_config
+    return parallelism is not None and bool(parallelism.dp_replicate_enabled)
 
 
 def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
@@ -221,36 +222,32 @@ def _clip_grad_norm_(
     return clip_grad_norm_(asked[0], max_norm, norm_type)
 
 
-def _save_state(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _agree_exactly(accelerator: Any) -> None:
     for optimizer in _optimizers(accelerator):
         agree_for_a_file(optimizer)
-    return theirs(*args, **kwargs)
 
 
-def _get_state_dict(accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _agree_on_weights(accelerator: Any) -> None:
     if accelerator.is_fsdp2:  # has one model, and gathers its shards on all ranks
         for optimizer in _optimizers(accelerator):
             optimizer.eval()
-    return theirs(*args, **kwargs)
 
 
-def _join_uneven_inputs(
-    accelerator: Any, theirs: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _refuse_uneven_inputs(accelerator: Any) -> None:
     if any(optimizer._replicas.size > 1 for optimizer in _optimizers(accelerator)):
         raise RuntimeError(
             "join_uneven_inputs lets ranks stop at different steps, but replicas step together: "
             "give all ranks as many batches (even_batches=True, or drop_last=True)."
         )
-    return theirs(*args, **kwargs)
 
 
-_AROUND: dict[str, Callable[..., Any]] = {
-    "prepare": _prepare,
-    "prepare_model": _prepare_model,
-    "prepare_optimizer": _prepare_optimizer,
-    "clip_grad_norm_": _clip_grad_norm_,
-    "save_state": _save_state,
-    "get_state_dict": _get_state_dict,
-    "join_uneven_inputs": _join_uneven_inputs,
+_BEFORE: dict[str, Callable[[Any], None]] = {
+    "save_state": _agree_exactly,
+    "get_state_dict": _agree_on_weights,
+    "join_uneven_inputs": _refuse_uneven_inputs,
+}
+_AFTER: dict[str, Callable[[Any, Any], None]] = {
+    "prepare": _prepared,
+    "prepare_model": _prepared_model,
+    "prepare_optimizer": _prepared_optimizer,
 }

@@ -23,22 +23,20 @@ def keep_gradients_local(ddp: Model, *, broadcast_buffers: bool | None = None) -
     Curvadion's then want ``replicas``, the ranks of the DistributedDataParallel.
 
     After any backward ``p.grad`` is this replica's own gradient, neither summed nor divided by the
-    number of replicas, wherever the forward ran. (``no_sync()`` around the backward alone does not
-    do this: DDP decides in the forward.) Gradient accumulation needs no ``no_sync()`` either, but
-    may keep it. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``: torch's
-    function would divide each replica's gradient by its own norm.
+    number of replicas; gradient accumulation needs no ``no_sync()``, but may keep it. To clip
+    gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``: torch's function would divide
+    each replica's gradient by its own norm.
 
-    DDP goes on broadcasting parameters when it is built and the order of its buckets once. It also
-    still reduces the map of used parameters, 4 bytes per parameter: in every backward with
+    DDP goes on broadcasting parameters when it is built and the order of its buckets once, and
+    reducing the map of used parameters, 4 bytes per parameter: in every backward with
     ``find_unused_parameters=True``, in the first with ``static_graph=True``. A parameter that only
     other replicas used gets a gradient of zeros.
 
-    DDP broadcasts the buffers of its first rank before every forward, which no gate can save. By
-    default this ends if all of them are non-persistent: tables that a model computes once, such as
-    rotary embeddings. Persistent ones may be state that a forward changes, such as BatchNorm's
-    running statistics. They are broadcast as before, with a warning if that costs more than 0.1 %
-    of the bytes of dense gradients. ``broadcast_buffers=False`` ends it: running statistics then
-    are each replica's own, and a checkpoint keeps those of the rank that writes it.
+    DDP broadcasts the buffers of its first rank before every forward. By default this ends if all
+    of them are non-persistent, such as tables of rotary embeddings. Persistent ones may be state,
+    such as BatchNorm's running statistics: they are broadcast as before, with a warning if that
+    costs more than 0.1 % of the bytes of dense gradients. With ``broadcast_buffers=False`` they are
+    each replica's own, and a checkpoint keeps those of the rank that writes it.
 
     Calling it again changes nothing, unless ``broadcast_buffers`` is given.
 
@@ -79,15 +77,19 @@ def _replace_reduction(ddp: DistributedDataParallel) -> bool:
     """Give ``ddp`` a communication hook that sends nothing; False if it has that one already."""
     if any(hook is noop_hook for hook, _ in ddp._comm_hooks):
         return False
+    if ddp._comm_hooks:
+        raise _hooked(ddp._comm_hooks[0][0].__qualname__)
+    if ddp._delay_all_reduce_params or ddp._use_python_reducer:
+        raise RuntimeError(
+            "ddp reduces gradients outside its communication hook: build it without "
+            "delay_all_reduce_named_params and with torch._dynamo.config.optimize_ddp other than "
+            "'python_reducer'."
+        )
     try:
         ddp.register_comm_hook(None, noop_hook)
-    except RuntimeError as error:
-        ddp._comm_hooks.pop()  # DDP has noted the one that it refused
-        raise RuntimeError(
-            "ddp already has a communication hook, which reduces gradients, and DDP takes only one:"
-            " build the DistributedDataParallel without it (nor DDP mixed_precision) and call "
-            "keep_gradients_local instead."
-        ) from error
+    except RuntimeError as error:  # a built-in hook, which only DDP's C++ side knows of
+        ddp._comm_hooks.clear()
+        raise _hooked("built-in") from error
     return True
 
 
@@ -115,3 +117,11 @@ def _spare_buffers(ddp: DistributedDataParallel) -> None:
             f"True to keep it as it is.",
             stacklevel=checks.user_stacklevel(),
         )
+
+
+def _hooked(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"ddp already has a communication hook ({name}), which reduces gradients, and DDP takes "
+        "only one: build the DistributedDataParallel without it (nor DDP mixed_precision) and call "
+        "keep_gradients_local instead."
+    )

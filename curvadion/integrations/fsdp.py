@@ -17,12 +17,10 @@ def keep_gradients_local(model: Model) -> Model:
     """Stop FSDP2 from averaging gradients over replicas, for optimizers that do it themselves.
 
     After any backward ``p.grad`` is the mean over the shards of this replica: on a mesh of
-    (replicate, shard) FSDP still gathers weights and reduce-scatters gradients along ``shard``,
-    and sends nothing along ``replicate``. The optimizer takes over there:
-    ``CurvaDion(..., replicas=mesh["replicate"])``. Parameters stay the DTensors they are, and
-    gradients accumulate over backwards as ever. To clip them call
-    ``curvadion.clip_grad_norm_(optimizer, max_norm)``, which takes one norm over all replicas:
-    torch's function would divide each replica's gradient by its own norm.
+    (replicate, shard) FSDP sends nothing along ``replicate``, where the optimizer takes over:
+    ``CurvaDion(..., replicas=mesh["replicate"])``. To clip gradients call
+    ``curvadion.clip_grad_norm_(optimizer, max_norm)``: torch's function would divide each replica's
+    gradient by its own norm.
 
     A model on a mesh without replicas (whose replicas, if any, are outside FSDP's mesh) is left
     as it is. Calling it again changes nothing.
@@ -36,7 +34,7 @@ def keep_gradients_local(model: Model) -> Model:
 
     Raises:
         TypeError: if nothing in ``model`` was sharded by fully_shard.
-        RuntimeError: if a user's all-reduce hook is set, or gradients have been reduced in part.
+        RuntimeError: if a user's all-reduce hook is set.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
@@ -54,12 +52,9 @@ def keep_gradients_local(model: Model) -> Model:
 def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each parameter of FSDP1 a rank holds.
 
-    FullyShardedDataParallel(use_orig_params=True) leaves of every original parameter a flat
-    range of its elements, or none, which would look like a vector. After this call
-    ``curvadion.param_groups(model)`` and the optimizers know their shapes and who holds the rest.
-    Under NO_SHARD there is nothing to declare.
-
-    A parameter that a backward did not use has a gradient of zeros: it does not rest.
+    FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
+    would look like a vector. After this call ``curvadion.param_groups(model)`` and the optimizers
+    know the shapes. A parameter that a backward did not use has a gradient of zeros.
 
     Args:
         model: a module that contains FullyShardedDataParallel modules, between two steps.
@@ -106,11 +101,6 @@ def _reduce_over_shards_only(group: Any) -> None:
         raise RuntimeError(
             "model has an all-reduce hook, which reduces gradients: do not call "
             "set_all_reduce_hook if the optimizer synchronises replicas."
-        )
-    if group._partial_reduce_output is not None:
-        raise RuntimeError(
-            "model holds gradients of a backward with set_requires_all_reduce(False), which FSDP "
-            "has not handed out: call keep_gradients_local before the first backward."
         )
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.

@@ -16,7 +16,7 @@ from torch import nn
 
 from curvadion.integrations import accelerate
 from curvadion.integrations.accelerate import unwrapped
-from curvadion.integrations.shared import agree_for_a_file, wrap_method
+from curvadion.integrations.shared import agree_for_a_file, run_before, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
 from curvadion.optim.curvadion import CurvaDion
@@ -41,15 +41,14 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         attach(trainer, wire_budget=0.01)
         trainer.train()
 
-    When Trainer creates its optimizer it gets ``optimizer(param_groups(model), ...)``, with ``lr``
-    and ``weight_decay`` of TrainingArguments and the replicas that Trainer runs: all ranks under
-    DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is attached
-    (:func:`curvadion.integrations.accelerate.attach`), so that gradients stay in their replica and
-    ``max_grad_norm`` takes one factor for all replicas. Also:
+    Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
+    of TrainingArguments and the replicas that it runs: all ranks under DDP, the mesh's
+    ``dp_replicate`` under FSDP2, none in one process. Its accelerator is attached, so that
+    gradients stay in their replica and ``max_grad_norm`` takes one factor for all replicas. Also:
 
-    * Evaluation is at weights on which replicas agree, as Trainer calls ``optimizer.eval()``. So
-      are the weights at the end of ``train()``, and what ``save_model()`` writes then. Before one
-      in between call ``trainer.optimizer.eval()`` on all ranks.
+    * Evaluation, the weights at the end of ``train()`` and ``save_model()`` then have weights on
+      which replicas agree. Before a ``save_model()`` in between call ``trainer.optimizer.eval()``
+      on all ranks.
     * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
       resumes bitwise. With ``save_only_model`` replicas only agree on weights. If a step both
       evaluates and saves, they agree before the evaluation.
@@ -62,16 +61,15 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     Args:
         trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
         optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
-        settings: arguments of the optimizer, such as ``wire_budget``, ``gate``, ``sync``,
-            ``momentum``, or ``lr``, ``weight_decay`` and ``replicas`` in place of those above; and
-            those of :func:`curvadion.param_groups`, such as ``elementwise_lr`` and ``patterns``.
+        settings: arguments of the optimizer, such as ``wire_budget``, or ``lr``, ``weight_decay``
+            and ``replicas`` in place of those above; and those of :func:`curvadion.param_groups`.
 
     Returns:
         ``trainer`` itself.
 
     Raises:
-        TypeError: if it is not a Trainer, or ``optimizer`` is no class of ours. A setting that is
-            unknown raises it when ``train()`` makes the optimizer.
+        TypeError: if it is not a Trainer, or ``optimizer`` is no class of ours; from ``train()``,
+            for an unknown setting.
         ValueError: if settings are given where the optimizer exists already or is DeepSpeed's, and
             what :func:`curvadion.integrations.accelerate.attach` raises.
         RuntimeError: if it is attached already.
@@ -97,9 +95,9 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         accelerate.attach(trainer.accelerator)
         # For parameters on several meshes Trainer takes a norm of its own, of one replica only.
         trainer._has_mixed_mesh_grads = lambda model: False
-    wrap_method(trainer, "_save_checkpoint", partial(_after_agreeing, trainer, True))
+    run_before(trainer, "_save_checkpoint", partial(_agree, trainer, for_files=True))
     # While replicas count as drifted, the next evaluation would average what has been loaded.
-    wrap_method(trainer, "_load_best_model", partial(_after_agreeing, trainer, False))
+    run_before(trainer, "_load_best_model", partial(_agree, trainer))
     _report(trainer)
     setattr(trainer, _ATTACHED, True)
     return trainer
@@ -176,10 +174,10 @@ def _create(
 
 def _replicas(accelerator: Any) -> Any:
     """The ranks that hold replicas, as Trainer is about to lay out its model."""
-    parallelism = accelerator.parallelism_config
     if accelerator.is_fsdp2:
-        several = parallelism is not None and parallelism.dp_replicate_enabled
+        several = accelerate.shards_have_replicas(accelerator)
         return accelerator.torch_device_mesh["dp_replicate"] if several else None
+    parallelism = accelerator.parallelism_config
     by_ddp = parallelism is None or not parallelism.tp_enabled
     return dist.group.WORLD if accelerator.num_processes > 1 and by_ddp else None
 
@@ -193,13 +191,6 @@ def _agree(trainer: Any, *, for_files: bool = False) -> None:
         # DeepSpeed's engine agrees exactly for its own files.
         exact = for_files and not (trainer.is_deepspeed_enabled or trainer.args.save_only_model)
         agree_for_a_file(optimizer, weights_only=not exact)
-
-
-def _after_agreeing(
-    trainer: Any, for_files: bool, theirs: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    _agree(trainer, for_files=for_files)
-    return theirs(*args, **kwargs)
 
 
 def _report(trainer: Any) -> None:

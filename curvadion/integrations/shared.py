@@ -11,7 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from curvadion.integrations import ddp, fsdp
+from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
+
+KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
+"""What configurations name."""
 
 
 def keep_gradients_local(model: nn.Module) -> None:
@@ -31,10 +35,29 @@ def agree_for_a_file(optimizer: Dion, *, weights_only: bool = False) -> None:
         optimizer.synchronize(exact=True)
 
 
+def run_before(owner: object, name: str, action: Callable[[], object]) -> None:
+    """Let ``owner.name`` call ``action`` first."""
+
+    def around(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        action()
+        return theirs(*args, **kwargs)
+
+    wrap_method(owner, name, around)
+
+
+def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None:
+    """Let ``owner.name`` hand its result to ``action`` last."""
+
+    def around(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = theirs(*args, **kwargs)
+        action(result)
+        return result
+
+    wrap_method(owner, name, around)
+
+
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``owner.name`` by ``around``, which gets the method before, and its arguments.
-
-    owner: an object, or a class, whose methods get the object as their first argument.
 
     Returns the method before.
     """

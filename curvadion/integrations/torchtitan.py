@@ -1,23 +1,11 @@
-"""torchtitan: a container of CurvaDion or Dion, and a trainer that clips and saves by it.
-
-    # config_registry.py of your package
-    from torchtitan.models.llama3.config_registry import llama3_8b
-    from curvadion.integrations.torchtitan import with_curvadion
-
-    def llama3_8b_replicas():
-        return with_curvadion(llama3_8b(), lr=0.02, wire_budget=0.01)
-
-    torchrun ... -m torchtitan.train --module your_package --config llama3_8b_replicas \
-        --parallelism.data_parallel_replicate_degree 2
-
-This module needs torchtitan 0.3.
-"""
+"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that clips and saves by it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torchtitan.trainer
@@ -29,23 +17,20 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from curvadion.integrations.fsdp import keep_gradients_local
-from curvadion.integrations.shared import agree_for_a_file, wrap_method
+from curvadion.integrations.shared import KINDS, agree_for_a_file, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
-from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
 
-KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
 REPLICATE = "dp_replicate"  # torchtitan's name of the dimension of meshes along which replicas lie
 
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """One CurvaDion or Dion for each model part, in place of torchtitan's container.
 
-    Replicas lie along the ``dp_replicate`` dimension of the parts' meshes. FSDP then averages over
-    a replica's shards only, as :func:`curvadion.integrations.fsdp.keep_gradients_local` has it.
-    torchtitan's loss is a sum over the tokens of all ranks, divided by their number; gradients are
-    multiplied by the number of replicas, so that their mean over replicas is the whole gradient.
+    Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
+    replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
+    multiplied by the number of replicas: their mean over replicas is the whole gradient.
 
     A trainer must be told of it, with :func:`attach`; :class:`Trainer` does it.
 
@@ -140,10 +125,9 @@ def _replicas(part: nn.Module) -> DeviceMesh | None:
 def attach(trainer: Any) -> None:
     """Let a trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
 
-    Gradients are clipped by ``training.max_norm`` in the container's ``step``; the trainer's own
-    clipping only measures, and logs the norm of its replica. Before a checkpoint is written all
-    state becomes the same on all replicas (``synchronize(exact=True)``), before one of weights only
-    and before a validation the weights do.
+    Gradients are clipped to ``training.max_norm`` in the container's ``step``; the trainer's own
+    clipping only measures. Before a checkpoint replicas take the same state, before one of weights
+    only and before a validation the same weights.
 
     Args:
         trainer: a torchtitan Trainer, or one of a subclass, before ``train``.
@@ -179,13 +163,9 @@ def attach(trainer: Any) -> None:
             optimizers.agree(exact=not last)
         return saves
 
-    def validate(theirs: Callable[..., Any], *args: Any, **keywords: Any) -> None:
-        optimizers.agree(exact=False)
-        theirs(*args, **keywords)
-
     wrap_method(checkpointer, "_should_save", save)
     if trainer.config.validator.enable:
-        wrap_method(trainer.validator, "validate", validate)
+        run_before(trainer.validator, "validate", partial(optimizers.agree, exact=False))
 
 
 class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]

@@ -15,21 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from curvadion.layout.dtensor import (
-    DimensionShard,
-    dimension_shards,
-    placements_of,
-    swapped,
-)
+from curvadion.layout.dtensor import DimensionShard, dimension_shards, placements_of, swapped
 from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.matrix import MatrixLayout
 
 
 def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
-    """Number of rows of each block that a matrix of ``rows`` rows is split into.
-
-    row_blocks: how many blocks of equal size, or the size of each. name: what an error calls them.
-    """
+    """Number of rows of each block; row_blocks: how many of equal size, or each one's size."""
     if isinstance(row_blocks, int):
         if rows % row_blocks:
             raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list their sizes")
@@ -61,11 +53,7 @@ def output_first(X: Tensor, options: Mapping[str, Any]) -> Tensor:
 
 
 class RowBlock(NamedTuple):
-    """A block of rows, as this rank holds it.
-
-    start, size: the first row of the block and the number of its rows, over all ranks. held: the
-    rows held here, counted from ``start``. local: where these lie among the local tensor's rows.
-    """
+    """A block of rows: over all ranks; those held here, from ``start``; and as local rows."""
 
     start: int
     size: int
@@ -104,12 +92,7 @@ class BlockedTensor:
 
 
 def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
-    """Divide a parameter that is whole or a DTensor.
-
-    Raises:
-        ValueError: if the blocks do not fit, or if the DTensor is sharded in a way that no update
-            is written for.
-    """
+    """Divide a parameter that is whole or a DTensor; ValueError if that is not possible."""
     X, stack_dims = output_first(X, options), options["stack_dims"]
     dimensions = dimension_shards(X)
     rows, columns = dimensions[stack_dims : stack_dims + 2]

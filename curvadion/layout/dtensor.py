@@ -85,11 +85,7 @@ class DimensionShard:
 
 
 def dimension_shards(X: Tensor) -> list[DimensionShard]:
-    """What this rank holds of each dimension; everything if X is not a DTensor.
-
-    Raises:
-        ValueError: if the local shard does not have the shape that torch.chunk would give it.
-    """
+    """What this rank holds of each dimension; everything if X is not a DTensor."""
     if not is_dtensor(X):
         return [DimensionShard(range(size), ()) for size in X.shape]
     shards = []
@@ -106,12 +102,14 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     return shards
 
 
-def held_along(X: DTensor, dimension: int, axes: Sequence[int]) -> dict[int, range]:
-    """The indices of a dimension that each rank along ``axes``, which shard it, holds."""
+def held_along(
+    X: DTensor, dimension: int, axes: Sequence[int], along: Sequence[int]
+) -> dict[int, range]:
+    """The indices of a dimension, sharded over ``axes``, that each rank ``along`` axes holds."""
     mesh, own = X.device_mesh, _coordinate(X)
-    at = product(*(range(mesh.size(a)) if a in axes else (c,) for a, c in enumerate(own)))
+    at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
     held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
-    return dict(zip(_ranks_along(mesh, axes), held, strict=True))
+    return dict(zip(_ranks_along(mesh, along), held, strict=True))
 
 
 def _coordinate(X: DTensor) -> Sequence[int]:
@@ -209,9 +207,17 @@ def zeros(
     """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
     if not is_dtensor(X):
         return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
-    from torch.distributed.tensor import zeros as distributed_zeros
-
-    whole: Tensor = distributed_zeros(
-        tuple(shape), dtype=dtype, device_mesh=X.device_mesh, placements=placements
+    held = [
+        len(_held(size, X.device_mesh, _axes_in_order(placements, d), _coordinate(X)))
+        for d, size in enumerate(shape)
+    ]
+    # Not torch's own zeros of DTensors, which lie on the mesh's device: X may be offloaded.
+    whole: Tensor = X.from_local(
+        torch.zeros(held, dtype=dtype, device=local(X).device),
+        X.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
     )
     return whole

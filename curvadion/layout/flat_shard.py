@@ -84,23 +84,16 @@ def flat_shard(parameter: Tensor) -> FlatShard | None:
 
 
 def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
-    """State that tells this rank's flat shard from the others'; {} for other parameters.
-
-    It is a tensor with one number, the form that torch.distributed.checkpoint and FSDP1 change
-    least.
-    """
+    """State that tells this rank's flat shard from the others'; {} for other parameters."""
     declared = flat_shard(parameter)
     if declared is None:
         return {}
+    # A tensor is the form that torch.distributed.checkpoint and FSDP1 change least.
     return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
 
 
 class FlatMatrix(NamedTuple):
-    """One matrix of a flat shard's tensor.
-
-    first: index of its first element in the tensor. shape: (m, n), output features first. view: the
-    elements held here.
-    """
+    """One matrix (m, n) of a flat shard's tensor: its first element, and those held here."""
 
     first: int
     shape: tuple[int, int]
@@ -108,11 +101,7 @@ class FlatMatrix(NamedTuple):
 
 
 def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[FlatMatrix]:
-    """The matrices of the whole tensor, in the order of their elements.
-
-    Raises:
-        ValueError: if the group's row_blocks do not fit the tensor.
-    """
+    """The matrices of the whole tensor, in the order of their elements."""
     stack_dims, input_first = options["stack_dims"], options["input_first"]
     row_blocks, shape = options["row_blocks"], shard.shape
     n = math.prod(shape[stack_dims + 1 :])
@@ -137,11 +126,7 @@ def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[Flat
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
-    """[start, stop) of every rank, by its rank in the group; collective over the group.
-
-    Raises:
-        ValueError: if the ranges do not cover the tensor exactly once.
-    """
+    """[start, stop) of every rank, by its rank in the group; collective over the group."""
     ranges = [(shard.start, shard.stop)]
     if group_size(shard.group) > 1:
         ranges = ranges * group_size(shard.group)
@@ -159,11 +144,7 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
 def shared_rows(
     ranges: Sequence[tuple[int, int]], first: int, rows: int, columns: int
 ) -> tuple[int, ...]:
-    """The rows of a matrix that several ranks hold in part, ascending.
-
-    ranges: [start, stop) of every rank. first: index of the matrix's first element in the tensor.
-    rows, columns: of the matrix as it is stored.
-    """
+    """The rows of a matrix, as it is stored from ``first`` on, that several ranks hold in part."""
     begins = (start - first for start, stop in ranges if start < stop)
     boundaries = (element for element in begins if 0 < element < rows * columns)
     return tuple(sorted({element // columns for element in boundaries if element % columns}))

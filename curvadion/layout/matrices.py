@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
 from curvadion.layout.blocks import (
+    BlockedTensor,
     block_sizes,
     blocked,
     output_first,
@@ -90,11 +91,13 @@ def _of_tensor(
     columns = Extent(matrices.held_columns, columns_group, by_rank=flattened)
     mesh = X.device_mesh if is_dtensor(X) else None
     facts = tuple(matrices.X.shape), placements_of(matrices.X), mesh
+    parts = _parts(matrices, dimension, unions.of([rows_group, columns_group]))
     for stack in itertools.product(*(range(len(d.held)) for d in matrices.stack)):
         for b, block in enumerate(matrices.blocks):
             by_rank = tuple(within(rows, block.start, block.size) for rows in rows_by_rank)
             rows = Extent(block.held, rows_group, by_rank=by_rank)
-            layout = _layout((block.size, matrices.n), rows, columns, replicas, unions)
+            shape = block.size, matrices.n
+            layout = _layout(shape, rows, columns, replicas, unions, parts[b])
             yield MatrixShard(
                 layout,
                 Block(stack, block.local, options["input_first"]),
@@ -108,8 +111,31 @@ def _by_rank(X: Tensor, dimension: int, shard: DimensionShard) -> tuple[Group | 
     """The group over which a dimension is sharded, and the indices that each of its ranks holds."""
     if not is_dtensor(X) or (group := group_over(X.device_mesh, shard.axes)) is None:
         return None, []
-    held = held_along(X, dimension, shard.axes)
+    held = held_along(X, dimension, shard.axes, shard.axes)
     return group, [held[rank] for rank in dist.get_process_group_ranks(group)]
+
+
+def _parts(
+    matrices: BlockedTensor, dimension: int, shards: Group | None
+) -> list[list[tuple[range, range]]]:
+    """By block, the rows and columns that each rank of ``shards`` holds."""
+    if shards is None or not is_dtensor(matrices.X):
+        return [[] for _ in matrices.blocks]
+    rows, columns = matrices.rows.axes, matrices.columns.axes
+    along = sorted({*rows, *columns})
+    held_rows = held_along(matrices.X, dimension, rows, along)
+    held_columns = held_along(matrices.X, dimension + 1, columns, along)
+    ranks = dist.get_process_group_ranks(shards)
+    return [
+        [
+            (
+                within(held_rows[rank], block.start, block.size),
+                matrices.flattened(held_columns[rank]),
+            )
+            for rank in ranks
+        ]
+        for block in matrices.blocks
+    ]
 
 
 def _of_flat_shard(
@@ -126,7 +152,10 @@ def _of_flat_shard(
         sharded = _flat_extent(view, group, ranges, first, math.prod(shape) // view.columns)
         whole = Extent(range(view.columns))
         rows, columns = (whole, sharded) if options["input_first"] else (sharded, whole)
-        layout = _layout(shape, rows, columns, replicas, unions)
+        parts = list(zip(sharded.by_rank, itertools.repeat(whole.indices)))
+        if options["input_first"]:
+            parts = [(held_columns, held_rows) for held_rows, held_columns in parts]
+        layout = _layout(shape, rows, columns, replicas, unions, parts)
         slot = QSlot(flat_key(i, len(matrices)), ())
         yield MatrixShard(layout, view, rank_of(layout, options), slot, ("flat", id(X), i))
 
@@ -148,8 +177,13 @@ def _layout(
     X_columns: Extent,
     replicas: Group | None,
     unions: Unions,
+    parts: Sequence[tuple[range, range]],
 ) -> MatrixLayout:
-    rows, columns = (X_columns, X_rows) if shape[0] < shape[1] else (X_rows, X_columns)
+    """The layout of the oriented matrix; parts: X's rows and columns that each shard holds."""
+    rows, columns = X_rows, X_columns
+    if shape[0] < shape[1]:
+        rows, columns = columns, rows
+        parts = [(held_columns, held_rows) for held_rows, held_columns in parts]
     return MatrixLayout(
         shape,
         rows,
@@ -158,6 +192,7 @@ def _layout(
         unions.of([rows.group, replicas]),
         unions.of([columns.group, replicas]),
         unions.of([rows.group, columns.group]),
+        tuple(parts),
     )
 
 

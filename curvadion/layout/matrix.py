@@ -75,6 +75,7 @@ class MatrixLayout:
             collective takes the sum over shards and the mean over replicas. Must be given where
             both groups exist, and so must ``shards``.
         shards: the ranks that hold the shards of this replica's matrix; None if it is whole.
+        parts: the rows and columns of B that each rank of ``shards`` holds, in whole or in part.
     """
 
     shape: tuple[int, int]
@@ -84,6 +85,7 @@ class MatrixLayout:
     rows_and_replicas: dist.ProcessGroup | None = None
     columns_and_replicas: dist.ProcessGroup | None = None
     shards: dist.ProcessGroup | None = None
+    parts: tuple[tuple[range, range], ...] = ()
 
     def __post_init__(self) -> None:
         rows, columns = self.rows.group, self.columns.group

@@ -41,7 +41,7 @@ def shard_sizes(X: Tensor) -> list[int]:
     if not is_dtensor(X):
         return [X.numel()]
     lengths = [
-        [len(held) for held in held_along(X, i, d.axes).values()]
+        [len(held) for held in held_along(X, i, d.axes, d.axes).values()]
         for i, d in enumerate(dimension_shards(X))
     ]
     return [math.prod(of_one) for of_one in product(*lengths)]

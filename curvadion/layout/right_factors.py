@@ -34,9 +34,6 @@ class QSlots:
     side in one tensor (n, sum of ranks). If a block is transposed, the rows of its Q are its own.
     Such Q's stand below each other in a tensor (m, largest rank), which is sharded as the
     parameter's rows are. So both tensors can be DTensors, however the parameter is sharded.
-
-    Attributes:
-        layouts, ranks: of the row blocks, whole.
     """
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
@@ -89,10 +86,7 @@ def _flat_right_factors(
 
 
 def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the state tensors that hold right factors, by key; global ones for DTensors.
-
-    Only the direction "low_rank" has such factors.
-    """
+    """Global shapes of the state tensors that hold right factors, by key; {} if there are none."""
     if options["direction"] != "low_rank":
         return {}
     if (shard := flat_shard(X)) is not None:
@@ -106,10 +100,7 @@ def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tupl
 def create_right_factors(
     X: Tensor, options: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The state tensors that hold right factors, by key, filled with the initial Q's.
-
-    options: the parameter's group.
-    """
+    """The state tensors that hold right factors, by key, filled with the initial Q's."""
     if options["direction"] != "low_rank":
         return {}
     if (shard := flat_shard(X)) is not None:
@@ -124,7 +115,7 @@ def create_right_factors(
     matrices, slots = blocked(X, options), QSlots(X, options)
     tensors = {key: zeros(X, *form, dtype) for key, form in slots.forms().items()}
     for b, (block, layout) in enumerate(zip(matrices.blocks, slots.layouts, strict=True)):
-        slot = slots.of(b, _all_of(options["stack_dims"]), block.local)
+        slot = slots.of(b, (slice(None),) * options["stack_dims"], block.local)
         held = block.held if layout.transposed else matrices.held_columns
         initial = layout.initial_q(slots.ranks[b])[held.start : held.stop]
         # All matrices of a stack have the same shape, and so the same initial Q.
@@ -138,26 +129,20 @@ def resize_right_factors(
     """Right factors for other rank options: the first columns are kept, new ones are initial.
 
     The first columns of Q are the ones to keep. P is orthonormalised column by column, so the first
-    k columns alone are a power iteration of rank k on the largest singular values.
-
-    saved: the state tensors under the options ``before``. after: the options now, which differ in
-    rank_fraction or rank_multiple_of only.
+    k columns alone are a power iteration of rank k on the largest singular values. saved: the state
+    tensors under the options ``before``, which differ in the keys of ranks only.
     """
     tensors = create_right_factors(X, after, next(iter(saved.values())).dtype)
     if flat_shard(X) is not None:
         for key, tensor in tensors.items():
             _copy_columns(saved[key], tensor)
         return tensors
-    stack = _all_of(after["stack_dims"])
+    stack = (slice(None),) * after["stack_dims"]
     old, new = (QSlots(X, options) for options in (before, after))
     for b, block in enumerate(blocked(X, after).blocks):
         was, now = (slots.of(b, stack, block.local) for slots in (old, new))
         _copy_columns(local(saved[was.key])[was.index], local(tensors[now.key])[now.index])
     return tensors
-
-
-def _all_of(stack_dims: int) -> tuple[slice, ...]:
-    return (slice(None),) * stack_dims
 
 
 def _copy_columns(source: Tensor, target: Tensor) -> None:

@@ -40,17 +40,12 @@ class Block:
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Elements [start, stop) of a row-major (m, n) matrix, in a flat tensor.
+    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor.
 
     This rank may hold only a part of the first and of the last row. :meth:`read` fills these rows
     up with zeros; a product with such a shard is this rank's summand of the whole product.
 
-    Attributes:
-        start, stop: the elements held here.
-        columns: n.
-        offset: where they begin in the flat tensor.
-        input_first: whether the tensor holds the transpose of each matrix. The methods read and
-            write shards of the matrix itself.
+    columns: n. input_first: whether the tensor holds transposes; shards are of the matrix itself.
     """
 
     start: int

@@ -108,7 +108,6 @@ class WireMeter:
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], WireCount] = {}
         self._snapshots: WeakSet[Snapshot] = WeakSet()
-        self._mark = self.snapshot()
         self._pauses = 0
 
     def __enter__(self) -> WireMeter:
@@ -200,12 +199,6 @@ class WireMeter:
         if snapshot not in self._snapshots:
             raise ValueError(f"snapshot={snapshot!r} is of another WireMeter: ask that one.")
         return snapshot._after
-
-    def mark_step(self) -> WireCount:
-        """End a step: the count since the last call of this method, or since the beginning."""
-        with _lock:
-            step, self._mark._after = self._mark._after, WireCount()
-        return step
 
     @contextmanager
     def paused(self) -> Iterator[None]:

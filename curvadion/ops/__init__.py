@@ -2,12 +2,10 @@
 
 operations    what each operation computes, in plain PyTorch, which is the reference of all backends
 coding        the same for codes of a few bits, whose format is in codes
-dispatch      how an operation runs; the operators for torch.compile
-backends      the choice of a backend, by device or by the user
+backends      the choice of a backend, by device or by the user, and calls of it
 cpu, cuda     C++ and CUDA C++ (csrc/), called through ctypes; Triton is in curvadion_kernels
 tensors       what operations ask of lists of tensors
-arguments     such lists as arguments of C functions
-native        building and loading of the compiled libraries
+native        building, loading and calling of the compiled libraries
 """
 
 from curvadion.ops.backends import BACKENDS, backend_for, implements, lacking, use_backend

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from curvadion.ops.native import Unavailable
+from curvadion.ops.tensors import Unsupported
 
 # The module of each backend's operations; those of PyTorch do what the others do not.
 BACKENDS = {
@@ -106,7 +108,7 @@ def lacking(name: str) -> str | None:
 
 def implements(backend: str, name: str) -> bool:
     """Whether a backend has its own version of an operation, or leaves it to plain PyTorch."""
-    return backend == "torch" or operation(backend, name) is not None
+    return backend == "torch" or _operation(backend, name) is not None
 
 
 def _takes(name: str, device_type: str) -> bool:
@@ -131,8 +133,32 @@ def _automatic(device_type: str) -> str:
     return "torch"
 
 
+def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = ()) -> Any:
+    """What a backend makes of these arguments: its result, or True for none.
+
+    None if plain PyTorch has to do it. writes: the arguments that the operation changes.
+    """
+    first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
+    if first is None or torch.compiler.is_compiling():
+        return None
+    if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None  # a tracer's tensor, which has no memory
+    function = _operation(backend_for(first.device), name)
+    if function is None:
+        return None
+    try:
+        result = function(*args)
+    except Unsupported:
+        return None
+    if not first.is_inference():
+        for written in writes:
+            # Autograd must notice if a weight changes between forward and backward.
+            torch.autograd.graph.increment_version(written)
+    return True if result is None else result
+
+
 @lru_cache
-def operation(backend: str, name: str) -> Callable[..., Any] | None:
+def _operation(backend: str, name: str) -> Callable[..., Any] | None:
     """A backend's own version of an operation; None if it is left to plain PyTorch."""
     if backend == "torch":
         return None

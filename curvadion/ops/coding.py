@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from curvadion.ops.backends import fused
 from curvadion.ops.codes import (
     BLOCK,
     PLANE_BYTES,
@@ -20,17 +21,12 @@ from curvadion.ops.codes import (
     part,
     rows_of,
 )
-from curvadion.ops.dispatch import fused, operator
 from curvadion.ops.tensors import check_lists, saturated
 
 Lists = Sequence[Tensor]
 CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
 
 
-@operator(
-    "encode_difference_(Tensor(a!) codes, Tensor[] X, Tensor[] anchors, Tensor(b!)[] residuals, "
-    "int bits, Tensor(c!) owned, int first) -> ()"
-)
 def encode_difference_(
     codes: Tensor,
     X: Lists,
@@ -62,7 +58,8 @@ def encode_difference_(
     _check_blocks(owned, "owned")
     X, anchors = ([t.contiguous() for t in list_] for list_ in (X, anchors))
     with _row_major(residuals) as R:
-        if fused("encode_difference_", codes, X, anchors, R, bits, owned, first):
+        writes = (codes, R, owned)
+        if fused("encode_difference_", codes, X, anchors, R, bits, owned, first, writes=writes):
             return
         for t, (x, rows) in enumerate(zip(X, rows_of(X), strict=True)):
             anchor, residual = (list_[t].view(-1) if list_ else None for list_ in (anchors, R))
@@ -83,12 +80,11 @@ def encode_difference_(
                     residual[here] = lost.view(-1)[:length].to(residual.dtype)
 
 
-@operator("decode_(Tensor(a!)[] X, Tensor codes, int bits) -> ()")
 def decode_(X: Lists, codes: Tensor, bits: int) -> None:
     """X <- what codes stand for; the arguments are those of :func:`encode_difference_`."""
     _check(codes, bits, X)
     with _row_major(X) as Y:
-        if fused("decode_", Y, codes, bits):
+        if fused("decode_", Y, codes, bits, writes=[Y]):
             return
         for y, rows in zip(Y, rows_of(Y), strict=True):
             flat = y.view(-1)
@@ -96,7 +92,6 @@ def decode_(X: Lists, codes: Tensor, bits: int) -> None:
                 flat[here] = _decode(codes[chunk], bits).view(-1)[: len(flat[here])].to(y.dtype)
 
 
-@operator("decode_add_(Tensor(a!)[] X, Tensor(b!)[] anchors, Tensor codes, int bits) -> ()")
 def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
     """anchor <- anchor + what codes stand for, X <- anchor, saturated; in one pass.
 
@@ -104,7 +99,7 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
     """
     _check(codes, bits, X, anchors)
     with _row_major(X) as Y, _row_major(anchors) as A:
-        if fused("decode_add_", Y, A, codes, bits):
+        if fused("decode_add_", Y, A, codes, bits, writes=[Y, A]):
             return
         for y, anchor, rows in zip(Y, A, rows_of(Y), strict=True):
             flat = anchor.view(-1)
@@ -113,9 +108,6 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
             y.copy_(saturated(anchor, y.dtype))
 
 
-@operator(
-    "average_codes_(Tensor(a!) codes, Tensor(b!) own, Tensor received, int rank, int bits) -> ()"
-)
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """codes <- codes of total / ranks, own <- total - ranks * what these codes stand for.
 
@@ -133,7 +125,7 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
     _check_blocks(own, "own")
     _check_bytes(codes, "codes", rows)
     _check_bytes(received, "received", (ranks, *rows))
-    if fused("average_codes_", codes, own, received, rank, bits):
+    if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
     # By a tensor of this device: GPUs multiply by the inverse of a number of the host.
     count = torch.full((), float(ranks), device=own.device)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from curvadion.ops import native
-from curvadion.ops.arguments import INT, POINTER, addressed, addresses, counted, declare
 from curvadion.ops.codes import check_compiled, constants
+from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, declare
 
 _THREADS = ctypes.c_int
 

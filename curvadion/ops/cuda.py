@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops import native
-from curvadion.ops.arguments import INT, POINTER, addressed, counted, declare, floats
+from curvadion.ops.native import INT, POINTER, addressed, counted, declare, floats
 from curvadion.ops.tensors import elementwise
 
 _SIGNATURES: dict[str, list[Any]] = {

@@ -1,4 +1,4 @@
-"""Builds and loads the compiled operations in csrc/: plain C libraries, called through ctypes.
+"""Builds, loads and calls the compiled operations in csrc/: plain C libraries, through ctypes.
 
 torch.utils.cpp_extension builds them at their first use, which takes seconds, into a cache. That
 folder holds code that will be run, so it is used only if it belongs to this user and nobody else
@@ -15,17 +15,23 @@ import stat
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from curvadion.ops.tensors import DTYPE_CODES
 
 HERE = Path(__file__).resolve().parent.parent  # the package
 # Backends agree bit for bit on codes: fused multiply-adds would round otherwise.
 FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off"]
 CUDA_FLAGS = ["-O3"]
+POINTER = ctypes.c_void_p
+INT = ctypes.c_int64
 
 logger = logging.getLogger("curvadion")
 
@@ -138,3 +144,35 @@ def _check_private(path: Path) -> None:
             f"{path} (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) could be changed "
             f"by others, and holds code: delete it, or set CURVADION_CACHE to a folder of your own"
         )
+
+
+# ---------------------------------------------------------------- arguments of C functions
+
+
+def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
+    """Declare the argument types of a library's functions, and their common result type."""
+    for name, types in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, result
+    return library
+
+
+def counted(X: Sequence[Tensor]) -> tuple[ctypes.Array[Any], ...]:
+    """A list's sizes, addresses and dtype codes, as three arrays."""
+    return (ctypes.c_int64 * len(X))(*(x.numel() for x in X)), *addressed(X)
+
+
+def addressed(X: Sequence[Tensor]) -> tuple[ctypes.Array[Any], ...]:
+    """A list's addresses and dtype codes, as two arrays."""
+    codes = (ctypes.c_uint8 * len(X))(*(DTYPE_CODES[x.dtype] for x in X))
+    return addresses(X), codes
+
+
+def addresses(X: Sequence[Tensor]) -> ctypes.Array[Any]:
+    """A list's addresses."""
+    return (ctypes.c_uint64 * len(X))(*(x.data_ptr() for x in X))
+
+
+def floats(values: Sequence[float]) -> ctypes.Array[Any]:
+    """Numbers as float32."""
+    return (ctypes.c_float * len(values))(*values)

@@ -3,16 +3,9 @@
 Each one works on lists of tensors, which may differ in size and alignment and may be empty. Data
 may be bfloat16, float16, float32 or float64. Sums are taken in float32 or wider, and sums of
 squares in float64. Weights and momenta saturate at the end of their dtype's range
-(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are.
-
-The device of the tensors decides on the backend: Triton kernels on an NVIDIA GPU, or CUDA C++
-without Triton; C++ for codes on the CPU. What is written here in plain PyTorch runs on any device
-and takes any floating dtype, any strides, and learning rates that are tensors. It does what the
-others cannot, and is their reference. ``CURVADION_BACKEND=torch|triton|cuda|cpu`` or
-:class:`use_backend` force a backend. Operations and dtypes that it does not support still run in
-plain PyTorch.
-
-Under torch.compile these are operators ``torch.ops.curvadion.<name>``.
+(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are. Plain PyTorch
+runs on any device and takes any floating dtype, any strides, and learning rates that are tensors:
+it does what backends cannot, and is their reference.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.ops.dispatch import fused, operator
+from curvadion.ops.backends import fused
 from curvadion.ops.tensors import check_lists, largest, norm_and_sum, saturated
 
 Lists = Sequence[Tensor]
@@ -38,18 +31,6 @@ ROWS = 128
 SMALLEST_IN_BLOCKS = 3 * ROWS
 
 
-def _fake_norms(X: Lists, *_: Any) -> Tensor:
-    dtype = torch.float32
-    for x in X:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return torch.empty(len(X), dtype=dtype, device=X[0].device if X else "cpu")
-
-
-def _fake_column_sum_of_squares(R: Tensor) -> Tensor:
-    return R.new_empty(*R.shape[:-2], R.shape[-1], dtype=torch.float64)
-
-
-@operator("norms(Tensor[] X) -> Tensor", _fake_norms)
 def norms(X: Lists) -> Tensor:
     """Frobenius norms, one per tensor: (len(X),), float32 or wider.
 
@@ -61,7 +42,6 @@ def norms(X: Lists) -> Tensor:
     return _stacked(_norm(x) for x in X)
 
 
-@operator("momentum_norms(Tensor[] M, Tensor[] G, float[] mu) -> Tensor", _fake_norms)
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
 
@@ -81,11 +61,10 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     return _stacked(_held_norm(_sum(*one), one[0]) for one in zip(M, G, mu, strict=True))
 
 
-@operator("accumulate_(Tensor(a!)[] M, Tensor[] G, float[] mu) -> ()")
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
     """M <- mu M + G, in place; the arguments are those of :func:`momentum_norms`."""
     check_lists(M, G, numbers=[mu])
-    if fused("accumulate_", M, G, mu):
+    if fused("accumulate_", M, G, mu, writes=[M]):
         return
     for m, g, decay in zip(M, G, mu, strict=True):
         if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
@@ -95,10 +74,6 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
             m.copy_(saturated(_sum(m, g, decay), m.dtype))
 
 
-@operator(
-    "local_step_(Tensor(a!)[] X, Tensor[] G, float[] step, float[] decay, Tensor(b!)[] M, "
-    "float[] mu, int[]? seeds) -> ()"
-)
 def local_step_(
     X: Lists,
     G: Lists,
@@ -124,7 +99,9 @@ def local_step_(
     check_lists(X, G, numbers=[step, decay])
     if M:
         check_lists(M, G, numbers=[mu])
-    if fused("local_step_", X, G, step, decay, M, mu, seeds):
+    if _on_host(step, decay) and fused(
+        "local_step_", X, G, step, decay, M, mu, seeds, writes=[X, M]
+    ):
         return
     for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
         wide = _wide(x)
@@ -140,7 +117,6 @@ def local_step_(
         accumulate_(M, G, mu)
 
 
-@operator("column_sum_of_squares(Tensor R) -> Tensor", _fake_column_sum_of_squares)
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """The sums of squares of columns: (..., n, r) -> (..., r) float64.
 
@@ -167,9 +143,6 @@ def column_normalize(
     return Q
 
 
-@operator(
-    "column_normalize_(Tensor(a!)[] Q, Tensor R, Tensor? sum_of_squares, Tensor? floor) -> ()"
-)
 def column_normalize_(
     Q: Lists, R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
 ) -> None:
@@ -183,7 +156,7 @@ def column_normalize_(
         floor: (k, r) float64; columns whose norm is not larger become zero. Without it, columns of
             rounding errors would become updates of full size. None stands for zeros.
     """
-    if fused("column_normalize_", Q, R, sum_of_squares, floor):
+    if fused("column_normalize_", Q, R, sum_of_squares, floor, writes=[Q]):
         return
     lengths = (column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares).sqrt()
     longer = lengths > (0.0 if floor is None else floor)
@@ -192,10 +165,6 @@ def column_normalize_(
         q.copy_(r * factors)
 
 
-@operator(
-    "low_rank_update_(Tensor(a!)[] X, Tensor[] P, Tensor[] Q, float[] step, float[] decay, "
-    "Tensor(b!)[] M, Tensor[] R, float[] feedback, int[]? seeds) -> ()"
-)
 def low_rank_update_(
     X: Lists,
     P: Lists,
@@ -227,7 +196,9 @@ def low_rank_update_(
     if M:
         check_lists(M, X, numbers=[feedback])
         _check_factors(M, P, R)
-    if fused("low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds):
+    if _on_host(step, decay) and fused(
+        "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, writes=[X, M]
+    ):
         return
     for t, (x, p, q, eta, beta) in enumerate(zip(X, P, Q, step, decay, strict=True)):
         _low_rank(x, p, q, eta, beta, None if seeds is None else seeds[t])
@@ -258,7 +229,6 @@ def _low_rank(
         _write(x, torch.addmm(x.to(p.dtype), p, q.mT, beta=beta, alpha=-eta), seed)
 
 
-@operator("symmetric_product(Tensor A, Tensor B, Tensor(a!) out) -> ()")
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     """out <- A B, which is known to be symmetric; about half of it is computed. Returns out.
 
@@ -273,7 +243,7 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
         out: (k, n, n), of the same dtype; it shares no memory with A or B.
     """
     _check_product(A, B, out)
-    if fused("symmetric_product", A, B, out):
+    if fused("symmetric_product", A, B, out, writes=[out]):
         return out
     n = A.shape[1]
     if A.device.type != "cpu" or n < SMALLEST_IN_BLOCKS:
@@ -300,6 +270,11 @@ def _check_product(A: Tensor, B: Tensor, out: Tensor) -> None:
         raise ValueError(f"A, B and out are {found}: they must have one dtype and device")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ValueError("out is expanded, so that its numbers share memory: it must have its own")
+
+
+def _on_host(*lists: NumbersOrTensors) -> bool:
+    """Whether no number is a tensor; to read it could make the host wait for a GPU."""
+    return not any(isinstance(number, Tensor) for numbers in lists for number in numbers)
 
 
 def _wide(tensor: Tensor) -> Tensor:

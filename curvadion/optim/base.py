@@ -18,7 +18,7 @@ from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.conversion import convert, restore_dtypes, wrong_state
 from curvadion.optim.feasible import check_costs, check_one_replica
-from curvadion.optim.record import Progress, read_record, record
+from curvadion.optim.record import Progress, load_memory, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
 from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
@@ -156,7 +156,7 @@ class GroupedOptimizer(Optimizer):
             check_parameter(x, name, group)
         for key in ("lr", "local_lr"):
             group[key] = check.without_dimensions(group[key])
-        for key in ("momentum_dtype", "q_dtype"):
+        for key in check.DTYPE_KEYS:
             group[key] = check.dtype_name(key, group[key])
 
     def _warn_unknown_keys(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -246,11 +246,9 @@ class GroupedOptimizer(Optimizer):
         shards = [shard_sizes(x) for x in X] if sharded else [[n] for n in each]
         # What the meeting sends at every step, or at openings only under a schedule.
         meeting = WORDS_BYTES if self.sync.delay and self.gate.follows_schedule else MEETING_BYTES
-        met = meeting * max(map(len, shards)) / dense
-        at_openings = met if self.gate.follows_schedule else 0.0
+        met = meeting * max(map(len, shards)) if self.gate.follows_schedule else 0
         opening_bytes = costs.opening_bytes + self.sync.added_by_shards(shards)
-        self.gate.open_cost = opening_bytes / dense + at_openings
-        self.gate.closed_cost = met - at_openings
+        self.gate.open_cost = (opening_bytes + met) / dense
         self.gate.openings_per_full_sync = costs.openings_per_full_sync
 
     # ---------------------------------------------------------------- around a step
@@ -336,8 +334,8 @@ class GroupedOptimizer(Optimizer):
         before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
         try:
             if held.gate_class == type(self.gate).__name__:
-                self.gate.load_state_dict(held.gate)
-            self.sync.load_state_dict(held.sync if same_sync else self._first_memory)
+                load_memory("gate", self.gate, held.gate)
+            load_memory("sync", self.sync, held.sync if same_sync else self._first_memory)
             super().load_state_dict(fitting)
             restore_dtypes(self.param_groups, self.state, fitting)
         except Exception:

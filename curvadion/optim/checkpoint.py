@@ -13,7 +13,7 @@ from torch import Tensor
 from curvadion.layout.dtensor import local
 from curvadion.layout.lazy import is_dtensor
 from curvadion.sync.base import Sync
-from curvadion.update.state import is_right_factor
+from curvadion.update.state import ROW_SECOND_MOMENT, is_right_factor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -59,7 +59,7 @@ def fit_to_checkpoint(
             raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
         storage_reader = FileSystemReader(checkpoint_id)
     saved = storage_reader.read_metadata().state_dict_metadata
-    dispensable = _keys_of_syncs(Sync)
+    dispensable = _keys_of_syncs(Sync) | {ROW_SECOND_MOMENT}
     _, paths = flatten_state_dict(state)
     for key, path in paths.items():
         parent = _at(state, path[:-1])

@@ -20,7 +20,7 @@ from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.lazy import is_dtensor
 from curvadion.layout.matrices import zeros_per_matrix
 from curvadion.layout.parameters import global_shape
-from curvadion.layout.right_factors import resize_right_factors, right_factor_shapes
+from curvadion.layout.right_factors import resize_right_factors
 from curvadion.layout.squares import squares_fit
 from curvadion.optim.record import Record
 from curvadion.sync.base import Sync
@@ -37,6 +37,7 @@ from curvadion.update.state import (
     SPECTRUM_WEIGHT,
     StateKey,
     is_right_factor,
+    like_parameter,
 )
 
 # Group keys whose values are those of the optimizer that loads; and, under another sync, too.
@@ -161,24 +162,27 @@ def _fitting(
     Of another rank the first columns of right factors stay, and others are initial.
     """
     _check_flat_shard(name, X, state.get(FLAT_SHARD_START))
-    low_rank = after["direction"] == "low_rank"
-    if not low_rank:  # then the right factors may be missing, too
-        before = {**before, "direction": after["direction"]}
-        state = {key: value for key, value in state.items() if not is_right_factor(key)}
-    if wrong := _misfit(X, before, state, of_sync):
+    turns = after["algorithm"] == "dion" and before["direction"] != after["direction"]
+    if turns:  # then what the saved direction has of its own may be missing, too
+        gone = DIRECTIONS[before["direction"]].state_shapes(X, before)
+        state = {k: v for k, v in state.items() if k not in gone and not is_right_factor(k)}
+    checked = {**before, "direction": "polar"} if turns else before
+    if wrong := _misfit(X, checked, state, of_sync):
         raise ValueError(
             f"state_dict holds {wrong} for {name} of shape {global_shape(X)}: load a whole "
             f"checkpoint of the same parameters, algorithm, stack_dims and row_blocks. A state "
             f"moves between layouts through torch.distributed.checkpoint.state_dict."
             f"set_optimizer_state_dict (a full one with StateDictOptions(full_state_dict=True))."
         )
-    if not low_rank or after["algorithm"] != "dion":
+    if after["algorithm"] != "dion":
         return state
-    for key in (SPECTRUM, SPECTRUM_WEIGHT):
-        state.pop(key, None)
-    if before["direction"] != "low_rank":
-        return state | DIRECTIONS["low_rank"].create_state(X, after)
-    if right_factor_shapes(X, before) == right_factor_shapes(X, after):
+    direction = DIRECTIONS[after["direction"]]
+    if not direction.keeps_spectrum:
+        for key in (SPECTRUM, SPECTRUM_WEIGHT):
+            state.pop(key, None)
+    if turns:
+        return state | direction.create_state(X, after)
+    if direction.state_shapes(X, before) == direction.state_shapes(X, after):
         return state
     Q = {key: state.pop(key) for key in list(state) if is_right_factor(key)}
     return state | resize_right_factors(X, Q, before, after)
@@ -203,7 +207,8 @@ def _misfit(
             return f"no tensor {key!r} (but {sorted(state)})"
         if tuple(held.shape) != shape:
             return f"a {key!r} of shape {tuple(held.shape)} instead of {shape}"
-        if shape == X.shape and _placements(held) != _placements(X):
+        like_X = key in like_parameter(of_sync)
+        if like_X and _placements(held) != _placements(X):
             return f"a {key!r} with the placements {_placements(held)} instead of {_placements(X)}"
     for key, held in state.items():
         if is_right_factor(key) and key not in shapes:
@@ -227,7 +232,7 @@ def _shapes(
     if group["algorithm"] == "dion":
         one_each = tuple(zeros_per_matrix(X, group).shape)
         shapes = {MOMENTUM: whole, MOMENTUM_NORM: one_each, R_SCALE: one_each}
-        shapes |= right_factor_shapes(X, group)
+        shapes |= DIRECTIONS[group["direction"]].state_shapes(X, group)
     else:
         shapes = {"step": (), **dict.fromkeys(STATE_KEYS[group["algorithm"]], whole)}
     # Of the tensors that the sync keeps of a parameter, a state has all or none.

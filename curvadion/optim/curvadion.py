@@ -14,7 +14,7 @@ from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate
 from curvadion.optim.base import Params
-from curvadion.optim.dion import Dion
+from curvadion.optim.dion import Dion, DirectionName
 from curvadion.optim.feasible import check_costs, check_kinds
 from curvadion.optim.outer import full_precision
 from curvadion.sync.base import Sync
@@ -54,8 +54,8 @@ class CurvaDion(Dion):
             pays something back may take twice as many.
         warmup_steps: that many first steps are always synchronised.
         momentum, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims,
-            row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps,
-            update_scale, momentum_dtype, q_dtype and stochastic_rounding.
+            row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps, gather,
+            exchange_dtype, update_scale, momentum_dtype, q_dtype and stochastic_rounding.
         look_ahead, direction, rank_fraction, right_factor: as of Dion; None takes the sync's
             default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6
             times the root of the number of steps from one agreement on a weight to the next, as the
@@ -91,7 +91,7 @@ class CurvaDion(Dion):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        direction: Literal["low_rank", "polar"] | None = None,
+        direction: DirectionName | None = None,
         rank_fraction: float | None = None,
         rank_multiple_of: int = 1,
         stack_dims: int = 0,
@@ -101,16 +101,15 @@ class CurvaDion(Dion):
         right_factor: Literal["column_normalized", "qr"] | None = None,
         newton_schulz: Literal["polar_express", "muon"] = "polar_express",
         newton_schulz_steps: int = 4,
+        gather: Literal["auto", "never"] = "auto",
+        exchange_dtype: torch.dtype | str | None = None,
         update_scale: Literal["spectral", "original", "match_rms_adamw"] = "spectral",
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
     ) -> None:
         keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
-        checks.one_of("local_step", local_step, ("dion", "gradient"))
-        checks.integer("warmup_steps", warmup_steps, 0)
-        if max_local_steps is not None:
-            checks.integer("max_local_steps", max_local_steps, 1)
+        _check_local_steps(local_step, max_local_steps, warmup_steps)
         self.local_step: str = local_step
         self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
         gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if _every_step(sync) else RMMC(0.3))
@@ -158,6 +157,13 @@ class CurvaDion(Dion):
             with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
                 self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))
         self.progress.local_steps = 0
+
+
+def _check_local_steps(local_step: str, max_local_steps: int | None, warmup_steps: int) -> None:
+    checks.one_of("local_step", local_step, ("dion", "gradient"))
+    checks.integer("warmup_steps", warmup_steps, 0)
+    if max_local_steps is not None:
+        checks.integer("max_local_steps", max_local_steps, 1)
 
 
 def _every_step(sync: object) -> bool:

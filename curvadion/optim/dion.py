@@ -15,6 +15,8 @@ from curvadion.optim.outer import ReplicaOptimizer
 from curvadion.sync.low_rank import LowRank
 from curvadion.update import hyperparameters as check
 
+DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
+
 
 class Dion(ReplicaOptimizer):
     """Dion (arXiv 2504.05295, algorithm 1): every step is one step of all replicas together.
@@ -43,9 +45,11 @@ class Dion(ReplicaOptimizer):
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
         direction: what the step of a matrix is made of. "low_rank": P Q^T of a power iteration of
             rank r, as above. "polar": the polar factor of the momentum, U = B (B^T B)^(-1/2), which
-            is Muon's direction. It is of full rank, keeps no Q, and sends about n (n + 1) numbers a
-            matrix inside a sharded replica; between replicas it sends dense gradients. Groups that
-            name a rank_fraction below 1 and no direction take "low_rank".
+            is Muon's direction. It is of full rank and keeps no Q; between replicas it sends dense
+            gradients. "normuon": U with rows divided by their second moments (arXiv 2510.05491).
+            "dion2": U of the largest share rank_fraction of the rows of a wide matrix, of the
+            columns of a tall one (arXiv 2512.16928). "nordion2": both. Groups that name a
+            rank_fraction below 1 and no direction take "low_rank".
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
         rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
         stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
@@ -65,6 +69,11 @@ class Dion(ReplicaOptimizer):
             zeros stay zero. "muon" has Muon's, and divides by the Frobenius norm as it does: 5 of
             them bring singular values from 0.002 of that on to between 0.68 and 1.21.
         newton_schulz_steps: how many there are.
+        gather: how ranks that hold shards find polar factors. "auto": each matrix goes to one of
+            them and back, where that is cheaper than the sum of Gram matrices, n (n + 1) elements a
+            rank. "never": no matrix is gathered on a rank.
+        exchange_dtype: "float32" or "bfloat16", in which such matrices are sent; None takes
+            bfloat16 where products are in half precision, and their own dtype elsewhere.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
         momentum_dtype, q_dtype: of the state, a torch.dtype or its name; None takes X's.
@@ -93,7 +102,7 @@ class Dion(ReplicaOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        direction: Literal["low_rank", "polar"] = "low_rank",
+        direction: DirectionName = "low_rank",
         rank_fraction: float = 0.25,
         rank_multiple_of: int = 1,
         stack_dims: int = 0,
@@ -103,6 +112,8 @@ class Dion(ReplicaOptimizer):
         right_factor: Literal["column_normalized", "qr"] = "column_normalized",
         newton_schulz: Literal["polar_express", "muon"] = "polar_express",
         newton_schulz_steps: int = 4,
+        gather: Literal["auto", "never"] = "auto",
+        exchange_dtype: torch.dtype | str | None = None,
         update_scale: Literal["spectral", "original", "match_rms_adamw"] = "spectral",
         momentum_dtype: torch.dtype | str | None = None,
         q_dtype: torch.dtype | str | None = None,

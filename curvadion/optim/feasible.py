@@ -18,11 +18,10 @@ from curvadion.update.plan import Plan
 def check_kinds(gate: Gate, sync: Sync) -> None:
     """Raise if the gate may close where replicas must synchronise at every step, and the like."""
     checks.integer("sync.delay", sync.delay, 0)
-    opens = gate.always_open or (gate.share is not None and gate.follows_schedule)
-    if sync.every_step and not opens:
+    if sync.every_step and not (gate.always_open or gate.share is not None):
         raise ValueError(
             f"gate={gate!r} may close, but with sync={sync!r} replicas synchronise at every "
-            f"step: pass gate=AlwaysOpen(), a ByteBudget by period (wire_budget=) or no gate."
+            f"step: pass gate=AlwaysOpen(), a ByteBudget (wire_budget=) or no gate."
         )
     if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= (
         period := gate.expected_period(1.0)

@@ -93,6 +93,17 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica) -> str:
         ) from error
 
 
+def load_memory(name: str, choice: Gate | Sync, memory: Mapping[str, Any]) -> None:
+    """Let a gate or a sync go on from what a checkpoint holds of it; name: what errors call it."""
+    try:
+        choice.load_state_dict(dict(memory))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"state_dict holds the memory {memory!r}, which {name}={choice!r} cannot load "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
 def read_record(state_dict: Mapping[str, Any]) -> Record:
     """The inverse of :func:`record`, of the one that a state_dict's groups hold.
 
@@ -102,14 +113,19 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError(f"state_dict={state_dict!r} must be what state_dict() returned")
-    for group in state_dict["param_groups"]:
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not groups or not all(isinstance(each, Mapping) for each in (states, *groups)):
+        raise ValueError(f"state_dict has param_groups={groups!r}: it holds no optimizer's state.")
+    if odd := [key for key, state in states.items() if not isinstance(state, Mapping)]:
+        raise ValueError(f"state_dict['state'] has no dictionaries under {odd}: it is damaged.")
+    for group in groups:
         for key in ("algorithm", RECORD):
             if key not in group:
                 raise ValueError(
                     f"state_dict was not saved by CurvaDion or Dion: a param group lacks the key "
                     f"{key!r}. Load it into the optimizer that saved it."
                 )
-    text = state_dict["param_groups"][0][RECORD]
+    text = groups[0][RECORD]
     try:
         held = json.loads(text)
         for name, count in {**held["progress"], "drifted": held["fragments_drifted"]}.items():

@@ -6,10 +6,7 @@ a block.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from curvadion import checks, ops
+from curvadion import checks
 from curvadion.ops.codes import BITS, BLOCK, block_bytes
 
 ONE_BIT_BELOW = 0.003  # as a budget; at 0.01 2 bits are better
@@ -46,20 +43,3 @@ def bits_of_weights(budget: float, fragments: int) -> int:
     """
     share = budget * fragments
     return 1 if 0 < budget < ONE_BIT_BELOW and share < coded_share(2) else bits_within(share)
-
-
-def encode(x: Tensor, bits: int) -> Tensor:
-    """(k * BLOCK,) float32 -> (k, block_bytes(bits)) uint8.
-
-    The error is not random: callers keep it and add it to what they send next.
-    """
-    codes = x.new_empty(len(x) // BLOCK, block_bytes(bits), dtype=torch.uint8)
-    ops.encode_difference_(codes, [x], bits=bits)
-    return codes
-
-
-def decode(blocks: Tensor, bits: int) -> Tensor:
-    """(k, block_bytes(bits)) uint8 -> (k * BLOCK,) float32."""
-    x = blocks.new_empty(len(blocks) * BLOCK, dtype=torch.float32)
-    ops.decode_([x], blocks, bits)
-    return x

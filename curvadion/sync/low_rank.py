@@ -9,10 +9,14 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import group_size, mean_
+from curvadion.layout.dtensor import local
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.exact_average import average_weights_
 from curvadion.update.directions import DIRECTIONS
 from curvadion.update.parameter import Parameter
+from curvadion.update.state import MOMENTUM, ROW_SECOND_MOMENT
+
+OWN = (MOMENTUM, ROW_SECOND_MOMENT)  # what directions of full rank follow from
 
 
 class LowRank(Sync):
@@ -67,7 +71,9 @@ class LowRank(Sync):
         Low-rank products are means of what momenta hold; polar factors need the mean itself.
         """
         if step.number and not self._momenta_agree:  # before, all momenta are zero
-            mean_([p.M for p in step.plan.dion if not _shares_factors(p)], step.replicas)
+            dense = [p for p in step.plan.dion if not _shares_factors(p)]
+            own = [p.state[key] for key in OWN for p in dense if key in p.state]
+            mean_(list(map(local, own)), step.replicas)
         self._momenta_agree = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -155,8 +155,8 @@ class QuantizedAverage(Sync):
         if before != self._dealt and self.fragments_drifted:
             self.fragments_drifted = self.count  # which of the old ones is not known
         if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
-            self._rates = [[] for _ in range(count)]
-            self._sent_rates = [[] for _ in range(count)]
+            self._rates = [_largest(self._rates) for _ in range(count)]
+            self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
         return Costs(message_bytes(sizes, self.bits) / count, count)
 
     def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
@@ -361,3 +361,8 @@ def _rate(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Par
     """A parameter's sum of learning rates. fragments: that of each parameter, by id."""
     sums = rates[fragments[id(p)]]
     return sums[p.position] if p.position < len(sums) else 0.0
+
+
+def _largest(sums: Sequence[Sequence[float]]) -> list[float]:
+    """By group, the largest of the fragments' sums."""
+    return [max(of_group) for of_group in zip_longest(*sums, fillvalue=0.0)]

@@ -15,16 +15,12 @@ def inverse_triangle(
 ) -> tuple[Tensor, Tensor]:
     """W such that P W has orthonormal columns, and which columns depend on those before them.
 
-    Args:
-        gram: P^T P, (k, r, r) float64.
-        lengths: the square roots of its diagonal, (k, r).
-        floor: (k, r); a column must be longer than this, and so must its part outside the span of
-            the columns before it.
-        shift: added to the diagonal of the scaled Gram matrix.
-        last: (k, r) of bool, columns that come after all others; None for none.
+    gram: P^T P, (k, r, r) float64. lengths: the roots of its diagonal. floor: what a column must be
+    longer than, and so must its part outside the span of those before it. shift: added to the
+    diagonal of the scaled Gram matrix. last: columns that come after all others.
 
-    Returns W (k, r, r), upper triangular except for the columns that come last, with zeros in
-    dependent columns, and dependent (k, r) of bool.
+    W (k, r, r) is upper triangular except for the columns that come last, and dependent ones are
+    zero.
     """
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)

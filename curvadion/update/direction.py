@@ -18,9 +18,7 @@ from curvadion.update.plan import Plan
 class Taken(ABC):
     """What the last step of a batch was made of: U_i, the direction that each of its matrices took.
 
-    Attributes:
-        plan: the batch.
-        stacks: its matrices.
+    plan: the batch. stacks: its matrices.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -37,13 +35,10 @@ class Taken(ABC):
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
         If U_i + share C is another direction, the part of M_i in the space of U_i takes it. It can
-        be called once: the directions are given up.
+        be called once: the directions are given up, and C, (k, m_i, n_j) by stack, is overwritten.
 
-        Args:
-            changes: C, (k, m_i, n_j) by stack; overwritten.
-            shares: a number a matrix, (k,) by stack.
-            decay: S_i is a mean over calls, where the direction keeps it (polar): U_i^T M_i of a
-                call weighs decay times as much as that of the next one.
+        decay: a direction that keeps S_i (polar) takes a mean over calls: U_i^T M_i of a call
+        weighs decay times as much as that of the next one.
         """
 
 
@@ -67,11 +62,22 @@ class Direction(ABC):
         """
         return {}
 
+    def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shapes of what :meth:`create_state` makes, global ones of DTensors."""
+        return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
+
+    def begin(self, batch: Plan, gradients: Gradients) -> Any:
+        """Begin exchanges inside the replica, beside the step of the batch before; collective.
+
+        The momenta hold the gradients already. What is returned is given to :meth:`step`.
+        """
+
     @abstractmethod
     def step(
         self,
         batch: Plan,
         gradients: Gradients,
+        begun: Any,
         *,
         step: int,
         inside_replica: bool,
@@ -79,6 +85,7 @@ class Direction(ABC):
     ) -> Taken:
         """Update X, and M beyond the gradient that it holds already; collective over the shards.
 
-        step: how many steps were taken before, which seeds a stochastic rounding. inside_replica:
-        leave the other replicas out of all means. remember: as of :meth:`InnerStep.batches`.
+        begun: what :meth:`begin` has returned. step: how many steps were taken before, which seeds
+        a stochastic rounding. inside_replica: leave the other replicas out of all means. remember:
+        as of :meth:`InnerStep.batches`.
         """

@@ -10,13 +10,21 @@ import torch
 from curvadion.layout.flat_shard import flat_shard_state
 from curvadion.layout.matrices import zeros_per_matrix
 from curvadion.update import scalar
+from curvadion.update.dion2 import Dion2, NorDion2
 from curvadion.update.direction import Direction
 from curvadion.update.low_rank import PowerIteration
+from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Parameter, dtype_of
 from curvadion.update.polar import Polar
 from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE
 
-DIRECTIONS: dict[str, Direction] = {"low_rank": PowerIteration(), "polar": Polar()}
+DIRECTIONS: dict[str, Direction] = {
+    "low_rank": PowerIteration(),
+    "polar": Polar(),
+    "normuon": NorMuon(),
+    "dion2": Dion2(),
+    "nordion2": NorDion2(),
+}
 
 
 def create_state(p: Parameter) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from operator import is_
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from curvadion.update.parameter import Parameter
@@ -20,12 +21,9 @@ Number = TypeVar("Number")
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """The gradients of a plan's matrices with their weights and momenta, shard by shard.
+    """Parameters that take a matrix update, with the shards of weights, momenta and gradients.
 
-    Attributes:
-        parameters: those that take a matrix update, in the plan's order.
-        X, M, G: their weights, momenta and gradients, zeros where a gradient is missing here.
-        complete: whether no gradient is missing here.
+    complete: whether no gradient is missing here.
     """
 
     parameters: Sequence[Parameter]
@@ -57,3 +55,16 @@ class Gradients:
 def same(these: Sequence[object], those: Sequence[object]) -> bool:
     """Whether two lists hold the same objects."""
     return len(these) == len(those) and all(map(is_, these, those))
+
+
+def filled(G: Sequence[Tensor | None], X: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, with zeros like X in place of the missing ones: views of one buffer."""
+    most: dict[tuple[torch.device, torch.dtype], int] = {}
+    for g, x in zip(G, X, strict=True):
+        if g is None:
+            most[x.device, x.dtype] = max(x.numel(), most.get((x.device, x.dtype), 0))
+    zeros = {key: torch.zeros(n, device=key[0], dtype=key[1]) for key, n in most.items()}
+    return [
+        zeros[x.device, x.dtype][: x.numel()].view(x.shape) if g is None else g
+        for g, x in zip(G, X, strict=True)
+    ]

@@ -15,6 +15,7 @@ from curvadion.update.directions import DIRECTIONS
 
 ALGORITHMS = ("dion", "adamw", "lion")
 MOST_NEWTON_SCHULZ_STEPS = 20
+DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # Written into groups by torch.optim, its schedulers and training frameworks; without effect here.
@@ -23,13 +24,11 @@ FOREIGN_KEYS = frozenset(
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
 # What other optimizers call keys of ours.
-_OTHER_NAMES = {"learning_rate": "lr", "local_learning_rate": "local_lr"} | {
-    "mu": "momentum",
-    "nesterov": "look_ahead",
+_OTHER_NAMES = {
+    **{"learning_rate": "lr", "local_learning_rate": "local_lr"},
+    **{"mu": "momentum", "nesterov": "look_ahead"},
 }
-# What the optimizer itself writes into its groups.
-RECORD = "progress"
-OWN_RECORDS = frozenset({RECORD})
+RECORD = "progress"  # what the optimizer itself writes into its groups
 
 
 def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
@@ -41,7 +40,7 @@ def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None
     for key in group:
         if not isinstance(key, str):
             raise TypeError(f"The key {key!r} (={group[key]!r}) of a parameter group is no string")
-        if key in _CHECKS or key in OWN_RECORDS or key in FOREIGN_KEYS:
+        if key in _CHECKS or key == RECORD or key in FOREIGN_KEYS:
             continue
         if key in arguments:
             raise ValueError(
@@ -76,7 +75,7 @@ def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_keys(group: Mapping[str, Any]) -> set[str]:
     """The keys of a group that mean nothing here, nor to torch and its schedulers."""
-    return {key for key in group if key not in _CHECKS} - OWN_RECORDS - FOREIGN_KEYS
+    return group.keys() - _CHECKS.keys() - FOREIGN_KEYS - {RECORD}
 
 
 def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
@@ -146,6 +145,11 @@ def _newton_schulz_steps(key: str, value: object) -> None:
         )
 
 
+def _exchange_dtype(key: str, value: object) -> None:
+    if (name := dtype_name(key, value)) not in (None, "float32", "bfloat16"):
+        raise ValueError(f"{key}={name!r} must be 'float32', 'bfloat16' or None")
+
+
 def _row_blocks(key: str, value: object) -> None:
     if isinstance(value, (list, tuple)):
         if not value:
@@ -173,6 +177,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "direction": lambda k, v: one_of(k, v, tuple(DIRECTIONS)),
     "newton_schulz": lambda k, v: one_of(k, v, ("polar_express", "muon")),
     "newton_schulz_steps": _newton_schulz_steps,
+    "gather": lambda k, v: one_of(k, v, ("auto", "never")),
+    "exchange_dtype": _exchange_dtype,
     "update_scale": lambda k, v: one_of(k, v, tuple(UPDATE_SCALES)),
     "momentum_rule": lambda k, v: one_of(k, v, ("error_feedback", "plain")),
     "right_factor": lambda k, v: one_of(k, v, ("column_normalized", "qr")),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -23,13 +24,7 @@ from curvadion.update.scalar import elementwise_step, place_counter_
 
 @dataclass
 class Batch:
-    """Parameters that have just moved.
-
-    Attributes:
-        part: the part of the plan that they belong to, as it was asked for.
-        plan: the parameters, those that rest on this replica among them.
-        taken: the directions that its matrices took; None if none took any.
-    """
+    """Parameters of ``part`` that have just moved, or rest; the directions taken, if any."""
 
     part: Plan
     plan: Plan
@@ -41,8 +36,6 @@ class InnerStep:
     """The step of a replica's own, of which :meth:`batches` takes one batch after the other.
 
     Attributes:
-        plan: the parameters.
-        gradients: of its matrices.
         number: how many steps were taken before, which seeds a stochastic rounding.
         norms: Frobenius norms of the momenta with these gradients, one per matrix, (k,); None if
             no gate reads them.
@@ -81,15 +74,17 @@ class InnerStep:
         moving = None if self.rests else self._moving(gradients)
         if moving is not None:
             self._step_without_directions(*moving, gradients, directed)
-        for part in parts:
-            for chosen in part.batches:
-                taken = None
-                if moving is not None and directed and chosen.dion:
-                    taken = self._direct(chosen, *moving, over_replicas, remember)
-                batch = Batch(part, chosen, taken)
-                del taken
-                yield batch
-                batch.taken = None  # before the next batch's directions take memory
+        each = [(part, chosen) for part in parts for chosen in part.batches]
+        begin = partial(self._begin, moving if directed else None, over_replicas, remember)
+        following = begin(each[0][1]) if each else lambda: None
+        for i, (part, chosen) in enumerate(each):
+            take = following
+            # Its exchange goes on beside this batch's products.
+            following = begin(each[i + 1][1]) if i + 1 < len(each) else lambda: None
+            batch = Batch(part, chosen, take())
+            del take
+            yield batch
+            batch.taken = None  # before the next batch's directions take memory
         if moving is not None and self.norms is not None and self.plan.matrices:
             own = not any(id(p) in (gradients or {}) for p in self.plan.dion)
             fed_back = directed and any(p.feedback for p in self.plan.dion)
@@ -136,24 +131,35 @@ class InnerStep:
                 parameters[0].group,
             )
 
-    def _direct(
-        self, batch: Plan, moving: Plan, gradients: Gradients, over_replicas: bool, remember: bool
-    ) -> Taken | None:
-        """The direction of a batch's momenta, which hold the gradients already."""
-        if moving is not self.plan:
-            moves = set(map(id, moving.parameters))
+    def _begin(
+        self,
+        moving: tuple[Plan, Gradients] | None,
+        over_replicas: bool,
+        remember: bool,
+        batch: Plan,
+    ) -> Callable[[], Taken | None]:
+        """Begin the step of a batch along its momenta, which hold the gradients already."""
+        if moving is not None and moving[0] is not self.plan:
+            moves = set(map(id, moving[0].parameters))
             batch = batch.select([id(p) in moves for p in batch.parameters])
-            if not batch.dion:
-                return None
-        direction = batch.dion[0].direction
-        with record_function(f"curvadion.{direction}"):
-            return DIRECTIONS[direction].step(
-                batch,
-                gradients.among(batch.dion),
-                step=self.number,
-                inside_replica=not over_replicas,
-                remember=remember,
-            )
+        if moving is None or not batch.dion:
+            return lambda: None
+        gradients, name = moving[1].among(batch.dion), batch.dion[0].direction
+        direction = DIRECTIONS[name]
+        begun = direction.begin(batch, gradients)
+
+        def take() -> Taken:
+            with record_function(f"curvadion.{name}"):
+                return direction.step(
+                    batch,
+                    gradients,
+                    begun,
+                    step=self.number,
+                    inside_replica=not over_replicas,
+                    remember=remember,
+                )
+
+        return take
 
 
 def gradient_step(gradients: Gradients, number: int) -> None:

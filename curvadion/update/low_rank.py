@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.right_factors import create_right_factors
+from curvadion.layout.right_factors import create_right_factors, right_factor_shapes
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import look_ahead_
@@ -47,10 +47,14 @@ class PowerIteration(Direction):
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         return create_right_factors(X, options, dtype_of(options["q_dtype"], X))
 
+    def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return right_factor_shapes(X, options)
+
     def step(
         self,
         batch: Plan,
         gradients: Gradients,
+        begun: Any,
         *,
         step: int,
         inside_replica: bool,
@@ -109,31 +113,18 @@ def _as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
     )
 
 
-class _Update(NamedTuple):
-    matrix: Matrix
-    P: Tensor
-    Q: Tensor
-    R: Tensor
-
-
 def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale P Q^T, and M <- M - (1 - mu) P R^T under error feedback."""
-    by_rounding: dict[bool, list[_Update]] = {}
-    for matrices, (P, R, Q, _) in zip(stacks, factors, strict=True):
-        torch._foreach_copy_([m.Q for m in matrices], list(Q))
-        for update in map(_Update, matrices, P, Q, R):
-            random = update.matrix.parameter.stochastic_rounding
-            by_rounding.setdefault(random, []).append(update)
-    for random, updates in by_rounding.items():
-        _apply(updates, step, random=random)
-
-
-def _apply(updates: Sequence[_Update], step: int, *, random: bool) -> None:
-    matrices, P, Q, R = zip(*updates, strict=True)
+    matrices = [m for stack in stacks for m in stack]
+    if not matrices:
+        return
+    P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
+    torch._foreach_copy_([m.Q for m in matrices], Q)
     weights = [m.parameter.local for m in matrices]
     # The plain rule feeds nothing back: its momenta need not be read again.
     feeds_back = any(m.parameter.feedback for m in matrices)
     fed_back = matrices if feeds_back else ()
+    random = matrices[0].parameter.stochastic_rounding
     with (
         open_shards(matrices, weights) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),

@@ -101,15 +101,8 @@ def inverse_root(
 ) -> tuple[Tensor, Tensor]:
     """Z with which B Z is close to the polar factor of B, from G = B^T B, (k, n, n).
 
-    Args:
-        G: symmetric. The squares of its numbers must be finite in float32. A matrix of zeros gives
-            a finite Z.
-        coefficients: (a, b, c) of each iteration, of one at least.
-        bound: what G is divided by.
-        dtype: of the products; None takes G's.
-
-    Returns:
-        Z, (k, n, n), and the bounds, (k,), float32 or wider.
+    The squares of numbers of G must be finite in float32; zeros give a finite Z. dtype: of the
+    products; None takes G's. The second result are the bounds, (k,), float32 or wider.
     """
     n = G.shape[-1]
     count = max(1, most_together(G.device).squares // max(1, n * n))

@@ -85,11 +85,10 @@ def orthonormal_columns(
 
     Args:
         matrices: stacks of shape (k, m_i, r), float32 or float64, where m = sum of m_i >= r.
-        rows: for each stack, which m_i rows are held here, and the group that holds the others.
-        complete: whether to replace dependent columns by directions that follow from global row
-            indices and are orthogonal to all others. If False, dependent columns become zero.
-        floors: for each stack, the test for columns that hold a signal. The default suits entries
-            with the rounding errors of a product.
+        rows: of each stack, those held here.
+        complete: whether directions that follow from global row indices, orthogonal to all others,
+            replace dependent columns. If False, these become zero.
+        floors: of each stack; by default for entries with the rounding errors of a product.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
@@ -124,10 +123,7 @@ def _joined(found: Sequence[Orthonormal]) -> Orthonormal:
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
-    """The relative error of the entries of a product that is taken in ``dtype``.
-
-    factor: the dtype to which one of the factors was rounded; None if it is exact.
-    """
+    """The relative error of a product in ``dtype``; factor: what one factor was rounded to."""
     stored = 0.0 if factor is None else torch.finfo(factor).eps / 2
     return stored + ERRORS_OF_A_PRODUCT * torch.finfo(dtype).eps / 2
 
@@ -138,8 +134,8 @@ class Floor:
 
     Attributes:
         roundoff: relative error of the entries.
-        scale: (k,), an earlier length of the longest column. If all columns are shorter than
-            ``FALLEN`` times this length, none holds a signal. None for no such test.
+        scale: (k,), an earlier length of the longest column: if all are shorter than ``FALLEN``
+            times this, none holds a signal.
         left: for the columns of R = B^T P, the result that P comes from.
     """
 
@@ -148,10 +144,7 @@ class Floor:
     left: Orthonormal | None = None
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does.
-
-        lengths: of all columns, (k, r) float64. dtype: of the columns.
-        """
+        """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does."""
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
             # A completed column of P is orthogonal to the others up to their errors only. So its
@@ -186,9 +179,8 @@ def _cholesky_qr(
 ) -> list[Orthonormal]:
     """One pass of Cholesky QR over stacks (k, m_i, r); dependent columns become zero.
 
-    floors: for each stack; None if only columns of length zero are too short.
-    last: for each stack, (k, r) of bool: columns to orthonormalise after all others, so that the
-        others do not depend on them.
+    floors: None if only columns of length zero are too short. last: (k, r) of bool, the columns to
+    orthonormalise after all others.
     """
     sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
     slots = []
@@ -238,13 +230,14 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
 
 def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
     """The columns, with directions of their own in place of dependent ones."""
-    columns, known = [], dict[int, Tensor]()  # by the extent, which parts of a stack have in common
+    columns, known = [], dict[tuple[Extent, int], Tensor]()  # parts of a stack have them in common
     for (p, dependent, *_), extent in zip(parts, rows, strict=True):
         if not none_set(dependent):
-            if id(extent) not in known:
+            key = extent, p.shape[-1]
+            if key not in known:
                 indices = torch.arange(extent.indices.start, extent.indices.stop, device=p.device)
-                known[id(extent)] = completing_directions(indices, p.shape[-1]).to(p)
-            p = torch.where(dependent.unsqueeze(-2), known[id(extent)], p)
+                known[key] = completing_directions(indices, p.shape[-1])
+            p = torch.where(dependent.unsqueeze(-2), known[key].to(p), p)
         columns.append(p)
     return columns
 

@@ -22,6 +22,8 @@ from curvadion.ops.tensors import from_host
 from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, dict[str, Any]]
+# Directions that take only a part out of M.
+FEEDING_BACK = ("low_rank", "dion2", "nordion2")
 TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -87,9 +89,9 @@ class Parameter:
 
     @property
     def error_feedback(self) -> bool:
-        """Whether low-rank factors are taken out of M; the polar factor takes all of M."""
+        """Whether what the step was made of is taken out of M; the polar factor takes all of M."""
         rule = self.group["momentum_rule"]
-        return bool(rule == "error_feedback") and self.direction == "low_rank"
+        return bool(rule == "error_feedback") and self.direction in FEEDING_BACK
 
     @property
     def momentum_decay(self) -> float:

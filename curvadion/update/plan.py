@@ -18,7 +18,7 @@ from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
 from curvadion.layout.parameters import check_replicas, global_shape, groups_of
-from curvadion.update.gradients import Gradients
+from curvadion.update.gradients import Gradients, filled
 from curvadion.update.parameter import (
     Matrix,
     Parameter,
@@ -31,7 +31,10 @@ from curvadion.update.sizes import most_together
 from curvadion.update.state import MOMENTUM_NORM
 
 # Group keys that matrices of one stack have in common.
-_STEP_OF_A_STACK = ("direction", "right_factor", "newton_schulz", "newton_schulz_steps")
+_STEP_OF_A_STACK = (
+    *("direction", "right_factor", "newton_schulz", "newton_schulz_steps"),
+    *("gather", "exchange_dtype"),
+)
 # A batch has this share of the plan's numbers if that is more than the device's bound.
 BATCH_SHARE = 1 / 32
 
@@ -40,16 +43,15 @@ BATCH_SHARE = 1 / 32
 _STATE_KEYS = (
     *("algorithm", "direction", "rank_fraction", "rank_multiple_of", "right_factor", "q_dtype"),
     *("stack_dims", "row_blocks", "input_first", "newton_schulz", "newton_schulz_steps"),
+    *("gather", "exchange_dtype"),
 )
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
-_gradient, _is_sparse = attrgetter("grad"), attrgetter("is_sparse")
+# What all matrices of a batch have in common.
+_kind_of_step = attrgetter("direction", "stochastic_rounding")
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
-    """The objects that a plan is made of: another plan is needed if one of them is another.
-
-    Holding the objects keeps their identities from being given to others.
-    """
+    """The objects, not their ids, that a plan is made of: another one makes another plan."""
     made_of: list[object] = []
     for group in param_groups:
         X = group["params"]
@@ -62,8 +64,7 @@ class Plan:
     """Which parameters take which update, in an order that all ranks share.
 
     Attributes:
-        dion, elementwise: the parameters by kind of update; ``parameters``: first these, then
-            those.
+        dion, elementwise, parameters: the parameters by kind of update, and all in this order.
         matrices: those of ``dion``, in its order.
         inside: all ranks of this replica's shards; None if the replica is one rank.
         all_ranks: those of all replicas; None for this process alone.
@@ -166,12 +167,12 @@ class Plan:
     def batches(self) -> list[Plan]:
         """The plan in parts that bound the memory of a step; the same on all ranks of a replica.
 
-        The matrices of each have one direction.
+        The matrices of each have one direction and one kind of rounding.
         """
         # By what all ranks know; matrices of one shape are stacked, so they stay together.
-        matrices = sorted(self.dion, key=lambda p: (p.direction, global_shape(p.X)))
+        matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
-        turns = [a.direction != b.direction for a, b in pairwise(matrices)]
+        turns = [_kind_of_step(a) != _kind_of_step(b) for a, b in pairwise(matrices)]
         turns = [True, *turns, *(False for _ in self.elementwise)][: len(ordered)]
         sizes = map(_numbers_a_shard, ordered)
         batch_of = batches_of_sizes(zip(sizes, turns, strict=True), self.elements_in_a_batch)
@@ -220,9 +221,9 @@ class Plan:
     def gradients(self) -> Gradients:
         """The step's gradients with their weights and momenta."""
         X, M = [p.local for p in self.dion], [p.M for p in self.dion]
-        G = [p.gradient_or_zeros for p in self.dion]
-        complete = all(p.X.grad is not None for p in self.dion)
-        return Gradients(self.dion, X, M, G, complete)
+        given = [p.G for p in self.dion]
+        G = filled(given, X)
+        return Gradients(self.dion, X, M, G, complete=all(g is not None for g in given))
 
     @property
     def _norms(self) -> list[Tensor]:
@@ -245,11 +246,12 @@ class Plan:
         return self._sum_over_shards(norms.double().square(), self.matrices).sqrt().to(norms.dtype)
 
     def _sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-        """One number per matrix, (k,): the sums over the ranks that hold the matrix's shards."""
+        """One number per matrix, (k,): sums over the ranks that hold its shards."""
         if self.inside is None or not matrices:
             return values
-        slots = [Slot((), m.layout.shards, values.dtype, values.device) for m in matrices]
-        buckets = Buckets(slots)
+        buckets = Buckets(
+            [Slot((), m.layout.shards, values.dtype, values.device) for m in matrices]
+        )
         torch._foreach_copy_(buckets.views, list(values.unbind()))
         buckets.all_reduce_()
         return torch.stack(buckets.views)
@@ -276,9 +278,9 @@ def most_in_a_batch(numbers: int, device: torch.device) -> float:
 
 
 def batches_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:
-    """The batch of each parameter, in order; one alone may be larger than ``most``.
+    """The batch of each parameter, given by its size and whether it must begin a batch.
 
-    parameters: how many numbers each has, and whether it must begin a batch.
+    One alone may be larger than ``most``.
     """
     batches: list[int] = []
     left, batch = -1.0, -1

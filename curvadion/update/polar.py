@@ -13,13 +13,17 @@ rule, M <- mu M + G, then are the same rule. There is no right factor to remembe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets
+from curvadion.comm.groups import Group
+from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.squares import squares_held
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, Taken
@@ -32,8 +36,10 @@ from curvadion.update.newton_schulz import (
     passes_in_half,
     polar_express,
 )
+from curvadion.update.owners import Owners, sends_less
 from curvadion.update.parameter import (
     Matrix,
+    dtype_of,
     open_shards,
     remember_scales,
     scale_before,
@@ -57,39 +63,56 @@ class Polar(Direction):
 
     keeps_spectrum = True
 
+    def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
+        stacks, layouts = batch.stacks, [matrices[0].layout for matrices in batch.stacks]
+        G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
+
+        def begin() -> Callable[[], Found]:
+            B = [looking_ahead(matrices, G) for matrices in stacks]
+            return begin_polar_directions(stacks, B, layouts)
+
+        # Where there is no exchange, copies of this batch need not lie beside those of the last.
+        whole = all(layout.shards is None for layout in layouts)
+        return (lambda: begin()()) if whole else begin()
+
     def step(
         self,
         batch: Plan,
         gradients: Gradients,
+        begun: Callable[[], Any],
         *,
         step: int,
         inside_replica: bool,
         remember: bool,
     ) -> Taken:
-        stacks = batch.stacks
-        layouts = [matrices[0].layout for matrices in stacks]
-        G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
-        B = whole_rows([_looking_ahead(matrices, G) for matrices in stacks], layouts)
-        factors = polar_factors(
-            [_row_stack(matrices, rows) for matrices, rows in zip(stacks, B, strict=True)]
-        )
-        del B
-        U = [of_stack.U for of_stack in factors]
-        _move(stacks, cut_columns(U, layouts), step)
+        U, scales = begun()
+        move(batch.stacks, self.rescaled(batch.stacks, [each.shards for each in U]), step)
         if remember:
-            remember_scales(stacks, [of_stack.scale for of_stack in factors])
+            remember_scales(batch.stacks, scales)
         return PolarTaken(batch, U)
+
+    def rescaled(self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor]) -> list[Tensor]:
+        """What weights move along, from shards of U, (k, m_i, n_j) by stack; collective."""
+        return U
+
+
+class Directions(NamedTuple):
+    """U of a stack: shards (k, m_i, n_j), and whole rows (k, m_r, n) where this rank has them."""
+
+    shards: Tensor
+    rows: Tensor | None = None
 
 
 class PolarTaken(Taken):
-    """A step along polar factors. U: their whole rows, (k, m_r, n) by stack."""
+    """A step along polar factors. ranks: of U, by stack; those of whole matrices by default."""
 
-    def __init__(self, plan: Plan, U: list[Tensor]) -> None:
+    def __init__(self, plan: Plan, U: list[Directions], ranks: list[int] | None = None) -> None:
         super().__init__(plan)
         self._U = U
+        self._ranks = ranks or [min(matrices[0].layout.shape) for matrices in self.stacks]
 
     def ranks(self) -> list[int]:
-        return [min(matrices[0].layout.shape) for matrices in self.stacks]
+        return self._ranks
 
     def turn_momenta_(
         self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
@@ -101,9 +124,10 @@ class PolarTaken(Taken):
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(TINY))
             change.mul_(share[:, None, None])
-        summands = summands_of_columns(self._U, whole_rows(momenta, layouts), layouts)
+        U = _whole_rows_of(self.stacks, self._U)
         self._U.clear()
-        del momenta
+        summands = summands_of_columns(U, whole_rows(momenta, layouts), layouts)
+        del momenta, U
         for S, length in zip(summands.views, lengths, strict=True):
             S.mul_(length)
         weights = self._sum_spectra_(summands, decay)
@@ -158,24 +182,140 @@ class PolarTaken(Taken):
 # -------------------------------------------------------------------- before and after
 
 
-def _row_stack(matrices: Sequence[Matrix], B: Tensor) -> RowStack:
-    """What the polar factors of a stack follow from; B: whole rows of it."""
-    steps = matrices[0].group["newton_schulz_steps"]
-    muon = matrices[0].group["newton_schulz"] == "muon"
+Found = tuple[list["Directions"], list[Tensor]]  # U and the scales (k,), by stack
+
+
+def begin_polar_directions(
+    stacks: Sequence[Sequence[Matrix]], B: list[Tensor], layouts: Sequence[MatrixLayout]
+) -> Callable[[], Found]:
+    """Begin the exchange of B, of which what is returned makes U; both are collective.
+
+    Args:
+        stacks: matrices with the same options.
+        B: their shards, or shards of something made of them, (k, m_i, n_j) by stack; given up.
+        layouts: of B, by stack.
+    """
+    ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
+    for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
+        ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
+    begun: list[tuple[list[int], Callable[[], Found]]] = []
+    for (group, dtype, _), chosen in ways.items():
+        given = (
+            [stacks[i] for i in chosen],
+            [B[i] for i in chosen],
+            [layouts[i] for i in chosen],
+        )
+        by = partial(_by_gram, *given) if group is None else _by_owners(*given, group, dtype)
+        begun.append((chosen, by))
+    count = len(B)
+    B.clear()
+
+    def end() -> Found:
+        found: dict[int, tuple[Directions, Tensor]] = {}
+        while begun:
+            chosen, by = begun.pop(0)
+            found |= zip(chosen, zip(*by(), strict=True), strict=True)
+            del by
+        return [found[i][0] for i in range(count)], [found[i][1] for i in range(count)]
+
+    return end
+
+
+def _exchange(
+    matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
+) -> tuple[Group | None, torch.dtype]:
+    """The group whose ranks own a stack's matrices, and the dtype in which they are sent shards.
+
+    The group is None where Gram matrices are summed instead.
+    """
+    options, half = matrices[0].group, dtype_of_products(B)
+    dtype = torch.bfloat16 if half != B.dtype else B.dtype
+    if options["exchange_dtype"] is not None:
+        wanted = dtype_of(options["exchange_dtype"], B)
+        dtype = wanted if wanted.itemsize < B.dtype.itemsize else B.dtype
+    alone = layout.shards is None or options["gather"] == "never"
+    if alone or not sends_less(layout, len(matrices), dtype, half):
+        return None, B.dtype
+    return layout.shards, dtype
+
+
+def _by_gram(
+    stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
+) -> tuple[list[Directions], list[Tensor]]:
+    rows = whole_rows(B, layouts)
+    factors = polar_factors(
+        [
+            _row_stack(matrices[0], layout, held, scale_before(matrices))
+            for matrices, layout, held in zip(stacks, layouts, rows, strict=True)
+        ]
+    )
+    U = [of_stack.U for of_stack in factors]
+    shards = cut_columns(U, layouts)
+    return list(map(Directions, shards, U)), [of_stack.scale for of_stack in factors]
+
+
+def _by_owners(
+    stacks: Sequence[Sequence[Matrix]],
+    B: Sequence[Tensor],
+    layouts: Sequence[MatrixLayout],
+    group: Group,
+    dtype: torch.dtype,
+) -> Callable[[], Found]:
+    owners = Owners(layouts, list(map(len, stacks)), group)
+    whole = owners.begin_gather(B, dtype)
+
+    def end() -> Found:
+        factors = polar_factors(
+            [
+                _row_stack(m, MatrixLayout.whole(layout.shape), held, scale_before(these)[mine])
+                for (m, *_), these, layout, held, mine in zip(
+                    stacks, stacks, layouts, whole(), owners.mine, strict=True
+                )
+            ]
+        )
+        U, scales = owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
+        return list(map(Directions, U)), scales
+
+    return end
+
+
+def _whole_rows_of(stacks: Sequence[Sequence[Matrix]], U: Sequence[Directions]) -> list[Tensor]:
+    """Whole rows of U, (k, m_r, n) by stack; collective."""
+    missing = [i for i, each in enumerate(U) if each.rows is None]
+    held = [
+        torch.stack(list(map(_without_others, stacks[i], U[i].shards.unbind()))) for i in missing
+    ]
+    found = whole_rows(held, [stacks[i][0].layout for i in missing])
+    made = dict(zip(missing, found, strict=True))
+    return [made[i] if each.rows is None else each.rows for i, each in enumerate(U)]
+
+
+def _without_others(m: Matrix, U: Tensor) -> Tensor:
+    """A shard with zeros for what other ranks hold of its rows, as momenta are read."""
+    if m.shard.view.is_view:
+        return U
+    flat = torch.empty_like(m.parameter.local, dtype=U.dtype)
+    m.elements(flat).copy_(m.held(U))
+    return m.read(flat)
+
+
+def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
+    """What the polar factors of matrices like m follow from; B: whole rows of them."""
+    steps, muon = m.group["newton_schulz_steps"], m.group["newton_schulz"] == "muon"
     half = dtype_of_products(B) != B.dtype
     least = SMALLEST_IN_HALF if half else SMALLEST
     coefficients = (MUON,) * steps if muon else polar_express(steps, least)
     return RowStack(
-        layout=matrices[0].layout,
+        layout=layout,
         B=B,
-        scale=scale_before(matrices).to(B.dtype),
+        scale=scale.to(B.dtype),
         passes=passes_in_half(coefficients) if half else (coefficients,),
         bound=Bound.TRACE if muon else Bound.TIGHT,
         dtype=dtype_of_products(B),
     )
 
 
-def _looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
+def looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
     """M + look_ahead G of a stack, (k, m_i, n_j), in the dtype of products."""
     B = stacked([m.M for m in matrices], matrices[0])
     shares = [m.parameter.look_ahead for m in matrices]
@@ -186,7 +326,7 @@ def _looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
     return B
 
 
-def _move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) -> None:
+def move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     by_rounding: dict[bool, list[tuple[Matrix, Tensor]]] = {}
     for matrices, directions in zip(stacks, U, strict=True):

@@ -31,13 +31,14 @@ SMALLEST_EXPONENT = -126.0
 # The square is a quarter of the largest number of float16.
 COLUMN = 2.0**7
 
+_Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scales, (k,)
+
 
 @dataclass(frozen=True)
 class RowStack:
     """A batch of k matrices with one global shape, sharding and dtype.
 
     Attributes:
-        layout: the common layout.
         B: whole rows of the oriented matrices, (k, m_r, n); they are scaled in place.
         scale: the recent length of each matrix, (k,), float32 or wider.
         passes: the coefficients of the Newton-Schulz iterations, in one pass or several.
@@ -167,20 +168,13 @@ class _Work(NamedTuple):
     dtype: torch.dtype
 
 
-class _Root(NamedTuple):
-    """Z (k, n, n) for these rows, and the matrices' scales, (k,)."""
-
-    Z: Tensor
-    scale: Tensor
-
-
 def _root(work: _Work) -> _Root:
     Z, bound = inverse_root(work.G, work.coefficients, work.bound, work.dtype)
     length = bound.sqrt() * torch.exp2(work.e)
     finite = torch.isfinite(length) & torch.isfinite(Z.sum(dim=(1, 2), dtype=length.dtype))
     moves = (length > FALLEN * work.scale) & finite
     Z.masked_fill_(~moves[:, None, None], 0.0)
-    return _Root(Z, torch.maximum(work.scale, length.nan_to_num(0.0, 0.0, 0.0)))
+    return Z, torch.maximum(work.scale, length.nan_to_num(0.0, 0.0, 0.0))
 
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
@@ -196,21 +190,17 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         # Not indexed by the list, which would be copied to the device.
         e, scale = (torch.stack([t[i] for i in matrices]) for t in (works[s].e, works[s].scale))
         Z, scale = _root(works[s]._replace(G=G, e=e, scale=scale))
-        own += _with(pack(Z), scale)
+        # Behind each packed matrix its scale, which is wider and keeps its bits.
+        packed = pack(Z)
+        own += torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
     behind = works[0].scale.dtype.itemsize // summands[0].dtype.itemsize
     sizes = [len(row) + behind for row in summands]
     results = iter(shared.results(own, sizes, summands[0]))
-    return [_without(torch.stack(list(islice(results, len(work.G)))), work) for work in works]
-
-
-def _with(packed: Tensor, scale: Tensor) -> Tensor:
-    """Packed matrices, and behind each its scale, which is wider and keeps its bits."""
-    return torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
-
-
-def _without(rows: Tensor, work: _Work) -> _Root:
-    """The inverse of :func:`_with`."""
-    size = work.G.shape[1]
-    # A copy, because wider numbers must begin at a multiple of their size.
-    scale = rows[:, size:].flatten().clone().view(work.scale.dtype)
-    return _Root(unpack(rows[:, :size], min(work.layout.shape)), scale)
+    roots = []
+    for work in works:
+        rows = torch.stack(list(islice(results, len(work.G))))
+        packed, scale = rows.split([work.G.shape[1], behind], dim=1)
+        # A copy, because wider numbers must begin at a multiple of their size.
+        scale = scale.flatten().clone().view(work.scale.dtype)
+        roots.append((unpack(packed, min(work.layout.shape)), scale))
+    return roots

@@ -45,14 +45,10 @@ class Stack:
     """A batch of k matrices with one global shape, sharding, rank and dtype.
 
     Attributes:
-        layout: the common layout.
-        B: local shards, (m_i, n_j) each, of any floating dtype and any strides.
-        Q: right factors, (n_j, r) each.
-        right_factor: how R becomes the next Q.
-        dtype: of the products P and R: float32, or float64 for float64 parameters.
+        B, Q: local shards, (m_i, n_j) each, and right factors, (n_j, r) each.
+        dtype: of the products P and R, float32 or wider.
         stored: the dtype to which B has been rounded; None if B is exact.
-        scale: the recent length of the longest column of R, (k,) float64; None if there is no
-            record of the past.
+        scale: the recent length of the longest column of R, (k,) float64, if known.
     """
 
     layout: MatrixLayout
@@ -97,8 +93,6 @@ def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
 
     All of Q is zero if the longest column of R is :data:`curvadion.update.orthonormalize.FALLEN`
     times ``scale`` or shorter. Q and R are both zero if a product is not finite.
-
-    stacks: the same ones on every rank of every group involved, each with the rank's shards.
     """
     left = orthonormal_columns(
         left_products(stacks),
@@ -196,5 +190,4 @@ def _next_right_factors(
         lengths = view.sqrt()
         floor = floors[i].of(lengths, R[i].dtype)
         found[i] = ops.column_normalize(R[i], view, floor), lengths
-    in_order = [found[i] for i in range(len(stacks))]
-    return [Q for Q, _ in in_order], [lengths for _, lengths in in_order]
+    return [found[i][0] for i in range(len(stacks))], [found[i][1] for i in range(len(stacks))]

@@ -49,8 +49,6 @@ def elementwise_step(
     gradients are finite: gradients are limited, in place, to numbers that can be squared, and
     float16 saturates. Fused AdamW on a GPU, for which that would be two more passes over the
     gradients, leaves out a step of its lists if a gradient's norm is above this limit.
-
-    states: of :func:`create_state`. options: lr, betas, weight_decay and, for AdamW, eps.
     """
     step = _adamw if algorithm == "adamw" else _lion
     others = [i for i, x in enumerate(X) if x.dtype != torch.float16]

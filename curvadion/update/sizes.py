@@ -13,17 +13,11 @@ import torch
 
 
 class Most(NamedTuple):
-    """The most elements that are held together; a single matrix may have more.
+    """The most elements that are held together; a single matrix may have more."""
 
-    Attributes:
-        batch: of a batch, on a rank. A step or an opening holds about five copies of it.
-        squares: of the n x n matrices of Newton-Schulz iterations, of which it holds about six.
-        wide: of float64 copies while columns are orthonormalised.
-    """
-
-    batch: int
-    squares: int
-    wide: int
+    batch: int  # on a rank; a step or an opening holds about five copies
+    squares: int  # of the n x n matrices of Newton-Schulz iterations, about six copies
+    wide: int  # of float64 copies while columns are orthonormalised
 
 
 ON_CPU = Most(batch=2**22, squares=2**20, wide=2**20)

@@ -6,6 +6,7 @@ Per parameter, ``optimizer.state[X]``:
     momentum          X's              replica   takes the mean over replicas
     Q, Q_rows, Q_<i>  factors          replica   takes the mean
     R_scale           one a matrix     replica   takes the mean
+    row_second_moment one a row        replica   takes the mean
     exp_avg           X's              replica   takes the mean
     exp_avg_sq        X's              replica   takes the mean
     step              one              replica   takes the mean
@@ -30,6 +31,7 @@ from torch import Tensor
 from curvadion.layout.flat_shard import FLAT_SHARD_START
 
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
+ROW_SECOND_MOMENT = "row_second_moment"
 # What replicas last agreed on. A sync kind that keeps it calls it so: ranks then compare it.
 ANCHOR = "anchor"
 # S = U^T M of matrices with polar directions, a weighted sum over openings, each replica's own; and
@@ -66,6 +68,7 @@ _KEYS = (
     StateKey("Q", Owner.REPLICA),
     StateKey("Q_rows", Owner.REPLICA),
     StateKey(R_SCALE, Owner.REPLICA),
+    StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),
     StateKey("exp_avg", Owner.REPLICA, like_parameter=True),
     StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True),
     StateKey("step", Owner.REPLICA),
@@ -92,10 +95,7 @@ def averaged(
 ) -> dict[str, Tensor]:
     """The tensors of a state whose mean an exact synchronisation takes, in an order ranks share.
 
-    Args:
-        state: of a parameter.
-        of_sync: the sync kind's keys.
-        counters: those that are one number (``step``), instead of all others.
+    counters: those that are one number (``step``), instead of all others.
     """
     return {
         name: tensor

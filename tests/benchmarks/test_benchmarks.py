@@ -61,12 +61,17 @@ def measure_ranks(rank, *arguments):
     optimizer_step.main([*arguments, "--device", "cpu"])
 
 
+def records_of_ranks(path, *arguments):
+    """By contender, those of two ranks."""
+    arguments = ("--output", str(path), "--models", "500x2000", *arguments)
+    distributed.run(2, measure_ranks, *arguments)
+    return {r["contender"]: r for r in json.loads(path.read_text("utf-8"))["records"]}
+
+
 def test_a_step_of_shards(tmp_path):
     names = "Dion, polar", "AdamW, fused"
-    few = ("--models", "500x2000", "--blocks", "3", "--rounds", "1", "--shards", "--contenders")
-    output = tmp_path / "a.json"
-    distributed.run(2, measure_ranks, "--output", str(output), *few, *names)
-    found = {r["contender"]: r for r in json.loads(output.read_text("utf-8"))["records"]}
+    few = ("--blocks", "3", "--rounds", "1", "--shards", "--contenders", *names)
+    found = records_of_ranks(tmp_path / "a.json", *few)
     assert set(found) == {*names, "fused operations alone"}
     for r in found.values():
         assert (r["replicas"], r["shards"], r["tensors"]) == (1, 2, 3)
@@ -78,11 +83,8 @@ def test_a_step_of_shards(tmp_path):
 
 def test_a_step_of_replicas(tmp_path):
     names = "opening", "local step, polar"
-    few = ("--models", "500x2000", "--blocks", "1", "--contenders", *names)
-    output = tmp_path / "a.json"
-    rounds = ("--rounds", "1000000", "--seconds", "0")
-    distributed.run(2, measure_ranks, "--output", str(output), *few, *rounds)
-    found = {r["contender"]: r for r in json.loads(output.read_text("utf-8"))["records"]}
+    few = ("--blocks", "1", "--rounds", "1000000", "--seconds", "0", "--contenders", *names)
+    found = records_of_ranks(tmp_path / "a.json", *few)
     assert set(found) == {*names, "fused operations alone"}
     for r in found.values():
         assert (r["replicas"], r["shards"], r["calls"]) == (2, 1, 1)

@@ -49,11 +49,10 @@ SETTINGS = {
     "published": {"threshold": 2.0},
     "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
     "ours_low_rank": {"wire_budget": 0.04, "bits": 2, "parts": 1},
-    "ours_rmmc": {"wire_budget": 0.06, "bits": 4, "parts": 3},
     "coded_gradients": {"bits": 4},
 }
 GATED = {"dion", "dion_nesterov", "muon", "averaging", "published", "authors"}
-GATED |= {"ours", "ours_low_rank", "ours_rmmc", "coded_gradients"}
+GATED |= {"ours", "ours_low_rank", "coded_gradients"}
 SCHEDULED = {"averaging", "ours", "ours_low_rank"}  # replicas agree at openings only
 CPU = torch.device("cpu")
 

@@ -26,17 +26,17 @@ def test_stages_train_as_plain_ddp_and_their_replicas_as_those_of_hsdp(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(demo, "follow", follow_in_workers)
-    monkeypatch.setattr(demo_deepspeed, "STAGES", (1, 3))
+    monkeypatch.setattr(demo_deepspeed, "STAGES", (3,))
     summaries = demo_deepspeed.main(["--out", str(tmp_path), *UNTIL_OPEN])
     assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == summaries
-    dense, sparing = summaries[:3], summaries[3:]
-    assert [each["name"] for each in dense] == ["Dion, DDP", "Dion, ZeRO 1", "Dion, ZeRO 3"]
-    assert [each["name"] for each in sparing] == ["1 %, HSDP", "1 %, ZeRO 1", "1 %, ZeRO 3"]
+    dense, sparing = summaries[:2], summaries[2:]
+    assert [each["name"] for each in dense] == ["Dion, DDP", "Dion, ZeRO 3"]
+    assert [each["name"] for each in sparing] == ["1 %, HSDP", "1 %, ZeRO 3"]
     for summary in dense:
         assert_within(summary["largest_difference"], LOSSES, what=summary["name"])
         assert summary["open_gate_share"] == 1.0
         assert 0 < summary["optimizer_bytes_per_step"] <= summary["wire_bytes_per_step"]
-    assert dense[0]["wire_bytes"] < min(each["wire_bytes"] for each in dense[1:])
+    assert dense[0]["wire_bytes"] < dense[1]["wire_bytes"]
     for summary in sparing:
         # Shards of other shapes have other blocks, whose codes lose other numbers.
         assert summary["val_loss"] == pytest.approx(sparing[0]["val_loss"], rel=0.02)

@@ -17,11 +17,6 @@ TINY = (
 ).split()
 DION = ["--optimizer", "dion"]
 PERIOD = ["--optimizer", "curvadion", "--period", "2", "--local-lr", "0.1"]
-# Processes, flags.
-LAYOUTS = {
-    "hsdp 2x2": (4, "--parallel hsdp"),
-    "fsdp_tp 2x2": (4, "--parallel fsdp_tp"),
-}
 
 
 def run(out, processes, readers, *flags):
@@ -31,29 +26,22 @@ def run(out, processes, readers, *flags):
     return read(out / "log.jsonl", "train"), json.loads((out / "summary.json").read_text("utf-8"))
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """Losses of one process."""
-    log, summary = run(tmp_path_factory.mktemp("one"), 1, 1, *DION)
+def losses(log, summary):
     return [*(record["loss"] for record in log), summary["val_loss"]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_the_curve_of_one_process_and_resumes_bitwise(
-    tmp_path, one_process, layout
-):
-    processes, flags = LAYOUTS[layout]
-    sizes = mesh_sizes(flags.split()[1], processes, None, None)
-    flags = [*flags.split(), *DION, "--checkpoint-every", "2"]
-    log, summary = run(tmp_path / "straight", processes, sizes.readers, *flags)
-    assert_same_losses([*(r["loss"] for r in log), summary["val_loss"]], one_process)
+def test_shards_have_the_curve_of_one_process_and_resume_bitwise(tmp_path):
+    flags = ["--parallel", "fsdp_tp", *DION, "--checkpoint-every", "2"]
+    readers = mesh_sizes("fsdp_tp", 4, None, None).readers
+    log, summary = run(tmp_path / "straight", 4, readers, *flags)
+    assert_same_losses(losses(log, summary), losses(*run(tmp_path / "one", 1, 1, *DION)))
     assert summary["tokens_per_step"] == SEQUENCES * 16
     assert summary["drift"] == 0
 
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "straight", resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-00000003")
-    again, _ = run(resumed, processes, sizes.readers, *flags, "--resume")
+    again, _ = run(resumed, 4, readers, *flags, "--resume")
     assert [record["loss"] for record in again] == [record["loss"] for record in log]
     ends = (folder / "checkpoints" / "step-00000003" for folder in (tmp_path / "straight", resumed))
     assert_same_checkpoint(*ends)
@@ -68,8 +56,7 @@ def test_other_layouts_resume_the_checkpoint_of_drifted_replicas(tmp_path):
         shutil.copytree(tmp_path / "hsdp", out)
         shutil.rmtree(out / "checkpoints" / "step-00000004")
         again, _ = run(out, processes, readers, "--parallel", *layout.split(), *flags, "--resume")
-        losses = [[record["loss"] for record in log] for log in (again, straight)]
-        assert_same_losses(*losses)
+        assert_same_losses(*([record["loss"] for record in log] for log in (again, straight)))
 
 
 @pytest.mark.parametrize(

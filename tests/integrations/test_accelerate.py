@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_workers")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-STEPS, SAVED, BATCH, MAX_NORM = 30, 17, 2, 0.5
+STEPS, SAVED, BATCH, MAX_NORM = 21, 11, 2, 0.5
 CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2, spectrum_decay=0.8)}
 
 
@@ -186,20 +187,24 @@ def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(tmp_path):
 # -------------------------------------------------------------------- FSDP2 and HSDP
 
 
-def fsdp_runs(rank, folder, replicas, state_dict_type):
-    """Runs in shards; replicas: how many there are."""
+def sharding(replicas, state_dict_type, block="GPT2Block"):
+    """An attached Accelerator; replicas: how many there are, the other ranks being shards."""
     from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 
-    def made():
-        hf.launch("gpu")
-        shards = dist.get_world_size() // replicas
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["GPT2Block"], state_dict_type=state_dict_type,
-            cpu_ram_efficient_loading=False,
-        )  # fmt: skip
-        mesh = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
-        return attached(fsdp_plugin=plugin, parallelism_config=mesh)
+    hf.launch("gpu")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[block], state_dict_type=state_dict_type,
+        cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+    shards = dist.get_world_size() // replicas
+    mesh = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
+    return attached(fsdp_plugin=plugin, parallelism_config=mesh)
+
+
+def fsdp_runs(rank, folder, replicas, state_dict_type):
+    """A run in shards, and one that resumes it."""
+    made = functools.partial(sharding, replicas, state_dict_type)
 
     def options(accelerator):
         if replicas == 1:
@@ -307,6 +312,20 @@ def test_mistakes_are_errors_on_all_ranks():
     for messages in distributed.run(2, mistakes):
         for name, parts in MISTAKES.items():
             assert all(part in messages[name] for part in parts), (name, messages[name])
+
+
+def stepped_before(rank):
+    """What is raised where FSDP2 shards the parameters of an optimizer that has stepped."""
+    accelerator, model = sharding(1, "FULL_STATE_DICT", "Linear"), Plain()
+    optimizer = curvadion.Dion(curvadion.param_groups(model))
+    model(torch.ones(4, 8)).backward()
+    optimizer.step()
+    return raised(accelerator.prepare, model, optimizer)
+
+
+def test_an_optimizer_that_has_stepped_before_it_is_sharded_is_an_error():
+    for message in distributed.run(2, stepped_before):
+        assert message.startswith("ValueError: Dion has taken 1 steps, and FSDP2 has given it")
 
 
 # -------------------------------------------------------------------- accumulation, precision

@@ -1,8 +1,8 @@
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -72,23 +72,20 @@ def test_gradient_is_this_replicas_own(name):
         assert not count
 
 
-def accumulate(rank, options, in_no_sync):
-    ddp = keep_gradients_local(weight(**options))
+def accumulate(rank, in_no_sync):
+    ddp = keep_gradients_local(weight(gradient_as_bucket_view=True))
     with WireMeter() as meter:
         for _ in range(2):
             ddp.zero_grad()
-            for factor in (1, 10):
-                if in_no_sync and factor == 1:
-                    with ddp.no_sync():
-                        ddp(factor * value(rank)).sum().backward()
-                else:
-                    ddp(factor * value(rank)).sum().backward()
+            with ddp.no_sync() if in_no_sync else nullcontext():
+                ddp(value(rank)).sum().backward()
+            ddp(10 * value(rank)).sum().backward()
     return gradient(ddp), "all_reduce" in meter.bytes_by_collective
 
 
 @pytest.mark.parametrize("in_no_sync", [False, True])
 def test_gradients_accumulate(in_no_sync):
-    results = distributed.run(2, accumulate, {"gradient_as_bucket_view": True}, in_no_sync)
+    results = distributed.run(2, accumulate, in_no_sync)
     assert results == [(22.0, False), (44.0, False)]
 
 
@@ -107,20 +104,16 @@ def test_unused_parameters_cost_their_map_and_get_zeros():
     assert distributed.run(2, leave_parameters_unused) == [expected] * 2
 
 
-def keep_on(rank, spoil):
+def keep_on(rank):
     ddp = weight()
-    if spoil == "hook":
-        ddp.register_comm_hook(None, allreduce_hook)
-    else:
-        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(RuntimeError) as error:
         keep_gradients_local(ddp)
     return str(error.value)
 
 
-@pytest.mark.parametrize("spoil", ["hook", "built-in hook"])
-def test_another_hook_is_an_error_that_says_what_to_do(spoil):
-    for message in distributed.run(2, keep_on, spoil):
+def test_another_hook_is_an_error_that_says_what_to_do():
+    for message in distributed.run(2, keep_on):
         assert "already has a communication hook" in message
         assert "build the DistributedDataParallel without it" in message
 

@@ -49,24 +49,12 @@ def test_a_checkpoint_continues_bitwise(tmp_path):
             assert torch.equal(W, weights_again[parameter]), parameter
 
 
-def loaded_elsewhere(rank, name, other, folder):
-    engine = ds.engine_of(ds.changed(name, PERIOD))
-    ds.train(engine, range(2))
-    engine.save_checkpoint(folder, tag="here")
-    with pytest.raises(ValueError, match="state_dict holds"):
-        ds.engine_of(ds.changed(other, PERIOD)).load_checkpoint(folder, tag="here")
-
-
-def test_a_checkpoint_of_another_layout_is_an_error(tmp_path):
-    distributed.run(2, loaded_elsewhere, "2", "2 round robin", str(tmp_path))
-
-
 # -------------------------------------------------------------------- bad gradients
 
 
-def spoiled(rank, name, settings):
+def spoiled(rank):
     """Reports, and whether the step with a NaN on the last rank left all weights as they were."""
-    engine = ds.engine_of(ds.changed(name, PERIOD, **settings))
+    engine = ds.engine_of(ds.changed("1 bf16", PERIOD, gradient_clipping=10.0))
     last = dist.get_world_size() - 1
     ds.train(engine, range(2))
     before = ds.masters(engine)
@@ -76,9 +64,8 @@ def spoiled(rank, name, settings):
     return reports, {n: torch.equal(W, after[n]) for n, W in before.items()}, ds.masters(engine)
 
 
-@pytest.mark.parametrize(("name", "clip"), [("1 bf16", 10.0), ("3 offload", 0.0)])
-def test_a_nan_on_one_rank_skips_the_step_on_all(name, clip):
-    results = distributed.run(2, spoiled, name, {"gradient_clipping": clip})
+def test_a_nan_on_one_rank_skips_the_step_on_all():
+    results = distributed.run(2, spoiled)
     for reports, unchanged, weights in results:
         assert [(r.step, r.skipped) for r in reports] == [
             (3, True), (4, False), (5, False), (6, False), (7, False),
@@ -98,14 +85,7 @@ ON_ONE_RANK = {(1, 1): ("wide",), (2, 1): ("tall",), (5, 0): ("two", "row")}
 ON_ALL = {(step, rank): ("wide",) for step in (1, 2) for rank in (0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("name", "missing"),
-    [
-        ("0", ON_ONE_RANK),
-        ("1 BF16_Optimizer", ON_ONE_RANK),
-        ("3 offload", ON_ALL),
-    ],
-)
+@pytest.mark.parametrize(("name", "missing"), [("0", ON_ONE_RANK), ("3 offload", ON_ALL)])
 def test_gradients_may_be_missing(name, missing):
     (reports, weights), (again, others) = distributed.run(2, incomplete, name, missing)
     assert reports == again
@@ -129,9 +109,6 @@ def clients(rank, stage, how):
 
     configuration = ds.config(stage)
     del configuration["optimizer"]
-    if how == "offloaded":
-        configuration["zero_force_ds_cpu_optimizer"] = False
-        configuration["zero_optimization"]["offload_optimizer"] = ds.OFFLOAD
     optimizer = build if how == "callable" else build(None)
     engine = ds.engine_of(configuration, of, optimizer=optimizer)
     expected = ds.Expected(1, world)
@@ -142,36 +119,9 @@ def clients(rank, stage, how):
     return max(expected.distances(ds.masters(engine), rank).values())
 
 
-@pytest.mark.parametrize(
-    ("stage", "how"), [(0, "left to DeepSpeed"), (2, "offloaded"), (3, "callable")]
-)
+@pytest.mark.parametrize(("stage", "how"), [(0, "left to DeepSpeed"), (3, "callable")])
 def test_an_optimizer_made_in_code(stage, how):
     assert_within(max(distributed.run(2, clients, stage, how)), ds.ROUNDING)
-
-
-def built_under_zero_init(rank):
-    import deepspeed
-
-    configuration = ds.config(3, kind="Dion", zero={"stage3_param_persistence_threshold": 0})
-    del configuration["optimizer"]["params"]["gate"]
-    ds.engine_of(configuration)  # DeepSpeed's groups
-    ds.forget_groups()
-    with deepspeed.zero.Init(config_dict_or_path=configuration):
-        of = ds.Model()
-    wanted = ds.model()
-    for p, value in zip(of.parameters(), wanted.parameters(), strict=True):
-        with deepspeed.zero.GatheredParameters(p, modifier_rank=0), torch.no_grad():
-            p.copy_(value)
-    engine = curvadion.deepspeed.initialize(model=of, config=configuration)[0]
-    expected = ds.Expected(3, dist.get_world_size())
-    ds.train(engine, range(5))
-    for step in range(5):
-        expected.step(step, True)
-    return max(expected.distances(ds.masters(engine), rank).values())
-
-
-def test_dion_on_a_model_built_under_zero_init():
-    assert_within(max(distributed.run(2, built_under_zero_init)), ds.ROUNDING)
 
 
 def one_rate(rank, rate):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_workers")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-STEPS, SAVED, MAX_NORM, LR = 30, 17, 0.5, 0.02
+STEPS, SAVED, MAX_NORM, LR = 20, 11, 0.5, 0.02
 CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2)}
 
 

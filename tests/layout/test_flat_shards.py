@@ -16,7 +16,7 @@ import formulas
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.layout.flat_shard import declare_flat_shard
 from flat_shards import FRACTION, declared, elements_of, flat, held, matrices_of, my_range, ranks_of
-from reference import DionReference
+from polar_reference import reference_of
 from scheduled import Watching
 from seeded import gradient, weights
 from tolerance import Rounding, assert_within
@@ -61,7 +61,10 @@ def groups_of(rank, replicas, shards, backwards):
     )
 
 
-def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=STEPS, seed=0):
+def train(
+    rank, replicas, cases, schedule, options, *, backwards=False, steps=STEPS, seed=0,
+    dtype=torch.float32,
+):  # fmt: skip
     """Distances of the flat pieces of X and M from the reference's, by case; of drift and RMMC.
 
     backwards: the first rank holds the last elements.
@@ -69,25 +72,23 @@ def train(rank, replicas, cases, schedule, options, *, backwards=False, steps=ST
     shards = len(next(iter(cases.values()))[1])
     place, replica, group, replica_group = groups_of(rank, replicas, shards, backwards)
     X, references, param_groups = {}, {}, []
-    known = {k: v for k, v in options.items() if k != "rank_fraction"}
     for name, (shape, ends, own) in cases.items():
-        X[name] = declared(weights(shape, seed), ends, place, group)
+        X[name] = declared(weights(shape, seed).to(dtype), ends, place, group)
         param_groups.append({"params": [(name, X[name])], **own})
         references[name] = [
-            DionReference(part, replicas, r, **known)
+            reference_of(part, replicas, r, options)
             for part, r in zip(
                 matrices_of(weights(shape, seed), own), ranks_of(shape, own), strict=True
             )
         ]
     gate = Watching(schedule or range(1, steps + 1))
-    optimizer = CurvaDion(
-        param_groups, replicas=replica_group, gate=gate, rank_fraction=FRACTION, **options
-    )
+    options = {"rank_fraction": FRACTION, **options}
+    optimizer = CurvaDion(param_groups, replicas=replica_group, gate=gate, **options)
     rmmc = []
     for step in range(steps):
         rmmc.append(0.0)
         for name, (shape, ends, own) in cases.items():
-            each = [gradient(shape, step, i, seed) for i in range(replicas)]
+            each = [gradient(shape, step, i, seed).to(dtype) for i in range(replicas)]
             start, stop = my_range(ends, place)
             X[name].grad = each[replica].reshape(-1)[start:stop].clone()
             parts = [matrices_of(G, own) for G in each]

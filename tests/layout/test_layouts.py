@@ -15,7 +15,7 @@ import distributed
 import formulas
 from curvadion import CurvaDion, Dion
 from mesh_layouts import FRACTION, LAYOUTS, SHAPES, place, ranks_of, sent, sent_of_layout
-from reference import DionReference
+from polar_reference import reference_of
 from scheduled import Scheduled
 from seeded import gradient, weights
 from shards import piece, shard
@@ -38,21 +38,20 @@ def train(rank, sizes, layout, replica_axis, shapes, steps, options, seed=0):
     replicas = 1 if replica_axis is None else sizes[replica_axis]
     group = None if replica_axis is None else mesh.get_group(replica_axis)
     gate = options.pop("open_steps", None)
-    X = [nn.Parameter(shard(weights(shape, seed), layout, mesh)) for shape in shapes]
+    dtype = options.pop("dtype", torch.float32)
+    X = [nn.Parameter(shard(weights(shape, seed).to(dtype), layout, mesh)) for shape in shapes]
     extra = {"gate": Scheduled(gate)} if gate else {}
     make = CurvaDion if gate else Dion
     # Placements may leave every parameter whole on every rank.
     optimizer = make(X, replicas="single" if group is None else group, **options, **extra)
     fraction = options.get("rank_fraction", 0.25)
-    keys = ("lr", "look_ahead", "momentum_rule", "right_factor", "local_step", "local_lr")
     references = []
     for shape in shapes:
         r = int(-(-round(fraction * min(shape), 9) // 1))
-        known = {key: options[key] for key in keys if key in options}
-        references.append(DionReference(weights(shape, seed), replicas, r, **known))
+        references.append(reference_of(weights(shape, seed), replicas, r, options))
     for step in range(steps):
         for x, shape, reference in zip(X, shapes, references, strict=True):
-            each = [gradient(shape, step, replica, seed) for replica in range(replicas)]
+            each = [gradient(shape, step, replica, seed).to(dtype) for replica in range(replicas)]
             x.grad = shard(each[place(mesh, replica_axis)], layout, mesh)
             reference.step(each, gate is None or step + 1 in gate)
         optimizer.step()

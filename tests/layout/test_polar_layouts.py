@@ -3,61 +3,40 @@
 from __future__ import annotations
 
 import pytest
+import test_flat_shards
+import test_layouts
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flat_shards import SHARDS_2, SHARDS_4, declared, groups_of
+from test_flat_shards import SHARDS_2, SHARDS_4
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
 import formulas
-from curvadion import CurvaDion, WireMeter
-from flat_shards import elements_of, matrices_of, my_range
-from mesh_layouts import LAYOUTS, SHAPES, place
-from polar_reference import PolarReference
+from curvadion import CurvaDion, Dion, WireMeter
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.update import owners
+from mesh_layouts import LAYOUTS, SHAPES
+from polar_reference import POLAR
 from scheduled import Watching
 from seeded import gradient, weights
-from shards import piece, shard
+from shards import shard
 from tolerance import Rounding, assert_within
 
 pytestmark = pytest.mark.numeric
 
-# As many iterations as bring every singular value to 1.
-POLAR = {"direction": "polar", "newton_schulz_steps": 14}
 STEPS, OPEN_STEPS = 5, (1, 2, 5)
 # Drawn matrices that are square have some small singular values, which become one: what rounding
 # loses of them is amplified.
 FLOAT64 = Rounding(torch.float64, terms=24, condition=1e6, steps=STEPS)
 
 
-def optimizer_of(X, replicas, schedule, **options):
-    gate = Watching(schedule or range(1, 100))
-    return CurvaDion(X, replicas=replicas or "single", gate=gate, **POLAR, **options)
-
-
-def train(rank, sizes, layout, replica_axis, shapes, schedule, dtype, options, seed=0):
-    """Distances of the local pieces of X and M from the reference's, relative to its norms."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
-    replicas = 1 if replica_axis is None else sizes[replica_axis]
-    group = None if replica_axis is None else mesh.get_group(replica_axis)
-    X = [nn.Parameter(shard(weights(shape, seed).to(dtype), layout, mesh)) for shape in shapes]
-    optimizer = optimizer_of(X, group, schedule, **options)
-    references = [PolarReference(weights(shape, seed), replicas, **options) for shape in shapes]
-    mine = place(mesh, replica_axis)
-    for step in range(STEPS):
-        for x, shape, reference in zip(X, shapes, references, strict=True):
-            each = [gradient(shape, step, replica, seed).to(dtype) for replica in range(replicas)]
-            x.grad = shard(each[mine], layout, mesh)
-            reference.step(each, schedule is None or step + 1 in schedule)
-        optimizer.step()
-    errors = []
-    for x, reference in zip(X, references, strict=True):
-        pairs = (x, reference.X[mine]), (optimizer.state[x]["momentum"], reference.M[mine])
-        for actual, wanted in pairs:
-            local = actual.to_local().double()
-            errors.append(((local - piece(wanted, layout, mesh)).norm() / wanted.norm()).item())
-    return max(errors)
+def assert_takes_the_trajectory(sizes, layout, replica_axis, shapes, seed=0, **options):
+    options = {**POLAR, "dtype": torch.float64, **options}
+    arguments = (sizes, layout, replica_axis, shapes, STEPS, options, seed)
+    errors = distributed.run(torch.Size(sizes).numel(), test_layouts.train, *arguments)
+    assert_within(max(errors), FLOAT64)
 
 
 # Rows, columns, both, one twice; empty shards, replicas, copies of shards.
@@ -71,20 +50,11 @@ SHARDED = [
 ]
 
 
+@pytest.mark.parametrize("gather", ["auto", "never"])
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name):
-    sizes, layout, replica_axis = LAYOUTS[name]
-    arguments = (
-        sizes,
-        layout,
-        replica_axis,
-        SHAPES,
-        OPEN_STEPS,
-        torch.float64,
-        {"look_ahead": 1.5},
-    )
-    errors = distributed.run(torch.Size(sizes).numel(), train, *arguments)
-    assert_within(max(errors), FLOAT64)
+def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, gather):
+    options = {"open_steps": OPEN_STEPS, "look_ahead": 1.5, "gather": gather}
+    assert_takes_the_trajectory(*LAYOUTS[name], SHAPES, **options)
 
 
 @settings(max_examples=5, deadline=None)
@@ -93,73 +63,65 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name):
         [((3,), ("0",)), ((3,), ("1",)), ((4,), ("1",)), ((2, 2), ("0", "1")), ((2, 2), ("1", "1"))]
     ),
     matrices=st.lists(st.tuples(*2 * [st.integers(1, 19)]), min_size=2, max_size=3),
+    gather=st.sampled_from(["auto", "never"]),
     seed=st.integers(0, 100),
 )
-def test_any_shape_and_sharding(sharding, matrices, seed):
+def test_any_shape_and_sharding(sharding, matrices, gather, seed):
     sizes, layout = sharding
     shapes = [shape for m, n in matrices for shape in ((m, n), (n, m), (m, n))]
-    arguments = (sizes, layout, None, shapes, None, torch.float64, {}, seed)
-    errors = distributed.run(torch.Size(sizes).numel(), train, *arguments)
-    assert_within(max(errors), FLOAT64)
+    assert_takes_the_trajectory(sizes, layout, None, shapes, seed, gather=gather)
 
 
 # -------------------------------------------------------------------- flat shards
 
 
-def train_flat(rank, replicas, cases, schedule):
-    """Distances of the flat pieces of X and M from the reference's, by case."""
-    shards = len(next(iter(cases.values()))[1])
-    at, replica, group, replica_group = groups_of(rank, replicas, shards, False)
-    X, references, param_groups = {}, {}, []
-    for name, (shape, ends, own) in cases.items():
-        X[name] = declared(weights(shape).double(), ends, at, group)
-        param_groups.append({"params": [(name, X[name])], **own})
-        parts = matrices_of(weights(shape), own)
-        references[name] = [PolarReference(part, replicas) for part in parts]
-    optimizer = optimizer_of(param_groups, replica_group, schedule)
-    seen = []
-    for step in range(STEPS):
-        seen.append(0.0)
-        for name, (shape, ends, own) in cases.items():
-            each = [gradient(shape, step, i).double() for i in range(replicas)]
-            start, stop = my_range(ends, at)
-            X[name].grad = each[replica].reshape(-1)[start:stop].clone()
-            for i, reference in enumerate(references[name]):
-                G = [matrices_of(one, own)[i] for one in each]
-                seen[-1] = max(seen[-1], reference.rmmc(G))
-                reference.step(G, schedule is None or step + 1 in schedule)
-        optimizer.step()
-    errors = {}
-    for name, (_, ends, own) in cases.items():
-        start, stop = my_range(ends, at)
-        M = optimizer.state[X[name]]["momentum"]
-        for letter, actual in (("X", X[name]), ("M", M)):
-            wanted = elements_of([getattr(r, letter)[replica] for r in references[name]], own)
-            distance = (actual.detach() - wanted[start:stop]).norm() / wanted.norm()
-            errors[f"{letter}, {name}"] = distance.item()
-    errors["rmmc"] = max(
-        abs(a - b) / b for a, b in zip(optimizer.gate.seen[1:], seen[1:], strict=True)
-    )
-    return errors
-
-
-@pytest.mark.parametrize(("replicas", "cases"), [(1, SHARDS_4), (2, SHARDS_2)], ids=["4", "2x2"])
-def test_flat_shards_take_the_whole_trajectory(replicas, cases):
+def assert_flat_shards_take_the_trajectory(replicas, cases, **options):
     world = replicas * len(next(iter(cases.values()))[1])
-    for errors in distributed.run(world, train_flat, replicas, cases, OPEN_STEPS):
-        assert_within(errors.pop("rmmc"), Rounding(torch.float32))  # as the gate's signal is
+    how = {"dtype": torch.float64, "steps": STEPS}
+    options = {**POLAR, **options}
+    for errors in test_flat_shards.run(world, replicas, cases, OPEN_STEPS, options, how):
         for name, error in errors.items():
-            assert_within(error, FLOAT64, what=name)
+            # The gate's signal and the drift are float32.
+            narrow = name in ("rmmc", "drift")
+            assert_within(error, Rounding(torch.float32) if narrow else FLOAT64, what=name)
+
+
+@pytest.mark.parametrize("gather", ["auto", "never"])
+@pytest.mark.parametrize(("replicas", "cases"), [(1, SHARDS_4), (2, SHARDS_2)], ids=["4", "2x2"])
+def test_flat_shards_take_the_whole_trajectory(replicas, cases, gather):
+    assert_flat_shards_take_the_trajectory(replicas, cases, gather=gather)
+
+
+# -------------------------------------------------------------------- directions that came later
+
+LATER = {
+    "normuon": {"direction": "normuon"},
+    "dion2": {"direction": "dion2", "rank_fraction": 0.3},
+    "nordion2": {"direction": "nordion2", "rank_fraction": 0.3},
+}
+
+
+@pytest.mark.parametrize("gather", ["auto", "never"])
+@pytest.mark.parametrize("direction", LATER)
+@pytest.mark.parametrize("name", ["hsdp 2x2", "dp x tp rowwise", "fsdp x tp, different dimensions"])
+def test_later_directions_take_the_whole_trajectory(name, direction, gather):
+    options = {"open_steps": OPEN_STEPS, "look_ahead": 0.5, "gather": gather, **LATER[direction]}
+    assert_takes_the_trajectory(*LAYOUTS[name], SHAPES, **options)
+
+
+@pytest.mark.parametrize("direction", LATER)
+def test_later_directions_on_flat_shards(direction):
+    assert_flat_shards_take_the_trajectory(2, SHARDS_2, **LATER[direction])
 
 
 # -------------------------------------------------------------------- what is sent
 
 
-def sent(rank, sizes, layout, count):
+def sent(rank, sizes, layout, count, options):
     """Bytes and calls of a step of one replica."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
     X = [nn.Parameter(shard(weights((24, 16)), layout, mesh)) for _ in range(count)]
-    optimizer = optimizer_of(X, None, None)
+    optimizer = CurvaDion(X, replicas="single", gate=Watching(range(1, 100)), **POLAR, **options)
     with WireMeter() as meter:
         for step in range(2):  # the first also verifies the set-up
             for x in X:
@@ -170,19 +132,69 @@ def sent(rank, sizes, layout, count):
     return now.bytes, now.calls
 
 
-def test_rows_send_two_triangles_a_matrix():
+# The gate, and the norms that it reads, a matrix.
+AGREEMENT, NORM = formulas.GATE, 8
+
+
+@pytest.mark.parametrize("layout", ["0", "1"])
+@pytest.mark.parametrize(("dtype", "size"), [(None, 4), ("bfloat16", 2)])
+def test_owners_are_sent_shards_and_send_them_back(layout, dtype, size):
+    ranks, count = 4, 8
+    shards = 2 * size * 24 * 16 // ranks * count
+    # Behind each direction comes the matrix's scale, from its owner to all.
+    wanted = [AGREEMENT + NORM * count + shards + 4 * count // ranks * ranks]
+    each = distributed.run(ranks, sent, (ranks,), (layout,), count, {"exchange_dtype": dtype})
+    assert [total for total, _ in each] == wanted * ranks
+    assert [calls for _, calls in each] == [4] * ranks
+
+
+def test_gram_matrices_send_two_triangles_a_matrix():
     ranks, count, n = 4, 8, 16
     triangle = n * (n + 1) // 2
-    # The gate, the norms that it reads, the exponents.
-    agreement = formulas.GATE + 8 * count + 4 * count
-    # A share of each triangle to every rank, and of all results. A result has one number more.
-    wanted = agreement + 4 * (1 + 1 / ranks) * count * (triangle + triangle + 1)
-    for total, calls in distributed.run(ranks, sent, (ranks,), ("0",), count):
-        assert (total, calls) == (wanted, 7)
-
-
-def test_columns_also_send_their_shards_to_and_fro():
-    ranks, count = 4, 8
-    (rows, _), *_ = distributed.run(ranks, sent, (ranks,), ("0",), count)
-    for total, calls in distributed.run(ranks, sent, (ranks,), ("1",), count):
+    # A share of each triangle to every rank, and of all results. A result has one number more,
+    # and each rank's rows an exponent.
+    triangles = 4 * (1 + 1 / ranks) * count * (triangle + triangle + 1)
+    rows = AGREEMENT + (NORM + 4) * count + triangles
+    for total, calls in distributed.run(ranks, sent, (ranks,), ("0",), count, {"gather": "never"}):
+        assert (total, calls) == (rows, 7)
+    # Of columns, whole rows are made first.
+    for total, calls in distributed.run(ranks, sent, (ranks,), ("1",), count, {"gather": "never"}):
         assert (total, calls) == (rows + 2 * 4 * count * 24 * 16 // ranks, 9)
+
+
+def after_a_step(rank, exchange_dtype):
+    """X of one rank's rows after a step whose shards are sent in a dtype."""
+    mesh = init_device_mesh("cpu", (2,))
+    X = [nn.Parameter(shard(weights((24, 16)), ("0",), mesh)) for _ in range(2)]
+    optimizer = Dion(X, lr=1.0, direction="polar", exchange_dtype=exchange_dtype)
+    for x in X:
+        x.grad = shard(gradient((24, 16), 0, 0), ("0",), mesh)
+    optimizer.step()
+    return [x.to_local().detach() for x in X]
+
+
+def test_bfloat16_on_the_wire_rounds_momenta_and_directions():
+    exact = distributed.run(2, after_a_step, torch.float32)
+    for rounded, wanted in zip(distributed.run(2, after_a_step, "bfloat16"), exact, strict=True):
+        for x, y in zip(rounded, wanted, strict=True):
+            assert (x - y).norm() > 0  # it is bfloat16 that was sent
+            # Directions are of norm 4, by rank half of it; a rounding of M turns them by its
+            # condition.
+            assert_within((x - y).norm() / 3, Rounding(torch.bfloat16, condition=4))
+
+
+def test_owners_have_about_equal_work():
+    shapes, counts = [(64, 64), (64, 16), (32, 32)], [7, 9, 2]
+    layouts = [MatrixLayout.whole(shape) for shape in shapes]
+    runs = owners.runs_of([owners.matrix_cost(layout) for layout in layouts], counts, ranks=4)
+    for each, count in zip(runs, counts, strict=True):
+        assert [i for run in each for i in range(run.start, run.stop)] == list(range(count))
+    load = [
+        sum(
+            owners.matrix_cost(layout) * (each[rank].stop - each[rank].start)
+            for layout, each in zip(layouts, runs, strict=True)
+        )
+        for rank in range(4)
+    ]
+    largest = max(owners.matrix_cost(layout) for layout in layouts)
+    assert max(load) - min(load) <= largest

@@ -9,15 +9,12 @@ import math
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import distributed
 import toy
-from curvadion import CurvaDion, Dion, FixedPeriod, StepReport, Summary, WireMeter
+from curvadion import CurvaDion, FixedPeriod, StepReport, Summary, WireMeter
 from curvadion.metering.report import write_json_line, write_scalars, write_wandb
-from scheduled import Scheduled
 
 CLOSED = StepReport(
     step=3,
@@ -75,77 +72,27 @@ def test_reports_of_a_run():
         assert report.wire_bytes is None
 
 
-def test_skipped_step():
-    model = toy.model()
-    optimizer = CurvaDion(toy.groups(model), threshold=0.3)
-    toy.train(model, optimizer, range(5))
-    local_steps = optimizer.report.local_steps
-    model.norm.weight.grad.fill_(torch.nan)
-    optimizer.step()
-    report = optimizer.report
-    assert (report.step, report.skipped, report.gate_open) == (6, True, False)
-    assert report.reason == "non-finite gradient"
-    assert report.rmmc is report.rmmc_parameter is None
-    assert report.local_steps == local_steps
-    (after,) = toy.train(model, optimizer, [6])
-    assert (after.step, after.skipped) == (7, False)
-
-
 # ---------------------------------------------------------------- wire bytes
 
 
-def matrix_and_bias():
-    return [
-        {"params": [nn.Parameter(torch.ones(8, 4))], "rank_fraction": 0.5},
-        {"params": [nn.Parameter(torch.ones(5))], "algorithm": "adamw"},
-    ]
-
-
-MEETING = 24
-LOW_RANK = 4 * 2 * (8 + 4)  # P and R in float32, rank 2
-DENSE = 4 * 5  # the bias's gradient
-FIRST_CHECK = 48
-MEAN_OF_ALL = 4 * (8 * 4 + 5 + 2 * 5) + 4  # weights, AdamW's moments, its counter
-
-
-def step(optimizer, rank, seed):
-    generator = torch.Generator().manual_seed(100 * rank + seed)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.randn(p.shape, generator=generator)
-    optimizer.step()
-    return optimizer.report.wire_bytes
-
-
-def bytes_of_steps(rank, gate):
-    optimizer = CurvaDion(matrix_and_bias(), replicas=dist.group.WORLD, gate=gate)
-    unmetered = step(optimizer, rank, 0)
+def bytes_of_steps(rank):
+    """Reported before a meter counts, while it does and afterwards; what the meter counted."""
+    model = toy.model()
+    optimizer = CurvaDion(toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(2))
+    before = toy.train(model, optimizer, [0], rank)
     with WireMeter() as meter:
-        metered = [step(optimizer, rank, seed) for seed in range(1, 5)]
-        total = meter.total_bytes
-    return unmetered, metered, total, step(optimizer, rank, 5)
+        during = toy.train(model, optimizer, range(1, 5), rank)
+    after = toy.train(model, optimizer, [5], rank)
+    reported = [report.wire_bytes for report in (*before, *during, *after)]
+    return reported, during[2].wire_bytes_by_ranks, meter.total_bytes
 
 
-@pytest.mark.parametrize(("gate", "closed"), [(FixedPeriod(2), 0), (Scheduled((2, 4, 6)), MEETING)])
-def test_closed_steps_send_the_meeting_alone_or_nothing_under_a_schedule(gate, closed):
-    for before, metered, total, after in distributed.run(2, bytes_of_steps, gate):
-        assert before is after is None  # without a meter
-        assert metered == [MEETING + LOW_RANK + DENSE + MEAN_OF_ALL, closed] * 2
-        assert total == sum(metered)
-
-
-def bytes_from_the_start(rank):
-    with WireMeter() as meter:
-        optimizer = Dion(matrix_and_bias(), replicas=dist.group.WORLD)
-        sent = [step(optimizer, rank, 0), step(optimizer, rank, 1)]
-        return sent, meter.total_bytes, optimizer.report.wire_bytes_by_ranks
-
-
-def test_first_step_includes_the_check_of_the_replicas():
-    for metered, total, by_ranks in distributed.run(2, bytes_from_the_start):
-        assert metered == [MEETING + LOW_RANK + DENSE + FIRST_CHECK, MEETING + LOW_RANK + DENSE]
-        assert total == sum(metered)
-        assert by_ranks == {"0, 1": metered[-1]}
+def test_bytes_are_reported_while_a_meter_counts():
+    for (first, *reported, last), by_ranks, total in distributed.run(2, bytes_of_steps):
+        assert first is last is None
+        assert sum(reported) == total
+        assert reported[0] == reported[2] > 0 and reported[1] == reported[3] == 0
+        assert by_ranks == {"0, 1": reported[2]}
 
 
 # ---------------------------------------------------------------- totals

@@ -17,9 +17,6 @@ def workers_without_kernels():
     distributed.shutdown()
 
 
-F32 = 4
-
-
 def ones(*shape):
     return torch.ones(*shape)
 
@@ -212,24 +209,21 @@ def test_bytes_inside_replicas_are_told_from_those_between():
         assert read == {here: 32, there: 8, "0-3": 4}
 
 
-def take_steps(rank):
+def take_snapshots(rank):
     with WireMeter() as meter:
         reduce(100)
-        first = meter.mark_step()
-        snapshot = meter.snapshot()
+        before = meter.snapshot()
         reduce(1)
         reduce(2)
-        second = meter.mark_step()
+        between = meter.snapshot()
         reduce(3)
-        return first, second, meter.mark_step(), meter.mark_step(), meter.since(snapshot)
+        return tuple(meter.since(each) for each in (before, between, meter.snapshot()))
 
 
-def test_steps_and_snapshots_have_their_own_largest():
+def test_snapshots_have_their_own_largest():
     expected = (
-        WireCount(calls=1, bytes=400, largest=400, sent=400),
-        WireCount(calls=2, bytes=12, largest=8, sent=12),
+        WireCount(calls=3, bytes=24, largest=12, sent=24),
         WireCount(calls=1, bytes=12, largest=12, sent=12),
         WireCount(),
-        WireCount(calls=3, bytes=24, largest=12, sent=24),
     )
-    assert distributed.run(2, take_steps) == [expected] * 2
+    assert distributed.run(2, take_snapshots) == [expected] * 2

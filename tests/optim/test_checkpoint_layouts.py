@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import zlib
 from dataclasses import dataclass
 
 import pytest
@@ -27,7 +25,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
-import shards
 from curvadion import CurvaDion, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
 from tolerance import Rounding, assert_close
@@ -50,7 +47,8 @@ SAVED_AFTER, STEPS = 3, 5
 class Model(nn.Module):
     """Widths that neither two nor four ranks divide; ``narrow`` leaves one of four without a row.
 
-    ``idle`` never has a gradient; its weights decay where replicas count it as zero.
+    ``up`` holds three matrices, and experts are stacked matrices of either orientation. ``idle``
+    never has a gradient; its weights decay where replicas count it as zero.
     """
 
     def __init__(self):
@@ -60,6 +58,8 @@ class Model(nn.Module):
         self.down = nn.Linear(21, 10, bias=False)
         self.narrow = nn.Linear(10, 3, bias=False)
         self.widen = nn.Linear(3, 10, bias=False)
+        self.wide_experts = nn.Parameter(torch.randn(5, 4, 10) / 4)
+        self.tall_experts = nn.Parameter(torch.randn(5, 10, 4) / 4)
         self.idle = nn.Linear(10, 5, bias=False)
         self.norm = nn.LayerNorm(10)
         self.head = nn.Linear(10, VOCABULARY, bias=False)
@@ -68,6 +68,8 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         x = x + self.down(torch.tanh(self.up(x)))
         x = x + self.widen(torch.tanh(self.narrow(x)))
+        inner = torch.tanh(torch.einsum("...i,eoi->...eo", x, self.wide_experts))
+        x = x + torch.einsum("...ei,eoi->...o", inner, self.tall_experts)
         return self.head(self.norm(x))
 
 
@@ -85,7 +87,11 @@ class Placed:
         groups = param_groups(
             module,
             options={"matrix": {"lr": 0.02}, "embedding": {"lr": 0.003}},
-            patterns={"idle.weight": {"kind": "matrix", "weight_decay": 0.0}},
+            patterns={
+                "idle.weight": {"kind": "matrix", "weight_decay": 0.0},
+                "up.weight": {"kind": "matrix", "row_blocks": [8, 9, 4]},
+                "*_experts": "stack",
+            },
         )
         options = {"gate": Remembering(), **options}
         return CurvaDion(groups, lr=0.01, replicas=self.replicas, **options)
@@ -107,8 +113,6 @@ class Placed:
 
 
 def place(layout):
-    if layout in VIEW_LAYOUTS:
-        return PlacedViews(layout)
     torch.manual_seed(0)
     model = Model()
     if layout == "one process":
@@ -142,67 +146,6 @@ def tensor_parallel(model, mesh):
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
     return parallelize_module(model, mesh, plan)
-
-
-# -------------------------------------------------------------------- matrices inside parameters
-
-
-class Views(nn.Module):
-    """Stacked experts of either orientation, and one weight of three matrices, one transposed."""
-
-    def __init__(self, mesh=None, layout=None):
-        super().__init__()
-        for name, shape in {"experts": (5, 6, 4), "wide": (3, 4, 6), "qkv": (13, 6)}.items():
-            full = random(shape, name)
-            if mesh is not None:
-                full = shards.shard(full, layout[name == "qkv"], mesh)
-            setattr(self, name, nn.Parameter(full))
-
-    def groups(self):
-        return [
-            {"params": [self.experts, self.wide], "stack_dims": 1},
-            {"params": [self.qkv], "row_blocks": [8, 3, 2]},
-        ]
-
-
-# Mesh, how stacked and flat weights are sharded, and the axis of replicas.
-VIEW_LAYOUTS = {
-    "views, one process": ((1,), None, None),
-    "experts 4": ((4,), (("0",), ("0",)), None),
-    "columns 2": ((2,), (("2",), ("0",)), None),
-    "replicas x experts": ((2, 2), (("r", "0"), ("r", "0")), 0),
-    "experts x rows, strided": ((2, 2), (("0", "1"), ("0s", "0")), None),
-}
-
-
-def random(shape, *key):
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-    return torch.randn(shape, generator=generator)
-
-
-class PlacedViews:
-    """Like Placed, with gradients drawn from a seed: the mean of two replicas' is what counts."""
-
-    def __init__(self, name):
-        sizes, self.layout, axis = VIEW_LAYOUTS[name]
-        self.mesh = init_device_mesh("cpu", sizes) if self.layout else None
-        self.model = Views(self.mesh, self.layout)
-        self.replicas = None if axis is None else self.mesh.get_group(axis)
-        self.halves = [0, 1] if axis is None else [self.mesh.get_local_rank(axis)]
-
-    def build(self):
-        how = {"gate": Remembering(), "rank_fraction": 0.4, "replicas": self.replicas}
-        return CurvaDion(self.model.groups(), **how)
-
-    def train(self, optimizer, steps):
-        for step in steps:
-            for name, p in self.model.named_parameters():
-                halves = [random(p.shape, name, step, half) for half in self.halves]
-                p.grad = torch.stack(halves).mean(dim=0)
-                if self.mesh:
-                    p.grad = shards.shard(p.grad, self.layout[name == "qkv"], self.mesh)
-            optimizer.step()
-        optimizer.zero_grad()
 
 
 # -------------------------------------------------------------------- what a run holds
@@ -302,8 +245,8 @@ class Course:
     end: dict[str, torch.Tensor]
 
 
-def straight(rank, layout):
-    placed = place(layout)
+def straight(rank):
+    placed = place("one process")
     optimizer = placed.build()
     start = {name: p.detach().clone() for name, p in placed.model.named_parameters()}
     placed.train(optimizer, range(SAVED_AFTER))
@@ -336,36 +279,25 @@ def write(rank, layout, folder):
     return form_of(optimizer_state), new
 
 
-WORLDS = LAYOUTS | {name: math.prod(sizes) for name, (sizes, *_) in VIEW_LAYOUTS.items()}
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Their folder, and the forms of states by layout."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     return folder, {
-        layout: distributed.run(world, write, layout, folder) for layout, world in WORLDS.items()
+        layout: distributed.run(world, write, layout, folder) for layout, world in LAYOUTS.items()
     }
 
 
 @pytest.fixture(scope="module")
-def courses():
-    """Of both models, by the name of their layout in one process."""
-    names = next(iter(LAYOUTS)), next(iter(VIEW_LAYOUTS))
-    return {name: distributed.run(1, straight, name)[0] for name in names}
+def course():
+    (of_one_process,) = distributed.run(1, straight)
+    return of_one_process
 
 
-def read_by(layout):
-    """The layout in one process, and the one before this layout, or the last of all."""
-    names = list(LAYOUTS if layout in LAYOUTS else VIEW_LAYOUTS)
-    return names[0], names[names.index(layout) - 1]
-
-
-def resume(rank, layout, folder, courses):
-    """Load two layouts' checkpoints, another second one for each, and go on from that."""
-    placed = place(layout)
-    course = courses[read_by(layout)[0]]
-    for saved in read_by(layout):
+def resume(rank, layout, folder, course):
+    """Load one process' checkpoint and the one of the layout before, and go on from that."""
+    placed, names = place(layout), list(LAYOUTS)
+    for saved in (names[0], names[names.index(layout) - 1]):
         optimizer = placed.build()
         model_state, optimizer_state = get_state_dict(placed.model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -394,15 +326,14 @@ def go_on(placed, optimizer, course):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("layout", WORLDS)
-def test_checkpoints_go_on_in_every_layout(checkpoints, courses, layout):
-    distributed.run(WORLDS[layout], resume, layout, checkpoints[0], courses)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_go_on_in_every_layout(checkpoints, course, layout):
+    distributed.run(LAYOUTS[layout], resume, layout, checkpoints[0], course)
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, VIEW_LAYOUTS], ids=["model", "views"])
-def test_state_is_of_one_form_in_all_layouts_and_on_all_ranks(checkpoints, layouts):
+def test_state_is_of_one_form_in_all_layouts_and_on_all_ranks(checkpoints):
     """Also of parameters without a gradient and without rows here, and of new optimizers."""
-    forms = [form for layout in layouts for pair in checkpoints[1][layout] for form in pair]
+    forms = [form for ranks in checkpoints[1].values() for pair in ranks for form in pair]
     tensors, _ = forms[0]
     assert all(tensors.values())
     assert all(form == forms[0] for form in forms)
@@ -429,8 +360,8 @@ def load_whole(rank, layout, folder, saved, course):
 @pytest.mark.parametrize(
     ("layout", "saved"), [("one process", "fsdp x tp 2x2"), ("fsdp 4", "ddp 2")]
 )
-def test_whole_states_go_on_in_every_layout(checkpoints, courses, layout, saved):
-    arguments = (layout, checkpoints[0], saved, courses["one process"])
+def test_whole_states_go_on_in_every_layout(checkpoints, course, layout, saved):
+    arguments = (layout, checkpoints[0], saved, course)
     distributed.run(LAYOUTS[layout], load_whole, *arguments)
 
 

@@ -26,7 +26,7 @@ from curvadion import (
 
 NAN = math.nan
 
-# One wrong value of each kind of check; all but the last five may also stand in a group.
+# One wrong value of each kind of check; all but the last six may also stand in a group.
 ARGUMENTS = [
     ("lr", NAN, ValueError),
     ("lr", "fast", TypeError),
@@ -47,6 +47,7 @@ ARGUMENTS = [
     ("stochastic_rounding", 1, TypeError),
     ("replicas", "world", TypeError),
     ("threshold", -0.1, ValueError),
+    ("wire_budget", 2, ValueError),
     ("local_step", "sgd", ValueError),
     ("max_local_steps", 2.5, TypeError),
     ("warmup_steps", -1, ValueError),

@@ -223,27 +223,7 @@ def test_hooks_fire():
     assert seen[-3:] == ["saved", "loading", "loaded"]
 
 
-# ---------------------------------------------------------------- groups that change
-
-
-def test_group_added_in_mid_training():
-    model = toy.model()
-    late = model.lm_head.weight
-    groups = toy.groups(model)
-    first = [{**g, "params": [(n, p) for n, p in g["params"] if p is not late]} for g in groups]
-    optimizer = CurvaDion(first, gate=FixedPeriod(2))
-    before = toy.weights(model)
-    toy.train(model, optimizer, range(3))
-    assert torch.equal(late, before["lm_head.weight"])
-    others = toy.states(optimizer)
-    optimizer.add_param_group({"params": [("lm_head.weight", late)], "lr": 0.1})
-    assert len(optimizer.param_groups) == len(first) + 1
-    assert optimizer.param_groups[-1]["momentum"] == 0.95
-    toy.assert_bitwise_equal(others, {n: toy.states(optimizer)[n] for n in others})
-    toy.train(model, optimizer, range(3, 5))
-    assert not torch.equal(late, before["lm_head.weight"])
-    assert set(optimizer.state[late]) == {"momentum", "Q", "momentum_norm", "R_scale"}
-    assert optimizer.progress.steps == 5
+# ---------------------------------------------------------------- gradients
 
 
 def test_no_gradient_outlives_zero_grad(make):

@@ -123,7 +123,6 @@ CONFIGURATIONS = {
     "2": config(2),
     "2 round robin": config(2, zero={"round_robin_gradients": True}),
     "2 alignment": config(2, zero={"parameter_alignment": True}, **BF16),
-    "2 bf16": config(2, **BF16),
     "2 autocast": config(2, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "2 fp16": config(2, fp16={"enabled": True, "loss_scale": 8}),
     "2 accumulation": config(2, gradient_accumulation_steps=2),

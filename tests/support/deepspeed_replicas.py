@@ -82,15 +82,15 @@ class ByHand:
         }
 
 
-def crossing(engine, meter, *, counts=False):
-    """Of a meter's bytes, or counts, those over groups that span replicas, by group and how."""
+def crossing(engine, meter):
+    """Of a meter's bytes those over groups that span replicas, by group and how."""
     inside = {*dist.get_process_group_ranks(engine.seq_data_parallel_group)}
     ranks = {
         group.group_name: {*dist.get_process_group_ranks(group)}
         for group in dist.distributed_c10d._world.pg_map
     }
     return {
-        key: count if counts else count.bytes
+        key: count.bytes
         for key, count in meter.records.items()
         if count.bytes and not ranks[key[0]] <= inside
     }

@@ -20,7 +20,7 @@ import toy
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.integrations.lightning import Replicas
 
-STEPS, SAVED = 30, 17
+STEPS, SAVED = 14, 9
 
 
 def coded(groups, replicas):

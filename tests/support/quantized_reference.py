@@ -23,16 +23,8 @@ from reference import initial_q, positive_qr
 from tolerance import Rounding, assert_within
 
 BLOCK = 256
-TENSORS = (
-    "X",
-    "M",
-    "Q",
-    "S",
-    "anchor",
-    "m",
-    "v",
-    "residual",
-)  # what a replica holds of a parameter
+# What a replica holds of a parameter.
+TENSORS = ("X", "M", "Q", "S", "anchor", "m", "v", "residual")
 IN_CODES = Rounding(torch.float32, terms=8)  # a rotation adds a block's 256 numbers in 8 stages
 
 
@@ -396,17 +388,6 @@ class QuantizedReference:
             rounded = IN_CODES.allowed * max(float(own.norm()) for own in z)
             leaf.coded = rounded + (self.replicas + 2) * math.sqrt(flips)
         return means
-
-    def synchronize(self) -> None:
-        """Exact: the means of weights with what codes have lost, of momenta, factors, moments."""
-        for leaf in self.leaves.values():
-            leaf.X = [X + lost for X, lost in zip(leaf.X, leaf.residual, strict=True)]
-            for key in ("X", "M", "Q", "m", "v", "t"):
-                if held := getattr(leaf, key):
-                    setattr(leaf, key, [sum(held) / len(held) for _ in held])
-            leaf.residual = [torch.zeros_like(X) for X in leaf.X]
-            leaf.anchor, leaf.lr_since_anchor = list(leaf.X), 0.0
-        self.fragments_drifted = 0
 
     # ---------------------------------------------------------------------- comparing
 

@@ -58,12 +58,13 @@ class Replica:
         return self.optimizer.report
 
     def loaded(self, gate, sync):
-        """Another that has loaded what this one saves; of whole replicas."""
-        other = type(self)(self.number, "whole", gate, sync)
+        """Another that has loaded what this one saves."""
+        layout = "whole" if self.mesh is None else "sharded"
+        other = type(self)(dist.get_rank(), layout, gate, sync)
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         with torch.no_grad():
             for x, weights in zip(other.X, self.weights(), strict=True):
-                x.copy_(weights)
+                self.local(x).copy_(weights)
         return other
 
     def weights(self):
@@ -71,6 +72,7 @@ class Replica:
 
     def state(self):
         """Every tensor and number of the state, by parameter and key."""
+        self.optimizer.sync.settle()
         return {
             (i, key): torch.as_tensor(self.local(value)).clone()
             for i, x in enumerate(self.X)
@@ -86,4 +88,4 @@ def same(these, those):
 
 
 def same_state(this, that):
-    return this.keys() == that.keys() and same(this.values(), that.values())
+    return this.keys() == that.keys() and all(torch.equal(this[key], that[key]) for key in this)

@@ -18,10 +18,7 @@ from curvadion import (
     CurvaDion,
     FixedPeriod,
     QuantizedAverage,
-    WireMeter,
 )
-from curvadion.sync.coded_mean import message_bytes
-from curvadion.sync.meeting import WORDS_BYTES
 from tolerance import Rounding, assert_close
 from two_programs import two_programs
 
@@ -63,32 +60,6 @@ def gathered(tensors):
 def assert_all_equal(every):
     for other in every[1:]:
         assert all(map(torch.equal, every[0], other))
-
-
-# -------------------------------------------------------------------- what is sent
-
-
-def count_closed(rank):
-    X = weights()
-    optimizer = build(X, FixedPeriod(4), 2)
-    with WireMeter() as meter:
-        train(X, optimizer, rank, [0])
-        start = meter.total_bytes
-        train(X, optimizer, rank, [1, 2])
-        assert meter.total_bytes == start
-        train(X, optimizer, rank, [3])
-        optimizer.sync.settle()
-        after = meter.total_bytes
-        train(X, optimizer, rank, [4, 5, 6])
-        assert meter.total_bytes == after
-        return after - start
-
-
-def test_closed_steps_send_nothing():
-    sizes = [math.prod(shape) for shape in SHAPES]
-    told = distributed.run(2, count_closed)
-    # Codes there and back, and the words that are compared later.
-    assert sum(told) / 2 == 2 * message_bytes(sizes, 3) + WORDS_BYTES
 
 
 # -------------------------------------------------------------------- every second use

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from curvadion import (
     FixedPeriod,
     LowRank,
     QuantizedAverage,
-    WireMeter,
 )
 
 SHAPES = [(8, 6), (6, 6), (5, 9)]
@@ -147,31 +145,6 @@ def add_and_agree(rank, change):
 def test_replicas_agree_though_fragments_were_dealt_anew(change):
     ours, theirs = distributed.run(2, add_and_agree, change)
     assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
-
-
-def save_and_agree(rank, loads):
-    """What an agreement after a checkpoint sends, and the weights after it."""
-    X = weights()
-    optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=3), gate=FixedPeriod(2))
-    for number in range(4):
-        step(X, optimizer, number, rank)
-    if loads:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of replicas that have drifted
-            saved = copy.deepcopy(optimizer.state_dict())
-        optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=3), gate=FixedPeriod(2))
-        optimizer.load_state_dict(saved)
-    with WireMeter() as meter:
-        optimizer.eval()
-    return meter.total_sent, values(X)
-
-
-def test_an_agreement_after_a_checkpoint_sends_the_fragments_that_are_apart():
-    (sent, straight), (sent_again, resumed) = (
-        distributed.run(2, save_and_agree, loads)[0] for loads in (False, True)
-    )
-    assert sent_again == sent
-    assert all(x.equal(y) for x, y in zip(resumed, straight, strict=True))
 
 
 # --------------------------------------------------------------------------- other surprises

@@ -183,7 +183,8 @@ def added_inside(plan, correction):
         # The polar correction is measured before, too.
         expected += length * (n * n + 1 + (correction == "polar_correction"))
         if cut > 1:
-            there = 2 if correction == "align_momentum" else 1
+            # Directions of owners, momenta and changes; or D.
+            there = 3 if correction == "align_momentum" else 1
             mine = len(rows) // cut + (columns.group.rank() < len(rows) % cut)
             expected += 4 * (there * len(rows) * len(columns) + mine * n)
     return expected

@@ -6,20 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_polar_factor import stack_of
 from torch import nn
 
 from curvadion import CurvaDion, Dion
-from curvadion.layout.matrix import MatrixLayout
 from curvadion.update import plan as plans
 from curvadion.update import sizes as batch_sizes
-from curvadion.update.newton_schulz import (
-    SMALLEST_IN_HALF,
-    Bound,
-    passes_in_half,
-    polar_express,
-    smallest,
-)
-from curvadion.update.polar_factor import RowStack, polar_factors
+from curvadion.update.newton_schulz import SMALLEST_IN_HALF, smallest
+from curvadion.update.polar_factor import polar_factors
 from polar_reference import PolarReference, polar
 from reference import relative_error
 from seeded import gradient, weights
@@ -40,19 +34,11 @@ def with_condition(m, n, condition, seed=0):
 
 def factor(B, steps, dtype=None):
     """The polar factor of one matrix as the package takes it, with products in ``dtype``."""
-    dtype = B.dtype if dtype is None else dtype
     m, n = B.shape
-    B = B.mT.contiguous() if m < n else B.clone()
-    half = dtype in (torch.float16, torch.bfloat16)
-    wide = torch.float32 if half else dtype
-    stack = RowStack(
-        MatrixLayout.whole((m, n)),
-        B[None].to(wide, copy=True),
-        B.new_zeros(1, dtype=wide),
-        passes_in_half(polar_express(steps, SMALLEST_IN_HALF)) if half else (polar_express(steps),),
-        Bound.TIGHT,
-        dtype,
-    )
+    upright = B.mT if m < n else B
+    dtype = dtype or B.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    stack = stack_of(upright[None].to(wide), range(len(upright)), None, dtype, steps)
     (found,) = polar_factors([stack])
     return found.U[0].mT if m < n else found.U[0]
 

@@ -16,11 +16,11 @@ from tolerance import Rounding, assert_close
 pytestmark = pytest.mark.numeric
 
 
-def stack_of(B, rows, group, dtype):
+def stack_of(B, rows, group, dtype, steps=5):
     """A stack of which this rank holds some rows, with products in ``dtype``."""
     _, m, n = B.shape
-    half = dtype == torch.float16
-    coefficients = polar_express(5, SMALLEST_IN_HALF) if half else polar_express(5)
+    half = dtype in (torch.float16, torch.bfloat16)
+    coefficients = polar_express(steps, SMALLEST_IN_HALF) if half else polar_express(steps)
     return RowStack(
         MatrixLayout((m, n), Extent(rows, group), Extent(range(n))),
         B[:, rows.start : rows.stop].clone(),

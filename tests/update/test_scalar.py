@@ -1,4 +1,4 @@
-"""AdamW against torch's own, Lion against its equations."""
+"""AdamW is torch's own; sync/test_low_rank_reference.py has Lion's equations."""
 
 from __future__ import annotations
 
@@ -24,27 +24,22 @@ SETTINGS = [
 ]
 
 
-def parameters(dtype=torch.float32):
+def parameters(dtype):
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
 
 
-def gradients(step, dtype=torch.float32):
+def gradients(step, dtype):
     generator = torch.Generator().manual_seed(1 + step)
     return [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
 
 
-def run(optimizer, X, steps=STEPS):
-    for step in range(steps):
+def run(optimizer, X):
+    for step in range(STEPS):
         for x, gradient in zip(X, gradients(step, X[0].dtype), strict=True):
             x.grad = gradient
         optimizer.step()
     return [x.detach() for x in X]
-
-
-def ours(algorithm, dtype=torch.float32, **settings):
-    X = parameters(dtype)
-    return X, CurvaDion([{"params": X, "algorithm": algorithm}], gate=AlwaysOpen(), **settings)
 
 
 DEFAULTS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
@@ -53,8 +48,8 @@ DEFAULTS = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adamw_is_torchs_to_the_bit(dtype, settings):
-    X, optimizer = ours("adamw", dtype, **settings)
-    Y = parameters(dtype)
+    X, Y = parameters(dtype), parameters(dtype)
+    optimizer = CurvaDion([{"params": X, "algorithm": "adamw"}], gate=AlwaysOpen(), **settings)
     reference = torch.optim.AdamW(Y, fused=True, **{**DEFAULTS, **settings})
     for x, y in zip(run(optimizer, X), run(reference, Y), strict=True):
         assert torch.equal(x, y)
@@ -81,11 +76,6 @@ def test_adamw_takes_what_the_fused_kernel_does_not():
     assert_close(x, y, Rounding(torch.float32, steps=STEPS))
 
 
-def numbers(x):
-    """The norm of standard normal numbers of this shape, as weights and gradients are."""
-    return x.numel() ** 0.5
-
-
 @pytest.mark.parametrize("largest, leaves_out", [(1e18, 0), (1.5e18, 1), (math.inf, 1)])
 def test_a_gpu_leaves_out_a_step_whose_squares_would_overflow(largest, leaves_out):
     """Of the steps that PyTorch's fused kernel takes without a pass that limits gradients."""
@@ -103,38 +93,3 @@ def test_a_gpu_leaves_out_a_step_whose_squares_would_overflow(largest, leaves_ou
     )  # fmt: skip
     assert all(torch.isfinite(t).all() for t in [*X, *lists[0], *lists[1]])
     assert all(torch.equal(x, torch.ones_like(x)) == bool(leaves_out) for x in X)
-
-
-def lion(X, lr, beta1, beta2, weight_decay):
-    """Algorithm 2 of arXiv 2302.06675 in float64; returns the weights after each step."""
-    X = [x.detach().double() for x in X]
-    M = [torch.zeros_like(x) for x in X]
-    trajectory = []
-    for step in range(STEPS):
-        for i, g in enumerate(gradients(step)):
-            g = g.double()
-            c = beta1 * M[i] + (1 - beta1) * g
-            X[i] = X[i] - lr * (torch.sign(c) + weight_decay * X[i])
-            M[i] = beta2 * M[i] + (1 - beta2) * g
-        trajectory.append([x.clone() for x in X])
-    return trajectory, M
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_lion_follows_its_equations(dtype, settings):
-    rounding = Rounding(dtype, steps=STEPS)
-    values = {**DEFAULTS, **settings}
-    X, optimizer = ours("lion", dtype, **settings)
-    expected, M = lion(parameters(), values["lr"], *values["betas"], values["weight_decay"])
-    for step in range(STEPS):
-        for x, gradient in zip(X, gradients(step), strict=True):
-            x.grad = gradient.to(dtype)
-        optimizer.step()
-        for x, reference in zip(X, expected[step], strict=True):
-            assert_close(x, reference, rounding, scale=numbers(x))
-    for x, m in zip(X, M, strict=True):
-        state = optimizer.state[x]
-        assert_close(state["exp_avg"], m, rounding, scale=numbers(x))
-        assert set(state) == {"step", "exp_avg"}
-        assert state["step"].item() == STEPS

@@ -14,6 +14,7 @@ from curvadion import checks
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
 from curvadion.integrations.deepspeed.modes import REPLICA_SIZE
 from curvadion.integrations.deepspeed.replicas import between_replicas, divided, reaching
+from curvadion.integrations.shared import KINDS
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
@@ -22,7 +23,6 @@ from curvadion.sync.coded_gradients import CodedGradients
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 
-OPTIMIZERS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
 # Arguments that are objects: in the JSON {"type": ..., ...its arguments}.
 CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
     "gate": {"rmmc": RMMC, "period": FixedPeriod, "budget": ByteBudget, "always": AlwaysOpen},
@@ -33,7 +33,6 @@ CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
     },
 }
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
-DELAY = "delay"  # short for that of the sync
 # Of DeepSpeed's schedulers that set rates, the key of the largest.
 ONE_RATE = {
     "WarmupLR": "warmup_max_lr",
@@ -44,7 +43,7 @@ ONE_RATE = {
 
 def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     """The optimizer that the JSON describes in ``optimizer``; errors name the key."""
-    kind = OPTIMIZERS[engine.optimizer_name()]
+    kind = KINDS[engine.optimizer_name()]
     params = dict(engine.optimizer_params() or {})
     unknown = engine._config._param_dict["optimizer"].keys() - {"type", "params", "legacy_fusion"}
     if unknown:
@@ -103,7 +102,7 @@ def _choice(argument: str, value: object) -> Any:
 
 def _move_delay(params: dict[str, Any]) -> None:
     """Let the sync have the key ``delay``, which is short for its own."""
-    key, delay, sync = f"optimizer.params.{DELAY}", params.pop(DELAY, None), params.get("sync")
+    key, delay, sync = "optimizer.params.delay", params.pop("delay", None), params.get("sync")
     if delay and sync is None:
         gate = params.get("gate")
         budget = isinstance(gate, Mapping) and gate.get("type") == "budget"
@@ -114,10 +113,10 @@ def _move_delay(params: dict[str, Any]) -> None:
             )
         sync = {"type": "quantized_average"}
     if delay is not None and isinstance(sync, Mapping):
-        if (inside := sync.get(DELAY, delay)) != delay:
-            raise ValueError(f"{key}={delay}, but optimizer.params.sync.{DELAY}={inside}: drop one")
+        if (inside := sync.get("delay", delay)) != delay:
+            raise ValueError(f"{key}={delay}, but optimizer.params.sync.delay={inside}: drop one")
         if delay:
-            params["sync"] = {**sync, DELAY: delay}
+            params["sync"] = {**sync, "delay": delay}
 
 
 def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvadion.integrations.deepspeed import config, modes, replicas, sharded, zero_init
 from curvadion.integrations.deepspeed.replicas import divided
-from curvadion.integrations.shared import wrap_method
+from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 
@@ -26,15 +26,15 @@ def install() -> None:
         wrap_method(deepspeed.DeepSpeedEngine, hook.__name__, hook)
     zero_init.patch(Init, GatheredParameters)
     # ZeRO asks for zero_allow_untested_optimizer unless it knows the class.
-    utils.ZERO_SUPPORTED_OPTIMIZERS.extend(config.OPTIMIZERS.values())
+    utils.ZERO_SUPPORTED_OPTIMIZERS.extend(KINDS.values())
 
 
 def _is_supported_optimizer(theirs: Callable[..., Any], engine: Any, name: str) -> bool:
-    return name in config.OPTIMIZERS or theirs(engine, name)
+    return name in KINDS or theirs(engine, name)
 
 
 def _configure_basic_optimizer(theirs: Callable[..., Any], engine: Any, parameters: Any) -> Any:
-    if engine.optimizer_name() not in config.OPTIMIZERS:
+    if engine.optimizer_name() not in KINDS:
         return theirs(engine, parameters)
     return _hold(config.from_json(engine, parameters))
 
@@ -44,7 +44,7 @@ def _configure_optimizer(
 ) -> None:
     if client is not None and not hasattr(client, "param_groups"):
         client = client(parameters)
-    named = client is None and engine.optimizer_name() in config.OPTIMIZERS
+    named = client is None and engine.optimizer_name() in KINDS
     if not (named or isinstance(client, Dion)):
         theirs(engine, client, parameters)
         return
@@ -142,12 +142,8 @@ def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
             master.grad = None
         _publish(self)
 
-    def synchronize(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        theirs(*args, **kwargs)
-        _publish(wrapper)
-
     wrapper.step = MethodType(step, wrapper)
-    wrap_method(optimizer, "synchronize", synchronize)
+    run_after(optimizer, "synchronize", lambda _: _publish(wrapper))
     wrapper.eval, wrapper.train = optimizer.eval, optimizer.train  # Accelerate calls them
 
 
@@ -169,18 +165,13 @@ def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
 def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
     """Only one replica's weights and state are written, and all load these: they must agree."""
 
-    def save(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def agree() -> None:
         optimizer.synchronize(exact=True)
         if optimizer._replicas.replica.number > 0:
             # From stage 1 on each replica would write files of the same names.
             engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
-        return theirs(*args, **kwargs)
 
-    def save_weights(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        optimizer.eval()
-        return theirs(*args, **kwargs)
-
-    wrap_method(engine, "save_checkpoint", save)
+    run_before(engine, "save_checkpoint", agree)
     # Accelerate gathers weights without save_16bit_model, also on all ranks.
     for name in ("save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
-        wrap_method(engine, name, save_weights)
+        run_before(engine, name, optimizer.eval)

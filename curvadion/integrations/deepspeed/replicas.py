@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from curvadion import checks
+from curvadion.comm.collectives import all_ranks_equal
 from curvadion.comm.groups import existing_group, new_group
 from curvadion.integrations.deepspeed.modes import KEY, REPLICA_SIZE, check_with_replicas
 from curvadion.integrations.shared import wrap_method
@@ -46,9 +47,12 @@ def replica_groups(size: int) -> ReplicaGroups:
     return ReplicaGroups(inside, between)
 
 
-def replicas_exist() -> bool:
-    """Whether this process has divided its ranks into replicas, for whichever engine."""
-    return bool(_divided)
+def of_a_replica(p: Any) -> bool:
+    """Whether a parameter is sharded over one of several replicas."""
+    if (group := getattr(p, "ds_process_group", None)) is None or group.size() not in _divided:
+        return False
+    first = dist.get_rank() - dist.get_rank() % group.size()
+    return dist.get_process_group_ranks(group) == [*range(first, first + group.size())]
 
 
 def reaching(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -87,6 +91,12 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     """
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
     size = size_in(engine.optimizer_params(), world) if client is None else _size_of(client, stage)
+    # A rank that differs would create other groups than those that the rest waits for.
+    if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
+        raise ValueError(
+            f"{KEY}={size} and zero_optimization.stage={stage} on this rank, and others on "
+            f"another: give all ranks the same configuration and optimizer"
+        )
     if size is None or size == (world if stage else 1):
         _check_shards(engine)
         return

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from curvadion.integrations.deepspeed.partitions import Partition, partitions_of, publish
-from curvadion.integrations.shared import wrap_method
+from curvadion.integrations.shared import run_after, wrap_method
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
@@ -56,16 +56,13 @@ def _give_methods(optimizer: Dion, shards: Shards, give_to_model: Callable[[], N
         with shards.in_place():
             return theirs(*args, **kwargs)
 
-    def moving(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        on_shards(theirs, *args, **kwargs)
-        give_to_model()
-
     step = MethodType(lambda self, closure=None: shards.receive(), optimizer)
     setattr(optimizer, "step", step)  # noqa: B010
-    for name in ("drift", "state_dict", "load_state_dict"):
+    moving = ("synchronize", "broadcast_weights")
+    for name in ("drift", "state_dict", "load_state_dict", *moving):
         wrap_method(optimizer, name, on_shards)
-    for name in ("synchronize", "broadcast_weights"):
-        wrap_method(optimizer, name, moving)
+    for name in moving:
+        run_after(optimizer, name, lambda _: give_to_model())
 
 
 def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:

@@ -13,11 +13,10 @@ from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from curvadion.integrations.deepspeed.config import OPTIMIZERS
-from curvadion.integrations.deepspeed.replicas import replica_groups, replicas_exist, size_in
-from curvadion.integrations.shared import wrap_method
+from curvadion.integrations.deepspeed.replicas import of_a_replica, replica_groups, size_in
+from curvadion.integrations.shared import KINDS, wrap_method
 
 # DeepSpeed shards a whole model by itself, and does not tell Init the engine's group.
 _engines: list[dist.ProcessGroup | None] = []
@@ -62,7 +61,7 @@ def _group_in(configuration: Any) -> dist.ProcessGroup | None:
         return None
     settings = configuration if isinstance(configuration, dict) else load_ds_config(configuration)
     optimizer = settings.get("optimizer") or {}
-    if optimizer.get("type") not in OPTIMIZERS:
+    if optimizer.get("type") not in KINDS:
         return None
     if not dist.is_initialized():
         init_distributed()
@@ -80,14 +79,15 @@ def _gather(
     **kwargs: Any,
 ) -> None:
     """Users name a rank of all, DeepSpeed one of a replica."""
-    self._curvadion_source = modifier_rank if replicas_exist() else None
+    params = [params] if isinstance(params, Tensor) else list(params)
+    self._curvadion_source = modifier_rank if any(map(of_a_replica, params)) else None
     inside = modifier_rank if self._curvadion_source is None else 0
     theirs(self, params, inside, *args, **kwargs)
 
 
 def _leave(theirs: Callable[..., Any], self: Any, *raised: Any) -> Any:
     if self.enabled and self._curvadion_source is not None:
-        for p in self.params:
+        for p in filter(of_a_replica, self.params):
             dist.broadcast(p.data, self._curvadion_source)
     return theirs(self, *raised)
 

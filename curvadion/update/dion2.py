@@ -1,0 +1,197 @@
+"""The polar factor of the largest rows or columns of the momentum (Dion2, arXiv 2512.16928).
+
+    M <- M + G
+    K = the share rank_fraction of the columns of B with the largest 1-norms
+    X_K <- (1 - lr wd) X_K - lr scale U_K,   U_K the polar factor of B_K
+    M_K <- mu M_K                            error feedback; the rest of M waits for its turn
+
+B is the oriented momentum (m x n, m >= n), so what is chosen are columns of X where X is tall and
+rows where it is wide. Norms are those of whole matrices, so every layout chooses the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvadion.comm.collectives import Buckets, Slot
+from curvadion.layout.matrix import Extent, MatrixLayout
+from curvadion.update.direction import Taken
+from curvadion.update.gradients import Gradients
+from curvadion.update.normuon import NorMuon, rescaled_rows
+from curvadion.update.parameter import Matrix, open_shards, remember_scales
+from curvadion.update.plan import Plan
+from curvadion.update.polar import (
+    Directions,
+    Polar,
+    PolarTaken,
+    begin_polar_directions,
+    looking_ahead,
+    move,
+)
+
+
+class _Chosen(NamedTuple):
+    """By stack: U (k, m_i, n_j), zero but for the chosen columns; scales (k,); columns (k, r)."""
+
+    U: list[Tensor]
+    scales: list[Tensor]
+    columns: Sequence[Tensor]
+
+
+class Dion2(Polar):
+    """Polar factors of the largest columns of oriented momenta."""
+
+    keeps_spectrum = False  # other columns are chosen at each step
+
+    def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
+        stacks = batch.stacks
+        G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
+        B = [looking_ahead(matrices, G) for matrices in stacks]
+        return _begin_directions_of_chosen(stacks, B, _largest_columns(stacks, B))
+
+    def step(
+        self,
+        batch: Plan,
+        gradients: Gradients,
+        begun: Callable[[], Any],
+        *,
+        step: int,
+        inside_replica: bool,
+        remember: bool,
+    ) -> Taken:
+        stacks, (U, scales, chosen) = batch.stacks, begun()
+        masks = [_held_mask(matrices, K) for matrices, K in zip(stacks, chosen, strict=True)]
+        move(stacks, self._rescaled_chosen(stacks, U, masks), step)
+        _feed_back_(stacks, masks)
+        if remember:
+            remember_scales(stacks, scales)
+        return PolarTaken(batch, list(map(Directions, U)), [K.shape[1] for K in chosen])
+
+    def _rescaled_chosen(
+        self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor], masks: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What weights move along; masks: which columns held here are chosen, (k, n_j)."""
+        return U
+
+
+class NorDion2(Dion2, NorMuon):
+    """Dion2 with NorMuon's rows: those of X that are chosen, or what is chosen of every row."""
+
+    def _rescaled_chosen(
+        self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor], masks: Sequence[Tensor]
+    ) -> list[Tensor]:
+        widths = [
+            [m.layout.shape[1] if m.layout.transposed else m.shard.rank for m in matrices]
+            for matrices in stacks
+        ]
+        rows = [
+            mask if matrices[0].layout.transposed else None
+            for matrices, mask in zip(stacks, masks, strict=True)
+        ]
+        return rescaled_rows(stacks, U, widths, rows)
+
+
+def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) -> list[Tensor]:
+    """Which columns are largest, ascending, (k, r) by stack, the same on all ranks; collective."""
+    buckets = Buckets(
+        [
+            Slot((len(b), min(s[0].layout.shape)), s[0].layout.shards, b.dtype, b.device)
+            for s, b in zip(stacks, B, strict=True)
+        ]
+    )
+    for matrices, b, norms in zip(stacks, B, buckets.views, strict=True):
+        held = matrices[0].layout.columns.indices
+        norms.zero_()[:, held.start : held.stop] = b.abs().sum(1)
+    buckets.all_reduce_()
+    return [
+        # Stable, because ranks must choose the same among equal ones.
+        norms.sort(dim=1, descending=True, stable=True)
+        .indices[:, : matrices[0].shard.rank]
+        .sort(dim=1)
+        .values
+        for matrices, norms in zip(stacks, buckets.views, strict=True)
+    ]
+
+
+def _begin_directions_of_chosen(
+    stacks: Sequence[Sequence[Matrix]], B: list[Tensor], chosen: Sequence[Tensor]
+) -> Callable[[], _Chosen]:
+    """Begin the exchange of the chosen columns of B; U takes the place of B. Collective."""
+    some: list[Sequence[Matrix]] = []
+    parts: list[Tensor] = []
+    layouts: list[MatrixLayout] = []
+    places: list[tuple[Tensor, Tensor]] = []  # where a part lies: matrices, and their columns
+    for matrices, b, K in zip(stacks, B, chosen, strict=True):
+        layout = matrices[0].layout
+        if layout.columns.group is None:
+            whole = [(matrices, b, K)]
+            layouts.append(_of_columns(layout, range(K.shape[1])))
+        else:  # each rank has another number of the chosen columns of each matrix
+            whole = []
+            for i, columns in enumerate(K.tolist()):
+                layouts.append(_of_columns(layout, columns))
+                here = [c - layout.columns.indices.start for c in columns]
+                here = [c for c in here if 0 <= c < len(layout.columns)]
+                held = torch.tensor([here], dtype=torch.int64, device=b.device)
+                whole.append(([matrices[i]], b[i : i + 1], held))
+        for these, where, columns in whole:
+            index = columns[:, None, :].expand(-1, b.shape[1], -1)
+            some.append(these)
+            parts.append(where.gather(2, index))
+            places.append((where, index))
+    begun = begin_polar_directions(some, parts, layouts)
+
+    def end() -> _Chosen:
+        U, scales = begun()
+        for b in B:
+            b.zero_()
+        for (where, index), part in zip(places, U, strict=True):
+            where.scatter_(2, index, part.shards.to(where.dtype))
+        by_stack = torch.cat(scales).split([len(K) for K in chosen])
+        return _Chosen(B, list(by_stack), chosen)
+
+    return end
+
+
+def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
+    """The layout of some columns of an oriented matrix, given in ascending order."""
+
+    def places(indices: range) -> range:
+        return range(bisect_left(columns, indices.start), bisect_left(columns, indices.stop))
+
+    old = layout.columns
+    new = Extent(
+        places(old.indices),
+        old.group,
+        tuple(i for c in old.shared for i in places(range(c, c + 1))),
+        borrowed=old.borrowed and bool(places(old.indices[:1])),
+        by_rank=tuple(map(places, old.by_rank)),
+    )
+    parts = tuple((rows, places(held)) for rows, held in layout.parts)
+    shape = max(layout.shape), len(columns)
+    return replace(layout, shape=shape, columns=new, parts=parts)
+
+
+def _held_mask(matrices: Sequence[Matrix], chosen: Tensor) -> Tensor:
+    """Which of the columns that are held here are chosen, (k, n_j) of bool."""
+    layout = matrices[0].layout
+    whole = torch.zeros(
+        len(chosen), min(layout.shape), dtype=torch.bool, device=chosen.device
+    ).scatter_(1, chosen, value=True)
+    return whole[:, layout.columns.indices.start : layout.columns.indices.stop]
+
+
+def _feed_back_(stacks: Sequence[Sequence[Matrix]], masks: Sequence[Tensor]) -> None:
+    """M_K <- mu M_K."""
+    for matrices, mask in zip(stacks, masks, strict=True):
+        with open_shards(matrices, [m.parameter.M for m in matrices]) as (M,):
+            for m, momentum, chosen in zip(matrices, M, mask, strict=True):
+                if m.parameter.feedback:
+                    factor = torch.where(chosen, 1 - m.parameter.feedback, 1.0)
+                    momentum.mul_(factor.to(momentum.dtype))

@@ -1,0 +1,142 @@
+"""The polar factor with rows of equal length over time (NorMuon, arXiv 2510.05491).
+
+    v <- beta2 v + (1 - beta2) mean over a row of U^2      m numbers a matrix (m x n)
+    U <- c U / (sqrt(v) + eps)                             row by row; c keeps the Frobenius norm
+
+Rows are outputs of X, whatever the orientation of the momentum. beta2 and eps are those of the
+group, as of AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion.comm.collectives import Buckets, Slot
+from curvadion.comm.groups import Group
+from curvadion.layout.blocks import output_first
+from curvadion.layout.dtensor import local, state_placements, zeros
+from curvadion.layout.flat_shard import flat_matrices, flat_shard
+from curvadion.layout.matrix import Extent
+from curvadion.layout.shard_views import Block
+from curvadion.ops.tensors import from_host
+from curvadion.update.parameter import Matrix
+from curvadion.update.polar import Polar
+from curvadion.update.state import ROW_SECOND_MOMENT
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class NorMuon(Polar):
+    """Polar factors whose rows are divided by their second moment."""
+
+    def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {ROW_SECOND_MOMENT: _zeros_of_rows(X, options)}
+
+    def rescaled(self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor]) -> list[Tensor]:
+        widths = [[m.layout.shape[1] for m in matrices] for matrices in stacks]
+        return rescaled_rows(stacks, U, widths)
+
+
+def rescaled_rows(
+    stacks: Sequence[Sequence[Matrix]],
+    U: Sequence[Tensor],
+    widths: Sequence[Sequence[int]],
+    chosen: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """U with rows divided by their second moments, which are updated; collective over the shards.
+
+    Args:
+        stacks: the matrices.
+        U: shards (k, m_i, n_j) by stack; a row that several ranks hold is whole on each.
+        widths: of each matrix, how many elements of a row of X its U has.
+        chosen: by stack, which rows of X held here have any, (k, rows) of bool; None for all.
+    """
+    rows, columns = zip(*(_rows_and_columns(matrices[0]) for matrices in stacks), strict=True)
+    by_row = [
+        u.mT if matrices[0].layout.transposed else u for matrices, u in zip(stacks, U, strict=True)
+    ]
+    # (k, columns, rows) -> (k, rows)
+    squares = _sums(
+        [
+            held.counted(u.mT).to(_wide(u)).square().sum(-2)
+            for held, u in zip(columns, by_row, strict=True)
+        ],
+        [held.group for held in columns],
+    )
+    scales, energies = [], []
+    for i, matrices in enumerate(stacks):
+        moments = [_moments(m) for m in matrices]
+        now = squares[i] / _column(widths[i], squares[i])
+        beta2 = _column([m.group["betas"][1] for m in matrices], now)
+        eps = _column([m.group["eps"] for m in matrices], now)
+        before = torch.stack(moments).to(now.dtype)
+        v = torch.lerp(now, before, beta2)
+        if chosen is not None and (kept := chosen[i]) is not None:
+            v = torch.where(kept, v, before)
+        torch._foreach_copy_(moments, list(v.unbind()))
+        scales.append(1 / (v.sqrt() + eps))
+        # A row that begins on another rank is counted there: (k, rows, 2) -> (k, 2)
+        both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)
+        energies.append(rows[i].counted(both).sum(1))
+    energies = _sums(energies, [held.group for held in rows])
+    result = []
+    for u, scale, energy, matrices in zip(by_row, scales, energies, stacks, strict=True):
+        length = (energy[:, :1] / energy[:, 1:].clamp_min(TINY)).sqrt()
+        moved = u * (scale * length).to(u.dtype).unsqueeze(-1)
+        result.append(moved.mT if matrices[0].layout.transposed else moved)
+    return result
+
+
+def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
+    """Those of X that are held here."""
+    layout = m.layout
+    return (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
+
+
+def _wide(u: Tensor) -> torch.dtype:
+    return torch.promote_types(u.dtype, torch.float32)
+
+
+def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """One number a matrix, (k, 1)."""
+    return from_host([float(x) for x in numbers], like.dtype, like.device).unsqueeze(-1)
+
+
+def _sums(summands: Sequence[Tensor], groups: Sequence[Group | None]) -> list[Tensor]:
+    """The sums of tensors over the ranks of their groups."""
+    buckets = Buckets(
+        [
+            Slot(tuple(each.shape), group, each.dtype, each.device)
+            for each, group in zip(summands, groups, strict=True)
+        ]
+    )
+    torch._foreach_copy_(buckets.views, list(summands))
+    buckets.all_reduce_()
+    return buckets.views
+
+
+def _moments(m: Matrix) -> Tensor:
+    """v of the rows of X that are held here, a view, (rows,)."""
+    held, view = local(m.parameter.state[ROW_SECOND_MOMENT]), m.shard.view
+    if isinstance(view, Block):
+        return held[view.stack][view.rows]
+    before = sum(len(_rows_and_columns(one)[0]) for one in m.parameter.matrices[: m.index])
+    return held[before : before + len(_rows_and_columns(m)[0])]
+
+
+def _zeros_of_rows(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """(*stack dimensions, m), sharded as X's rows are; of a flat shard the rows held here."""
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    if (shard := flat_shard(X)) is not None:
+        whole = options["input_first"]  # rows of X are then columns of what is stored
+        counts = [
+            shape[0] if whole else len(view.rows)
+            for _, shape, view in flat_matrices(shard, options)
+        ]
+        return torch.zeros(sum(counts), dtype=dtype, device=X.device)
+    X, stack_dims = output_first(X, options), options["stack_dims"]
+    return zeros(X, X.shape[: stack_dims + 1], state_placements(X, stack_dims, stack_dims), dtype)

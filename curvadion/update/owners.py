@@ -1,0 +1,159 @@
+"""Whole matrices on one rank each: shards go to their owner, and what it makes of them returns.
+
+    B_r of every rank -> B on its owner         m n / S elements a matrix and rank
+    U on the owner    -> U_r on every rank      as many
+
+for m x n matrices in S shards. Compare ``row_shards``, where n (n + 1) elements a matrix and rank
+are sent whatever S is. The matrices of a stack have owners in runs, so that a run is one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvadion.comm.collectives import all_to_all, begin_all_to_all
+from curvadion.comm.groups import Group
+from curvadion.layout.matrix import MatrixLayout
+
+# How many operations take about as long as a byte that is sent. It decides between exchanges where
+# there are fewer matrices than ranks.
+OPERATIONS_A_BYTE = 100
+
+
+class Owners:
+    """Which rank of a group owns which matrices of several stacks, and their ways there and back.
+
+    Attributes:
+        mine: the matrices of each stack that this rank owns.
+    """
+
+    def __init__(self, layouts: Sequence[MatrixLayout], counts: Sequence[int], group: Group):
+        """layouts, counts: of each stack, the common layout and the number of its matrices."""
+        self._layouts, self._group = layouts, group
+        self._runs = runs_of([matrix_cost(layout) for layout in layouts], counts, group.size())
+        self.mine = [runs[group.rank()] for runs in self._runs]
+
+    def begin_gather(
+        self, shards: Sequence[Tensor], dtype: torch.dtype
+    ) -> Callable[[], list[Tensor]]:
+        """Begin to send shards (k, m_i, n_j) by stack to their owners, in a dtype; collective.
+
+        What is returned waits for it, and has the whole matrices (k_mine, m, n).
+        """
+        ranks = range(self._group.size())
+        to = [
+            [B[runs[rank]].to(dtype) for B, runs in zip(shards, self._runs, strict=True)]
+            for rank in ranks
+        ]
+        shapes = [
+            [
+                (_count(mine), len(rows), len(columns))
+                for mine, (rows, columns) in zip(self.mine, self._parts(rank), strict=True)
+            ]
+            for rank in ranks
+        ]
+        kinds = [B.new_empty(0) for B in shards]
+        end = begin_all_to_all(to, shapes, self._group, kinds[0].to(dtype))
+
+        def whole() -> list[Tensor]:
+            found = [
+                like.new_zeros(_count(mine), max(layout.shape), min(layout.shape))
+                for like, mine, layout in zip(kinds, self.mine, self._layouts, strict=True)
+            ]
+            for rank, blocks in enumerate(end()):
+                for B, block, (rows, columns) in zip(found, blocks, self._parts(rank), strict=True):
+                    # Of a row that begins on another rank, both have sent what they hold of it.
+                    B[:, rows.start : rows.stop, columns.start : columns.stop] += block
+            return found
+
+        return whole
+
+    def scatter(
+        self, whole: Sequence[Tensor], numbers: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The inverse of :meth:`begin_gather`, with one number a matrix that arrives as it is.
+
+        Args:
+            whole: what this rank has made of its matrices, (k_mine, m, n) by stack.
+            numbers: (k_mine,) by stack, not narrower than ``dtype``.
+            dtype: of what is sent of the matrices.
+
+        Returns:
+            Shards (k, m_i, n_j) and numbers (k,), by stack.
+        """
+        size = self._group.size()
+        to = [
+            [
+                *(
+                    U[:, rows.start : rows.stop, columns.start : columns.stop].to(dtype)
+                    for U, (rows, columns) in zip(whole, self._parts(rank), strict=True)
+                ),
+                *(each.view(dtype) for each in numbers),
+            ]
+            for rank in range(size)
+        ]
+        here = self._parts(self._group.rank())
+        wider = [each.dtype.itemsize // dtype.itemsize for each in numbers]
+        shapes: list[list[tuple[int, ...]]] = []
+        for rank in range(size):
+            counts = [_count(runs[rank]) for runs in self._runs]
+            held = [(k, len(r), len(c)) for k, (r, c) in zip(counts, here, strict=True)]
+            shapes.append([*held, *((k * w,) for k, w in zip(counts, wider, strict=True))])
+        received = all_to_all(to, shapes, self._group, whole[0].new_empty(0, dtype=dtype))
+        each = [torch.cat(blocks) for blocks in zip(*received, strict=True)]
+        stacks = len(whole)
+        shards = [U.to(W.dtype) for U, W in zip(each[:stacks], whole, strict=True)]
+        return shards, [e.view(n.dtype) for e, n in zip(each[stacks:], numbers, strict=True)]
+
+    def _parts(self, rank: int) -> list[tuple[range, range]]:
+        """Rows and columns of each stack's matrices that a rank holds."""
+        return [layout.parts[rank] for layout in self._layouts]
+
+
+def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
+    """Whether owners cost less than a Gram matrix, the same on all ranks.
+
+    Args:
+        layout: of a stack.
+        count: its matrices.
+        sent: the dtype in which owners are sent shards.
+        summed: that in which Gram matrices are summed.
+    """
+    m, n = max(layout.shape), min(layout.shape)
+    ranks = dist.get_world_size(layout.shards)
+    whole_rows = 2 * m * n / ranks if layout.columns.group is not None else 0
+    gram = (n * (n + 1) * (1 + 1 / ranks) + whole_rows) * summed.itemsize
+    owner = 2 * m * n / ranks * sent.itemsize
+    # B^T B and B Z: of the matrices of an owner, or of the shards that each rank holds.
+    products = 4 * m * n * n
+    waiting = products * (-(-count // ranks) / count - 1 / ranks)
+    return owner + waiting / OPERATIONS_A_BYTE < gram
+
+
+def matrix_cost(layout: MatrixLayout) -> int:
+    """Operations of a polar factor, about: two products with B and three with G an iteration."""
+    m, n = max(layout.shape), min(layout.shape)
+    return 4 * m * n * n + 24 * n**3
+
+
+def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[list[slice]]:
+    """By stack and rank, which matrices of the stack the rank owns; the load is about equal."""
+    load = [0] * ranks
+    runs: list[list[slice]] = [[] for _ in costs]
+    for stack in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        each = [counts[stack] // ranks] * ranks
+        for rank in sorted(range(ranks), key=load.__getitem__)[: counts[stack] % ranks]:
+            each[rank] += 1
+        ends = accumulate(each, initial=0)
+        runs[stack] = [slice(*span) for span in pairwise(ends)]
+        load = [sum_ + costs[stack] * k for sum_, k in zip(load, each, strict=True)]
+    return runs
+
+
+def _count(run: slice) -> int:
+    return int(run.stop - run.start)
