@@ -208,8 +208,6 @@ def test_torch_compile_takes_operations():
     def step(M, G, X, ones):
         ops.accumulate_(M, G, ones)
         ops.local_step_(X, G, ones, ones, M, ones)
-        codes = torch.zeros(len(X), block_bytes(2), dtype=torch.uint8)
-        ops.encode_difference_(codes, X, M, G, bits=2)
         return ops.momentum_norms(M, G, ones)
 
     eager, compiled = lists(2), lists(2)
