@@ -50,9 +50,7 @@ class Dion2(Polar):
     keeps_spectrum = False  # other columns are chosen at each step
 
     def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
-        stacks = batch.stacks
-        G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
-        B = [looking_ahead(matrices, G) for matrices in stacks]
+        stacks, B = batch.stacks, looking_ahead(batch.stacks, gradients)
         return _begin_directions_of_chosen(stacks, B, _largest_columns(stacks, B))
 
     def step(
@@ -153,7 +151,7 @@ def _begin_directions_of_chosen(
             b.zero_()
         for (where, index), part in zip(places, U, strict=True):
             where.scatter_(2, index, part.shards.to(where.dtype))
-        by_stack = torch.cat(scales).split([len(K) for K in chosen])
+        by_stack = torch.cat(scales).split([len(K) for K in chosen]) if scales else ()
         return _Chosen(B, list(by_stack), chosen)
 
     return end

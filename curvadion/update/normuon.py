@@ -55,6 +55,8 @@ def rescaled_rows(
         widths: of each matrix, how many elements of a row of X its U has.
         chosen: by stack, which rows of X held here have any, (k, rows) of bool; None for all.
     """
+    if not stacks:  # this rank holds none of the experts
+        return []
     rows, columns = zip(*(_rows_and_columns(matrices[0]) for matrices in stacks), strict=True)
     by_row = [
         u.mT if matrices[0].layout.transposed else u for matrices, u in zip(stacks, U, strict=True)

@@ -65,11 +65,9 @@ class Polar(Direction):
 
     def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
         stacks, layouts = batch.stacks, [matrices[0].layout for matrices in batch.stacks]
-        G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
 
         def begin() -> Callable[[], Found]:
-            B = [looking_ahead(matrices, G) for matrices in stacks]
-            return begin_polar_directions(stacks, B, layouts)
+            return begin_polar_directions(stacks, looking_ahead(stacks, gradients), layouts)
 
         # Where there is no exchange, copies of this batch need not lie beside those of the last.
         whole = all(layout.shards is None for layout in layouts)
@@ -315,7 +313,13 @@ def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> Row
     )
 
 
-def looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
+def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> list[Tensor]:
+    """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
+    G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
+    return [_looking_ahead(matrices, G) for matrices in stacks]
+
+
+def _looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
     """M + look_ahead G of a stack, (k, m_i, n_j), in the dtype of products."""
     B = stacked([m.M for m in matrices], matrices[0])
     shares = [m.parameter.look_ahead for m in matrices]
@@ -328,17 +332,13 @@ def looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
 
 def move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
-    by_rounding: dict[bool, list[tuple[Matrix, Tensor]]] = {}
-    for matrices, directions in zip(stacks, U, strict=True):
-        for m, direction in zip(matrices, directions, strict=True):
-            by_rounding.setdefault(m.parameter.stochastic_rounding, []).append((m, direction))
-    for random, moves in by_rounding.items():
-        chosen = [m for m, _ in moves]
-        with open_shards(chosen, [m.parameter.local for m in chosen]) as (X,):
-            ops.local_step_(
-                X,
-                [direction for _, direction in moves],
-                [m.group["lr"] * m.update_scale for m in chosen],
-                [m.parameter.decay for m in chosen],
-                seeds=[m.rounding_seed(step) for m in chosen] if random else None,
-            )
+    matrices = [m for stack in stacks for m in stack]
+    random = any(m.parameter.stochastic_rounding for m in matrices)  # all of a batch or none
+    with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
+        ops.local_step_(
+            X,
+            [direction for of_stack in U for direction in of_stack],
+            [m.group["lr"] * m.update_scale for m in matrices],
+            [m.parameter.decay for m in matrices],
+            seeds=[m.rounding_seed(step) for m in matrices] if random else None,
+        )

@@ -114,6 +114,23 @@ def test_later_directions_on_flat_shards(direction):
     assert_flat_shards_take_the_trajectory(2, SHARDS_2, **LATER[direction])
 
 
+def one_expert_on_two_ranks(rank, direction):
+    """How far the expert moves, on the rank that holds it and on the one that holds nothing."""
+    mesh = init_device_mesh("cpu", (2,))
+    X = nn.Parameter(shard(weights((1, 6, 4)), ("0",), mesh))
+    optimizer = Dion([{"params": [X], "stack_dims": 1}], direction=direction)
+    X.grad = shard(gradient((1, 6, 4), 0, 0), ("0",), mesh)
+    before = X.to_local().detach().clone()
+    optimizer.step()
+    return (X.to_local().detach() - before).norm().item()
+
+
+@pytest.mark.parametrize("direction", ["polar", *LATER])
+def test_a_rank_may_hold_none_of_the_experts(direction):
+    held, empty = distributed.run(2, one_expert_on_two_ranks, direction)
+    assert held > 0 and empty == 0
+
+
 # -------------------------------------------------------------------- what is sent
 
 
