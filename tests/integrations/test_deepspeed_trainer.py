@@ -122,3 +122,8 @@ def test_trainer_saves_what_replicas_agree_on_and_resumes(tmp_path):
 @pytest.mark.parametrize("name", doc_checks.names_of("docs/deepspeed.md"))
 def test_a_block_of_the_page_runs(name, tmp_path):
     doc_checks.check(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", doc_checks.names_of("docs/muon.md"))
+def test_a_block_of_the_page_of_muon_runs(name, tmp_path):
+    doc_checks.check(name, tmp_path)

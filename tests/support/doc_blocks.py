@@ -236,6 +236,13 @@ AROUND = {
     "docs/layouts.md: fit_to_checkpoint": Around(
         SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
     ),
+    "docs/muon.md: fully_shard": Around(
+        after="assert optimizer.report.step == len(data)",
+        ranks=2,
+        launched=True,
+        instead=(("nccl", "gloo"), ("cuda", "cpu")),
+    ),
+    "docs/muon.md: parallelize_module": Around(MESH + TENSOR_PARALLEL, STEPS, 2),
     "docs/reading-a-report.md: write_json_line": Around(
         "optimizer = Dion(groups)", "assert len(open('run.jsonl').readlines()) == len(data)"
     ),

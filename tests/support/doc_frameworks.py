@@ -22,19 +22,23 @@ model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.Line
 
 # -------------------------------------------------------------------- DeepSpeed
 
-[JSON] = [block.code for block in blocks("json") if block.page == "docs/deepspeed.md"]
-ENGINES = f"""
+JSON = {block.page: block.code for block in blocks("json")}
+LAUNCHED = """
 import json
 from pathlib import Path
 import deepspeed_engines as ds
 
 ds.launch()
-config = json.loads({JSON!r})
-config["optimizer"]["params"]["replica_size"] = 2  # of four ranks
+"""
+WRITTEN = """
 if dist.get_rank() == 0:
     Path("ds_config.json").write_text(json.dumps(config))
 dist.barrier()
 """
+ENGINES = f"""{LAUNCHED}
+config = json.loads({JSON["docs/deepspeed.md"]!r})
+config["optimizer"]["params"]["replica_size"] = 2  # of four ranks
+{WRITTEN}"""
 ENGINE_STEPS = """
 for inputs, targets in data:
     engine.backward(loss_function(engine(inputs), targets))
@@ -66,6 +70,16 @@ DEEPSPEED = {
     ),
     "docs/deepspeed.md: deepspeed.initialize(": Around(
         ENGINES + WIDE, ENGINE_STEPS, 4, needs=("deepspeed",)
+    ),
+    "docs/muon.md: deepspeed.initialize(": Around(
+        f"{LAUNCHED}\nimport deepspeed\nconfig = json.loads({JSON['docs/muon.md']!r})\n{WRITTEN}",
+        "for inputs, targets in data:\n"
+        "    engine.backward(loss_function(engine(inputs), targets))\n"
+        "    engine.step()\n"
+        "assert engine.basic_optimizer.param_groups[0]['direction'] == 'polar'\n"
+        "assert engine.basic_optimizer.report.step == len(data)",
+        2,
+        needs=("deepspeed",),
     ),
     "docs/deepspeed.md: TrainingArguments(": Around(
         ENGINES + SAVED_GPT,
