@@ -196,7 +196,7 @@ def test_a_gate_is_asked_at_every_step_even_while_others_decide():
 
         def signal(self, before, after):
             assert before.shape == after.shape == (3,)
-            return after - before
+            return after
 
         def opens(self, signal, local_steps):
             self.signals.append(signal)
