@@ -30,6 +30,7 @@ from curvadion.update.sizes import most_together
 
 Coefficients = tuple[float, float, float]
 
+TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 # The iterations of Muon (Jordan et al., 2024), all equal: singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # How far from 1 few iterations may leave singular values that are not too small.
@@ -102,7 +103,8 @@ def inverse_root(
     """Z with which B Z is close to the polar factor of B, from G = B^T B, (k, n, n).
 
     The squares of numbers of G must be finite in float32; zeros give a finite Z. dtype: of the
-    products; None takes G's. The second result are the bounds, (k,), float32 or wider.
+    products; None takes G's. The second result are the bounds, (k,), float32 or wider, or () if
+    they are one.
     """
     n = G.shape[-1]
     count = max(1, most_together(G.device).squares // max(1, n * n))
@@ -116,23 +118,20 @@ def inverse_root(
 def _inverse_root(
     G: Tensor, coefficients: Sequence[Coefficients], kind: Bound, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    tiny = torch.finfo(torch.float32).tiny
-    wide = torch.promote_types(G.dtype, torch.float32)
-    if kind is Bound.TIGHT:
-        bound = _norm(G)
-    elif kind is Bound.TRACE:
-        bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)
+    if kind is Bound.ONE:
+        bound, G = G.new_empty(0), G.to(dtype, copy=True)
     else:
-        bound = G.new_ones(len(G), dtype=wide)
-    bound.clamp_min_(tiny)
-    G = (G / bound[:, None, None]).to(dtype)
+        wide = torch.promote_types(G.dtype, torch.float32)
+        tight, diagonal = kind is Bound.TIGHT, G.diagonal(dim1=-2, dim2=-1)
+        bound = (_norm(G) if tight else diagonal.sum(-1, dtype=wide)).clamp_min_(TINY)
+        G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if kind is Bound.TIGHT:
-        # Rounding must not leave an eigenvalue above 1.
-        tighter = (_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)).clamp_min(tiny)
+        # Rounding must not leave an eigenvalue above 1. Only zeros have less than n^(-1/4).
+        tighter = (_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)).clamp_min_(1e-3)
         G /= tighter[:, None, None]
-        square /= tighter.square().clamp_min(tiny)[:, None, None]
-        bound = (bound * tighter).clamp_min(tiny)
+        square /= tighter.square()[:, None, None]
+        bound *= tighter
     Z = G  # until the first iteration, whose W it is
     for number, (a, b, c) in enumerate(coefficients, 1):
         W = torch.add(square.mul_(c), G, alpha=b, out=square)
@@ -145,7 +144,7 @@ def _inverse_root(
             half = ops.symmetric_product(G, W, spare)
             G, spare = ops.symmetric_product(half, W, G), half
             square = ops.symmetric_product(G, G, W)
-    return Z.div_(bound.sqrt()[:, None, None]), bound
+    return (Z.div_(bound.sqrt()[:, None, None]) if len(bound) else Z), bound
 
 
 def _norm(G: Tensor) -> Tensor:

@@ -73,13 +73,7 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     the ranks; a rank that iterates on all of them alone sends half as many again.
     """
     exponents = [_scale_(stack.B) for stack in stacks]
-    # The largest exponent of each matrix among the ranks with shards of it.
-    each = zip(exponents, stacks, strict=True)
-    buckets = Buckets([Slot(tuple(e.shape), s.layout.shards, e.dtype, e.device) for e, s in each])
-    for view, e in zip(buckets.views, exponents, strict=True):
-        view.copy_(e)
-    buckets.all_reduce_(op=dist.ReduceOp.MAX)
-    largest = buckets.views
+    largest = _largest(exponents, stacks)
     factors = [PolarFactors(stack.B.to(stack.dtype), stack.scale) for stack in stacks]
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
@@ -87,9 +81,8 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
         for i, (Z, scale) in zip(now, _roots(works), strict=True):
             if number:
                 scale = factors[i].scale
-            else:
+            elif stacks[i].layout.shards is not None:
                 Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
-                largest[i] = torch.zeros_like(largest[i])
             factors[i] = PolarFactors(_times(factors[i].U, Z), scale)
     return factors
 
@@ -122,6 +115,21 @@ def _roots(works: Sequence[_Work]) -> list[_Root]:
         found = map(_root, some) if group is None else _shared_roots(some, group)
         roots |= zip(chosen, found, strict=True)
     return [roots[i] for i in range(len(works))]
+
+
+def _largest(exponents: Sequence[Tensor], stacks: Sequence[RowStack]) -> list[Tensor]:
+    """The largest exponent of each matrix among the ranks with shards of it, (k,) by stack."""
+    sharded = [i for i, stack in enumerate(stacks) if stack.layout.shards is not None]
+    some = [exponents[i] for i in sharded]
+    groups = [stacks[i].layout.shards for i in sharded]
+    buckets = Buckets(
+        [Slot(tuple(e.shape), g, e.dtype, e.device) for e, g in zip(some, groups, strict=True)]
+    )
+    if some:
+        torch._foreach_copy_(buckets.views, some)
+    buckets.all_reduce_(op=dist.ReduceOp.MAX)
+    found = dict(zip(sharded, buckets.views, strict=True))
+    return [found.get(i, e) for i, e in enumerate(exponents)]
 
 
 def _scale_(B: Tensor) -> Tensor:
@@ -170,11 +178,11 @@ class _Work(NamedTuple):
 
 def _root(work: _Work) -> _Root:
     Z, bound = inverse_root(work.G, work.coefficients, work.bound, work.dtype)
+    if work.bound is Bound.ONE:
+        return Z, work.scale
     length = bound.sqrt() * torch.exp2(work.e)
-    finite = torch.isfinite(length) & torch.isfinite(Z.sum(dim=(1, 2), dtype=length.dtype))
-    moves = (length > FALLEN * work.scale) & finite
-    Z.masked_fill_(~moves[:, None, None], 0.0)
-    return Z, torch.maximum(work.scale, length.nan_to_num(0.0, 0.0, 0.0))
+    Z.masked_fill_((length <= FALLEN * work.scale)[:, None, None], 0.0)
+    return Z, torch.maximum(work.scale, length)
 
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:

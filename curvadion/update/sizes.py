@@ -21,7 +21,7 @@ class Most(NamedTuple):
 
 
 ON_CPU = Most(batch=2**22, squares=2**20, wide=2**20)
-ON_ACCELERATORS = Most(batch=2**27, squares=2**26, wide=2**26)
+ON_ACCELERATORS = Most(batch=2**27, squares=2**27, wide=2**26)
 
 
 def most_together(device: torch.device) -> Most:
