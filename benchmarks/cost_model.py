@@ -303,7 +303,7 @@ def wire_budget(
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     # Of a processor: a GPU's are larger, so this counts more messages than it sends.
     most = most_in_a_batch(sum(sizes), torch.device("cpu"))
-    batches = batches_of_sizes(((size, False) for size in sizes), most)
+    batches = batches_of_sizes(((size, None, 1) for size in sizes), most)
     bits = bits or bits_of_weights(share, 1)
     met = Traffic("all_reduce", 1, WORDS_BYTES if delayed else MEETING_BYTES)
     sent = [met, Traffic("all_to_all", 2 * (batches[-1] + 1), 2 * message_bytes(sizes, bits))]

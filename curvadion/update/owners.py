@@ -20,9 +20,9 @@ from curvadion.comm.collectives import all_to_all, begin_all_to_all
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 
-# How many operations of an accelerator take about as long as a byte that is sent. It decides
-# between exchanges where owners of several matrices would keep others waiting.
-OPERATIONS_A_BYTE = 2000
+# How many operations of an accelerator take about as long as a byte between nodes: 400 TFLOP/s and
+# 400 Gb/s. It decides where owners of several matrices would keep others waiting.
+OPERATIONS_A_BYTE = 8000
 
 
 class Owners:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -172,14 +172,15 @@ class Plan:
         # By what all ranks know; matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
-        turns = [_kind_of_step(a) != _kind_of_step(b) for a, b in pairwise(matrices)]
-        turns = [True, *turns, *(False for _ in self.elementwise)][: len(ordered)]
-        sizes = map(_numbers_a_shard, ordered)
-        batch_of = batches_of_sizes(zip(sizes, turns, strict=True), self.elements_in_a_batch)
+        each: list[tuple[int, object, int]] = [
+            (_numbers_a_shard(p), _kind_of_step(p), _shards(p)) for p in matrices
+        ]
+        each += [(_numbers_a_shard(p), None, 1) for p in self.elementwise]
+        batch_of = batches_of_sizes(each, self.elements_in_a_batch)
         by_batch = {id(p): batch for p, batch in zip(ordered, batch_of, strict=True)}
-        each = [by_batch[id(p)] for p in self.parameters]
+        chosen = [by_batch[id(p)] for p in self.parameters]
         return [
-            self.select([number == batch for number in each])
+            self.select([number == batch for number in chosen])
             for batch in range(max(batch_of, default=-1) + 1)
         ]
 
@@ -191,8 +192,7 @@ class Plan:
 
     def copies_inside(self, parameter: Parameter) -> int:
         """How many ranks of this replica hold the same shard of the parameter as this one."""
-        shards = math.prod(group_size(g) for g in groups_of(parameter.X))
-        return group_size(self.inside) // shards
+        return group_size(self.inside) // _shards(parameter)
 
     @cached_property
     def groups(self) -> dict[int, dict[str, Any]]:
@@ -277,21 +277,36 @@ def most_in_a_batch(numbers: int, device: torch.device) -> float:
     return max(most_together(device).batch, BATCH_SHARE * numbers)
 
 
-def batches_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:
-    """The batch of each parameter, given by its size and whether it must begin a batch.
+def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
+    """The batch of each parameter, given by its elements, its kind and in how many shards it is.
 
-    One alone may be larger than ``most``.
+    A batch has one kind; None goes with any. One parameter alone may have more than ``most``. Where
+    parameters of one size do not all fit, as many go as their ranks can own equal numbers of.
     """
     batches: list[int] = []
-    left, batch = -1.0, -1
-    for size, begins in parameters:
-        if begins or size > left:
-            left, batch = most, batch + 1
-        batches.append(batch)
-        left -= size
+    left, batch, now = -1.0, -1, None
+    for (size, kind, shards), run in groupby(parameters):
+        if kind not in (None, now):
+            left, now = -1.0, kind
+        count = len(list(run))
+        while count:
+            fitting = min(count, int(left // max(1, size)))
+            taken = fitting if fitting == count else fitting - fitting % shards
+            if left == most:
+                taken = taken or max(1, fitting)
+            if taken <= 0:
+                left, batch = most, batch + 1
+                continue
+            batches += [batch] * taken
+            left -= taken * size
+            count -= taken
     return batches
 
 
 def _numbers_a_shard(p: Parameter) -> int:
     """Numbers in a shard of the parameter, the same for all ranks."""
-    return math.prod(global_shape(p.X)) // math.prod(group_size(g) for g in groups_of(p.X))
+    return math.prod(global_shape(p.X)) // _shards(p)
+
+
+def _shards(p: Parameter) -> int:
+    return math.prod(group_size(g) for g in groups_of(p.X))

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import cost_model
 import distributed
+import inside_replica
 import scaling
 import toy
 from cost_model import Link, Shapes, Traffic
@@ -20,6 +23,8 @@ from curvadion import CurvaDion, Dion, FixedPeriod, QuantizedAverage, WireMeter,
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
+from seeded import gradient, weights
+from shards import shard
 
 PERIOD = 3
 OPENED_BY_BUDGET = 0.5
@@ -152,3 +157,52 @@ def test_products_are_those_that_torch_counts():
     (two_passes,) = cost_model.polar_products(m, n).values()
     saved = (4 * iterations - 3) - (4 * iterations - 6)
     assert two_passes == one_pass + 2 * m * n * n * (share + 1) - saved * 2 * n**3 * share
+
+
+# -------------------------------------------------------------------- inside a replica
+
+SHAPES = [(24, 16), (16, 28), (20, 20)] * 2
+INSIDE = {
+    "owners": ({"direction": "polar"}, {}),
+    "Gram matrices": ({"direction": "polar", "gather": "never"}, {"gather": False}),
+    "Dion2": ({"direction": "dion2", "rank_fraction": 0.25}, {"kept": 0.25}),
+    "low rank": ({"direction": "low_rank", "rank_fraction": 0.25}, None),
+}
+
+
+def sent_inside(rank, options):
+    """The bytes that this rank of a replica must send at a step, without those of the meeting."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    X = [nn.Parameter(shard(weights(shape), ("0",), mesh)) for shape in SHAPES]
+    optimizer = Dion(X, **options)
+    for step in range(2):  # the first also verifies the set-up
+        for x, shape in zip(X, SHAPES, strict=True):
+            x.grad = shard(gradient(shape, step, 0), ("0",), mesh)
+        with WireMeter() as meter:
+            optimizer.step()
+    return meter.total_sent - Traffic("all_reduce", 1, MEETING_BYTES).sent(dist.get_world_size())
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_shards_send_what_the_meter_counts(name):
+    options, how = INSIDE[name]
+    ranks = 2
+    with inside_replica.ranks(ranks):
+        if how is None:
+            wanted = inside_replica.low_rank(SHAPES, ranks, 0.25).sent
+        else:
+            wide = {"sent": torch.float32, "summed": torch.float32, "device": "cpu"}
+            wanted = inside_replica.polar(SHAPES, ranks, **wide, **how).sent
+    each = distributed.run(ranks, sent_inside, options)
+    assert sum(each) / ranks == pytest.approx(wanted)
+
+
+def test_inside_a_replica_ours_send_no_more_than_microsofts_muon():
+    found = results("inside.json")
+    document = inside_replica.DOCUMENT.read_text("utf-8")
+    assert inside_replica.table(found) in document
+    for old, new in zip(found, inside_replica.records(), strict=True):
+        assert old == pytest.approx(new)
+    sent = {(r["model"], r["ranks"], r["method"]): r["bytes"] for r in found}
+    for model, ranks, _ in sent:
+        assert sent[model, ranks, "Dion, polar"] <= 1.01 * sent[model, ranks, "Microsoft's Muon"]

@@ -1,0 +1,243 @@
+"""What Muons on shards send inside a replica, and how long it takes, on up to hundreds of ranks.
+
+    python benchmarks/inside_replica.py --output benchmarks/results/scaling/inside.json --document
+
+Bytes follow from the shapes, with the optimizer's own batches and choice of an exchange; a test
+compares them with the wire meter's of two ranks. Microsoft's Muon (microsoft/dion at 0a059a4) sends
+shards to owners, too, in bfloat16, as many matrices of a shape as there are ranks: where there are
+fewer it sends zeros in their place.
+
+Seconds are a model, and nothing here was measured: sent bytes over the bandwidth of a rank, and the
+products of the rank with most work at 40 % of an H100's 989 TFLOP/s. Nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).parent)]
+
+from curvadion.layout.matrix import MatrixLayout
+from curvadion.update.owners import matrix_cost, sends_less
+from curvadion.update.plan import batches_of_sizes, most_in_a_batch
+from measure import write
+from models import MODELS
+
+Shape = tuple[int, int]
+SPEED = 0.4 * 989e12
+BANDWIDTHS = {8: 450e9, 64: 50e9, 512: 50e9}  # bytes a second of a rank: NVLink; 400 Gb/s
+HALF, FLOAT, DOUBLE = 2, 4, 8
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
+BEGIN, END = "<!-- inside: made by benchmarks/inside_replica.py -->", "<!-- inside: end -->"
+
+
+def _mixture() -> list[Shape]:
+    """The attention of a mixture of experts of 30B parameters: experts are whole on their ranks."""
+    width, queries, keys, blocks = 2048, 4096, 512, 48
+    return [(queries, width), (keys, width), (keys, width), (width, queries)] * blocks
+
+
+def _llama_70b() -> list[Shape]:
+    width, keys, hidden, blocks = 8192, 1024, 28672, 80
+    attention = [(width, width), (keys, width), (keys, width), (width, width)]
+    return [*attention, (hidden, width), (hidden, width), (width, hidden)] * blocks
+
+
+SHAPES: dict[str, Sequence[Shape]] = {
+    "llama-1.3b": MODELS["llama-1.3b"].matrices(),
+    "llama-8b": MODELS["llama-8b"].matrices(),
+    "llama-70b": _llama_70b(),
+    "experts-30b": _mixture(),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a step, on the mean rank what it sends, on the busiest what it multiplies.
+
+    Attributes:
+        sent: bytes.
+        operations: of products.
+        owners: the share of the elements whose matrices go to owners.
+    """
+
+    sent: float
+    operations: float
+    owners: float = 0.0
+
+    def seconds(self, bandwidth: float) -> float:
+        """Of the exchanges and the products, one after the other."""
+        return self.sent / bandwidth + self.operations / SPEED
+
+
+@contextmanager
+def ranks(count: int) -> Iterator[Any]:
+    """A process group of so many ranks, of which this process is the only one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def batched(shapes: Sequence[Shape], count: int, device: torch.device) -> list[tuple[Shape, int]]:
+    """The shapes of each batch on ``count`` ranks, and how many matrices have them."""
+    ordered = sorted(shapes)
+    sizes = [math.prod(shape) // count for shape in ordered]
+    most = most_in_a_batch(sum(sizes), device)
+    batches = batches_of_sizes([(size, None, count) for size in sizes], most)
+    stacks = Counter(zip(batches, ordered, strict=True))
+    return [(shape, k) for (_, shape), k in stacks.items()]
+
+
+def in_rows(shape: Shape) -> MatrixLayout:
+    """The layout of a matrix (out, in) whose rows all ranks share, longer side first."""
+    layout = replace(MatrixLayout.whole(shape), shards=dist.group.WORLD)
+    side = "columns" if layout.transposed else "rows"
+    return replace(layout, **{side: replace(getattr(layout, side), group=dist.group.WORLD)})
+
+
+def polar(
+    shapes: Sequence[Shape],
+    count: int,
+    *,
+    sent: torch.dtype = torch.bfloat16,
+    summed: torch.dtype = torch.float16,
+    device: str = "cuda",
+    kept: float = 1.0,
+    gather: bool = True,
+) -> Cost:
+    """Ours, in rows over ``count`` ranks.
+
+    sent, summed: dtypes on the wire of owners and of Gram matrices. device: of the batches. kept:
+    the share of the shorter side whose directions are taken (Dion2). gather: whether matrices
+    may go to owners.
+    """
+    bytes_, operations, owned = 0.0, [0.0] * count, 0.0
+    others = (count - 1) / count
+    for shape, k in batched(shapes, count, torch.device(device)):
+        layout, m, n = in_rows(shape), max(shape), min(shape)
+        if kept < 1:
+            bytes_ += k * FLOAT * n * 2 * others
+            n = math.ceil(kept * n)
+            layout = replace(layout, shape=(m, n))
+        iterations = matrix_cost(layout) - 4 * m * n * n
+        if gather and sends_less(layout, k, sent, summed):
+            bytes_ += k * others * (2 * m * n / count * sent.itemsize + FLOAT)
+            owned += k * m * n
+            busiest = sorted(range(count), key=operations.__getitem__)
+            for i in range(k):
+                operations[busiest[i % count]] += matrix_cost(layout)
+        else:
+            triangle = n * (n + 1) // 2
+            passes = 2 if summed.itemsize == HALF else 1
+            each = triangle * (2 * summed.itemsize + (summed.itemsize + FLOAT) / count)
+            bytes_ += k * others * (FLOAT * 2 + passes * (each + FLOAT * (1 + 1 / count)))
+            if layout.columns.group is not None:  # shards become whole rows, and back
+                bytes_ += k * others * 2 * FLOAT * m * n / count
+            for rank in range(count):
+                operations[rank] += k * (4 * m * n * n * passes + iterations) / count
+    return Cost(bytes_, max(operations), owned / sum(math.prod(shape) for shape in shapes))
+
+
+def microsoft(shapes: Sequence[Shape], count: int) -> Cost:
+    """Microsoft's Muon: five iterations of two products with X and one of squares."""
+    sent, operations = 0.0, 0.0
+    for (m, n), k in Counter(shapes).items():
+        slots = -(-k // count) * count
+        shard = -(-m // count) * n
+        sent += 2 * slots * shard * HALF * (count - 1) / count
+        side, other = min(m, n), max(m, n)
+        operations += slots / count * 5 * (4 * other * side**2 + 2 * side**3)
+    return Cost(sent, operations)
+
+
+def low_rank(shapes: Sequence[Shape], count: int, fraction: float) -> Cost:
+    """Dion of a rank: R and two triangles of P^T P, or P and lengths of columns."""
+    sent, operations = 0.0, 0.0
+    for shape in shapes:
+        m, n = max(shape), min(shape)
+        r = math.ceil(fraction * n)
+        in_columns = in_rows(shape).transposed
+        payload = FLOAT * m * r + DOUBLE * r if in_columns else FLOAT * n * r + DOUBLE * r * (r + 1)
+        sent += 2 * (count - 1) / count * payload
+        # M Q, M^T P and the update, and P^T P twice with its inverse
+        operations += (6 * m * n * r + 4 * m * r * r) / count + 2 * r**3
+    return Cost(sent, operations)
+
+
+METHODS: dict[str, Callable[[Sequence[Shape], int], Cost]] = {
+    "Dion, polar": polar,
+    "Dion, polar, gather=never": lambda shapes, count: polar(shapes, count, gather=False),
+    "Dion2, 1/4": lambda shapes, count: polar(shapes, count, kept=0.25),
+    "Dion, rank 1/4": lambda shapes, count: low_rank(shapes, count, 1 / 4),
+    "Dion, rank 1/16": lambda shapes, count: low_rank(shapes, count, 1 / 16),
+    "Microsoft's Muon": microsoft,
+}
+
+
+def records() -> list[dict[str, Any]]:
+    """One for each model, number of ranks and method."""
+    found = []
+    for count, bandwidth in BANDWIDTHS.items():
+        with ranks(count):
+            for model, shapes in SHAPES.items():
+                for name, method in METHODS.items():
+                    cost = method(shapes, count)
+                    found.append(
+                        {
+                            "model": model,
+                            "ranks": count,
+                            "method": name,
+                            "bytes": cost.sent,
+                            "operations": cost.operations,
+                            "owners": cost.owners,
+                            "seconds": cost.seconds(bandwidth),
+                        }
+                    )
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """MB and milliseconds, a line a model and method."""
+    heads = [f"{count} ranks: MB | ms" for count in BANDWIDTHS]
+    lines = [f"| model | method | {' | '.join(heads)} |", "|---|---|" + "---|---|" * len(heads)]
+    for model in SHAPES:
+        for method in METHODS:
+            here = [r for r in found if (r["model"], r["method"]) == (model, method)]
+            cells = [f"{r['bytes'] / 1e6:,.0f} | {1e3 * r['seconds']:.3g}" for r in here]
+            lines.append(f"| {model} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Model what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--document", action="store_true", help=f"rewrite {DOCUMENT.name}'s table")
+    options = parser.parse_args()
+    found = records()
+    print(table(found))
+    if options.output is not None:
+        write(options.output, torch.device("cpu"), found)
+    if options.document:
+        before, rest = DOCUMENT.read_text("utf-8").split(BEGIN)
+        _, after = rest.split(END)
+        text = f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}"
+        DOCUMENT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
