@@ -108,7 +108,7 @@ class Config:
         None,
         "weight of the gradient beside it; 0, with codes more the rarer the gate opens",
     )
-    direction: Literal["low_rank", "polar"] | None = option(
+    direction: Literal["low_rank", "polar", "normuon", "dion2", "nordion2"] | None = option(
         None, "of Dion's steps; low_rank, with codes at full rank polar (Muon's)"
     )
     newton_schulz_steps: int = option(4, "iterations for polar directions")

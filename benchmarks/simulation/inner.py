@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,9 @@ from curvadion.update.orthonormalize import orthonormalize
 from simulation.world import Weights, World
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
+CHOSEN = 0.25  # of rows or columns, by Dion2
+Direction = Literal["adamw", "low_rank", "polar", "normuon", "dion2", "nordion2"]
+POLAR = ("polar", "normuon", "dion2", "nordion2")
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class Inner:
     """A replica's own optimizer.
 
     Attributes:
-        direction: of a matrix: "polar", "low_rank" (Dion's power iteration of full rank) or
-            "adamw".
+        direction: of a matrix: "adamw", "low_rank" (Dion's power iteration of full rank) or one of
+            POLAR.
         lr: the highest learning rate, of matrices.
         elementwise: share of it of what takes AdamW beside directions.
         look_ahead: share of the gradient in directions, beside the momentum.
@@ -34,7 +38,7 @@ class Inner:
             the learning rate.
     """
 
-    direction: Literal["polar", "low_rank", "adamw"]
+    direction: Direction
     lr: float
     elementwise: float = 1.0
     look_ahead: float = 0.0
@@ -65,6 +69,7 @@ class Replicas:
         for name, M in self.M.items():
             self._by_shape.setdefault(M.shape, []).append(name)
         self._Q: dict[torch.Size, Tensor] = {}
+        self._v: dict[torch.Size, Tensor] = {}
         others = {name: X for name, X in self.X.items() if name not in self.M}
         self._first = {name: torch.zeros_like(X) for name, X in others.items()}
         self._second = {name: torch.zeros_like(X) for name, X in others.items()}
@@ -81,7 +86,7 @@ class Replicas:
         inner = self.inner
         G = torch.stack([gradients[name] for name in names])
         M = torch.stack([self.M[name] for name in names]) + G
-        U, missed = self._directions(M + inner.look_ahead * G)
+        U, missed = self._directions(M + inner.look_ahead * G, M)
         # Error feedback: what the factors reach of the momentum fades, the rest stays.
         M = inner.mu * M + (1 - inner.mu) * missed
         for name, u, m in zip(names, U, M, strict=True):
@@ -89,19 +94,44 @@ class Replicas:
             self.M[name].copy_(m)
             self.X[name].mul_(1 - inner.weight_decay * lr).sub_(u, alpha=lr * self.scales[name])
 
-    def _directions(self, B: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, replicas, m, n) -> directions, and what they miss of B."""
+    def _directions(self, B: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, replicas, m, n) -> directions, and what they miss of B; Dion2's miss of M."""
         shape, tall = B.shape, B.shape[-2] >= B.shape[-1]
-        B = B.flatten(0, 1)
-        oriented = B if tall else B.mT
-        if self.inner.direction == "polar":
-            gram = oriented.mT @ oriented
-            Z, _ = inverse_root(gram, polar_express(self.inner.newton_schulz_steps))
-            U, missed = oriented @ Z, torch.zeros_like(oriented)
+        B, M = (each if tall else each.mT for each in (B.flatten(0, 1), M.flatten(0, 1)))
+        kind = self.inner.direction
+        if kind == "low_rank":
+            U, missed = self._power_iteration(shape[1:], B)
+        elif kind in ("dion2", "nordion2"):
+            norms = B.abs().sum(-2)
+            count = math.ceil(CHOSEN * B.shape[-1])
+            chosen = torch.zeros_like(norms).scatter_(-1, norms.topk(count).indices, 1.0)
+            # Zero columns change no polar factor, and stay zero.
+            U, missed = self._polar(B * chosen[:, None]), M * (1 - chosen[:, None])
         else:
-            U, missed = self._power_iteration(shape[1:], oriented)
+            U, missed = self._polar(B), torch.zeros_like(B)
+        if kind in ("normuon", "nordion2"):
+            U = self._normed(shape[1:], U, tall=tall)
         pair = (U, missed) if tall else (U.mT, missed.mT)
         return pair[0].reshape(shape), pair[1].reshape(shape)
+
+    def _polar(self, B: Tensor) -> Tensor:
+        Z, _ = inverse_root(B.mT @ B, polar_express(self.inner.newton_schulz_steps))
+        return B @ Z
+
+    def _normed(self, key: torch.Size, U: Tensor, *, tall: bool) -> Tensor:
+        """U with rows of the matrix, which are U's columns if it is wide, divided by their RMS.
+
+        Of rows that have not moved the second moment stays.
+        """
+        along = -1 if tall else -2
+        squares = U.square().sum(along, keepdim=True)
+        width = (U != 0).sum(along, keepdim=True).clamp_min(1)
+        v = self._v.get(key, torch.zeros_like(squares))
+        v = torch.where(squares > 0, torch.lerp(squares / width, v, BETA2), v)
+        self._v[key] = v
+        moved = U / (v.sqrt() + EPSILON)
+        kept: Tensor = U.norm(dim=(-2, -1)) / moved.norm(dim=(-2, -1))
+        return moved * kept[:, None, None]
 
     def _power_iteration(self, key: torch.Size, B: Tensor) -> tuple[Tensor, Tensor]:
         """Dion's, of full rank; keeps Q by key."""

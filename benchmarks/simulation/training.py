@@ -15,7 +15,7 @@ from curvadion import checks
 from curvadion.layout.matrix import UPDATE_SCALES
 from curvadion.ops.codes import BITS
 from grids import SIZES, Task
-from simulation.inner import Inner, Replicas
+from simulation.inner import Direction, Inner, Replicas
 from simulation.outer import Average, CodedGradients, Outer, QuantizedAverage
 from simulation.rivals import (
     OuterMomentum,
@@ -31,6 +31,9 @@ from train_gpt import Config, lr_scale
 Method = Literal[
     "adamw",
     "muon",
+    "normuon",
+    "dion2",
+    "nordion2",
     "dion",
     "ours",
     "coded_gradients",
@@ -42,12 +45,15 @@ Method = Literal[
     "powersgd",
     "powersgd_muon",
 ]
-SYNCHRONISED = ("adamw", "muon", "dion")
+SYNCHRONISED = ("adamw", "muon", "normuon", "dion2", "nordion2", "dion")
 # Settings of ours.
 OURS = ("fragments", "delay", "align", "polar", "strided", "spectrum_decay", "exact_momenta")
 SPARSE = ("sparseloco", "sparse_muon")
-DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
+DIRECTIONS: dict[str, Direction] = {
     "adamw": "adamw",
+    "normuon": "normuon",
+    "dion2": "dion2",
+    "nordion2": "nordion2",
     "diloco": "adamw",
     "sparseloco": "adamw",
     "powersgd": "adamw",
@@ -55,7 +61,7 @@ DIRECTIONS: dict[str, Literal["polar", "low_rank", "adamw"]] = {
 }
 NESTEROV = 1 / 0.95  # the look-ahead that makes a momentum of 0.95 Nesterov's
 # With Nesterov's momentum, unless a look-ahead is given.
-MUON_INSIDE = ("muon", "muloco", "sparse_muon", "powersgd_muon")
+MUON_INSIDE = ("muon", "normuon", "dion2", "nordion2", "muloco", "sparse_muon", "powersgd_muon")
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Training:
     """Settings of a training; None takes what suits the method.
 
     Attributes:
-        method: adamw, muon and dion average gradients at every step; the others keep to a budget.
+        method: those of SYNCHRONISED average gradients at every step; the others keep to a budget.
         lr, elementwise, weight_decay, look_ahead, update_scale: as of :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
         bits, fragments, strided, delay, align, polar, spectrum_decay, exact_momenta: of "ours"

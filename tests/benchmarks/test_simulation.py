@@ -34,6 +34,14 @@ REAL = {
         {"lr": 0.02, "look_ahead": 2.0, "steps": 8},
         {"look_ahead": 2.0},
     ),
+    **{
+        direction: (
+            "muon",
+            {"lr": 0.02, "look_ahead": 2.0, "steps": 8},
+            {"look_ahead": 2.0, "direction": direction},
+        )
+        for direction in ("normuon", "dion2", "nordion2")
+    },
     "diloco": ("diloco_adamw", {"lr": 0.01, "budget": 3 / 16, "bits": 0}, {"period": 6}),
     "powersgd": ("powersgd", {"lr": 0.01, "budget": 0.3}, {"rank": 2}),
     "ours": ("ours", OURS, {"wire_budget": 0.08, "bits": 8}),
