@@ -37,7 +37,7 @@ def bits_of_weights(budget: float, fragments: int) -> int:
 
     As many as it pays for at every opening, 2 at least. Below 0.3 %, where 2 bits would synchronise
     a weight at every 22nd step or less often, 1 bit ended lower with the larger of two models
-    (docs/convergence-lab.md), unless fragments are so many that 2 bits fit into every step.
+    (benchmarks/results/convergence), unless fragments are so many that 2 bits fit into every step.
 
     budget: share of float32 bytes; 0 if there is none. fragments: openings of one agreement.
     """

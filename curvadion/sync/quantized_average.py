@@ -69,7 +69,7 @@ class QuantizedAverage(Sync):
         fragments: parameters are divided into so many fragments of about equal size. At each
             opening one is synchronised, in rotation; under a byte budget the gate opens as many
             times more often. At 1 % of the bytes and less 3 ended a little lower with the smaller
-            of two models, and no lower with the larger (docs/convergence-lab.md).
+            of two models, and no lower with the larger (benchmarks/results/convergence).
         align_momentum: whether momenta follow the mean direction that the agreement on weights
             tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
             of a batch's weights meanwhile (docs/guide.md#memory).
@@ -170,7 +170,7 @@ class QuantizedAverage(Sync):
         return coded_share(self.bits) / self.fragments
 
     def look_ahead(self, period: float) -> float:
-        """1.6 sqrt(period), 4.1 at most (docs/convergence-lab.md)."""
+        """1.6 sqrt(period), 4.1 at most (benchmarks/results/convergence)."""
         return round(min(1.6 * math.sqrt(period), LONGEST_LOOK_AHEAD), 1)
 
     # ---------------------------------------------------------------- around steps

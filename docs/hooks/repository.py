@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"!?\[([^\]]*)\]\((?!#)[^)\s]+\)")
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 
 
@@ -31,13 +32,13 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
                 continue
             if not (ROOT / path).is_file():
                 raise FileNotFoundError(f"{page.src_uri} links to ../{path}, which is no file")
-            copied = File.generated(
-                config,
-                _on_site(path),
-                abs_src_path=str(ROOT / path),
-                inclusion=InclusionLevel.NOT_IN_NAV,
+            source: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
+            if path.endswith(".md"):  # its links would lead to files that the site does not have
+                source = {"content": LINK.sub(r"\1", (ROOT / path).read_text("utf-8"))}
+            place = _on_site(path)
+            files.append(
+                File.generated(config, place, **source, inclusion=InclusionLevel.NOT_IN_NAV)
             )
-            files.append(copied)
     return files
 
 
