@@ -29,7 +29,7 @@ pytestmark = pytest.mark.numeric
 STEPS, OPEN_STEPS = 5, (1, 2, 5)
 # Drawn matrices that are square have some small singular values, which become one: what rounding
 # loses of them is amplified.
-FLOAT64 = Rounding(torch.float64, terms=24, condition=1e6, steps=STEPS)
+FLOAT64 = Rounding(torch.float64, terms=24, condition=1e7, steps=STEPS)
 
 
 def assert_takes_the_trajectory(sizes, layout, replica_axis, shapes, seed=0, **options):

@@ -65,7 +65,7 @@ def test_steps_stay_in_the_column_space_of_the_gradient(held_in, right_factor):
         basis = torch.linalg.qr(gaussian((n, k), 0)).Q  # its left factor
         # Numbers are rounded to the nearest: by half of the spacing.
         held = (
-            Rounding(momentum, condition=0.5)
+            Rounding(momentum, condition=0.5, steps=4)
             if momentum
             else Rounding(dtype, terms=n, condition=5, steps=4)
         )
