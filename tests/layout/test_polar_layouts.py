@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import test_flat_shards
 import test_layouts
@@ -29,14 +31,20 @@ pytestmark = pytest.mark.numeric
 STEPS, OPEN_STEPS = 5, (1, 2, 5)
 # Drawn matrices that are square have some small singular values, which become one: what rounding
 # loses of them is amplified.
-FLOAT64 = Rounding(torch.float64, terms=24, condition=1e7, steps=STEPS)
+FLOAT64 = Rounding(torch.float64, terms=24, condition=1e6, steps=STEPS)
+# Of a few columns the shortest may be shorter still.
+OF_CHOSEN = replace(FLOAT64, condition=1e7)
+
+
+def rounding_of(options):
+    return OF_CHOSEN if "dion2" in options.get("direction", "") else FLOAT64
 
 
 def assert_takes_the_trajectory(sizes, layout, replica_axis, shapes, seed=0, **options):
     options = {**POLAR, "dtype": torch.float64, **options}
     arguments = (sizes, layout, replica_axis, shapes, STEPS, options, seed)
     errors = distributed.run(torch.Size(sizes).numel(), test_layouts.train, *arguments)
-    assert_within(max(errors), FLOAT64)
+    assert_within(max(errors), rounding_of(options))
 
 
 # Rows, columns, both, one twice; empty shards, replicas, copies of shards.
@@ -83,7 +91,8 @@ def assert_flat_shards_take_the_trajectory(replicas, cases, **options):
         for name, error in errors.items():
             # The gate's signal and the drift are float32.
             narrow = name in ("rmmc", "drift")
-            assert_within(error, Rounding(torch.float32) if narrow else FLOAT64, what=name)
+            allowed = Rounding(torch.float32) if narrow else rounding_of(options)
+            assert_within(error, allowed, what=name)
 
 
 @pytest.mark.parametrize("gather", ["auto", "never"])
