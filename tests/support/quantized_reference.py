@@ -1,8 +1,8 @@
 """A float64 reference of replicas that average their weights in codes of a few bits.
 
 Written from benchmarks/results/convergence, docs/layouts.md and the equations in the package's
-docstrings, and from nothing in its code. Replicas are simulated in one process. Gradients and openings are
-prescribed; each matrix is one 2-D parameter.
+docstrings, and from nothing in its code. Replicas are simulated in one process. Gradients and
+openings are prescribed; each matrix is one 2-D parameter.
 
 Two constants are part of the format and not of the mathematics, and are repeated here: the signs
 of the rotation, and the rounds that the iteration for 256 levels takes.
