@@ -8,8 +8,9 @@ namespace {
 // X <- decay X - step G, and M <- mu M + G if there is an M. Lists: X, G, M; numbers: step, decay,
 // mu.
 __global__ void __launch_bounds__(THREADS) local_step(
-    const __grid_constant__ Batch<3, 3> batch, bool has_m, bool seeded
+    const __grid_constant__ Batch<3, 3> batch, bool has_m, bool seeded, const bool* moves
 ) {
+    if (moves != nullptr && !*moves) return;
     const int place = place_of(batch, blockIdx.x);
     const int64_t start = int64_t(blockIdx.x - batch.first_block[place]) * CHUNK;
     const int64_t stop = min(start + CHUNK, batch.numel[place]);
@@ -62,11 +63,12 @@ using namespace curvadion;
 
 extern "C" {
 
-// As curvadion_local_step of csrc/cpu. Returns a cudaError_t.
+// moves, on the device, may be null; where it is false nothing is written. Returns a cudaError_t.
 int curvadion_cuda_local_step(
     int64_t count, const int64_t* numel, void* const* X, const uint8_t* X_dtype, void* const* G,
     const uint8_t* G_dtype, void* const* M, const uint8_t* M_dtype, const float* step,
-    const float* decay, const float* mu, const uint32_t* seeds, int device, cudaStream_t stream
+    const float* decay, const float* mu, const uint32_t* seeds, const bool* moves, int device,
+    cudaStream_t stream
 ) {
     const cudaError_t error = cudaSetDevice(device);
     if (error != cudaSuccess) return error;
@@ -85,7 +87,9 @@ int curvadion_cuda_local_step(
             batch.seed[slot] = seeds ? seeds[place] : 0;
         },
         [&](const Batch<3, 3>& batch, int64_t, int64_t, int blocks) {
-            local_step<<<blocks, THREADS, 0, stream>>>(batch, M != nullptr, seeds != nullptr);
+            local_step<<<blocks, THREADS, 0, stream>>>(
+                batch, M != nullptr, seeds != nullptr, moves
+            );
         }
     );
 }

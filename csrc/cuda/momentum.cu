@@ -58,8 +58,9 @@ __device__ float accumulated(float mu, float m, float g, DType dtype, double& sq
 // norms.
 __global__ void __launch_bounds__(THREADS) momentum(
     const __grid_constant__ Batch<2, 1> batch, bool has_g, bool write, float* norms,
-    double* partial, int* tickets
+    double* partial, int* tickets, const bool* moves
 ) {
+    if (moves != nullptr && !*moves) return;
     const int place = place_of(batch, blockIdx.x);
     const int first = batch.first_block[place];
     const int64_t start = int64_t(blockIdx.x - first) * CHUNK;
@@ -119,11 +120,11 @@ int curvadion_cuda_capacity() { return CAPACITY; }
 
 // As curvadion_momentum_norms of csrc/cpu; without G the norms of M. norms may be null. On the
 // device: norms (count), partial (curvadion_cuda_blocks), tickets (capacity, zero before and
-// after). Returns a cudaError_t.
+// after), moves, which may be null: where it is false nothing is written. Returns a cudaError_t.
 int curvadion_cuda_momentum_norms(
     int64_t count, const int64_t* numel, void* const* M, const uint8_t* M_dtype, void* const* G,
     const uint8_t* G_dtype, const float* mu, int write, float* norms, double* partial, int* tickets,
-    int device, cudaStream_t stream
+    const bool* moves, int device, cudaStream_t stream
 ) {
     const cudaError_t error = cudaSetDevice(device);
     if (error != cudaSuccess) return error;
@@ -139,7 +140,7 @@ int curvadion_cuda_momentum_norms(
         [&](const Batch<2, 1>& batch, int64_t place, int64_t block, int blocks) {
             momentum<<<blocks, THREADS, 0, stream>>>(
                 batch, G != nullptr, write != 0, norms ? norms + place : nullptr, partial + block,
-                tickets
+                tickets, moves
             );
         }
     );

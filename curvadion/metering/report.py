@@ -26,7 +26,8 @@ class StepReport:
         rmmc_parameter: name of the parameter with this signal.
         local_steps: local steps since the replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where
-            replicas hear each other before the step, any replica's.
+            replicas hear each other before the step, any replica's. On a GPU the host does not wait
+            for that where no other replica does: then, whether it skipped the step before.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
             What a delay sends beside the training counts where it is sent, so it may fall into

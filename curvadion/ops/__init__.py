@@ -4,12 +4,14 @@ operations    what each operation computes, in plain PyTorch, which is the refer
 coding        the same for codes of a few bits, whose format is in codes
 backends      the choice of a backend, by device or by the user, and calls of it
 cpu, cuda     C++ and CUDA C++ (csrc/), called through ctypes; Triton is in curvadion_kernels
+guard         writes that a flag on the device calls off
 tensors       what operations ask of lists of tensors
 native        building, loading and calling of the compiled libraries
 """
 
 from curvadion.ops.backends import BACKENDS, backend_for, implements, lacking, use_backend
 from curvadion.ops.coding import average_codes_, decode_, decode_add_, encode_difference_
+from curvadion.ops.guard import copy_, if_moving, moves, only_if, put_back
 from curvadion.ops.operations import (
     accumulate_,
     column_normalize,
@@ -30,15 +32,20 @@ __all__ = [
     "column_normalize",
     "column_normalize_",
     "column_sum_of_squares",
+    "copy_",
     "decode_",
     "decode_add_",
     "encode_difference_",
+    "if_moving",
     "implements",
     "lacking",
     "local_step_",
     "low_rank_update_",
     "momentum_norms",
+    "moves",
     "norms",
+    "only_if",
+    "put_back",
     "symmetric_product",
     "use_backend",
 ]

@@ -20,12 +20,12 @@ from curvadion.ops.native import INT, POINTER, addressed, counted, declare, floa
 from curvadion.ops.tensors import elementwise
 
 _SIGNATURES: dict[str, list[Any]] = {
-    # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, device, stream
+    # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, moves, device, stream
     "curvadion_cuda_momentum_norms": [
-        *(INT, *[POINTER] * 6, ctypes.c_int, *[POINTER] * 3, ctypes.c_int, POINTER)
+        *(INT, *[POINTER] * 6, ctypes.c_int, *[POINTER] * 4, ctypes.c_int, POINTER)
     ],
-    # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, device, stream
-    "curvadion_cuda_local_step": [INT, *[POINTER] * 11, ctypes.c_int, POINTER],
+    # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, moves, device, stream
+    "curvadion_cuda_local_step": [INT, *[POINTER] * 12, ctypes.c_int, POINTER],
     "curvadion_cuda_capacity": [],
     "curvadion_cuda_devices": [],
 }
@@ -53,13 +53,19 @@ def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]
     return _momentum_norms(elementwise([M], [G]), mu, write=False)
 
 
-def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
+def accumulate_(
+    M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float], moves: Tensor | None = None
+) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
-    _momentum_norms(elementwise([M], [G]), mu, write=True)
+    _momentum_norms(elementwise([M], [G]), mu, write=True, moves=moves)
 
 
 def _momentum_norms(
-    lists: Sequence[Sequence[Tensor]], mu: Sequence[float] | None, *, write: bool
+    lists: Sequence[Sequence[Tensor]],
+    mu: Sequence[float] | None,
+    *,
+    write: bool,
+    moves: Tensor | None = None,
 ) -> Tensor:
     """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
     count, device = len(lists[0]), lists[0][0].device
@@ -76,7 +82,7 @@ def _momentum_norms(
         code = library.curvadion_cuda_momentum_norms(
             count, *momenta, *gradients, floats(mu) if mu else None, write,
             None if write else result.data_ptr(), partial.data_ptr(), tickets.data_ptr(),
-            device.index, stream.cuda_stream,
+            None if moves is None else moves.data_ptr(), device.index, stream.cuda_stream,
         )  # fmt: skip
     _check(code)
     return result
@@ -90,6 +96,7 @@ def local_step_(
     M: Sequence[Tensor] = (),
     mu: Sequence[float] = (),
     seeds: Sequence[int] | None = None,
+    moves: Tensor | None = None,
 ) -> None:
     """See :func:`curvadion.ops.local_step_`."""
     x, *momenta, g = elementwise([X, M] if M else [X], [G])
@@ -99,7 +106,8 @@ def local_step_(
     with torch.cuda.device(device):
         code = load().curvadion_cuda_local_step(
             len(X), *counted(x), *addressed(g), *kept, floats(step), floats(decay),
-            floats(mu) if M else None, noise, device.index,
+            floats(mu) if M else None, noise, None if moves is None else moves.data_ptr(),
+            device.index,
             torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
     _check(code)

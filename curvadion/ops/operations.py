@@ -3,7 +3,8 @@
 Each one works on lists of tensors, which may differ in size and alignment and may be empty. Data
 may be bfloat16, float16, float32 or float64. Sums are taken in float32 or wider, and sums of
 squares in float64. Weights and momenta saturate at the end of their dtype's range
-(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are. Plain PyTorch
+(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are. What changes
+weights or momenta heeds :func:`curvadion.ops.only_if`. Plain PyTorch
 runs on any device and takes any floating dtype, any strides, and learning rates that are tensors:
 it does what backends cannot, and is their reference.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
+from curvadion.ops.guard import moves, put_back
 from curvadion.ops.tensors import check_lists, largest, norm_and_sum, saturated
 
 Lists = Sequence[Tensor]
@@ -64,14 +66,15 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
     """M <- mu M + G, in place; the arguments are those of :func:`momentum_norms`."""
     check_lists(M, G, numbers=[mu])
-    if fused("accumulate_", M, G, mu, writes=[M]):
+    if fused("accumulate_", M, G, mu, moves(), writes=[M]):
         return
-    for m, g, decay in zip(M, G, mu, strict=True):
-        if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
-            most = largest(m.dtype)
-            m.mul_(decay).add_(g).clamp_(-most, most)
-        else:
-            m.copy_(saturated(_sum(m, g, decay), m.dtype))
+    with put_back(M):
+        for m, g, decay in zip(M, G, mu, strict=True):
+            if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
+                most = largest(m.dtype)
+                m.mul_(decay).add_(g).clamp_(-most, most)
+            else:
+                m.copy_(saturated(_sum(m, g, decay), m.dtype))
 
 
 def local_step_(
@@ -100,9 +103,22 @@ def local_step_(
     if M:
         check_lists(M, G, numbers=[mu])
     if _on_host(step, decay) and fused(
-        "local_step_", X, G, step, decay, M, mu, seeds, writes=[X, M]
+        "local_step_", X, G, step, decay, M, mu, seeds, moves(), writes=[X, M]
     ):
         return
+    with put_back(X):
+        _local_step_(X, G, step, decay, seeds)
+    if M:
+        accumulate_(M, G, mu)
+
+
+def _local_step_(
+    X: Lists,
+    G: Lists,
+    step: NumbersOrTensors,
+    decay: NumbersOrTensors,
+    seeds: Sequence[int] | None,
+) -> None:
     for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
         wide = _wide(x)
         if wide is x:
@@ -113,8 +129,6 @@ def local_step_(
                 x.mul_(beta).sub_(g.to(x.dtype), alpha=eta).clamp_(-most, most)
         else:
             _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
-    if M:
-        accumulate_(M, G, mu)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
@@ -197,13 +211,13 @@ def low_rank_update_(
         check_lists(M, X, numbers=[feedback])
         _check_factors(M, P, R)
     if _on_host(step, decay) and fused(
-        "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, writes=[X, M]
+        "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, moves(), writes=[X, M]
     ):
         return
-    for t, (x, p, q, eta, beta) in enumerate(zip(X, P, Q, step, decay, strict=True)):
-        _low_rank(x, p, q, eta, beta, None if seeds is None else seeds[t])
-    if M:
-        for m, p, r, c in zip(M, P, R, feedback, strict=True):
+    with put_back(X, M):
+        for t, (x, p, q, eta, beta) in enumerate(zip(X, P, Q, step, decay, strict=True)):
+            _low_rank(x, p, q, eta, beta, None if seeds is None else seeds[t])
+        for m, p, r, c in zip(M, P, R, feedback, strict=True) if M else ():
             _low_rank(m, p, r, c, 1.0, None)
 
 

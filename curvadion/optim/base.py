@@ -21,7 +21,7 @@ from curvadion.optim.feasible import check_costs, check_one_replica
 from curvadion.optim.record import Progress, load_memory, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
-from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
+from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES, Meeting
 from curvadion.sync.verify import Listing, Settings, listing
 from curvadion.update import hyperparameters as check
 from curvadion.update.directions import create_state
@@ -65,6 +65,7 @@ class GroupedOptimizer(Optimizer):
     _made_of: list[object]
     _settings: Settings
     _told: list[tuple[int, Exchange[Tensor]]]  # words to compare, and at which step
+    _asked: Meeting | None  # that of the last step, if the host has not read it
 
     def _construct(
         self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
@@ -367,7 +368,7 @@ class GroupedOptimizer(Optimizer):
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since
         self._settings = Settings()
-        self._told = []
+        self._told, self._asked = [], None
         self._wire = wire.Reading()
         self._waited = self.sync.waited_seconds
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from curvadion import ops
 from curvadion.comm.background import Background
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
@@ -21,7 +22,7 @@ from curvadion.metering.report import StepReport
 from curvadion.optim.base import GroupedOptimizer
 from curvadion.sync import exact_average
 from curvadion.sync.base import Step
-from curvadion.sync.meeting import Met, begin_comparison, compare, meet
+from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
 from curvadion.update.gradients import Gradients
 from curvadion.update.inner_step import InnerStep
@@ -31,6 +32,8 @@ from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10
+RUNS_AHEAD = ("cuda",)  # devices for which the host does not wait where it need not
+UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
 class ReplicaOptimizer(GroupedOptimizer):
@@ -73,6 +76,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         return loss
 
     def _step(self, plan: Plan, *, scaled: bool) -> None:
+        heard = self._hear(tolerate=scaled)
         new, first = self._create_state(plan), self.progress.steps == 0
         memory = self.gate.state_dict() if first else {}
         if plan.sharded:
@@ -86,7 +90,11 @@ class ReplicaOptimizer(GroupedOptimizer):
         opens = reason is not None
         waits = not self.scheduled or first or (opens and not self.sync.delay)
         self._compare_words(plan)
-        met = self._meet(plan, gradients, momenta, everyone=waits)
+        meeting = self._meet(plan, gradients, momenta, everyone=waits)
+        ahead, moves = self._runs_ahead(plan, opens=opens), None
+        if ahead:
+            self._asked, moves = meeting, meeting.send()
+        met = UNHEARD if ahead else meeting.read()
         if met.all_zero and not any(float(group["lr"]) for group in self.param_groups):
             # torch's checkpoint tools have made a first step so that states exist.
             self.gate.load_state_dict(memory)
@@ -95,7 +103,9 @@ class ReplicaOptimizer(GroupedOptimizer):
             self.skip_step(tolerate=scaled)
             return
         if not self._verified:
-            everywhere = met if waits else self._meet(plan, gradients, momenta, everyone=True)
+            everywhere = met
+            if not waits:
+                everywhere = self._meet(plan, gradients, momenta, everyone=True).read()
             if everywhere.finite:
                 self._verify(plan, new)
         if not self.scheduled:
@@ -112,14 +122,24 @@ class ReplicaOptimizer(GroupedOptimizer):
             directed=self.local_step == "dion",
             rests=not met.finite,
         )
-        self._take(inner, opened=reason is not None)
+        with ops.only_if(moves):
+            self._take(inner, opened=reason is not None)
         self.progress.local_steps = 0 if reason is not None else self.progress.local_steps + 1
         self.progress.steps_since_exact += 1
-        self._finish(met, reason, skipped=inner.rests, tolerate=scaled)
+        self.progress.steps += 1
+        self._report(met, reason, skipped=inner.rests, heard=heard)
+        if not ahead:
+            self._count_skips(skipped=inner.rests, tolerate=scaled)
+
+    def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
+        """Whether the host may hear later whether gradients are finite, as no replica waits."""
+        alone = self._replicas.size == 1 or (self.scheduled and not opens)
+        told = self.gate.reads_momentum or self.sync.delay or not self._verified
+        return alone and not told and plan.device.type in RUNS_AHEAD
 
     def _meet(
         self, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None, *, everyone: bool
-    ) -> Met:
+    ) -> Meeting:
         """everyone: whether all ranks of all replicas meet, or those of this replica."""
         return meet(
             self.gate,
@@ -214,16 +234,22 @@ class ReplicaOptimizer(GroupedOptimizer):
         no error however many steps in a row are skipped, as a loss scaler that looks for its scale
         wants it.
         """
-        self._finish(None, None, skipped=True, tolerate=tolerate)
+        self.progress.steps += 1
+        self._report(None, None, skipped=True)
+        self._count_skips(skipped=True, tolerate=tolerate)
 
-    def _finish(
-        self, met: Met | None, opened: str | None, *, skipped: bool, tolerate: bool
-    ) -> None:
-        """Count the step and report it; opened: why replicas synchronised."""
+    def _hear(self, *, tolerate: bool) -> bool:
+        """Whether the last step was left out, if the host did not wait to learn it."""
+        meeting, self._asked = self._asked, None
+        if meeting is None:
+            return False
+        finite = meeting.read().finite
+        self._count_skips(skipped=not finite, tolerate=tolerate)
+        return not finite
+
+    def _count_skips(self, *, skipped: bool, tolerate: bool) -> None:
         progress = self.progress
-        progress.steps += 1
         progress.consecutive_skips = progress.consecutive_skips + 1 if skipped else 0
-        self._report(met, opened, skipped=skipped)
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
             raise RuntimeError(
                 f"{progress.consecutive_skips} steps in a row had a NaN or an Inf in a gradient "
@@ -231,7 +257,10 @@ class ReplicaOptimizer(GroupedOptimizer):
                 f"look for the cause in the model, then load the last checkpoint."
             )
 
-    def _report(self, met: Met | None, opened: str | None, *, skipped: bool) -> None:
+    def _report(
+        self, met: Met | None, opened: str | None, *, skipped: bool, heard: bool = False
+    ) -> None:
+        """opened: why replicas synchronised. heard: whether the step before was left out."""
         read = met if self.gate.reads_momentum and not skipped else None
         sent = self._wire.take()
         waited = self.sync.waited_seconds
@@ -242,7 +271,7 @@ class ReplicaOptimizer(GroupedOptimizer):
             rmmc=None if read is None else read.signal,
             rmmc_parameter=None if read is None else read.parameter,
             local_steps=self.progress.local_steps,
-            skipped=skipped,
+            skipped=skipped or heard,
             wire_bytes=None if sent is None else sum(sent.values()),
             wire_bytes_by_ranks=sent,
             waited_seconds=waited - self._waited,

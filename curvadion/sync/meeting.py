@@ -45,6 +45,59 @@ class Met(NamedTuple):
     all_zero: bool
 
 
+class Meeting:
+    """A meeting that has been held; the host reads what it told, at once or after more steps.
+
+    words: (3,) int64 on the device, or (1,) of one rank alone. own: this rank's w.
+    """
+
+    def __init__(
+        self,
+        words: Tensor,
+        plan: Plan,
+        listing: Callable[[], Listing],
+        group: dist.ProcessGroup | None,
+        *,
+        own: int,
+        first: bool,
+    ) -> None:
+        self._words, self._plan, self._listing = words, plan, listing
+        self._group, self._own, self._first = group, own, first
+        self._arrived: torch.cuda.Event | None = None
+
+    def send(self) -> Tensor:
+        """Let what was told come to the host, which does not wait for it.
+
+        Returns whether all gradients are finite, a bool on the device.
+        """
+        words = self._words
+        if words.device.type == "cuda":
+            self._words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
+            self._words.copy_(words, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(words.device))
+        return (words[0] >> 32) != _NAN_BITS
+
+    def read(self) -> Met:
+        """What was told; the host waits for it.
+
+        Raises:
+            RuntimeError: on all ranks, if their words differ.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        number, *told = self._words.tolist()
+        if told:
+            compare(told, self._listing, self._group)
+        bits = number >> 32
+        return Met(
+            signal=struct.unpack("f", struct.pack("i", bits))[0],
+            parameter=self._plan.parameters[number & _PARAMETER].name if self._plan.dion else None,
+            finite=bits != _NAN_BITS,
+            all_zero=self._first and number >> 31 == 0,
+        )
+
+
 @record_function("curvadion.meeting")
 def meet(
     gate: Gate,
@@ -56,8 +109,8 @@ def meet(
     listing: Callable[[], Listing],
     group: dist.ProcessGroup | None,
     first: bool = False,
-) -> Met:
-    """One collective, and one read by the host.
+) -> Meeting:
+    """One collective, which nobody waits for until :meth:`Meeting.read`.
 
     momenta: norms, if the gate reads them. word: gives w. listing: what w is of, for the error.
     group: the ranks that meet; None for this process alone. first: whether to tell if all gradients
@@ -68,7 +121,6 @@ def meet(
     index of the parameter. The bit above them says that a norm is positive.
 
     Raises:
-        RuntimeError: on all ranks, if ``word`` differs between them.
         ValueError: if the gate's signals are not one per matrix.
     """
     norms = _norms(plan, momenta)
@@ -81,21 +133,12 @@ def meet(
     largest = (bits << 32) | owner
     if first:
         largest = largest | ((norms > 0).any().long() << 31)
+    words, own = largest.view(1), 0
     if group_size(group) > 1:
         own = word()
         words = torch.stack([largest, *(torch.full_like(largest, w) for w in (own, -own))])
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-        number, *told = words.tolist()
-        compare(told, listing, group)
-    else:
-        number = int(largest.item())
-    bits_of = number >> 32
-    return Met(
-        signal=struct.unpack("f", struct.pack("i", bits_of))[0],
-        parameter=plan.parameters[number & _PARAMETER].name if plan.dion else None,
-        finite=bits_of != _NAN_BITS,
-        all_zero=first and number >> 31 == 0,
-    )
+    return Meeting(words, plan, listing, group, own=own, first=first)
 
 
 def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:

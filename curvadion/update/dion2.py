@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.update.direction import Taken
@@ -192,4 +193,5 @@ def _feed_back_(stacks: Sequence[Sequence[Matrix]], masks: Sequence[Tensor]) -> 
             for m, momentum, chosen in zip(matrices, M, mask, strict=True):
                 if m.parameter.feedback:
                     factor = torch.where(chosen, 1 - m.parameter.feedback, 1.0)
+                    factor = ops.if_moving(factor, torch.ones_like(factor))
                     momentum.mul_(factor.to(momentum.dtype))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvadion import ops
@@ -119,7 +118,8 @@ def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step
     if not matrices:
         return
     P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
-    torch._foreach_copy_([m.Q for m in matrices], Q)
+    for found, stack in zip(factors, stacks, strict=True):
+        ops.copy_([m.Q for m in stack], found.Q)
     weights = [m.parameter.local for m in matrices]
     # The plain rule feeds nothing back: its momenta need not be read again.
     feeds_back = any(m.parameter.feedback for m in matrices)

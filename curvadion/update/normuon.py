@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot
 from curvadion.comm.groups import Group
 from curvadion.layout.blocks import output_first
@@ -79,7 +80,7 @@ def rescaled_rows(
         v = torch.lerp(now, before, beta2)
         if chosen is not None and (kept := chosen[i]) is not None:
             v = torch.where(kept, v, before)
-        torch._foreach_copy_(moments, list(v.unbind()))
+        ops.copy_(moments, v)
         scales.append(1 / (v.sqrt() + eps))
         # A row that begins on another rank is counted there: (k, rows, 2) -> (k, 2)
         both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)

@@ -46,10 +46,8 @@ class Owners:
         What is returned waits for it, and has the whole matrices (k_mine, m, n).
         """
         ranks = range(self._group.size())
-        to = [
-            [B[runs[rank]].to(dtype) for B, runs in zip(shards, self._runs, strict=True)]
-            for rank in ranks
-        ]
+        packed = [B.to(dtype).contiguous() for B in shards]  # a run of it is one piece of memory
+        to = [[B[runs[r]] for B, runs in zip(packed, self._runs, strict=True)] for r in ranks]
         shapes = [
             [
                 (_count(mine), len(rows), len(columns))
@@ -61,15 +59,8 @@ class Owners:
         end = begin_all_to_all(to, shapes, self._group, kinds[0].to(dtype))
 
         def whole() -> list[Tensor]:
-            found = [
-                like.new_zeros(_count(mine), max(layout.shape), min(layout.shape))
-                for like, mine, layout in zip(kinds, self.mine, self._layouts, strict=True)
-            ]
-            for rank, blocks in enumerate(end()):
-                for B, block, (rows, columns) in zip(found, blocks, self._parts(rank), strict=True):
-                    # Of a row that begins on another rank, both have sent what they hold of it.
-                    B[:, rows.start : rows.stop, columns.start : columns.stop] += block
-            return found
+            each = zip(zip(*end(), strict=True), kinds, self._layouts, strict=True)
+            return [_joined(blocks, layout).to(like.dtype) for blocks, like, layout in each]
 
         return whole
 
@@ -87,16 +78,11 @@ class Owners:
             Shards (k, m_i, n_j) and numbers (k,), by stack.
         """
         size = self._group.size()
-        to = [
-            [
-                *(
-                    U[:, rows.start : rows.stop, columns.start : columns.stop].to(dtype)
-                    for U, (rows, columns) in zip(whole, self._parts(rank), strict=True)
-                ),
-                *(each.view(dtype) for each in numbers),
-            ]
-            for rank in range(size)
+        parts = [
+            _divided(U.to(dtype), layout) for U, layout in zip(whole, self._layouts, strict=True)
         ]
+        also = [each.view(dtype) for each in numbers]
+        to = [[*(part[rank] for part in parts), *also] for rank in range(size)]
         here = self._parts(self._group.rank())
         wider = [each.dtype.itemsize // dtype.itemsize for each in numbers]
         shapes: list[list[tuple[int, ...]]] = []
@@ -153,6 +139,33 @@ def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[lis
         runs[stack] = [slice(*span) for span in pairwise(ends)]
         load = [sum_ + costs[stack] * k for sum_, k in zip(load, each, strict=True)]
     return runs
+
+
+def _joined(blocks: Sequence[Tensor], layout: MatrixLayout) -> Tensor:
+    """Whole matrices of what each rank holds of them, (k, m_i, n_j) by rank."""
+    m, n = max(layout.shape), min(layout.shape)
+    for dimension, size in ((1, m), (2, n)):
+        ranges = [part[dimension - 1] for part in layout.parts]
+        ends = [0, *(r.stop for r in ranges)]
+        whole = all(len(part[2 - dimension]) == (n, m)[dimension - 1] for part in layout.parts)
+        if whole and ends[-1] == size and [r.start for r in ranges] == ends[:-1]:
+            return torch.cat(list(blocks), dim=dimension)
+    # Of a row that begins on another rank, both have sent what they hold of it.
+    found = blocks[0].new_zeros(len(blocks[0]), m, n)
+    for block, (rows, columns) in zip(blocks, layout.parts, strict=True):
+        found[:, rows.start : rows.stop, columns.start : columns.stop] += block
+    return found
+
+
+def _divided(U: Tensor, layout: MatrixLayout) -> Sequence[Tensor]:
+    """The inverse of :func:`_joined`; one copy where ranks hold as many rows, or columns, each."""
+    for dimension in (1, 2):
+        ranges = [part[dimension - 1] for part in layout.parts]
+        size, count = len(ranges[0]), len(ranges)
+        equal = ranges == [range(i * size, (i + 1) * size) for i in range(count)]
+        if equal and size * count == U.shape[dimension]:
+            return U.unflatten(dimension, (count, size)).movedim(dimension, 0).contiguous()
+    return [U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts]
 
 
 def _count(run: slice) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvadion import ops
 from curvadion.layout.blocks import block_sizes
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
@@ -236,7 +237,7 @@ def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
 def remember_scales(stacks: Sequence[Sequence[Matrix]], scales: Sequence[Tensor]) -> None:
     """Note the momenta's scales after a step, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
-        torch._foreach_copy_([m.R_scale for m in matrices], list(scale))
+        ops.copy_([m.R_scale for m in matrices], scale)
 
 
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:

@@ -148,7 +148,8 @@ class PolarTaken(Taken):
 
         Of the earlier S each rank holds a part, which goes into the one sum over ranks.
         """
-        if not decay:
+        states = [m.parameter.state for matrices in self.stacks for m in matrices]
+        if not decay or any(SPECTRUM not in state for state in states):
             summands.all_reduce_()
             return [S.new_ones(len(S), 1, 1) for S in summands.views]
         weights = {

@@ -94,23 +94,25 @@ def _adamw(
     fused, on_gpu = all(map(_fusible, *lists)), all(x.device.type == "cuda" for x in X)
     if limit and not (fused and on_gpu):
         _limit_(G)
-    adamw(
-        *lists,
-        [],
-        [s["step"] for s in states],
-        # PyTorch uses its fused kernels only if asked to.
-        fused=True if fused else None,
-        # Otherwise each counter on a GPU would be read on the host.
-        capturable=on_gpu and not fused,
-        found_inf=_too_large(G) if limit and fused and on_gpu else None,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=options["lr"],
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        maximize=False,
-    )
+    steps, moves = [s["step"] for s in states], ops.moves()
+    with ops.put_back(*(() if fused else (X, *lists[2:], steps))):
+        adamw(
+            *lists,
+            [],
+            steps,
+            # PyTorch uses its fused kernels only if asked to.
+            fused=True if fused else None,
+            # Otherwise each counter on a GPU would be read on the host.
+            capturable=on_gpu and not fused,
+            found_inf=(~moves).float() if fused and moves is not None else None,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=options["lr"],
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=False,
+        )
 
 
 def _fusible(*together: Tensor) -> bool:
@@ -139,10 +141,12 @@ def _lion(
     lr = options["lr"]
     if limit:
         _limit_(G)
-    for x, g, state in zip(X, G, states, strict=True):
-        m = state["exp_avg"]
-        g = g.to(m.dtype)
-        direction = torch.lerp(g, m, beta1).sign_()
-        x.mul_(1 - lr * options["weight_decay"]).sub_(direction.mul_(lr))
-        m.lerp_(g, 1 - beta2)
-    torch._foreach_add_([state["step"] for state in states], 1)
+    steps = [state["step"] for state in states]
+    with ops.put_back(X, [state["exp_avg"] for state in states], steps):
+        for x, g, state in zip(X, G, states, strict=True):
+            m = state["exp_avg"]
+            g = g.to(m.dtype)
+            direction = torch.lerp(g, m, beta1).sign_()
+            x.mul_(1 - lr * options["weight_decay"]).sub_(direction.mul_(lr))
+            m.lerp_(g, 1 - beta2)
+        torch._foreach_add_(steps, 1)

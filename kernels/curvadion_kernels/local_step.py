@@ -48,11 +48,14 @@ def _chunk(
 
 @triton.jit
 def local_step_kernel(
-    table, numel, of, chunk, count,
+    table, numel, of, chunk, count, moves,
     X_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, HAS_M: tl.constexpr,
-    SEEDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    SEEDED: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor. The table holds X, M if any, G; step, decay, mu; seeds if any."""
+    if GUARDED:  # noqa: SIM102 - Triton would load in any case
+        if tl.load(moves) == 0:
+            return
     block = tl.program_id(0)
     t = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
@@ -97,6 +100,7 @@ def local_step_(
     M: Sequence[Tensor] = (),
     mu: Sequence[float] = (),
     seeds: Sequence[int] | None = None,
+    moves: Tensor | None = None,
 ) -> None:
     """See :func:`curvadion.ops.local_step_`."""
     lists = elementwise([X, M] if M else [X], [G])
@@ -105,6 +109,8 @@ def local_step_(
         with on(table.device):
             local_step_kernel[(launch.blocks,)](
                 table, *launch.index.on_stream()[:3], launch.count,
+                table if moves is None else moves,
                 X_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[-1]], M_DTYPE=DTYPES[dtypes[1]],
-                HAS_M=bool(M), SEEDED=seeds is not None, CHUNK=CHUNK, BLOCK=BLOCK,
+                HAS_M=bool(M), SEEDED=seeds is not None, GUARDED=moves is not None,
+                CHUNK=CHUNK, BLOCK=BLOCK,
             )  # fmt: skip

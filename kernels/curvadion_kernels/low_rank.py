@@ -63,12 +63,16 @@ def _products(
 
 @triton.jit
 def low_rank_kernel(
-    table, tiles,
+    table, tiles, moves,
     X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, HAS_M: tl.constexpr, SEEDED: tl.constexpr,
     SWAPPED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    GUARDED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Update one tile of one matrix; :func:`_cells` describes the table."""
+    if GUARDED:  # noqa: SIM102 - Triton would load in any case
+        if tl.load(moves) == 0:
+            return
     tile = tl.program_id(0)
     cells = table + tl.load(tiles + 2 * tile).to(tl.int64) * CELLS
     place = tl.load(tiles + 2 * tile + 1)
@@ -123,6 +127,7 @@ def low_rank_update_(
     R: Sequence[Tensor] = (),
     feedback: Sequence[float] = (),
     seeds: Sequence[int] | None = None,
+    moves: Tensor | None = None,
 ) -> None:
     """See :func:`curvadion.ops.low_rank_update_`."""
     P, Q, R = ([t.contiguous() for t in factors] for factors in (P, Q, R))
@@ -152,9 +157,10 @@ def low_rank_update_(
         table = cells_to_device(cells, device)
         with on(device):
             low_rank_kernel[(len(tiles),)](
-                table, tiles, X_DTYPE=DTYPES[x_dtype], M_DTYPE=DTYPES[m_dtype], HAS_M=bool(M),
+                table, tiles, table if moves is None else moves,
+                X_DTYPE=DTYPES[x_dtype], M_DTYPE=DTYPES[m_dtype], HAS_M=bool(M),
                 SEEDED=seeds is not None, SWAPPED=swapped, ALIGNED=aligned,
-                PRECISION=precision,
+                PRECISION=precision, GUARDED=moves is not None,
                 TILE_M=TILE_M[aligned], TILE_N=TILE_N, TILE_K=TILE_K, **OPTIONS,
             )  # fmt: skip
 

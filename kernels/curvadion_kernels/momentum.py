@@ -79,11 +79,14 @@ def _finish_norm(
 
 @triton.jit
 def momentum_kernel(
-    table, numel, of, chunk, first, slots, tickets, partial, norms, count,
+    table, numel, of, chunk, first, slots, tickets, partial, norms, count, moves,
     M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
+    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor: either write mu M + G, or take part in its norm."""
+    if GUARDED:  # noqa: SIM102 - Triton would load in any case
+        if tl.load(moves) == 0:
+            return
     block = tl.program_id(0)
     t = tl.load(of + block)
     start = tl.load(chunk + block).to(tl.int64) * CHUNK
@@ -118,13 +121,19 @@ def momentum_norms(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]
     return _run(elementwise([M], [G]), [mu], write=False)
 
 
-def accumulate_(M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float]) -> None:
+def accumulate_(
+    M: Sequence[Tensor], G: Sequence[Tensor], mu: Sequence[float], moves: Tensor | None = None
+) -> None:
     """See :func:`curvadion.ops.accumulate_`."""
-    _run(elementwise([M], [G]), [mu], write=True)
+    _run(elementwise([M], [G]), [mu], write=True, moves=moves)
 
 
 def _run(
-    lists: Sequence[Sequence[Tensor]], factors: Sequence[Sequence[float]], *, write: bool
+    lists: Sequence[Sequence[Tensor]],
+    factors: Sequence[Sequence[float]],
+    *,
+    write: bool,
+    moves: Tensor | None = None,
 ) -> Tensor:
     """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
     count, device = len(lists[0]), lists[0][0].device
@@ -135,7 +144,8 @@ def _run(
             momentum_kernel[(launch.blocks,)](
                 launch.table(lists, factors),
                 *launch.index.on_stream(), launch.tickets(device), partial, result, launch.count,
+                result if moves is None else moves,
                 M_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[-1]], HAS_G=bool(factors),
-                WRITE=write, CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
+                WRITE=write, GUARDED=moves is not None, CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
             )  # fmt: skip
     return result

@@ -31,7 +31,13 @@ OPERATIONS = {
     "1.3B: LowRank, RMMC, low_rank, 8 ranks": (7290, 3690, 3210),
 }
 # The first step also compares the replicas, and creates states: right factors begin on the host.
-READS, READS_OF_THE_FIRST, COPIES = 1, 2, 0
+READS_OF_THE_FIRST, COPIES = 2, 0
+
+
+def reads(name, kind):
+    """None where no other replica waits: closed steps of a schedule, and those of one replica."""
+    alone = "shards" in name or not ("ranks" in name or "RMMC" in name)
+    return 0 if alone or (kind == "closed" and "schedule" in name) else 1
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -43,7 +49,7 @@ def test_a_step_keeps_to_its_budget(name):
         if step.kind == "first":
             assert len(step.reads) <= READS_OF_THE_FIRST, step.reads
         else:
-            assert len(step.reads) == READS, (step.kind, step.reads)
+            assert len(step.reads) == reads(name, step.kind), (step.kind, step.reads)
             assert len(step.copies) == COPIES, (step.kind, step.copies)
 
 

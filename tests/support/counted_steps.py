@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from curvadion import CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from fake_cuda import CUDA, Answer, Count, fake_cuda
@@ -55,7 +58,7 @@ class Case(NamedTuple):
     """An optimizer of a model's parameters on one of some ranks.
 
     model: of MODELS. build: makes the optimizer of parameter groups. opens: whether the gate is
-    open at each step that is counted.
+    open at each step that is counted. sharded: whether the ranks are one replica in shards.
     """
 
     model: str
@@ -63,6 +66,7 @@ class Case(NamedTuple):
     ranks: int
     build: Callable[..., Dion]
     opens: tuple[bool, ...]
+    sharded: bool = False
 
 
 def _dion(model: str, dtype: torch.dtype, ranks: int, **keys: Any) -> Case:
@@ -85,6 +89,7 @@ WIDE, NARROW = torch.float32, torch.bfloat16
 CASES = {
     "Dion, low_rank": _dion("GPT-2", WIDE, 1),
     "Dion, polar, 8 ranks": _dion("GPT-2", NARROW, 8, direction="polar"),
+    "Dion, polar, 8 shards": _dion("GPT-2", WIDE, 8, direction="polar")._replace(sharded=True),
     "LowRank, RMMC, low_rank": _local("GPT-2", NARROW, 1, threshold=0.3),
     "LowRank, RMMC, polar, 8 ranks": _local("GPT-2", WIDE, 8, threshold=0.3, direction="polar"),
     "LowRank, schedule, low_rank, 8 ranks": _local("GPT-2", WIDE, 8),
@@ -100,6 +105,9 @@ CASES = {
         "Llama 1.3B", WIDE, 8, sync=_average()
     ),
     "1.3B: LowRank, RMMC, low_rank, 8 ranks": _local("Llama 1.3B", WIDE, 8, threshold=0.3),
+    "1.3B: Dion, polar, 8 shards": _dion("Llama 1.3B", WIDE, 8, direction="polar")._replace(
+        sharded=True
+    ),
 }
 
 
@@ -117,7 +125,7 @@ def counted_steps(case: Case) -> list[Counted]:
     counted = []
     with fake_cuda(), _replicas(case.ranks) as replicas:
         parameters, groups = _parameters(case)
-        optimizer = case.build(groups, replicas=replicas)
+        optimizer = case.build(groups, replicas=None if case.sharded else replicas)
         for number, opens in enumerate(case.opens):
             for p in parameters:
                 p.grad = torch.empty_like(p)
@@ -134,8 +142,18 @@ def _parameters(case: Case) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
         [nn.Parameter(torch.empty(shape, dtype=case.dtype, device=CUDA)) for shape in shapes]
         for shapes in MODELS[case.model]()
     )
+    if case.sharded:
+        matrices = [_sharded(x, case.ranks) for x in matrices]
     adamw = {"params": others, "algorithm": "adamw", "lr": 1e-3}
     return [*matrices, *others], [{"params": matrices}, adamw]
+
+
+def _sharded(x: Tensor, ranks: int) -> nn.Parameter:
+    """A matrix whose rows all ranks share; their number is a multiple of the ranks'."""
+    with _disable_current_modes():
+        mesh = DeviceMesh("cuda", list(range(ranks)))
+    shard = x.detach()[: len(x) // ranks].clone()
+    return nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False))
 
 
 @contextmanager
@@ -156,14 +174,15 @@ def _answers(signal: float) -> dict[str, Answer]:
     """What the host reads: all is finite, replicas are equal, and their gradients are not."""
     bits = struct.unpack("i", struct.pack("f", signal))[0]
 
-    def meet(local: Mapping[str, Any]) -> Any:
-        number = bits << 32
-        return [number, local["own"], -local["own"]] if "words" in local else number
+    def read(local: Mapping[str, Any]) -> list[int]:
+        meeting, number = local["self"], bits << 32
+        several = len(meeting._words) > 1
+        return [number, meeting._own, -meeting._own] if several else [number]
 
     def verify(local: Mapping[str, Any]) -> list[float]:
         return [1, 1, 1, -1, -0.5, -0.5]
 
-    return {"meet": meet, "verify_replicas": verify}
+    return {"read": read, "verify_replicas": verify}
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from compiler import CXX
+from curvadion.layout import dtensor
 from curvadion.ops import codes, coding, native, operations
 from curvadion.update import newton_schulz
 
@@ -82,8 +83,11 @@ def fake_cuda() -> Iterator[None]:
             # Constants that the host computes and keeps need their numbers.
             mock.patch.object(newton_schulz, "_best", _real(newton_schulz._best)),
             mock.patch.object(codes, "levels", _real(codes.levels)),
+            mock.patch.object(dtensor, "_ranks_along", _real(dtensor._ranks_along)),
             mock.patch.object(operations, "fused", _one_launch),
             mock.patch.object(coding, "fused", _one_launch),
+            mock.patch.object(torch.cuda, "Event", mock.MagicMock),
+            mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
             _mode(),
         ):
             stack.enter_context(patch)
@@ -186,12 +190,12 @@ class Count(TorchDispatchMode):
         to, sources = (args[0], args[1]) if name.endswith("copy_") else (result, args[0])
         waits = not (kwargs.get("non_blocking") or True in args[2:])
         for target, source in zip(_tensors(to), _tensors(sources), strict=True):
+            pinned = any(target is each or source is each for each in self._pinned)
             if source.is_cuda and not target.is_cuda:
-                self.reads.append(_place())
-            elif target.is_cuda and not source.is_cuda:
-                pinned = any(source is each for each in self._pinned)
                 if waits or not pinned:
-                    self.copies.append(_place(name))
+                    self.reads.append(_place())
+            elif target.is_cuda and not source.is_cuda and (waits or not pinned):
+                self.copies.append(_place(name))
 
     def _read(self, tensor: Tensor) -> Any:
         if tensor.is_cuda:

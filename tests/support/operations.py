@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import math
 import os
+from itertools import chain
 from unittest import mock
 
 import numpy as np
@@ -128,6 +129,30 @@ def check_momentum(name, device, shapes, M_dtypes, G_dtypes, *, aligned=True):
     for m, s in zip(M, sums, strict=True):
         assert_close(m, s)
     assert all(torch.equal(g, before) for g, before in zip(G, gradients, strict=True))
+
+
+def check_called_off(name, device):
+    """A flag on the device calls writes off, whatever the gradients are, or changes nothing."""
+    shapes, dtypes = [(40, 24), (5000, 7), (1, 1)], [torch.float32, torch.bfloat16]
+    X, G, M = (tensors(shapes, dtypes, device, seed) for seed in (1, 2, 3))
+    P = [torch.ones(m, 4, device=device) for m, _ in shapes]
+    Q = [torch.ones(n, 4, device=device) for _, n in shapes]
+    ones = [1.0] * len(X)
+    bad = [torch.full_like(g, math.nan) for g in G]
+    with backend(name):
+        for flag, gradients, factors in ((False, bad, [p * math.nan for p in P]), (True, G, P)):
+            for operation in (
+                lambda X, M, G=gradients: ops.accumulate_(M, G, ones),
+                lambda X, M, G=gradients: ops.local_step_(X, G, ones, ones, M, ones),
+                lambda X, M, P=factors: ops.low_rank_update_(X, P, Q, ones, ones, M, Q, ones),
+            ):
+                found, wanted = ([[t.clone() for t in list_] for list_ in (X, M)] for _ in range(2))
+                if flag:
+                    operation(*wanted)
+                with ops.only_if(torch.tensor(flag, device=device)):
+                    operation(*found)
+                for now, then in zip(chain(*found), chain(*wanted), strict=True):
+                    assert torch.equal(now, then)
 
 
 def check_non_finite(name, device):
@@ -433,6 +458,7 @@ def check_symmetric_product_leaves(name, device):
 
 # Checks that take a backend and a device alone.
 SPECIAL_CASES = (
+    check_called_off,
     check_non_finite,
     check_overflow,
     check_largest_numbers,

@@ -24,11 +24,11 @@ F32, BF16 = triton.language.float32, triton.language.bfloat16
 
 
 def elementwise(**more):
-    return {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, **more}
+    return {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "GUARDED": True, **more}
 
 
 def low_rank_constants(**more):
-    given = {"HAS_M": True, "ALIGNED": True, "PRECISION": "tf32x3", **more}
+    given = {"HAS_M": True, "ALIGNED": True, "PRECISION": "tf32x3", "GUARDED": True, **more}
     height = low_rank.TILE_M[given["ALIGNED"]]
     return {**given, "TILE_M": height, "TILE_N": low_rank.TILE_N, "TILE_K": low_rank.TILE_K}
 
@@ -111,6 +111,7 @@ POINTERS = {
     "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp64", "norms": "*fp32",
     "R": "*fp32", "sums": "*fp64", "floors": "*fp64", "codes": "*u8", "received": "*u8",
     "owned": "*fp32", "own": "*fp32", "signs": "*fp32", "midpoints": "*fp32", "levels": "*fp32",
+    "moves": "*i1",
 }  # fmt: skip
 
 

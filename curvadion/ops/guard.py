@@ -1,0 +1,53 @@
+"""Writes that a flag on the device calls off, so that the host need not wait to learn it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+_moves: Tensor | None = None
+
+
+@contextmanager
+def only_if(moves: Tensor | None) -> Iterator[None]:
+    """Inside the block, operations that change weights or state do so only if ``moves`` is true.
+
+    moves: a bool without dimensions on the device of what is changed; None for always.
+    """
+    global _moves
+    before, _moves = _moves, moves
+    try:
+        yield
+    finally:
+        _moves = before
+
+
+def moves() -> Tensor | None:
+    """The flag of the innermost :func:`only_if`."""
+    return _moves
+
+
+def if_moving(new: Tensor, old: Tensor) -> Tensor:
+    """``new``, or ``old`` if the flag is false."""
+    return new if _moves is None else torch.where(_moves, new, old)
+
+
+def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
+    """Copy a stack to tensors of the same shape, unless the flag is false."""
+    if _moves is not None:
+        stacked = torch.where(_moves, stacked.to(tensors[0].dtype), torch.stack(list(tensors)))
+    torch._foreach_copy_(list(tensors), list(stacked))
+
+
+@contextmanager
+def put_back(*lists: Sequence[Tensor]) -> Iterator[None]:
+    """Undo what the block does to tensors if the flag is false; it holds copies meanwhile."""
+    tensors = list(chain(*lists)) if _moves is not None else []
+    before = [x.clone() for x in tensors]
+    yield
+    for x, old in zip(tensors, before, strict=True):
+        x.copy_(if_moving(x, old))
