@@ -164,7 +164,8 @@ def _divided(U: Tensor, layout: MatrixLayout) -> Sequence[Tensor]:
         size, count = len(ranges[0]), len(ranges)
         equal = ranges == [range(i * size, (i + 1) * size) for i in range(count)]
         if equal and size * count == U.shape[dimension]:
-            return U.unflatten(dimension, (count, size)).movedim(dimension, 0).contiguous()
+            by_rank: Tensor = U.unflatten(dimension, (count, size)).movedim(dimension, 0)
+            return list(by_rank.contiguous())
     return [U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts]
 
 

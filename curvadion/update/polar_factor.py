@@ -21,6 +21,7 @@ from curvadion.comm.collectives import Buckets, Slot
 from curvadion.comm.groups import Group
 from curvadion.comm.shared_work import SharedWork
 from curvadion.layout.matrix import MatrixLayout
+from curvadion.ops.operations import LARGE, SMALL
 from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted
@@ -39,7 +40,7 @@ class RowStack:
     """A batch of k matrices with one global shape, sharding and dtype.
 
     Attributes:
-        B: whole rows of the oriented matrices, (k, m_r, n); they are scaled in place.
+        B: whole rows of the oriented matrices, (k, m_r, n); they may be scaled in place.
         scale: the recent length of each matrix, (k,), float32 or wider.
         passes: the coefficients of the Newton-Schulz iterations, in one pass or several.
         bound: what matrices are divided by before the first pass.
@@ -72,9 +73,9 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     Sends one number a matrix, and in each pass at most n (n + 1) numbers a matrix on average over
     the ranks; a rank that iterates on all of them alone sends half as many again.
     """
-    exponents = [_scale_(stack.B) for stack in stacks]
+    rows, exponents = map(list, zip(*map(_scaled, stacks), strict=True)) if stacks else ([], [])
     largest = _largest(exponents, stacks)
-    factors = [PolarFactors(stack.B.to(stack.dtype), stack.scale) for stack in stacks]
+    factors = [PolarFactors(B, stack.scale) for B, stack in zip(rows, stacks, strict=True)]
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
         works = [_work(stacks[i], factors[i].U, exponents[i], largest[i], number) for i in now]
@@ -132,26 +133,31 @@ def _largest(exponents: Sequence[Tensor], stacks: Sequence[RowStack]) -> list[Te
     return [found.get(i, e) for i, e in enumerate(exponents)]
 
 
-def _scale_(B: Tensor) -> Tensor:
-    """Divide each matrix (k, m_r, n) by 2^e, so that its longest column is about COLUMN long.
+def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
+    """B / 2^e in the dtype of products, where its longest column is about COLUMN long; and e, (k,).
 
     Numbers that are small beside an outlier then keep their precision in half, and the Gram matrix
-    stays in its range. Returns e, (k,), in B's dtype.
+    stays in its range.
     """
-    if not B.numel():
-        return B.new_full((len(B),), SMALLEST_EXPONENT)
-    largest = torch.linalg.vector_norm(B, torch.inf, dim=(1, 2))
-    exponents = _exponents(largest)
-    B.mul_(torch.exp2(-exponents)[:, None, None])  # whose squares are numbers
-    longer = _exponents(torch.linalg.vector_norm(B, dim=1).amax(-1) / COLUMN)
-    B.mul_(torch.exp2(-longer)[:, None, None])
-    # What has no numbers decides nothing.
-    return (exponents + longer).where(largest > 0, SMALLEST_EXPONENT)
+    B = stack.B
+    if not B.numel():  # what has no elements decides nothing
+        return B.to(stack.dtype), B.new_full((len(B),), SMALLEST_EXPONENT)
+    longest = _longest_columns(B)
+    exponents = torch.frexp(longest / COLUMN).exponent.clamp(SMALLEST_EXPONENT, -SMALLEST_EXPONENT)
+    exponents = exponents.where(longest > 0, SMALLEST_EXPONENT).to(B.dtype)
+    scaled = B if B.dtype == stack.dtype else torch.empty_like(B, dtype=stack.dtype)
+    return torch.mul(B, torch.exp2(-exponents)[:, None, None], out=scaled), exponents
 
 
-def _exponents(lengths: Tensor) -> Tensor:
-    exponents = torch.frexp(lengths).exponent.clamp(SMALLEST_EXPONENT, -SMALLEST_EXPONENT)
-    return exponents.to(lengths.dtype)
+def _longest_columns(B: Tensor) -> Tensor:
+    """The length of the longest column of each matrix (k, m, n), (k,)."""
+    if B.device.type == "cpu":  # where float32 is faster, and the host need not wait
+        longest: Tensor = torch.linalg.vector_norm(B, dim=1).amax(-1)
+        if all(SMALL < length < LARGE for length in longest.tolist()):
+            return longest
+    # float64 holds the squares of tiny and of large numbers.
+    longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
+    return longest
 
 
 def _times(B: Tensor, Z: Tensor) -> Tensor:
