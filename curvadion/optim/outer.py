@@ -114,22 +114,15 @@ class ReplicaOptimizer(GroupedOptimizer):
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._told.append((self.progress.steps + self.sync.delay, words))
 
-        inner = InnerStep(
-            plan,
-            gradients,
-            self.progress.steps,
-            norms=None if momenta is None else momenta.after,
-            directed=self.local_step == "dion",
-            rests=not met.finite,
-        )
+        norms, directed = None if momenta is None else momenta.after, self.local_step == "dion"
+        steps, rests = self.progress.steps, not met.finite
+        inner = InnerStep(plan, gradients, steps, norms=norms, directed=directed, rests=rests)
         with ops.only_if(moves):
             self._take(inner, opened=reason is not None)
-        self.progress.local_steps = 0 if reason is not None else self.progress.local_steps + 1
-        self.progress.steps_since_exact += 1
-        self.progress.steps += 1
-        self._report(met, reason, skipped=inner.rests, heard=heard)
+        self.progress.count(opened=reason is not None)
+        self._report(met, reason, skipped=rests, heard=heard)
         if not ahead:
-            self._count_skips(skipped=inner.rests, tolerate=scaled)
+            self._count_skips(skipped=rests, tolerate=scaled)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may hear later whether gradients are finite, as no replica waits."""

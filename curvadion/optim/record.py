@@ -31,6 +31,12 @@ class Progress:
     consecutive_skips: int = 0
     steps_since_exact: int = 0
 
+    def count(self, *, opened: bool) -> None:
+        """Count a step that was taken."""
+        self.steps += 1
+        self.local_steps = 0 if opened else self.local_steps + 1
+        self.steps_since_exact += 1
+
     @property
     def shared(self) -> tuple[int, ...]:
         """What is the same on all replicas."""

@@ -16,19 +16,21 @@ pytestmark = needs_fake_cuda
 
 # By case: operations of the first step, of an opening, and of a closed step if there is one.
 OPERATIONS = {
-    "Dion, low_rank": (1540, 1000),
-    "Dion, polar, 8 ranks": (2250, 560),
-    "LowRank, RMMC, low_rank": (1690, 1150, 1150),
-    "LowRank, RMMC, polar, 8 ranks": (2210, 650, 530),
-    "LowRank, schedule, low_rank, 8 ranks": (2780, 1070, 990),
-    "QuantizedAverage, schedule, polar, 8 ranks": (2560, 850, 530),
-    "QuantizedAverage, RMMC, polar": (1380, 730, 580),
-    "QuantizedAverage, RMMC, low_rank, 8 ranks": (3580, 1860, 1510),
-    "CodedGradients, polar, 8 ranks": (2380, 550),
-    "CodedGradients, low_rank, 8 ranks": (3590, 1660),
-    "1.3B: Dion, low_rank, 8 ranks": (7840, 3770),
-    "1.3B: QuantizedAverage, schedule, polar, 8 ranks": (5900, 2540, 1550),
-    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (7290, 3690, 3210),
+    "Dion, low_rank": (1520, 990),
+    "Dion, polar, 8 ranks": (2030, 340),
+    "Dion, polar, 8 shards": (790, 350),
+    "LowRank, RMMC, low_rank": (1670, 1120, 1120),
+    "LowRank, RMMC, polar, 8 ranks": (2000, 420, 310),
+    "LowRank, schedule, low_rank, 8 ranks": (2760, 1040, 980),
+    "QuantizedAverage, schedule, polar, 8 ranks": (2340, 620, 310),
+    "QuantizedAverage, RMMC, polar": (1160, 510, 360),
+    "QuantizedAverage, RMMC, low_rank, 8 ranks": (3570, 1830, 1480),
+    "CodedGradients, polar, 8 ranks": (2160, 320),
+    "CodedGradients, low_rank, 8 ranks": (3570, 1630),
+    "1.3B: Dion, low_rank, 8 ranks": (7850, 3750),
+    "1.3B: QuantizedAverage, schedule, polar, 8 ranks": (5160, 1760, 820),
+    "1.3B: LowRank, RMMC, low_rank, 8 ranks": (7290, 3680, 3190),
+    "1.3B: Dion, polar, 8 shards": (1010, 360),
 }
 # The first step also compares the replicas, and creates states: right factors begin on the host.
 READS_OF_THE_FIRST, COPIES = 2, 0
