@@ -10,13 +10,13 @@ the store. Nor does it see the messages with which a backend sets up its connect
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,15 +47,6 @@ class WireCount:
             max(self.largest, other.largest),
             self.sent + other.sent,
         )
-
-
-class Snapshot:
-    """A moment in a meter's count; :meth:`WireMeter.since` gives the count after it."""
-
-    __slots__ = ("__weakref__", "_after")
-
-    def __init__(self) -> None:
-        self._after = WireCount()
 
 
 class WireMeter:
@@ -90,13 +81,12 @@ class WireMeter:
     share, which is as much as an all_reduce. benchmarks/headers.py measures all this.
 
     Meters nest, and each one counts everything while it is active. They can be left in any order
-    and entered again; then they go on counting. Counting is thread-safe. Enter and leave a meter
-    only while no other thread is inside a collective, because this replaces kernels; the threads of
-    this package are no matter, which has them replaced once.
+    and entered again; then they go on counting. Counting is thread-safe. Enter the first meter only
+    while no other thread is inside a collective, because this replaces kernels, for good; the
+    threads of this package are no matter.
 
     Raises:
         RuntimeError: on entering a meter that is already active.
-        ValueError: on leaving a meter that is not active.
 
     Example::
 
@@ -107,27 +97,19 @@ class WireMeter:
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], WireCount] = {}
-        self._snapshots: WeakSet[Snapshot] = WeakSet()
         self._pauses = 0
 
     def __enter__(self) -> WireMeter:
-        global _library
         with _lock:
             if self in _active:
                 raise RuntimeError("This WireMeter is already active: nest a second one in it.")
-            _library = _library or _install()
+            install_kernels()
             _active.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _library
         with _lock:
-            if self not in _active:
-                raise ValueError("This WireMeter is not active: leave it as often as entered.")
             _active.remove(self)
-            if not _active and not _kept:
-                _library._destroy()
-                _library = None
 
     @property
     def records(self) -> dict[tuple[str, str], WireCount]:
@@ -183,23 +165,6 @@ class WireMeter:
                 crossing += count
         return crossing
 
-    def snapshot(self) -> Snapshot:
-        """Remember this moment for :meth:`since`. A snapshot costs nothing once it is deleted."""
-        snapshot = Snapshot()
-        with _lock:
-            self._snapshots.add(snapshot)
-        return snapshot
-
-    def since(self, snapshot: Snapshot) -> WireCount:
-        """The count of all calls after ``snapshot`` was taken.
-
-        Raises:
-            ValueError: if another meter took the snapshot.
-        """
-        if snapshot not in self._snapshots:
-            raise ValueError(f"snapshot={snapshot!r} is of another WireMeter: ask that one.")
-        return snapshot._after
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count calls inside the ``with`` block, by any thread; other meters still do."""
@@ -215,8 +180,6 @@ class WireMeter:
         if self._pauses:
             return
         self._records[key] = self._records.get(key, WireCount()) + call
-        for snapshot in self._snapshots:
-            snapshot._after += call
 
     def _by_collective(self) -> dict[str, WireCount]:
         totals: dict[str, WireCount] = {}
@@ -269,15 +232,6 @@ def _ranks_by_group() -> dict[str, list[int]]:
 _lock = threading.RLock()
 _active: list[WireMeter] = []
 _counted: dict[str, int] = {}  # by the group's name
-_library: Any = None
-_kept = False  # whether the kernels stay although no meter is active
-
-
-def keep_kernels() -> None:
-    """Install the kernels for good: for threads that communicate while meters come and go."""
-    global _library, _kept
-    with _lock:
-        _library, _kept = _library or _install(), True
 
 
 def _count(key: tuple[str, str], call: WireCount) -> None:
@@ -326,7 +280,9 @@ _OPERATORS = {
 _Library: Any = torch.library.Library  # torch leaves its methods untyped
 
 
-def _install() -> Any:
+@functools.cache
+def install_kernels() -> Any:
+    """Install them for good; before threads communicate while meters come and go."""
     # The BackendSelect key is dispatched before any backend's kernel, on any device, in any thread
     # and in inference mode. torch itself has no kernel for these operators there.
     library = _Library("c10d", "IMPL", "BackendSelect")

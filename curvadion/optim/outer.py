@@ -202,7 +202,7 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     def _background(self, device: torch.device) -> Background:
         """Exchanges beside the training; the first call is collective over the replicas."""
-        wire.keep_kernels()  # a meter may be entered while they communicate
+        wire.install_kernels()  # a meter may be entered while they communicate
         return self._replicas.background(device)
 
     # ---------------------------------------------------------------- what is noted of it
