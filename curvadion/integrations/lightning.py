@@ -5,8 +5,7 @@ Works with ``lightning`` and with ``pytorch_lightning``. This module needs one o
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from curvadion import checks
 from curvadion.integrations.shared import agree_for_a_file, keep_gradients_local, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
@@ -25,10 +23,6 @@ try:
     from lightning.pytorch import Callback
 except ImportError:
     from pytorch_lightning import Callback  # type: ignore[assignment, unused-ignore]
-
-
-_AVERAGE = {"WeightAveraging", "StochasticWeightAveraging"}
-"""Lightning's callbacks that average weights; not all of its versions have them."""
 
 
 class Replicas(Callback):  # type: ignore[misc, unused-ignore]
@@ -46,8 +40,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion. It raises a
     RuntimeError with FSDPStrategy (FSDP1) and DeepSpeedStrategy, if only some of several optimizers
-    have replicas, and if the model's DDP has a communication hook. It warns of callbacks that
-    average weights over steps (EMA, SWA).
+    have replicas, and if the model's DDP has a communication hook. After callbacks that average
+    weights over steps (EMA, SWA) call ``optimizer.broadcast_weights()`` on all ranks.
 
     Example::
 
@@ -72,8 +66,6 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
         self._leave()  # of a fit that did not end
         self._optimizers = [_ours(optimizer) for optimizer in trainer.optimizers]
         _leave_gradients(trainer.strategy, self._optimizers)
-        if any(optimizer._replicas.size > 1 for optimizer in self._optimizers):
-            _warn_of_averages(trainer.callbacks)
         self._wrap(trainer, "save_checkpoint", self._save_checkpoint)
         self._wrap(trainer.precision_plugin, "clip_gradients", partial(_clip, trainer))
         if self._logs and trainer.loggers:
@@ -166,17 +158,6 @@ def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
             "average the gradients of the latter: give all of them the same replicas=."
         )
     keep_gradients_local(strategy.model)
-
-
-def _warn_of_averages(callbacks: Sequence[Any]) -> None:
-    for callback in callbacks:
-        if _AVERAGE.intersection(kind.__name__ for kind in type(callback).__mro__):
-            warnings.warn(
-                f"{type(callback).__name__} averages the weights of each replica over steps, and "
-                f"the model takes this average at the end of fit: replicas then hold different "
-                f"weights. Call optimizer.broadcast_weights() on all ranks after fit.",
-                stacklevel=checks.user_stacklevel(),
-            )
 
 
 def _clip(

@@ -51,7 +51,6 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
             f"optimizer.{min(unknown)} is unknown: hyperparameters belong into optimizer.params"
         )
     params.pop(REPLICA_SIZE, None)
-    _move_delay(params)
     replicas = between_replicas(engine)
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
@@ -98,25 +97,6 @@ def _choice(argument: str, value: object) -> Any:
         return kinds[kind](**arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{key}: {error}") from error
-
-
-def _move_delay(params: dict[str, Any]) -> None:
-    """Let the sync have the key ``delay``, which is short for its own."""
-    key, delay, sync = "optimizer.params.delay", params.pop("delay", None), params.get("sync")
-    if delay and sync is None:
-        gate = params.get("gate")
-        budget = isinstance(gate, Mapping) and gate.get("type") == "budget"
-        if not budget and params.get("wire_budget") is None:
-            raise ValueError(
-                f'{key}={delay} needs a wire_budget, or "sync": {{"type": "quantized_average"}}: '
-                f"only coded means of weights can arrive later"
-            )
-        sync = {"type": "quantized_average"}
-    if delay is not None and isinstance(sync, Mapping):
-        if (inside := sync.get("delay", delay)) != delay:
-            raise ValueError(f"{key}={delay}, but optimizer.params.sync.delay={inside}: drop one")
-        if delay:
-            params["sync"] = {**sync, "delay": delay}
 
 
 def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> list[dict[str, Any]]:
