@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,7 +27,6 @@ Trainer = TypeVar("Trainer")
 TRAINERS_RATE = 5e-5
 """The learning rate of TrainingArguments that name none: one for fine-tuning with AdamW."""
 _ATTACHED = "_curvadion_attached"  # an attribute of trainers
-_UNREAD = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon".split()
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
@@ -42,9 +40,10 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         trainer.train()
 
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
-    of TrainingArguments and the replicas that it runs: all ranks under DDP, the mesh's
-    ``dp_replicate`` under FSDP2, none in one process. Its accelerator is attached, so that
-    gradients stay in their replica and ``max_grad_norm`` takes one factor for all replicas. Also:
+    of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
+    under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is
+    attached, so that gradients stay in their replica and ``max_grad_norm`` takes one factor for all
+    replicas. Also:
 
     * Evaluation, the weights at the end of ``train()`` and ``save_model()`` then have weights on
       which replicas agree. Before a ``save_model()`` in between call ``trainer.optimizer.eval()``
@@ -75,8 +74,7 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         RuntimeError: if it is attached already.
 
     Warns:
-        UserWarning: if the learning rate is the one that TrainingArguments have by default, or if
-            they choose an optimizer or set Adam's values, which are not read.
+        UserWarning: if the learning rate is the one that TrainingArguments have by default.
     """
     from transformers import Trainer
 
@@ -89,7 +87,7 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     if trainer.is_deepspeed_enabled or trainer.optimizer is not None:
         _check_given(trainer, settings)
     else:
-        _warn_of_arguments(trainer.args, optimizer, settings)
+        _warn_of_rate(trainer.args, settings)
         wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
     if not trainer.is_deepspeed_enabled:
         accelerate.attach(trainer.accelerator)
@@ -128,23 +126,13 @@ def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _warn_of_arguments(args: Any, optimizer: type[Dion], settings: Mapping[str, Any]) -> None:
+def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
             f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW. "
             f"It becomes that of the matrices, for which Dion's default is 0.02: set "
             f"TrainingArguments(learning_rate=...), or attach(trainer, lr=...) to keep "
             f"{TRAINERS_RATE}.",
-            stacklevel=3,
-        )
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    given = {key: getattr(args, key) for key in _UNREAD if key in defaults}
-    plain = {key: getattr(value, "value", value) for key, value in given.items()}  # of an enum
-    if changed := [f"{key}={value!r}" for key, value in plain.items() if value != defaults[key]]:
-        warnings.warn(
-            f"TrainingArguments({', '.join(changed)}) has no effect: attach makes "
-            f"{optimizer.__name__}, which reads learning_rate and weight_decay only. Pass its "
-            f"arguments to attach, such as betas= and eps= of AdamW.",
             stacklevel=3,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,13 @@ from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 
 
-def install() -> None:
-    """Patch DeepSpeed's classes."""
+@cache
+def register() -> None:
+    """Teach DeepSpeed the optimizers' names; again is harmless.
+
+    Raises:
+        ImportError: if DeepSpeed is not installed.
+    """
     import deepspeed
     from deepspeed.runtime.zero import utils
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
