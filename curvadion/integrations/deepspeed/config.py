@@ -12,8 +12,12 @@ from torch import nn
 
 from curvadion import checks
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
-from curvadion.integrations.deepspeed.modes import REPLICA_SIZE
-from curvadion.integrations.deepspeed.replicas import between_replicas, divided, reaching
+from curvadion.integrations.deepspeed.replicas import (
+    REPLICA_SIZE,
+    between_replicas,
+    divided,
+    reaching,
+)
 from curvadion.integrations.shared import KINDS
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.integrations.deepspeed import config, modes, replicas, sharded, zero_init
+from curvadion.integrations.deepspeed import config, replicas, sharded, zero_init
 from curvadion.integrations.deepspeed.replicas import divided
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
@@ -54,7 +54,7 @@ def _configure_optimizer(
     if not (named or isinstance(client, Dion)):
         theirs(engine, client, parameters)
         return
-    modes.check_engine(engine)
+    replicas.check_engine(engine)
     if client is not None:
         _hold(client)
     replicas.divide_into_replicas(engine, client)
@@ -100,7 +100,7 @@ def attach(engine: Any) -> Any:
         )
     if getattr(engine, "_curvadion_attached", None) is optimizer:
         return engine
-    modes.check_engine(engine)
+    replicas.check_engine(engine)
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
     if engine.zero_optimization_stage():
