@@ -21,10 +21,7 @@ _of_group: dict[dist.ProcessGroup, Background] = {}
 
 
 def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
-    """That of a process group: one for all who use it. The first call is collective over it.
-
-    device: of the tensors that are sent.
-    """
+    """That of a process group: one for all who use it. The first call is collective over it."""
     if like not in _of_group:
         for group in [group for group in _of_group if not _exists(group)]:
             _of_group.pop(group).end(seconds=1.0)
@@ -56,7 +53,6 @@ class Exchange(Generic[Result]):
             self._begun.record(torch.cuda.current_stream(device))
 
     def run(self, work: Callable[[], Result]) -> None:
-        """Do the work, in the thread that is for it."""
         try:
             if self._begun is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._begun)
@@ -70,11 +66,7 @@ class Exchange(Generic[Result]):
             self._future.set_exception(error)
 
     def result(self) -> Result:
-        """What it gave, once it is done.
-
-        Raises:
-            RuntimeError: if it failed, with its name and the backend's reason.
-        """
+        """What it gave, once it is done; RuntimeError with its name if it failed."""
         try:
             result = self._future.result()
         except Exception as error:
@@ -91,12 +83,11 @@ class Exchange(Generic[Result]):
 class Background:
     """Does exchanges one after the other, in the order in which they begin, the same on all ranks.
 
-    The process group has the ranks of another one, but connections of its own: what the training
-    sends meanwhile neither waits for the exchanges nor gets between them.
+    Its group has the ranks of ``like``, but connections of its own: what the training sends neither
+    waits for the exchanges nor gets between them. device: of the tensors that are sent.
     """
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over the ranks of ``like``; device: of the tensors that are sent."""
         self.group = group = new_group(
             dist.get_process_group_ranks(like),
             [like],
@@ -147,14 +138,9 @@ class Stopwatch:
 
 
 def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
-    if device.type != "cuda":
-        _work_off_here(jobs)
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        _work_off_here(jobs)
-
-
-def _work_off_here(jobs: SimpleQueue[_Job | None]) -> None:
+    if device.type == "cuda":  # both are the thread's own
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     for job in iter(jobs.get, None):
         job()
         del job  # and the tensors that it holds, before the wait for the next
@@ -168,8 +154,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 @atexit.register
 def _finish_all() -> None:
-    # Other ranks may still wait for what has begun here. If one is lost, the exchange fails with an
-    # error, but a wait for a GPU never ends: wait no longer than a collective may take.
+    # Other ranks may wait for what has begun here, but a wait for a lost rank's GPU never ends.
     # The threads of gloo's groups release tensors, which needs the interpreter: end them before it.
     begun = time.monotonic()
     while _of_group:

@@ -23,11 +23,9 @@ class Replica(NamedTuple):
 
 
 class ReplicaGroup:
-    """The ranks that hold replicas of the same weights; survives deepcopy and pickle.
+    """The ranks that hold replicas of the same weights; copies share it, pickles find it by name.
 
-    A process group itself can be neither copied nor pickled: a copy shares it, and an unpickled
-    ReplicaGroup looks it up by name. process_group: None for one replica. single: whether the user
-    has said that there is only one.
+    process_group: None for one replica. single: whether the user has said that there is only one.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -46,7 +44,6 @@ class ReplicaGroup:
 
     @property
     def replica(self) -> Replica:
-        """Which one of how many this rank holds (a shard of)."""
         return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:

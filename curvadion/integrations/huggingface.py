@@ -24,8 +24,7 @@ from curvadion.optim.param_groups import param_groups
 
 Trainer = TypeVar("Trainer")
 
-TRAINERS_RATE = 5e-5
-"""The learning rate of TrainingArguments that name none: one for fine-tuning with AdamW."""
+TRAINERS_RATE = 5e-5  # of TrainingArguments that name none, for AdamW
 _ATTACHED = "_curvadion_attached"  # an attribute of trainers
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
@@ -43,16 +42,11 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
     under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is
     attached, so that gradients stay in their replica and ``max_grad_norm`` takes one factor for all
-    replicas. Also:
-
-    * Evaluation, the weights at the end of ``train()`` and ``save_model()`` then have weights on
-      which replicas agree. Before a ``save_model()`` in between call ``trainer.optimizer.eval()``
-      on all ranks.
-    * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
-      resumes bitwise. With ``save_only_model`` replicas only agree on weights. If a step both
-      evaluates and saves, they agree before the evaluation.
-    * Trainer's logs get what :meth:`curvadion.Summary.scalars` tells of the steps since the last
-      one, as ``curvadion/wire_bytes`` and so on.
+    replicas. Replicas agree on weights before an evaluation and at the end of ``train()``, and on
+    all state before a checkpoint; before a ``save_model()`` in between call
+    ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get what
+    :meth:`curvadion.Summary.scalars` tells of the steps since the last one, as
+    ``curvadion/wire_bytes`` and so on.
 
     With DeepSpeed's JSON the optimizer is built there, and engines agree before they save. Then
     give no settings: this adds the logs, and agreement before Trainer's own files of weights.
@@ -108,11 +102,7 @@ def optimizer_of(trainer: Any) -> Dion | None:
     return found if isinstance(found, Dion) else None
 
 
-# -------------------------------------------------------------------- the optimizer
-
-
 def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
-    """Where the optimizer comes from elsewhere."""
     if not trainer.is_deepspeed_enabled and optimizer_of(trainer) is None:
         raise ValueError(
             f"trainer has the optimizer {type(trainer.optimizer).__name__} already: leave "
@@ -168,9 +158,6 @@ def _replicas(accelerator: Any) -> Any:
     parallelism = accelerator.parallelism_config
     by_ddp = parallelism is None or not parallelism.tp_enabled
     return dist.group.WORLD if accelerator.num_processes > 1 and by_ddp else None
-
-
-# -------------------------------------------------------------------- around training
 
 
 def _agree(trainer: Any, *, for_files: bool = False) -> None:

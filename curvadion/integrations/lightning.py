@@ -30,9 +30,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     On DDP, or FSDP2 with a mesh of (replicate, shard), gradients are left to the optimizer when
     ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas, and by value as
-    ever. Validation starts with ``optimizer.eval()``, and training ends with it. Before a
-    checkpoint comes ``optimizer.synchronize(exact=True)``, on all ranks, and ``eval()`` before one
-    of weights only. Budgets count both; nothing is sent where replicas agree.
+    ever. Replicas agree on weights before a validation, a file of weights and the end of training,
+    and on all state before a checkpoint.
 
     Every ``log_every_n_steps`` steps the loggers get what :meth:`curvadion.Summary.scalars` tells
     of the steps since the last time, as ``curvadion/wire_bytes`` and so on; with several optimizers

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion import checks
+
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
@@ -74,11 +76,8 @@ class WireMeter:
     In a group of one rank nothing is sent, and its calls count 0 bytes. A coalesced call is one
     call with the sum of its tensors. A call that raises is not counted.
 
-    A network interface sends more than ``total_sent``: also headers, acknowledgements and the
-    backend's own messages. They matter most for small messages. With gloo an all-reduce of 16 bytes
-    takes 1.5 kB per rank. A budget of 1 % sends 1.4 times what the meter counts for a model of 66
-    thousand parameters, and 1.01 times for one of 3 million. gloo's reduce_scatter sends twice its
-    share, which is as much as an all_reduce. benchmarks/headers.py measures all this.
+    A network interface also sends headers, acknowledgements and the backend's own messages, which
+    matter most for small messages; benchmarks/headers.py measures them.
 
     Meters nest, and each one counts everything while it is active. They can be left in any order
     and entered again; then they go on counting. Counting is thread-safe. Enter the first meter only
@@ -153,10 +152,9 @@ class WireMeter:
         A group that was destroyed since is counted too, as its ranks are not known any more.
 
         Raises:
-            ValueError: if replica_size is no integer of at least 1.
+            TypeError, ValueError: if replica_size is no integer of at least 1.
         """
-        if not isinstance(replica_size, int) or replica_size < 1:
-            raise ValueError(f"replica_size={replica_size!r} must be an integer >= 1")
+        checks.integer("replica_size", replica_size, 1)
         ranks = _ranks_by_group()
         crossing = WireCount()
         for (group, _), count in self.records.items():
