@@ -64,10 +64,7 @@ def _configure_optimizer(
 
 
 def _hold(optimizer: Dion) -> Dion:
-    """Let ``step`` do nothing until :func:`attach`: a bfloat16 engine calls it while it is built.
-
-    Its parameters are then not yet those of the training, and its gradients are made up.
-    """
+    """Let ``step`` do nothing until ``attach``: a bfloat16 engine calls it while it is built."""
     setattr(optimizer, "step", MethodType(lambda self, closure=None: None, optimizer))  # noqa: B010
     return optimizer
 
@@ -75,11 +72,9 @@ def _hold(optimizer: Dion) -> Dion:
 def attach(engine: Any) -> Any:
     """Make an engine and its CurvaDion or Dion work together; ``deepspeed.initialize`` does it.
 
-    Stage 0: the engine no longer reduces gradients, or inside replicas only, unless the optimizer
-    has ``replicas="single"`` and leaves that to it. Stages 1 to 3: the optimizer steps on the
-    ranges of parameters that the flat partitions hold, once per ``engine.step()``. Where there are
-    several replicas, norms for ``gradient_clipping`` are taken over all of them, and
-    ``save_checkpoint`` and ``save_16bit_model`` first synchronise them.
+    The engine averages gradients inside a replica only; at stages 1 to 3 the optimizer steps on the
+    flat partitions. ``gradient_clipping`` takes one norm over all replicas, and ``save_checkpoint``
+    and ``save_16bit_model`` first synchronise them.
 
     Args:
         engine: a DeepSpeedEngine. Attached engines are left as they are.
@@ -113,9 +108,6 @@ def attach(engine: Any) -> Any:
     return engine
 
 
-# -------------------------------------------------------------------- stage 0
-
-
 def _attach_whole(engine: Any, optimizer: Dion) -> None:
     """Keep gradients in their replica, and make the engine's clipping the same on all replicas."""
     # Several ranks of one replica have their gradients averaged among them.
@@ -132,10 +124,7 @@ def _attach_whole(engine: Any, optimizer: Dion) -> None:
 
 
 def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
-    """Step on the float32 copies of the weights that a bfloat16 engine keeps.
-
-    Its own step takes norms and skips on each rank alone, which replicas must not.
-    """
+    """Step on the float32 copies of a bfloat16 engine, whose own step skips on each rank alone."""
 
     def step(self: Any, closure: Any = None) -> None:
         self.overflow = False
@@ -163,9 +152,6 @@ def _publish(wrapper: Any) -> None:
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
     return [pair for group in groups for pair in zip(*group, strict=True)]
-
-
-# -------------------------------------------------------------------- checkpoints
 
 
 def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,16 @@ from curvadion.optim.dion import Dion
 REPLICA_SIZE = "replica_size"
 KEY = f"optimizer.params.{REPLICA_SIZE}"
 _BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
-_divided: list[int] = []  # sizes of replicas that were asked for
+_inside: list[list[int]] = []  # the ranks of this rank's replica, wherever there are several
 _on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
 _on_cpu = weakref.WeakKeyDictionary()  # gloo groups over the ranks of others
 
 
-class ReplicaGroups(NamedTuple):
-    """The groups that this rank is in where the ranks hold several replicas."""
+def replica_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Groups for replicas of ``size`` ranks in a row, fewer than all; collective.
 
-    inside: dist.ProcessGroup  # of this replica, over which DeepSpeed shards and averages gradients
-    between: dist.ProcessGroup  # the ranks that hold the same shards, one of each replica
-
-
-def replica_groups(size: int) -> ReplicaGroups:
-    """Groups for replicas of ``size`` ranks in a row, fewer than all; collective."""
+    The ranks of this replica, and those that hold the same shards, one of each replica.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     first, place = rank - rank % size, rank % size
     # Groups of one rank are groups too, because DeepSpeed wants one.
@@ -44,23 +40,18 @@ def replica_groups(size: int) -> ReplicaGroups:
         existing_group(ranks) or new_group(ranks)
         for ranks in (range(first, first + size), range(place, world, size))
     )
-    _divided.append(size)
-    return ReplicaGroups(inside, between)
+    _inside.append(dist.get_process_group_ranks(inside))
+    return inside, between
 
 
 def of_a_replica(p: Any) -> bool:
     """Whether a parameter is sharded over one of several replicas."""
-    if (group := getattr(p, "ds_process_group", None)) is None or group.size() not in _divided:
-        return False
-    first = dist.get_rank() - dist.get_rank() % group.size()
-    return dist.get_process_group_ranks(group) == [*range(first, first + group.size())]
+    group = getattr(p, "ds_process_group", None)
+    return group is not None and dist.get_process_group_ranks(group) in _inside
 
 
 def reaching(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """``group`` if it takes tensors on ``device``, else a gloo group of its ranks; collective.
-
-    A GPU's engine has NCCL groups; offloaded master weights are on the CPU.
-    """
+    """``group`` if it takes tensors on ``device``, else a gloo group of its ranks; collective."""
     if f"{device.type}:" in str(dist.get_backend_config(group)):
         return group
     if group not in _on_cpu:
@@ -75,10 +66,7 @@ def divided(engine: Any) -> bool:
 
 
 def between_replicas(engine: Any) -> dist.ProcessGroup | None:
-    """The ranks with which the optimizer synchronises; None if the engine's ranks are one replica.
-
-    At stage 0 every rank is a replica unless the engine was divided otherwise.
-    """
+    """The ranks with which the optimizer synchronises; None if all ranks are one replica."""
     whole = None if engine.zero_optimization_stage() else engine.seq_data_parallel_group
     group: dist.ProcessGroup | None = getattr(engine, _BETWEEN, whole)
     return group
@@ -87,7 +75,6 @@ def between_replicas(engine: Any) -> dist.ProcessGroup | None:
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     """Divide the engine's ranks into replicas, as the JSON or an optimizer made in code says.
 
-    Batch sizes, data loaders and the first broadcast of the weights stay those of all ranks.
     Collective, before DeepSpeed makes its optimizer.
     """
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
@@ -102,13 +89,13 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
         _check_shards(engine)
         return
     check_with_replicas(engine, size)
-    groups = replica_groups(size)
-    engine.seq_data_parallel_group, engine.seq_dp_world_size = groups.inside, size
-    setattr(engine, _BETWEEN, groups.between)
+    inside, between = replica_groups(size)
+    engine.seq_data_parallel_group, engine.seq_dp_world_size = inside, size
+    setattr(engine, _BETWEEN, between)
     _average_inside(engine)
     _check_shards(engine)
     if stage == 3:
-        _start_with_the_first(engine, groups.between)
+        _start_with_the_first(engine, between)
 
 
 def size_in(params: Any, world: int) -> int | None:
@@ -141,19 +128,15 @@ def _check_shards(engine: Any) -> None:
         held_by = getattr(p, "ds_process_group", None)
         if held_by is not None and (found := dist.get_process_group_ranks(held_by)) != wanted:
             raise ValueError(
-                f"{name} was sharded over the ranks {found} when it was built under "
-                f"deepspeed.zero.Init, but the engine shards over {wanted}, as its configuration "
-                f"or its optimizer's replicas say. Import curvadion.deepspeed first, and build it "
-                f"under zero.Init(config_dict_or_path=...) with the configuration that "
-                f"deepspeed.initialize gets, or zero.Init(data_parallel_group=...) of these ranks."
+                f"{name} was sharded over the ranks {found} under deepspeed.zero.Init, but the "
+                f"engine shards over {wanted}: import curvadion.deepspeed first, and build the "
+                f"model under zero.Init(config_dict_or_path=...) with the engine's configuration, "
+                f"or zero.Init(data_parallel_group=...) of these ranks."
             )
 
 
 def _average_inside(engine: Any) -> None:
-    """Let gradients that the engine averages itself, at stage 0 and for BF16_Optimizer, stay here.
-
-    For these it asks a module of DeepSpeed's for the group.
-    """
+    """Average inside what the engine averages itself, at stage 0 and for BF16_Optimizer."""
     inside = engine.seq_data_parallel_group
     here = {"dp_group": inside, "dp_world_size": inside.size()}
 

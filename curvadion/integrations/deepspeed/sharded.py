@@ -69,7 +69,7 @@ def _give_methods(optimizer: Dion, shards: Shards, give_to_model: Callable[[], N
 
 
 def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
-    """ZeRO does not call the optimizer at a step with a non-finite gradient; it counts one."""
+    """ZeRO does not call the optimizer at a step with a non-finite gradient; count it here."""
 
     def step(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         shards.begin()
@@ -127,10 +127,7 @@ class Shards:
             self._groups.append({**group, "params": views, "param_names": own})
 
     def begin(self, before_step: Callable[[], object] | None = None) -> None:
-        """A logical step begins: ZeRO's groups are complete, no gradient has been handed over.
-
-        before_step: called once all gradients are there.
-        """
+        """A logical step begins; before_step is called once all gradients are there."""
         self.stepped, self._before_step = False, before_step
         self._zero_groups = list(self.optimizer.param_groups)
         self._gradients.clear()
@@ -214,8 +211,7 @@ def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
 class Range:
     """Elements [start, stop) of a parameter of ``shape``, from ``offset`` in a flat partition.
 
-    The others are with the other ranks of ``group``. Every rank has a range of every parameter,
-    perhaps an empty one.
+    The others are with the other ranks of ``group``. Each has a range, perhaps an empty one.
     """
 
     parameter: Tensor
@@ -270,7 +266,7 @@ def _stage_1_and_2(zero: Any, masters: str, parameters: str, shares: str) -> Ite
 def _contiguous(
     parameters: Sequence[Tensor], flat: Tensor, size: int, group: dist.ProcessGroup
 ) -> tuple[Range, ...]:
-    """Ranges of a partition that is the ``rank``-th share, ``size`` long, of a flat buffer.
+    """Ranges of a partition that is this rank's share, ``size`` long, of a flat buffer.
 
     Parameters are views of the buffer: where they lie is asked of them, because the order may be
     changed (``round_robin_gradients``) and gaps may be left (``parameter_alignment``).

@@ -67,7 +67,7 @@ def _group_in(configuration: Any) -> dist.ProcessGroup | None:
         init_distributed()
     world = dist.get_world_size()
     size = size_in(optimizer.get("params"), world)
-    return None if size in (None, world) else replica_groups(size).inside
+    return None if size in (None, world) else replica_groups(size)[0]
 
 
 def _gather(
