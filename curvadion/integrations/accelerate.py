@@ -91,20 +91,16 @@ def _check_kind(accelerator: Any) -> None:
 def _prepared(accelerator: Any, result: Any) -> None:
     if accelerator.is_fsdp2:
         for optimizer in _optimizers(accelerator):
-            _check_keeps_state(optimizer)
+            own = {id(X) for group in optimizer.param_groups for X in group["params"]}
+            if optimizer.state and not any(id(X) in own for X in optimizer.state):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and "
+                    f"FSDP2 has given it other parameters, without their state: call accelerator."
+                    f"prepare(model, optimizer) before the first step and before loading a state."
+                )
             if not optimizer.progress.steps:
                 optimizer._forget()  # it would keep the whole weights alive
     _take_over(accelerator)
-
-
-def _check_keeps_state(optimizer: Dion) -> None:
-    own = {id(X) for group in optimizer.param_groups for X in group["params"]}
-    if optimizer.state and not any(id(X) in own for X in optimizer.state):
-        raise ValueError(
-            f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and FSDP2 has "
-            f"given it other parameters, without their state: call accelerator.prepare(model, "
-            f"optimizer) before the first step and before loading a state."
-        )
 
 
 def _prepared_model(accelerator: Any, model: Any) -> None:

@@ -14,12 +14,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(ddp: Model) -> Model:
     """Stop DDP from reducing gradients, for optimizers that communicate themselves.
 
-    Curvadion's then want ``replicas``, the ranks of the DistributedDataParallel.
-
-    After any backward ``p.grad`` is this replica's own gradient, neither summed nor divided by the
-    number of replicas; gradient accumulation needs no ``no_sync()``, but may keep it. To clip
-    gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``: torch's function would divide
-    each replica's gradient by its own norm.
+    Curvadion's then want ``replicas``, the ranks of the DistributedDataParallel. ``p.grad`` is this
+    replica's own gradient, neither summed nor divided; gradient accumulation needs no
+    ``no_sync()``. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
     DDP goes on broadcasting parameters when it is built and the order of its buckets once, and
     reducing the map of used parameters, 4 bytes per parameter: in every backward with
@@ -30,8 +27,6 @@ def keep_gradients_local(ddp: Model) -> Model:
     non-persistent, such as tables of rotary embeddings. Persistent ones may be state, such as
     BatchNorm's running statistics, and are broadcast as before, at each forward: build the
     DistributedDataParallel with ``broadcast_buffers=False`` if each replica may keep its own.
-
-    Calling it again changes nothing.
 
     Args:
         ddp: a DistributedDataParallel, or what ``torch.compile`` makes of one, before its first

@@ -87,21 +87,11 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
                 for logger in trainer.loggers:
                     logger.log_metrics(values, step=trainer.global_step)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._agree()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._agree()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._leave()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._leave()
-
-    def _agree(self) -> None:
+    def _agree(self, *_: Any, **__: Any) -> None:
         for optimizer in self._optimizers:
             optimizer.eval()
+
+    on_validation_start = on_train_end = _agree
 
     def _add(self, number: int, optimizer: Any, *_: Any) -> None:
         self._summaries[number].add(optimizer.report)
@@ -121,9 +111,11 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
             agree_for_a_file(optimizer, weights_only=bool(weights_only))
         theirs(filepath, weights_only, *args, **kwargs)
 
-    def _leave(self) -> None:
+    def _leave(self, *_: Any, **__: Any) -> None:
         self._fit.close()
         self._optimizers, self._summaries = [], []
+
+    on_exception = teardown = _leave
 
 
 def _ours(optimizer: Optimizer) -> Dion:

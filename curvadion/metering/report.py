@@ -29,13 +29,9 @@ class StepReport:
             replicas hear each other before the step, any replica's.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
-            What a delay sends beside the training counts where it is sent, so it may fall into
-            another step in another run; totals do not change.
         wire_bytes_by_ranks: the same by the ranks that shared them, as {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for an exchange beside the training that was late
-            (QuantizedAverage with a delay). Other exchanges do not count: without a delay it is 0,
-            although replicas wait for each other. To judge a delay, compare the seconds of whole
-            steps.
+            (QuantizedAverage with a delay). Other exchanges do not count.
     """
 
     step: int
@@ -69,8 +65,7 @@ class Summary:
         skipped_steps: steps that this replica skipped for a non-finite gradient.
         wire_bytes: payload in bytes, as far as a WireMeter was active.
         longest_local_run: the most local steps in a row.
-        waited_seconds: how long steps waited for exchanges beside the training that were late;
-            0 without a delay.
+        waited_seconds: how long steps waited for late exchanges; 0 without a delay.
     """
 
     steps: int = 0
