@@ -47,20 +47,16 @@ class Exchange(Generic[Result]):
         self._future: Future[Result] = Future()
         self._device = device
         self._begun: torch.cuda.Event | None = None
-        self._ended: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
-            self._begun.record(torch.cuda.current_stream(device))
+            self._begun = torch.cuda.current_stream(device).record_event()
 
     def run(self, work: Callable[[], Result]) -> None:
         try:
             if self._begun is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._begun)
             result = work()
-            if self._ended is not None:
-                self._ended.record(torch.cuda.current_stream(self._device))
-                # Whoever forgets the exchange may free its tensors.
-                self._ended.synchronize()
+            if self._begun is not None:
+                torch.cuda.current_stream(self._device).synchronize()
             self._future.set_result(result)
         except BaseException as error:
             self._future.set_exception(error)
@@ -68,16 +64,12 @@ class Exchange(Generic[Result]):
     def result(self) -> Result:
         """What it gave, once it is done; RuntimeError with its name if it failed."""
         try:
-            result = self._future.result()
+            return self._future.result()
         except Exception as error:
             raise RuntimeError(
                 f"{self.what} failed: {error}. A replica may have ended or lost its connection: "
                 f"start again from the last checkpoint."
             ) from error
-        if self._ended is not None:
-            # What the host has in its hands may still be on its way on the GPU.
-            torch.cuda.current_stream(self._device).wait_event(self._ended)
-        return result
 
 
 class Background:

@@ -90,8 +90,6 @@ def refuse_clients(rank):
             messages.append("nothing")
         except ValueError as error:
             messages.append(str(error))
-    with pytest.raises(TypeError, match="CurvaDion or Dion"):
-        curvadion.deepspeed.attach(object())
     return messages
 
 

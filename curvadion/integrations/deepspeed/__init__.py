@@ -5,6 +5,6 @@ Importing this module alone imports no DeepSpeed and changes nothing.
 """
 
 from curvadion.integrations.deepspeed.config import declare_shapes
-from curvadion.integrations.deepspeed.engines import attach, register
+from curvadion.integrations.deepspeed.engines import register
 
-__all__ = ["attach", "declare_shapes", "register"]
+__all__ = ["declare_shapes", "register"]

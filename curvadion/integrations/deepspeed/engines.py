@@ -60,52 +60,26 @@ def _configure_optimizer(
     replicas.divide_into_replicas(engine, client)
     with zero_init.sharding_over(engine.seq_data_parallel_group if divided(engine) else None):
         theirs(engine, client, parameters)
-    attach(engine)
+    _attach(engine, engine.basic_optimizer)
 
 
 def _hold(optimizer: Dion) -> Dion:
-    """Let ``step`` do nothing until ``attach``: a bfloat16 engine calls it while it is built."""
+    """Let ``step`` do nothing until attached: a bfloat16 engine calls it while it is built."""
     setattr(optimizer, "step", MethodType(lambda self, closure=None: None, optimizer))  # noqa: B010
     return optimizer
 
 
-def attach(engine: Any) -> Any:
-    """Make an engine and its CurvaDion or Dion work together; ``deepspeed.initialize`` does it.
-
-    The engine averages gradients inside a replica only; at stages 1 to 3 the optimizer steps on the
-    flat partitions. ``gradient_clipping`` takes one norm over all replicas, and ``save_checkpoint``
-    and ``save_16bit_model`` first synchronise them.
-
-    Args:
-        engine: a DeepSpeedEngine. Attached engines are left as they are.
-
-    Returns:
-        ``engine`` itself. The optimizer is ``engine.basic_optimizer``, with ``report``,
-        ``progress``, ``drift()`` and ``synchronize()``.
-
-    Raises:
-        TypeError: if the engine's optimizer is neither CurvaDion nor Dion.
-        ValueError: for a configuration that cannot work, naming its key.
-    """
-    optimizer = getattr(engine, "basic_optimizer", None)
-    if not isinstance(optimizer, Dion):
-        raise TypeError(
-            f"engine must be a DeepSpeedEngine whose optimizer is CurvaDion or Dion, but it has "
-            f"{type(optimizer).__name__}"
-        )
-    if getattr(engine, "_curvadion_attached", None) is optimizer:
-        return engine
-    replicas.check_engine(engine)
+def _attach(engine: Any, optimizer: Dion) -> None:
+    """Make an engine and its optimizer work together; collective."""
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
+    several = optimizer._replicas.process_group is not None
     if engine.zero_optimization_stage():
         sharded.attach(engine, optimizer)
-    elif optimizer._replicas.process_group is not None:
+    elif several:
         _attach_whole(engine, optimizer)
-    if optimizer._replicas.process_group is not None:
+    if several:
         _synchronize_before_saving(engine, optimizer)
-    engine._curvadion_attached = optimizer
-    return engine
 
 
 def _attach_whole(engine: Any, optimizer: Dion) -> None:

@@ -35,24 +35,20 @@ def attach(engine: Any, optimizer: Dion) -> None:
     """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
     zero = engine.optimizer
     partitions = partitions_of(zero)
-    several = optimizer._replicas.process_group is not None
-
-    def give_to_model() -> None:
-        if several:
-            publish(zero, partitions)
-
     shards = Shards(optimizer, partitions, engine.param_names)
-    _give_methods(optimizer, shards, give_to_model)
-    if not several:
+    _give_methods(optimizer, shards)
+    if optimizer._replicas.process_group is None:
         _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
         return
     if engine.fp16_enabled():
         setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler looks for its scale
-    _decide_with_all_replicas(zero, shards, give_to_model)
+    for name in ("synchronize", "broadcast_weights"):
+        run_after(optimizer, name, lambda _: publish(zero, partitions))
+    _decide_with_all_replicas(zero, shards, partitions)
     zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
 
 
-def _give_methods(optimizer: Dion, shards: Shards, give_to_model: Callable[[], None]) -> None:
+def _give_methods(optimizer: Dion, shards: Shards) -> None:
     """Let the optimizer's methods work on the shards."""
 
     def on_shards(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,11 +57,8 @@ def _give_methods(optimizer: Dion, shards: Shards, give_to_model: Callable[[], N
 
     step = MethodType(lambda self, closure=None: shards.receive(), optimizer)
     setattr(optimizer, "step", step)  # noqa: B010
-    moving = ("synchronize", "broadcast_weights")
-    for name in ("drift", "state_dict", "load_state_dict", *moving):
+    for name in ("drift", "state_dict", "load_state_dict", "synchronize", "broadcast_weights"):
         wrap_method(optimizer, name, on_shards)
-    for name in moving:
-        run_after(optimizer, name, lambda _: give_to_model())
 
 
 def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
@@ -81,7 +74,7 @@ def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
     wrap_method(zero, "step", step)
 
 
-def _decide_with_all_replicas(zero: Any, shards: Shards, give_to_model: Callable[[], None]) -> None:
+def _decide_with_all_replicas(zero: Any, shards: Shards, partitions: list[Partition]) -> None:
     """ZeRO's step clips and skips by the gradients of its replica; replicas do both as one."""
 
     def step(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +90,7 @@ def _decide_with_all_replicas(zero: Any, shards: Shards, give_to_model: Callable
             zero.clip_grad = max_norm
         if not shards.stepped:  # other replicas are waiting, or send what arrives now
             shards.step_with_nan()
-            give_to_model()
+            publish(zero, partitions)
         if norms:
             zero._global_grad_norm = norms[0]
         zero.overflow = False  # learning rates follow their schedules on all replicas
