@@ -69,10 +69,9 @@ class Slot(NamedTuple):
 
 
 class Buckets:
-    """One flat buffer for each process group, dtype and device, and a view into it for each slot.
+    """One flat buffer for each process group, dtype and device, and in ``views`` a part per slot.
 
-    Write this rank's summands into ``views``, which has the order of the slots. Then call
-    :meth:`all_reduce_`. Slots whose group is None or has one rank are never sent.
+    Write this rank's summands there, then call all_reduce_. Groups of one rank send nothing.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -100,9 +99,8 @@ class Buckets:
             for key, flat in self._flat.items()
             if group_size(key.group) > 1 and flat.numel()
         ]
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         if divide_by != 1:
             for flat in self._flat.values():
                 flat.div_(divide_by)
@@ -111,8 +109,7 @@ class Buckets:
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace each tensor by its mean over ``group``, with the same bits on every rank.
 
-    Tensors narrower than float32 are summed in float32. A bucket holds one tensor, or several of
-    at most ``DENSE_BUCKET_BYTES`` together; this bounds the extra memory.
+    Sums are taken in float32 at least, in buckets that :func:`chunks` makes.
     """
     size = group_size(group)
     if size == 1:

@@ -38,8 +38,7 @@ class ReplicaGroup:
 
     def background(self, device: torch.device) -> Background:
         """Exchanges between these ranks beside the training; the first call is collective."""
-        if self.process_group is None:
-            raise RuntimeError("replicas=None: there is no other replica to send anything to.")
+        assert self.process_group is not None
         return background_of(self.process_group, device)
 
     @property

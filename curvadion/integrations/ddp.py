@@ -49,7 +49,15 @@ def keep_gradients_local(ddp: Model) -> Model:
             f"got {type(wrapper).__name__}: pass the DDP wrapper itself."
         )
     if not any(hook is noop_hook for hook, _ in wrapper._comm_hooks):
-        _replace_reduction(wrapper)
+        try:
+            wrapper.register_comm_hook(None, noop_hook)
+        except RuntimeError as error:
+            wrapper._comm_hooks = [each for each in wrapper._comm_hooks if each[0] is not noop_hook]
+            raise RuntimeError(
+                "ddp already has a communication hook, which reduces gradients, and DDP takes only "
+                "one: build the DistributedDataParallel without it (nor DDP mixed_precision) and "
+                "call keep_gradients_local instead."
+            ) from error
         if not _keeps_buffers(wrapper.module):
             wrapper.broadcast_buffers = False
     return ddp
@@ -61,29 +69,4 @@ def _keeps_buffers(model: nn.Module) -> bool:
         name not in module._non_persistent_buffers_set
         for module in model.modules()
         for name, _ in module.named_buffers(recurse=False)
-    )
-
-
-def _replace_reduction(ddp: DistributedDataParallel) -> None:
-    """Give ``ddp`` a communication hook that sends nothing."""
-    if ddp._comm_hooks:
-        raise _hooked(ddp._comm_hooks[0][0].__qualname__)
-    if ddp._delay_all_reduce_params or ddp._use_python_reducer:
-        raise RuntimeError(
-            "ddp reduces gradients outside its communication hook: build it without "
-            "delay_all_reduce_named_params and with torch._dynamo.config.optimize_ddp other than "
-            "'python_reducer'."
-        )
-    try:
-        ddp.register_comm_hook(None, noop_hook)
-    except RuntimeError as error:  # a built-in hook, which only DDP's C++ side knows of
-        ddp._comm_hooks.clear()
-        raise _hooked("built-in") from error
-
-
-def _hooked(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"ddp already has a communication hook ({name}), which reduces gradients, and DDP takes "
-        "only one: build the DistributedDataParallel without it (nor DDP mixed_precision) and call "
-        "keep_gradients_local instead."
     )

@@ -29,7 +29,6 @@ def keep_gradients_local(model: Model) -> Model:
 
     Raises:
         TypeError: if nothing in ``model`` was sharded by fully_shard.
-        RuntimeError: if a user's all-reduce hook is set.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
@@ -48,8 +47,7 @@ def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each parameter of FSDP1 a rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would look like a vector. After this call ``curvadion.param_groups(model)`` and the optimizers
-    know the shapes. A parameter that a backward did not use has a gradient of zeros.
+    would look like a vector.
 
     Args:
         model: a module that contains FullyShardedDataParallel modules, between two steps.
@@ -89,11 +87,6 @@ def _reduce_over_shards_only(group: Any) -> None:
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
-    if group._all_reduce_hook is not None:
-        raise RuntimeError(
-            "model has an all-reduce hook, which reduces gradients: do not call "
-            "set_all_reduce_hook if the optimizer synchronises replicas."
-        )
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
     local: Any

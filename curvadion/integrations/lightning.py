@@ -131,15 +131,11 @@ def _ours(optimizer: Optimizer) -> Dion:
 def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
     """Stop a strategy from averaging gradients over what the optimizers call replicas."""
     name = type(strategy).__name__
-    if name == "DeepSpeedStrategy":
+    flat = any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules())
+    if flat or name == "DeepSpeedStrategy":
         raise RuntimeError(
-            f"strategy={name} builds an engine of its own: use curvadion.deepspeed without "
-            f"Lightning, or ModelParallelStrategy with fully_shard in configure_model."
-        )
-    if any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules()):
-        raise RuntimeError(
-            f"strategy={name} shards with FSDP1, whose flat shards nobody declares in time here: "
-            f"use ModelParallelStrategy with fully_shard in configure_model."
+            f"strategy={name} does not work with the callback Replicas: use ModelParallelStrategy "
+            f"with fully_shard in configure_model, or curvadion.deepspeed without Lightning."
         )
     if not any(optimizer._replicas.size > 1 for optimizer in optimizers):
         return

@@ -67,9 +67,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         self.model_parts = model_parts
         self.max_norm: float | None = None  # to which each step clips; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
-        trained = [
-            x for one in self.optimizers for group in one.param_groups for x in group["params"]
-        ]
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        trained = [x for group in groups for x in group["params"]]
         self._validate_params(trained)
         self._post_init(trained)
 
@@ -186,8 +185,7 @@ def with_curvadion(
         A :class:`Trainer.Config`.
 
     Raises:
-        TypeError: if ``config`` is that of a subclass of torchtitan's trainer: give that one
-            ``optimizer=ReplicaOptimizers.Config(...)``, and call :func:`attach` in its constructor.
+        TypeError: if ``config`` is that of a subclass of torchtitan's trainer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(

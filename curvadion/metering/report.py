@@ -91,12 +91,8 @@ class Summary:
     def scalars(self, last: StepReport) -> dict[str, float]:
         """What a framework's log gets of several steps; numbers that are not finite are left out.
 
-        Args:
-            last: the report of the last step.
-
-        Returns:
-            Of all steps, ``wire_bytes`` (the mean of a step), ``open_gate_share``,
-            ``skipped_steps`` and ``waited_seconds``; of the last, ``rmmc`` and ``local_steps``.
+        Of all steps, ``wire_bytes`` (the mean of a step), ``open_gate_share``, ``skipped_steps``
+        and ``waited_seconds``; of the last, ``rmmc`` and ``local_steps``.
         """
         return _finite(
             {
