@@ -4,8 +4,8 @@ Every ``torch.distributed`` collective, called from Python or from C++ (DDP's re
 functional collectives), reaches its backend through a dispatcher operator such as
 ``c10d::allreduce_``. While a meter is active, these operators count each call and pass it on.
 
-A meter does not see what bypasses process groups: a backend called directly, symmetric memory and
-the store. Nor does it see the messages with which a backend sets up its connections.
+A meter does not see what bypasses process groups: a backend called directly, symmetric memory, the
+store, and what an interface sends beside payloads (benchmarks/headers.py measures it).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class WireCount:
     sent: float = 0.0
 
     def __add__(self, other: WireCount) -> WireCount:
-        """The count of both together."""
         return WireCount(
             self.calls + other.calls,
             self.bytes + other.bytes,
@@ -75,9 +74,6 @@ class WireMeter:
 
     In a group of one rank nothing is sent, and its calls count 0 bytes. A coalesced call is one
     call with the sum of its tensors. A call that raises is not counted.
-
-    A network interface also sends headers, acknowledgements and the backend's own messages, which
-    matter most for small messages; benchmarks/headers.py measures them.
 
     Meters nest, and each one counts everything while it is active. They can be left in any order
     and entered again; then they go on counting. Counting is thread-safe. Enter the first meter only

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.integrations.deepspeed import config, replicas, sharded, zero_init
+from curvadion.integrations.deepspeed import config, replicas, sharded
 from curvadion.integrations.deepspeed.replicas import divided
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
@@ -30,7 +30,7 @@ def register() -> None:
 
     for hook in (_is_supported_optimizer, _configure_basic_optimizer, _configure_optimizer):
         wrap_method(deepspeed.DeepSpeedEngine, hook.__name__, hook)
-    zero_init.patch(Init, GatheredParameters)
+    replicas.patch(Init, GatheredParameters)
     # ZeRO asks for zero_allow_untested_optimizer unless it knows the class.
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(KINDS.values())
 
@@ -58,7 +58,7 @@ def _configure_optimizer(
     if client is not None:
         _hold(client)
     replicas.divide_into_replicas(engine, client)
-    with zero_init.sharding_over(engine.seq_data_parallel_group if divided(engine) else None):
+    with replicas.sharding_over(engine.seq_data_parallel_group if divided(engine) else None):
         theirs(engine, client, parameters)
     _attach(engine, engine.basic_optimizer)
 
