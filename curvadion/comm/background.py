@@ -80,12 +80,8 @@ class Background:
     """
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group = new_group(
-            dist.get_process_group_ranks(like),
-            [like],
-            backend=dist.get_backend(like),
-            description=BACKGROUND,
-        )
+        ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
+        self.group = group = new_group(ranks, [like], backend=backend, description=BACKGROUND)
         self.timeout = timeout_of([group]).total_seconds()
         self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -95,9 +91,8 @@ class Background:
         self._thread.start()
         # NCCL connects ranks at the first collective of each kind. During training, kernels of
         # other groups would be running then, and might wait for a rank that is still connecting.
-        self.begin(
-            "Connecting replicas for exchanges beside the training", lambda: _connect(group, device)
-        ).result()
+        what = "Connecting replicas for exchanges beside the training"
+        self.begin(what, lambda: _connect(group, device)).result()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
         """Let the thread do some work, which sends over ``group`` only; what: for errors."""

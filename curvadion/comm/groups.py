@@ -32,9 +32,6 @@ def new_group(
 
     like: groups whose longest timeout it gets; by default the default group. backend: as of torch's
     ``new_group``; None for the default group's.
-
-    Raises:
-        ValueError: if this rank is not one of ``ranks``.
     """
     # dist.new_group is a call of all ranks of the world, of which some have no optimizer, or step
     # at other moments. With use_local_synchronization=True members suffice, but derive the group's

@@ -18,8 +18,7 @@ def keep_gradients_local(ddp: Model) -> Model:
     replica's own gradient, neither summed nor divided; gradient accumulation needs no
     ``no_sync()``. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
-    DDP goes on broadcasting parameters when it is built and the order of its buckets once, and
-    reducing the map of used parameters, 4 bytes per parameter: in every backward with
+    DDP goes on reducing the map of used parameters, 4 bytes per parameter: in every backward with
     ``find_unused_parameters=True``, in the first with ``static_graph=True``. A parameter that only
     other replicas used gets a gradient of zeros.
 

@@ -48,14 +48,12 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     :meth:`curvadion.Summary.scalars` tells of the steps since the last one, as
     ``curvadion/wire_bytes`` and so on.
 
-    With DeepSpeed's JSON the optimizer is built there, and engines agree before they save. Then
-    give no settings: this adds the logs, and agreement before Trainer's own files of weights.
+    With DeepSpeed's JSON the optimizer is built there: give no settings.
 
     Args:
         trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
         optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
-        settings: arguments of the optimizer, such as ``wire_budget``, or ``lr``, ``weight_decay``
-            and ``replicas`` in place of those above; and those of :func:`curvadion.param_groups`.
+        settings: arguments of the optimizer and of :func:`curvadion.param_groups`.
 
     Returns:
         ``trainer`` itself.
@@ -66,9 +64,6 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         ValueError: if settings are given where the optimizer exists already or is DeepSpeed's, and
             what :func:`curvadion.integrations.accelerate.attach` raises.
         RuntimeError: if it is attached already.
-
-    Warns:
-        UserWarning: if the learning rate is the one that TrainingArguments have by default.
     """
     from transformers import Trainer
 
@@ -173,8 +168,7 @@ def _report(trainer: Any) -> None:
     from transformers import TrainerCallback
 
     class Reports(TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.since_last = Summary()
+        since_last = Summary()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             optimizer = optimizer_of(trainer)

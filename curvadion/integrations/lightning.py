@@ -37,10 +37,8 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
     of the steps since the last time, as ``curvadion/wire_bytes`` and so on; with several optimizers
     under ``curvadion0/``, ``curvadion1/`` and so on.
 
-    ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion. It raises a
-    RuntimeError with FSDPStrategy (FSDP1) and DeepSpeedStrategy, if only some of several optimizers
-    have replicas, and if the model's DDP has a communication hook. After callbacks that average
-    weights over steps (EMA, SWA) call ``optimizer.broadcast_weights()`` on all ranks.
+    ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a RuntimeError
+    with FSDPStrategy (FSDP1) and DeepSpeedStrategy, and if only some optimizers have replicas.
 
     Example::
 

@@ -39,13 +39,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """What to build.
+        """What to build: ``kind(param_groups(part, **groups), **options)``, "CurvaDion" or "Dion".
 
-        Attributes:
-            kind: "CurvaDion" or "Dion".
-            options: its keyword arguments. ``replicas`` follows from the mesh; "single" leaves the
-                averaging to FSDP.
-            groups: keyword arguments of ``curvadion.param_groups``, such as ``patterns``.
+        ``replicas`` follows from the mesh; the option "single" leaves the averaging to FSDP.
         """
 
         kind: str = "CurvaDion"

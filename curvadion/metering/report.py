@@ -17,12 +17,10 @@ class StepReport:
     Attributes:
         step: number of the step, counted from 1; skipped steps count.
         gate_open: whether replicas synchronised.
-        reason: why the gate opened ("threshold", "period", "always", "warm-up",
-            "longest local run", or a reason that a user's gate gives), "closed", or
-            "non-finite gradient".
-        rmmc: the gate's largest signal over all matrices and replicas. For the RMMC gate it is the
-            relative maximum momentum change (arXiv 2512.13728). None if the gate reads no momentum
-            or the step was skipped.
+        reason: why the gate opened ("threshold", "period", "always", "warm-up", "longest local
+            run", or what a user's gate says), "closed", or "non-finite gradient".
+        rmmc: the gate's largest signal over all matrices and replicas: the relative maximum
+            momentum change (arXiv 2512.13728). None if the gate reads no momentum, or at a skip.
         rmmc_parameter: name of the parameter with this signal.
         local_steps: local steps since the replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where

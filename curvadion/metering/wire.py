@@ -27,19 +27,12 @@ from curvadion import checks
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
-    """A count of calls.
-
-    Attributes:
-        calls: their number.
-        bytes: their payload in bytes.
-        largest: the largest payload of one call, in bytes.
-        sent: the bytes that each rank must send at least, on average over the ranks of the group.
-    """
+    """How many calls there were, and what they sent."""
 
     calls: int = 0
-    bytes: int = 0
-    largest: int = 0
-    sent: float = 0.0
+    bytes: int = 0  # of their payloads
+    largest: int = 0  # payload of one call, in bytes
+    sent: float = 0.0  # bytes that each rank must send at least, on average over the group
 
     def __add__(self, other: WireCount) -> WireCount:
         return WireCount(
@@ -295,19 +288,16 @@ def _counting(overload: Any, operator: _Operator) -> Callable[..., Any]:
         # redispatch releases the GIL, which the backend's threads need to free tensors
         result = overload.redispatch(keyset & below, *args, **kwargs)
         group = dist.ProcessGroup.unbox(args[group_position])
-        payload = _payload(operator, args, group.size())
+        payload = 0
+        if operator.payload is not None and group.size() > 1:
+            times = group.size() if operator.times_group_size else 1
+            payload = times * _nbytes(args[operator.payload])
         sent = operator.sent(payload, group.size())
         call = WireCount(calls=1, bytes=payload, largest=payload, sent=sent)
         _count((group.group_name, operator.collective), call)
         return result
 
     return kernel
-
-
-def _payload(operator: _Operator, args: tuple[Any, ...], group_size: int) -> int:
-    if operator.payload is None or group_size == 1:
-        return 0
-    return _nbytes(args[operator.payload]) * (group_size if operator.times_group_size else 1)
 
 
 def _nbytes(tensors: Tensor | list[Any]) -> int:

@@ -19,11 +19,7 @@ from curvadion.optim.dion import Dion
 
 @cache
 def register() -> None:
-    """Teach DeepSpeed the optimizers' names; again is harmless.
-
-    Raises:
-        ImportError: if DeepSpeed is not installed.
-    """
+    """Teach DeepSpeed the optimizers' names; again is harmless."""
     import deepspeed
     from deepspeed.runtime.zero import utils
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
