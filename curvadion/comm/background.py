@@ -89,8 +89,8 @@ class Background:
             target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
         )
         self._thread.start()
-        # NCCL connects ranks at the first collective of each kind. During training, kernels of
-        # other groups would be running then, and might wait for a rank that is still connecting.
+        # NCCL connects at the first collective of each kind. In mid-training kernels of other
+        # groups would be running, and might wait for a rank that is still connecting.
         what = "Connecting replicas for exchanges beside the training"
         self.begin(what, lambda: _connect(group, device)).result()
 

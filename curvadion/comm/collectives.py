@@ -192,8 +192,7 @@ def shares(count: int, ranks: int) -> list[int]:
 def divide(sizes: Sequence[int], count: int) -> list[int]:
     """Divide things of these sizes into ``count`` parts of about equal size; each one's part.
 
-    The largest goes first, each to the part that is smallest so far. No part is empty; there are
-    fewer if there are fewer things.
+    The largest goes first, each to the smallest part so far. Few things make few parts, none empty.
     """
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -214,7 +213,6 @@ class SharedWork:
         shares of the results             all ranks have all results
 
     One rank receives, and sends, the line twice and its own vectors once more, or less.
-    costs: what the work on each vector takes.
     """
 
     def __init__(self, costs: Sequence[int], group: dist.ProcessGroup) -> None:

@@ -86,10 +86,7 @@ def group_of_ranks(ranks: Iterable[int], like: Sequence[Group] = ()) -> Group | 
 
 
 def existing_group(ranks: Iterable[int]) -> Group | None:
-    """A process group of these global ranks that has the default group's backends, if any.
-
-    (Programs on a GPU often keep a second group over the same ranks for the CPU.)
-    """
+    """A process group of these global ranks that has the default group's backends, if any."""
     wanted = sorted(ranks)
     for group in c10d._world.pg_map:
         if (

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import group_size
 
 SINGLE: Literal["single"] = "single"
@@ -36,11 +34,6 @@ class ReplicaGroup:
     def size(self) -> int:
         return group_size(self.process_group)
 
-    def background(self, device: torch.device) -> Background:
-        """Exchanges between these ranks beside the training; the first call is collective."""
-        assert self.process_group is not None
-        return background_of(self.process_group, device)
-
     @property
     def replica(self) -> Replica:
         return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
@@ -63,16 +56,10 @@ def _process_group(replicas: object) -> dist.ProcessGroup | None:
         replicas = replicas.get_group()
     if replicas is None:
         return None
-    if replicas is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "replicas is a process group that this rank is not a member of: pass the group that "
-            "holds this rank's replicas."
-        )
     if not isinstance(replicas, dist.ProcessGroup):
         raise TypeError(
-            f"replicas={replicas!r} must be a ProcessGroup, a one-dimensional DeviceMesh, 'single' "
-            f"or None, got {type(replicas).__name__}: pass torch.distributed.group.WORLD for all "
-            f"ranks."
+            f"replicas={replicas!r} must be a ProcessGroup that this rank is in, a one-dimensional "
+            f"DeviceMesh, 'single' or None: pass torch.distributed.group.WORLD for all ranks."
         )
     return replicas
 

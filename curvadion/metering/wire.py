@@ -70,8 +70,7 @@ class WireMeter:
 
     Meters nest, and each one counts everything while it is active. They can be left in any order
     and entered again; then they go on counting. Counting is thread-safe. Enter the first meter only
-    while no other thread is inside a collective, because this replaces kernels, for good; the
-    threads of this package are no matter.
+    while no thread of your own is inside a collective, because this replaces kernels, for good.
 
     Raises:
         RuntimeError: on entering a meter that is already active.
@@ -138,10 +137,8 @@ class WireMeter:
     def between(self, replica_size: int) -> WireCount:
         """The count of groups with ranks of several replicas, which are so many ranks in a row.
 
-        A group that was destroyed since is counted too, as its ranks are not known any more.
-
-        Raises:
-            TypeError, ValueError: if replica_size is no integer of at least 1.
+        Groups that were destroyed since are counted too. TypeError or ValueError if replica_size is
+        no integer of at least 1.
         """
         checks.integer("replica_size", replica_size, 1)
         ranks = _ranks_by_group()
@@ -183,10 +180,9 @@ class Reading:
             self._before = dict(_counted)
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading by the ranks that shared them.
+        """Payload bytes since the last reading by the ranks that shared them; None without a meter.
 
-        Ranks are named as "0, 8", "0-7" or "0-56 by 8", and those of a group that was destroyed
-        since by the group's own name. None if no meter is active.
+        Ranks are named as "0, 8", "0-7" or "0-56 by 8"; of a destroyed group by the group's name.
         """
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)
@@ -264,7 +260,6 @@ _OPERATORS = {
     "barrier": _Operator("barrier", None),
     "monitored_barrier_": _Operator("barrier", None),
 }
-_Library: Any = torch.library.Library  # torch leaves its methods untyped
 
 
 @functools.cache
@@ -272,7 +267,7 @@ def install_kernels() -> Any:
     """Install them for good; before threads communicate while meters come and go."""
     # The BackendSelect key is dispatched before any backend's kernel, on any device, in any thread
     # and in inference mode. torch itself has no kernel for these operators there.
-    library = _Library("c10d", "IMPL", "BackendSelect")
+    library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")  # its methods are untyped
     for name, operator in _OPERATORS.items():
         overload = getattr(torch.ops.c10d, name).default
         library.impl(name, _counting(overload, operator), with_keyset=True)

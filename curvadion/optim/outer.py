@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from curvadion.comm.background import Background
+from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
 from curvadion.layout.gradients import place_gradients
@@ -203,7 +203,8 @@ class ReplicaOptimizer(GroupedOptimizer):
     def _background(self, device: torch.device) -> Background:
         """Exchanges beside the training; the first call is collective over the replicas."""
         wire.install_kernels()  # a meter may be entered while they communicate
-        return self._replicas.background(device)
+        assert self._replicas.process_group is not None
+        return background_of(self._replicas.process_group, device)
 
     # ---------------------------------------------------------------- what is noted of it
 

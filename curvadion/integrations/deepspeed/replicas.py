@@ -1,9 +1,8 @@
 """``replica_size``: DeepSpeed shards and averages inside a replica, the optimizer between them.
 
 DeepSpeed tells the ranks that read data of their own, which batch sizes count, from those over
-which it shards and averages gradients (``engine.seq_data_parallel_group``). Sequence parallelism
-makes the latter more, and this fewer. ``deepspeed.zero.Init`` shards a model over one replica, too;
-what is written to its weights by hand, gathered, becomes that of all replicas.
+which it shards and averages gradients (``engine.seq_data_parallel_group``): here one replica.
+``deepspeed.zero.Init`` shards over it, too; gathered weights are those of all replicas.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _on_cpu = weakref.WeakKeyDictionary()  # gloo groups over the ranks of others
 
 
 def replica_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Groups for replicas of ``size`` ranks in a row, fewer than all; collective.
-
-    The ranks of this replica, and those that hold the same shards, one of each replica.
-    """
+    """This replica's ranks, and those with the same shards, one of each replica; collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     first, place = rank - rank % size, rank % size
     # Groups of one rank are groups too, because DeepSpeed wants one.
@@ -80,10 +76,7 @@ def between_replicas(engine: Any) -> dist.ProcessGroup | None:
 
 
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
-    """Divide the engine's ranks into replicas, as the JSON or an optimizer made in code says.
-
-    Collective, before DeepSpeed makes its optimizer.
-    """
+    """Divide the engine's ranks into replicas, as the JSON or an optimizer made in code says."""
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
     size = size_in(engine.optimizer_params(), world) if client is None else _size_of(client, stage)
     # A rank that differs would create other groups than those that the rest waits for.

@@ -202,16 +202,13 @@ def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, stop) of a parameter of ``shape``, from ``offset`` in a flat partition.
-
-    The others are with the other ranks of ``group``. Each has a range, perhaps an empty one.
-    """
+    """Elements [start, stop) of a parameter; other ranks of ``group`` have the others, or none."""
 
     parameter: Tensor
     shape: tuple[int, ...]
     start: int
     stop: int
-    offset: int
+    offset: int  # in a flat partition
     group: dist.ProcessGroup
 
 
@@ -225,8 +222,7 @@ class Partition:
     publish: Callable[[], object]  # copies it to where ZeRO gathers the model's weights from
 
 
-# What DeepSpeed calls master weights, their parameters, and shares of these: at stages 1 and 2, and
-# in its BF16_Optimizer.
+# Names of masters, parameters and their shares at stages 1 and 2, and in the BF16_Optimizer.
 _FLAT = {
     "single_partition_of_fp32_groups": ("bit16_groups", "parallel_partitioned_bit16_groups"),
     "fp32_groups_flat_partition": ("bf16_groups", "bf16_partitioned_groups"),
@@ -259,11 +255,8 @@ def _stage_1_and_2(zero: Any, masters: str, parameters: str, shares: str) -> Ite
 def _contiguous(
     parameters: Sequence[Tensor], flat: Tensor, size: int, group: dist.ProcessGroup
 ) -> tuple[Range, ...]:
-    """Ranges of a partition that is this rank's share, ``size`` long, of a flat buffer.
-
-    Parameters are views of the buffer: where they lie is asked of them, because the order may be
-    changed (``round_robin_gradients``) and gaps may be left (``parameter_alignment``).
-    """
+    """Ranges of a partition that is this rank's share, ``size`` long, of a flat buffer."""
+    # Parameters are asked where in the buffer they lie: order and gaps depend on settings.
     first = dist.get_rank(group) * size
     ranges = []
     for p in parameters:
