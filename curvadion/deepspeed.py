@@ -6,8 +6,8 @@
 Short for :mod:`curvadion.integrations.deepspeed` and its ``register()``.
 """
 
-from curvadion.integrations.deepspeed import attach, declare_shapes, initialize, register
+from curvadion.integrations.deepspeed import declare_shapes, register
 
-__all__ = ["attach", "declare_shapes", "initialize", "register"]
+__all__ = ["declare_shapes", "register"]
 
 register()

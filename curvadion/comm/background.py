@@ -21,10 +21,7 @@ _of_group: dict[dist.ProcessGroup, Background] = {}
 
 
 def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
-    """That of a process group: one for all who use it. The first call is collective over it.
-
-    device: of the tensors that are sent.
-    """
+    """That of a process group: one for all who use it. The first call is collective over it."""
     if like not in _of_group:
         for group in [group for group in _of_group if not _exists(group)]:
             _of_group.pop(group).end(seconds=1.0)
@@ -50,59 +47,41 @@ class Exchange(Generic[Result]):
         self._future: Future[Result] = Future()
         self._device = device
         self._begun: torch.cuda.Event | None = None
-        self._ended: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
-            self._begun.record(torch.cuda.current_stream(device))
+            self._begun = torch.cuda.current_stream(device).record_event()
 
     def run(self, work: Callable[[], Result]) -> None:
-        """Do the work, in the thread that is for it."""
         try:
             if self._begun is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._begun)
             result = work()
-            if self._ended is not None:
-                self._ended.record(torch.cuda.current_stream(self._device))
-                # Whoever forgets the exchange may free its tensors.
-                self._ended.synchronize()
+            if self._begun is not None:
+                torch.cuda.current_stream(self._device).synchronize()
             self._future.set_result(result)
         except BaseException as error:
             self._future.set_exception(error)
 
     def result(self) -> Result:
-        """What it gave, once it is done.
-
-        Raises:
-            RuntimeError: if it failed, with its name and the backend's reason.
-        """
+        """What it gave, once it is done; RuntimeError with its name if it failed."""
         try:
-            result = self._future.result()
+            return self._future.result()
         except Exception as error:
             raise RuntimeError(
                 f"{self.what} failed: {error}. A replica may have ended or lost its connection: "
                 f"start again from the last checkpoint."
             ) from error
-        if self._ended is not None:
-            # What the host has in its hands may still be on its way on the GPU.
-            torch.cuda.current_stream(self._device).wait_event(self._ended)
-        return result
 
 
 class Background:
     """Does exchanges one after the other, in the order in which they begin, the same on all ranks.
 
-    The process group has the ranks of another one, but connections of its own: what the training
-    sends meanwhile neither waits for the exchanges nor gets between them.
+    Its group has the ranks of ``like``, but connections of its own: what the training sends neither
+    waits for the exchanges nor gets between them. device: of the tensors that are sent.
     """
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over the ranks of ``like``; device: of the tensors that are sent."""
-        self.group = group = new_group(
-            dist.get_process_group_ranks(like),
-            [like],
-            backend=dist.get_backend(like),
-            description=BACKGROUND,
-        )
+        ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
+        self.group = group = new_group(ranks, [like], backend=backend, description=BACKGROUND)
         self.timeout = timeout_of([group]).total_seconds()
         self._device = device
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -110,11 +89,10 @@ class Background:
             target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
         )
         self._thread.start()
-        # NCCL connects ranks at the first collective of each kind. During training, kernels of
-        # other groups would be running then, and might wait for a rank that is still connecting.
-        self.begin(
-            "Connecting replicas for exchanges beside the training", lambda: _connect(group, device)
-        ).result()
+        # NCCL connects at the first collective of each kind. In mid-training kernels of other
+        # groups would be running, and might wait for a rank that is still connecting.
+        what = "Connecting replicas for exchanges beside the training"
+        self.begin(what, lambda: _connect(group, device)).result()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
         """Let the thread do some work, which sends over ``group`` only; what: for errors."""
@@ -147,14 +125,9 @@ class Stopwatch:
 
 
 def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
-    if device.type != "cuda":
-        _work_off_here(jobs)
-        return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        _work_off_here(jobs)
-
-
-def _work_off_here(jobs: SimpleQueue[_Job | None]) -> None:
+    if device.type == "cuda":  # both are the thread's own
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     for job in iter(jobs.get, None):
         job()
         del job  # and the tensors that it holds, before the wait for the next
@@ -168,8 +141,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 @atexit.register
 def _finish_all() -> None:
-    # Other ranks may still wait for what has begun here. If one is lost, the exchange fails with an
-    # error, but a wait for a GPU never ends: wait no longer than a collective may take.
+    # Other ranks may wait for what has begun here, but a wait for a lost rank's GPU never ends.
     # The threads of gloo's groups release tensors, which needs the interpreter: end them before it.
     begun = time.monotonic()
     while _of_group:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,7 +37,6 @@ def checksum(said: object) -> int:
     return zlib.crc32(repr(said).encode())
 
 
-# What backends say where another rank is missing.
 _OF_LOST_RANKS = ("gloo", "wait timeout", "timed out", "connection closed", "connection reset")
 
 
@@ -68,10 +69,9 @@ class Slot(NamedTuple):
 
 
 class Buckets:
-    """One flat buffer for each process group, dtype and device, and a view into it for each slot.
+    """One flat buffer for each process group, dtype and device, and in ``views`` a part per slot.
 
-    Write this rank's summands into ``views``, which has the order of the slots. Then call
-    :meth:`all_reduce_`. Slots whose group is None or has one rank are never sent.
+    Write this rank's summands there, then call all_reduce_. Groups of one rank send nothing.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -80,7 +80,7 @@ class Buckets:
         for slot in slots:
             key = slot._replace(shape=())
             offsets.append(lengths.get(key, 0))
-            lengths[key] = offsets[-1] + _numel(slot.shape)
+            lengths[key] = offsets[-1] + math.prod(slot.shape)
         self._flat = {
             key: torch.empty(length, dtype=key.dtype, device=key.device)
             for key, length in lengths.items()
@@ -88,7 +88,7 @@ class Buckets:
         self.views: list[Tensor] = []
         for slot, offset in zip(slots, offsets, strict=True):
             flat = self._flat[slot._replace(shape=())]
-            self.views.append(flat[offset : offset + _numel(slot.shape)].view(slot.shape))
+            self.views.append(flat[offset : offset + math.prod(slot.shape)].view(slot.shape))
 
     def all_reduce_(
         self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, divide_by: int = 1
@@ -99,9 +99,8 @@ class Buckets:
             for key, flat in self._flat.items()
             if group_size(key.group) > 1 and flat.numel()
         ]
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         if divide_by != 1:
             for flat in self._flat.values():
                 flat.div_(divide_by)
@@ -110,8 +109,7 @@ class Buckets:
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace each tensor by its mean over ``group``, with the same bits on every rank.
 
-    Tensors narrower than float32 are summed in float32. A bucket holds one tensor, or several of
-    at most ``DENSE_BUCKET_BYTES`` together; this bounds the extra memory.
+    Sums are taken in float32 at least, in buckets that :func:`chunks` makes.
     """
     size = group_size(group)
     if size == 1:
@@ -147,10 +145,6 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
 def all_to_all(
     to: Sequence[Sequence[Tensor]],
     shapes: Sequence[Sequence[tuple[int, ...]]],
@@ -172,7 +166,7 @@ def begin_all_to_all(
 ) -> Callable[[], list[list[Tensor]]]:
     """Begin :func:`all_to_all`; what is returned waits for it, and has its result."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
-    expected = [[_numel(shape) for shape in each] for each in shapes]
+    expected = [[math.prod(shape) for shape in each] for each in shapes]
     received = list(map(sum, expected))
     flat = [t.reshape(-1) for tensors in to for t in tensors]
     buffer = torch.cat(flat) if flat else like.new_empty(0)
@@ -190,15 +184,6 @@ def begin_all_to_all(
     return end
 
 
-def all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The vectors of all ranks, of one size, one behind another."""
-    whole = share.new_empty(group.size() * len(share))
-    # Newer versions of torch deprecate the name that older ones have.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, share, group=group)
-    return whole
-
-
 def shares(count: int, ranks: int) -> list[int]:
     """How many of ``count`` things each rank has: equal shares, the first ranks one more."""
     return [count // ranks + (i < count % ranks) for i in range(ranks)]
@@ -207,11 +192,76 @@ def shares(count: int, ranks: int) -> list[int]:
 def divide(sizes: Sequence[int], count: int) -> list[int]:
     """Divide things of these sizes into ``count`` parts of about equal size; each one's part.
 
-    The largest goes first, each to the part that is smallest so far. No part is empty; there are
-    fewer if there are fewer things.
+    The largest goes first, each to the smallest part so far. Few things make few parts, none empty.
     """
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         parts[i] = min(range(len(filled)), key=filled.__getitem__)
         filled[parts[i]] += max(1, sizes[i])
     return parts
+
+
+class SharedWork:
+    """Work on vectors that are sums over ranks: which rank works on which (this one on ``mine``).
+
+    All vectors form one line, those that one rank works on next to each other. Each rank also has
+    one of as many equal shares of the line, wherever this cuts through vectors:
+
+        summands of the whole line        each rank sums its share
+        shares of the sums                each rank has the vectors that it works on
+        what it has made of these         each rank has its share of the results
+        shares of the results             all ranks have all results
+
+    One rank receives, and sends, the line twice and its own vectors once more, or less.
+    """
+
+    def __init__(self, costs: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._by_rank: list[list[int]] = [[] for _ in range(group.size())]
+        for i, rank in enumerate(divide(costs, group.size())):
+            self._by_rank[rank].append(i)
+        self._order = [i for owned in self._by_rank for i in owned]
+        self.mine = self._by_rank[group.rank()]
+
+    def sums(self, summands: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The sums over the ranks, taken in ``dtype``, of the vectors in ``mine``; collective."""
+        sizes = [len(summand) for summand in summands]
+        length, to, of = self._crossings(sizes)
+        rest = summands[0].new_zeros(length * self._group.size() - sum(sizes))
+        line = torch.cat([*(summands[i] for i in self._order), rest])
+        received = torch.empty_like(line)
+        dist.all_to_all_single(received, line, group=self._group)
+        share = received.view(self._group.size(), length).sum(0, dtype=dtype)
+        own = share.new_empty(sum(of))
+        dist.all_to_all_single(own, share[: sum(to)], of, to, group=self._group)
+        return list(own.split([sizes[i] for i in self.mine]))
+
+    def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
+        """All results of the given sizes, on all ranks; own: those of ``mine``. Collective."""
+        length, of, to = self._crossings(sizes)
+        share = like.new_empty(length)
+        sent = torch.cat([like.new_empty(0), *own])
+        dist.all_to_all_single(share[: sum(of)], sent, of, to, group=self._group)
+        line = share.new_empty(self._group.size() * length)
+        # Newer versions of torch deprecate the name that older ones have.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(line, share, group=self._group)
+        parts = line[: sum(sizes)].split([sizes[i] for i in self._order])
+        by_vector = dict(zip(self._order, parts, strict=True))
+        return [by_vector[i] for i in range(len(sizes))]
+
+    def _crossings(self, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
+        """The length of a share; of each rank, its numbers in this share, and ours in its share."""
+        ends = accumulate((sum(sizes[i] for i in owned) for owned in self._by_rank), initial=0)
+        owned = [range(*span) for span in pairwise(ends)]
+        length, rank = -(-sum(sizes) // len(owned)), self._group.rank()
+        shares = [range(i * length, (i + 1) * length) for i in range(len(owned))]
+        return (
+            length,
+            [_common(shares[rank], of_rank) for of_rank in owned],
+            [_common(share, owned[rank]) for share in shares],
+        )
+
+
+def _common(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))

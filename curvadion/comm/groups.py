@@ -32,17 +32,12 @@ def new_group(
 
     like: groups whose longest timeout it gets; by default the default group. backend: as of torch's
     ``new_group``; None for the default group's.
-
-    Raises:
-        ValueError: if this rank is not one of ``ranks``.
     """
-    # dist.new_group is a call of all ranks of the world, which is more than there are: each stage
-    # of a pipeline has an optimizer of its own, others have none, and they step at different
-    # moments. With use_local_synchronization=True members suffice, but each derives the group's
-    # name from the number of groups that it is in, and waits for ever if others are in more. With
-    # init_process_group(device_id=...) both split the world's NCCL communicator, which is a call of
-    # all ranks again. So the members make the group under a name that only their calls decide, and
-    # with a communicator of its own.
+    # dist.new_group is a call of all ranks of the world, of which some have no optimizer, or step
+    # at other moments. With use_local_synchronization=True members suffice, but derive the group's
+    # name from the number of groups that each is in. With init_process_group(device_id=...) both
+    # split the world's NCCL communicator, a call of all ranks again. So the members make the group
+    # under a name that only their calls decide, with a communicator of its own.
     members = tuple(sorted(ranks))
     if dist.get_rank() not in members:
         raise ValueError(f"rank {dist.get_rank()} is not one of the group's ranks {members}")
@@ -80,20 +75,14 @@ def timeout_of(groups: Sequence[Group]) -> timedelta:
 
 
 def group_of_ranks(ranks: Iterable[int], like: Sequence[Group] = ()) -> Group | None:
-    """A process group of these global ranks; None for one rank.
+    """A process group of these global ranks, an existing one or a new one; None for one rank.
 
-    An existing group is used if it has the default group's backends. (Programs that compute on
-    another device often keep a second group over the same ranks for the CPU.) Otherwise a group is
-    created, so every rank of the group must call this function at the same point.
-
-    like: as :func:`new_group` takes it.
+    Every rank of the group must call this function at the same point. like: as for new_group.
     """
     wanted = sorted(set(ranks))
     if len(wanted) == 1:
         return None
-    if (existing := existing_group(wanted)) is not None:
-        return existing
-    return new_group(wanted, like)
+    return existing_group(wanted) or new_group(wanted, like)
 
 
 def existing_group(ranks: Iterable[int]) -> Group | None:
@@ -112,8 +101,7 @@ def existing_group(ranks: Iterable[int]) -> Group | None:
 class Unions:
     """Looks up or creates groups of all ranks that can be reached through several groups.
 
-    A rank knows its own groups only: each shard of a replica, for instance, has a replica group of
-    its own. So the members tell each other which ranks they reach, which is collective. Every rank
+    A rank knows its own groups only, so members tell each other which ranks they reach. Every rank
     must ask for the same unions in the same order. Answers are remembered.
     """
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import group_size
 
 SINGLE: Literal["single"] = "single"
@@ -23,11 +21,9 @@ class Replica(NamedTuple):
 
 
 class ReplicaGroup:
-    """The ranks that hold replicas of the same weights; survives deepcopy and pickle.
+    """The ranks that hold replicas of the same weights; copies share it, pickles find it by name.
 
-    A process group itself can be neither copied nor pickled: a copy shares it, and an unpickled
-    ReplicaGroup looks it up by name. process_group: None for one replica. single: whether the user
-    has said that there is only one.
+    process_group: None for one replica. single: whether the user has said that there is only one.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -38,15 +34,8 @@ class ReplicaGroup:
     def size(self) -> int:
         return group_size(self.process_group)
 
-    def background(self, device: torch.device) -> Background:
-        """Exchanges between these ranks beside the training; the first call is collective."""
-        if self.process_group is None:
-            raise RuntimeError("replicas=None: there is no other replica to send anything to.")
-        return background_of(self.process_group, device)
-
     @property
     def replica(self) -> Replica:
-        """Which one of how many this rank holds (a shard of)."""
         return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
@@ -67,16 +56,10 @@ def _process_group(replicas: object) -> dist.ProcessGroup | None:
         replicas = replicas.get_group()
     if replicas is None:
         return None
-    if replicas is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "replicas is a process group that this rank is not a member of: pass the group that "
-            "holds this rank's replicas."
-        )
     if not isinstance(replicas, dist.ProcessGroup):
         raise TypeError(
-            f"replicas={replicas!r} must be a ProcessGroup, a one-dimensional DeviceMesh, 'single' "
-            f"or None, got {type(replicas).__name__}: pass torch.distributed.group.WORLD for all "
-            f"ranks."
+            f"replicas={replicas!r} must be a ProcessGroup that this rank is in, a one-dimensional "
+            f"DeviceMesh, 'single' or None: pass torch.distributed.group.WORLD for all ranks."
         )
     return replicas
 

@@ -29,33 +29,23 @@ _PREPARED = "_curvadion_prepared"  # an attribute of accelerators: the models th
 def attach(accelerator: Accelerator) -> Accelerator:
     """Let an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
 
-    Call it right after ``Accelerator(...)``, which makes the process group. Afterwards:
-
-    * ``prepare`` stops DDP, and FSDP2 on a mesh with replicas, from averaging the gradients that
-      the optimizer synchronises, whichever of model and optimizer is prepared first.
-    * ``clip_grad_norm_(model.parameters(), c)`` takes one factor for all replicas, as
-      :func:`curvadion.clip_grad_norm_` does.
-    * ``save_state``, on all ranks, first calls ``synchronize(exact=True)``, because one copy of
-      weights and state is written; ``load_state`` then resumes bitwise.
-    * ``get_state_dict`` and ``save_model`` under FSDP2 first call ``optimizer.eval()``. Under DDP
-      they may be called on one rank, whose weights they write: call it on all ranks before.
-    * ``join_uneven_inputs`` raises an error, because replicas step together.
+    Call it right after ``Accelerator(...)``, which makes the process group. ``prepare`` then leaves
+    gradients to the optimizer, ``clip_grad_norm_`` takes one factor for all replicas, and
+    ``save_state``, on all ranks, first calls ``synchronize(exact=True)``. ``get_state_dict`` and
+    ``save_model`` call ``optimizer.eval()`` under FSDP2; under DDP call it on all ranks before.
 
     A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
     not tell of it; ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
 
-    Args:
-        accelerator: an Accelerator. Attached ones are left as they are.
-
     Returns:
-        ``accelerator`` itself.
+        ``accelerator`` itself. Attached ones are left as they are.
 
     Raises:
         TypeError: if it is not an Accelerator.
         ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate takes each of several
-            processes for the only one. ``prepare`` raises it for an optimizer without ``replicas``
-            although there are several, also one of another class that shares the model, and for
-            one that has stepped before FSDP2 shards its parameters.
+            processes for the only one; from ``prepare``, if several replicas leave a parameter's
+            gradient to nobody, and if an optimizer has stepped before FSDP2 shards its parameters.
+        RuntimeError: from ``join_uneven_inputs``, because replicas step together.
     """
     from accelerate import Accelerator
 
@@ -64,10 +54,12 @@ def attach(accelerator: Accelerator) -> Accelerator:
     _check_kind(accelerator)
     if not hasattr(accelerator, _PREPARED):
         setattr(accelerator, _PREPARED, WeakSet())
-        for name, action in _BEFORE.items():
-            run_before(accelerator, name, partial(action, accelerator))
-        for name, act_on in _AFTER.items():
-            run_after(accelerator, name, partial(act_on, accelerator))
+        run_before(accelerator, "save_state", partial(_agree_exactly, accelerator))
+        run_before(accelerator, "get_state_dict", partial(_agree_on_weights, accelerator))
+        run_before(accelerator, "join_uneven_inputs", partial(_refuse_uneven_inputs, accelerator))
+        run_after(accelerator, "prepare", partial(_prepared, accelerator))
+        run_after(accelerator, "prepare_model", partial(_prepared_model, accelerator))
+        run_after(accelerator, "prepare_optimizer", partial(_prepared_optimizer, accelerator))
         wrap_method(accelerator, "clip_grad_norm_", partial(_clip_grad_norm_, accelerator))
     _take_over(accelerator)
     return accelerator
@@ -82,19 +74,10 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _check_kind(accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
-    if kind == "DEEPSPEED":
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "FSDP") and not accelerator.is_fsdp2:
         raise ValueError(
-            "accelerator runs DeepSpeed, whose engine needs no attach: import curvadion.deepspeed, "
-            "and name the optimizer in DeepSpeed's JSON or pass it to accelerator.prepare."
-        )
-    if kind == "MEGATRON_LM":
-        raise ValueError(
-            "accelerator runs Megatron-LM, which has optimizers of its own: use DDP or FSDP2."
-        )
-    if kind == "FSDP" and not accelerator.is_fsdp2:
-        raise ValueError(
-            "accelerator runs FSDP1, which flattens parameters before their optimizer is known: "
-            "set fsdp_version=2 (FullyShardedDataParallelPlugin, or accelerate's configuration)."
+            f"accelerator runs {kind}, but attach is for DDP and FSDP2: set fsdp_version=2 for "
+            f"FSDP; for DeepSpeed import curvadion.deepspeed, whose engine needs no attach."
         )
     world = os.environ.get("WORLD_SIZE", "1")
     if accelerator.num_processes == 1 and int(world) > 1:
@@ -105,27 +88,19 @@ def _check_kind(accelerator: Any) -> None:
         )
 
 
-# -------------------------------------------------------------------- preparing
-
-
 def _prepared(accelerator: Any, result: Any) -> None:
     if accelerator.is_fsdp2:
         for optimizer in _optimizers(accelerator):
-            _check_keeps_state(optimizer)
+            own = {id(X) for group in optimizer.param_groups for X in group["params"]}
+            if optimizer.state and not any(id(X) in own for X in optimizer.state):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and "
+                    f"FSDP2 has given it other parameters, without their state: call accelerator."
+                    f"prepare(model, optimizer) before the first step and before loading a state."
+                )
             if not optimizer.progress.steps:
                 optimizer._forget()  # it would keep the whole weights alive
     _take_over(accelerator)
-
-
-def _check_keeps_state(optimizer: Dion) -> None:
-    """Raise ValueError if FSDP2 has given it other parameters, of which it has no state."""
-    own = {id(X) for group in optimizer.param_groups for X in group["params"]}
-    if optimizer.state and not any(id(X) in own for X in optimizer.state):
-        raise ValueError(
-            f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and FSDP2 has "
-            f"given it other parameters, without their state: call accelerator.prepare(model, "
-            f"optimizer) before the first step and before loading a state."
-        )
 
 
 def _prepared_model(accelerator: Any, model: Any) -> None:
@@ -141,7 +116,6 @@ def _prepared_optimizer(accelerator: Any, wrapper: Any) -> None:
 
 
 def _take_over(accelerator: Any) -> None:
-    """Let optimizers synchronise the models that are prepared by now."""
     for model in _replicated_models(accelerator):
         own = {id(p) for p in model.parameters()}
         for optimizer in _optimizers(accelerator):
@@ -151,7 +125,6 @@ def _take_over(accelerator: Any) -> None:
 
 
 def _replicated_models(accelerator: Any) -> list[nn.Module]:
-    """The models whose gradients the framework would average over replicas."""
     if accelerator.is_fsdp2:
         return list(accelerator._models) if shards_have_replicas(accelerator) else []
     # What torch.compile makes of DDP is DDP's.
@@ -191,12 +164,8 @@ def _optimizers(accelerator: Any) -> list[Dion]:
 
 
 def _ids(optimizer: Any) -> set[int]:
-    """Of the parameters that are trained."""
     each = (X for group in optimizer.param_groups for X in group["params"])
     return {id(X) for X in each if X.requires_grad}
-
-
-# -------------------------------------------------------------------- clipping, saving
 
 
 def _clip_grad_norm_(
@@ -239,15 +208,3 @@ def _refuse_uneven_inputs(accelerator: Any) -> None:
             "join_uneven_inputs lets ranks stop at different steps, but replicas step together: "
             "give all ranks as many batches (even_batches=True, or drop_last=True)."
         )
-
-
-_BEFORE: dict[str, Callable[[Any], None]] = {
-    "save_state": _agree_exactly,
-    "get_state_dict": _agree_on_weights,
-    "join_uneven_inputs": _refuse_uneven_inputs,
-}
-_AFTER: dict[str, Callable[[Any, Any], None]] = {
-    "prepare": _prepared,
-    "prepare_model": _prepared_model,
-    "prepare_optimizer": _prepared_optimizer,
-}

@@ -16,25 +16,19 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(model: Model) -> Model:
     """Stop FSDP2 from averaging gradients over replicas, for optimizers that do it themselves.
 
-    After any backward ``p.grad`` is the mean over the shards of this replica: on a mesh of
-    (replicate, shard) FSDP sends nothing along ``replicate``, where the optimizer takes over:
-    ``CurvaDion(..., replicas=mesh["replicate"])``. To clip gradients call
-    ``curvadion.clip_grad_norm_(optimizer, max_norm)``: torch's function would divide each replica's
-    gradient by its own norm.
-
-    A model on a mesh without replicas (whose replicas, if any, are outside FSDP's mesh) is left
-    as it is. Calling it again changes nothing.
+    On a mesh of (replicate, shard) FSDP sends nothing along ``replicate`` any more. The optimizer
+    does: ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is the mean over the shards of
+    this replica. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
     Args:
         model: a module that contains modules of ``torch.distributed.fsdp.fully_shard``, between
-            two steps.
+            two steps. One on a mesh without replicas is left as it is.
 
     Returns:
         ``model`` itself.
 
     Raises:
         TypeError: if nothing in ``model`` was sharded by fully_shard.
-        RuntimeError: if a user's all-reduce hook is set.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
@@ -53,8 +47,7 @@ def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each parameter of FSDP1 a rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would look like a vector. After this call ``curvadion.param_groups(model)`` and the optimizers
-    know the shapes. A parameter that a backward did not use has a gradient of zeros.
+    would look like a vector.
 
     Args:
         model: a module that contains FullyShardedDataParallel modules, between two steps.
@@ -79,9 +72,6 @@ def declare_flat_shards(model: Model) -> Model:
     return model
 
 
-# -------------------------------------------------------------------- FSDP2
-
-
 def _parameter_groups(module: Any) -> list[Any]:
     """FSDP's own groups of parameters that communicate together."""
     state = module._get_fsdp_state()
@@ -97,19 +87,13 @@ def _reduce_over_shards_only(group: Any) -> None:
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
-    if group._all_reduce_hook is not None:
-        raise RuntimeError(
-            "model has an all-reduce hook, which reduces gradients: do not call "
-            "set_all_reduce_hook if the optimizer synchronises replicas."
-        )
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
     # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
     local: Any
     if isinstance(mesh_info, fsdp.FSDPMeshInfo):
         local = fsdp.FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
-        local.reduce_scatter_process_group = getattr(
-            mesh_info, "reduce_scatter_process_group", None
-        )
+        scatter = "reduce_scatter_process_group"
+        setattr(local, scatter, getattr(mesh_info, scatter, None))
     else:
         local = fsdp.DataParallelMeshInfo(**known)
     if group.post_forward_mesh_info is mesh_info:
@@ -117,11 +101,7 @@ def _reduce_over_shards_only(group: Any) -> None:
     group.mesh_info = local
 
 
-# -------------------------------------------------------------------- FSDP1
-
-
 def _declare_handle(handle: Any) -> None:
-    """Declare the original parameters of one FlatParameter."""
     flat = handle.flat_param
     if flat._params is None:
         raise ValueError(

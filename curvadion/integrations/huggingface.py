@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,10 +24,8 @@ from curvadion.optim.param_groups import param_groups
 
 Trainer = TypeVar("Trainer")
 
-TRAINERS_RATE = 5e-5
-"""The learning rate of TrainingArguments that name none: one for fine-tuning with AdamW."""
+TRAINERS_RATE = 5e-5  # of TrainingArguments that name none, for AdamW
 _ATTACHED = "_curvadion_attached"  # an attribute of trainers
-_UNREAD = "optim optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon".split()
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
@@ -42,27 +39,21 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         trainer.train()
 
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
-    of TrainingArguments and the replicas that it runs: all ranks under DDP, the mesh's
-    ``dp_replicate`` under FSDP2, none in one process. Its accelerator is attached, so that
-    gradients stay in their replica and ``max_grad_norm`` takes one factor for all replicas. Also:
+    of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
+    under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is
+    attached, so that gradients stay in their replica and ``max_grad_norm`` takes one factor for all
+    replicas. Replicas agree on weights before an evaluation and at the end of ``train()``, and on
+    all state before a checkpoint; before a ``save_model()`` in between call
+    ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get what
+    :meth:`curvadion.Summary.scalars` tells of the steps since the last one, as
+    ``curvadion/wire_bytes`` and so on.
 
-    * Evaluation, the weights at the end of ``train()`` and ``save_model()`` then have weights on
-      which replicas agree. Before a ``save_model()`` in between call ``trainer.optimizer.eval()``
-      on all ranks.
-    * Checkpoints are written after ``synchronize(exact=True)``, so ``resume_from_checkpoint``
-      resumes bitwise. With ``save_only_model`` replicas only agree on weights. If a step both
-      evaluates and saves, they agree before the evaluation.
-    * Trainer's logs get what :meth:`curvadion.Summary.scalars` tells of the steps since the last
-      one, as ``curvadion/wire_bytes`` and so on.
-
-    With DeepSpeed's JSON the optimizer is built there, and engines agree before they save. Then
-    give no settings: this adds the logs, and agreement before Trainer's own files of weights.
+    With DeepSpeed's JSON the optimizer is built there: give no settings.
 
     Args:
         trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
         optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
-        settings: arguments of the optimizer, such as ``wire_budget``, or ``lr``, ``weight_decay``
-            and ``replicas`` in place of those above; and those of :func:`curvadion.param_groups`.
+        settings: arguments of the optimizer and of :func:`curvadion.param_groups`.
 
     Returns:
         ``trainer`` itself.
@@ -73,10 +64,6 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         ValueError: if settings are given where the optimizer exists already or is DeepSpeed's, and
             what :func:`curvadion.integrations.accelerate.attach` raises.
         RuntimeError: if it is attached already.
-
-    Warns:
-        UserWarning: if the learning rate is the one that TrainingArguments have by default, or if
-            they choose an optimizer or set Adam's values, which are not read.
     """
     from transformers import Trainer
 
@@ -89,7 +76,7 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     if trainer.is_deepspeed_enabled or trainer.optimizer is not None:
         _check_given(trainer, settings)
     else:
-        _warn_of_arguments(trainer.args, optimizer, settings)
+        _warn_of_rate(trainer.args, settings)
         wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
     if not trainer.is_deepspeed_enabled:
         accelerate.attach(trainer.accelerator)
@@ -110,11 +97,7 @@ def optimizer_of(trainer: Any) -> Dion | None:
     return found if isinstance(found, Dion) else None
 
 
-# -------------------------------------------------------------------- the optimizer
-
-
 def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
-    """Where the optimizer comes from elsewhere."""
     if not trainer.is_deepspeed_enabled and optimizer_of(trainer) is None:
         raise ValueError(
             f"trainer has the optimizer {type(trainer.optimizer).__name__} already: leave "
@@ -128,23 +111,13 @@ def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _warn_of_arguments(args: Any, optimizer: type[Dion], settings: Mapping[str, Any]) -> None:
+def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
             f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW. "
             f"It becomes that of the matrices, for which Dion's default is 0.02: set "
             f"TrainingArguments(learning_rate=...), or attach(trainer, lr=...) to keep "
             f"{TRAINERS_RATE}.",
-            stacklevel=3,
-        )
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    given = {key: getattr(args, key) for key in _UNREAD if key in defaults}
-    plain = {key: getattr(value, "value", value) for key, value in given.items()}  # of an enum
-    if changed := [f"{key}={value!r}" for key, value in plain.items() if value != defaults[key]]:
-        warnings.warn(
-            f"TrainingArguments({', '.join(changed)}) has no effect: attach makes "
-            f"{optimizer.__name__}, which reads learning_rate and weight_decay only. Pass its "
-            f"arguments to attach, such as betas= and eps= of AdamW.",
             stacklevel=3,
         )
 
@@ -182,9 +155,6 @@ def _replicas(accelerator: Any) -> Any:
     return dist.group.WORLD if accelerator.num_processes > 1 and by_ddp else None
 
 
-# -------------------------------------------------------------------- around training
-
-
 def _agree(trainer: Any, *, for_files: bool = False) -> None:
     """Let replicas agree on weights, or on what a checkpoint holds; collective."""
     if (optimizer := optimizer_of(trainer)) is not None:
@@ -198,8 +168,7 @@ def _report(trainer: Any) -> None:
     from transformers import TrainerCallback
 
     class Reports(TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.since_last = Summary()
+        since_last = Summary()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             optimizer = optimizer_of(trainer)

@@ -5,8 +5,7 @@ Works with ``lightning`` and with ``pytorch_lightning``. This module needs one o
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from curvadion import checks
 from curvadion.integrations.shared import agree_for_a_file, keep_gradients_local, wrap_method
 from curvadion.metering.report import Summary
 from curvadion.metering.wire import WireMeter
@@ -27,27 +25,20 @@ except ImportError:
     from pytorch_lightning import Callback  # type: ignore[assignment, unused-ignore]
 
 
-_AVERAGE = {"WeightAveraging", "StochasticWeightAveraging"}
-"""Lightning's callbacks that average weights; not all of its versions have them."""
-
-
 class Replicas(Callback):  # type: ignore[misc, unused-ignore]
     """Lets CurvaDion or Dion synchronise what Lightning would average.
 
     On DDP, or FSDP2 with a mesh of (replicate, shard), gradients are left to the optimizer when
     ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas, and by value as
-    ever. Validation starts with ``optimizer.eval()``, and training ends with it. Before a
-    checkpoint comes ``optimizer.synchronize(exact=True)``, on all ranks, and ``eval()`` before one
-    of weights only. Budgets count both; nothing is sent where replicas agree.
+    ever. Replicas agree on weights before a validation, a file of weights and the end of training,
+    and on all state before a checkpoint.
 
     Every ``log_every_n_steps`` steps the loggers get what :meth:`curvadion.Summary.scalars` tells
     of the steps since the last time, as ``curvadion/wire_bytes`` and so on; with several optimizers
     under ``curvadion0/``, ``curvadion1/`` and so on.
 
-    ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion. It raises a
-    RuntimeError with FSDPStrategy (FSDP1) and DeepSpeedStrategy, if only some of several optimizers
-    have replicas, and if the model's DDP has a communication hook. It warns of callbacks that
-    average weights over steps (EMA, SWA).
+    ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a RuntimeError
+    with FSDPStrategy (FSDP1) and DeepSpeedStrategy, and if only some optimizers have replicas.
 
     Example::
 
@@ -72,8 +63,6 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
         self._leave()  # of a fit that did not end
         self._optimizers = [_ours(optimizer) for optimizer in trainer.optimizers]
         _leave_gradients(trainer.strategy, self._optimizers)
-        if any(optimizer._replicas.size > 1 for optimizer in self._optimizers):
-            _warn_of_averages(trainer.callbacks)
         self._wrap(trainer, "save_checkpoint", self._save_checkpoint)
         self._wrap(trainer.precision_plugin, "clip_gradients", partial(_clip, trainer))
         if self._logs and trainer.loggers:
@@ -96,21 +85,11 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
                 for logger in trainer.loggers:
                     logger.log_metrics(values, step=trainer.global_step)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._agree()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._agree()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._leave()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._leave()
-
-    def _agree(self) -> None:
+    def _agree(self, *_: Any, **__: Any) -> None:
         for optimizer in self._optimizers:
             optimizer.eval()
+
+    on_validation_start = on_train_end = _agree
 
     def _add(self, number: int, optimizer: Any, *_: Any) -> None:
         self._summaries[number].add(optimizer.report)
@@ -130,9 +109,11 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
             agree_for_a_file(optimizer, weights_only=bool(weights_only))
         theirs(filepath, weights_only, *args, **kwargs)
 
-    def _leave(self) -> None:
+    def _leave(self, *_: Any, **__: Any) -> None:
         self._fit.close()
         self._optimizers, self._summaries = [], []
+
+    on_exception = teardown = _leave
 
 
 def _ours(optimizer: Optimizer) -> Dion:
@@ -148,15 +129,11 @@ def _ours(optimizer: Optimizer) -> Dion:
 def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
     """Stop a strategy from averaging gradients over what the optimizers call replicas."""
     name = type(strategy).__name__
-    if name == "DeepSpeedStrategy":
+    flat = any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules())
+    if flat or name == "DeepSpeedStrategy":
         raise RuntimeError(
-            f"strategy={name} builds an engine of its own: use curvadion.deepspeed without "
-            f"Lightning, or ModelParallelStrategy with fully_shard in configure_model."
-        )
-    if any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules()):
-        raise RuntimeError(
-            f"strategy={name} shards with FSDP1, whose flat shards nobody declares in time here: "
-            f"use ModelParallelStrategy with fully_shard in configure_model."
+            f"strategy={name} does not work with the callback Replicas: use ModelParallelStrategy "
+            f"with fully_shard in configure_model, or curvadion.deepspeed without Lightning."
         )
     if not any(optimizer._replicas.size > 1 for optimizer in optimizers):
         return
@@ -166,17 +143,6 @@ def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
             "average the gradients of the latter: give all of them the same replicas=."
         )
     keep_gradients_local(strategy.model)
-
-
-def _warn_of_averages(callbacks: Sequence[Any]) -> None:
-    for callback in callbacks:
-        if _AVERAGE.intersection(kind.__name__ for kind in type(callback).__mro__):
-            warnings.warn(
-                f"{type(callback).__name__} averages the weights of each replica over steps, and "
-                f"the model takes this average at the end of fit: replicas then hold different "
-                f"weights. Call optimizer.broadcast_weights() on all ranks after fit.",
-                stacklevel=checks.user_stacklevel(),
-            )
 
 
 def _clip(

@@ -14,8 +14,7 @@ from curvadion.integrations import ddp, fsdp
 from curvadion.optim.curvadion import CurvaDion
 from curvadion.optim.dion import Dion
 
-KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}
-"""What configurations name."""
+KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}  # in configurations
 
 
 def keep_gradients_local(model: nn.Module) -> None:

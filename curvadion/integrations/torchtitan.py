@@ -30,13 +30,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
     Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
     replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
-    multiplied by the number of replicas: their mean over replicas is the whole gradient.
-
-    A trainer must be told of it, with :func:`attach`; :class:`Trainer` does it.
-
-    Attributes:
-        max_norm: what each step clips gradients to, by one norm over all replicas; infinite for no
-            clipping.
+    multiplied by the number of replicas: their mean over replicas is the whole gradient. A trainer
+    must be told of it, with :func:`attach`; :class:`Trainer` does it.
 
     Raises:
         ValueError, TypeError: for a wrong configuration.
@@ -44,13 +39,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """What to build.
+        """What to build: ``kind(param_groups(part, **groups), **options)``, "CurvaDion" or "Dion".
 
-        Attributes:
-            kind: "CurvaDion" or "Dion".
-            options: its keyword arguments. ``replicas`` follows from the mesh; "single" leaves the
-                averaging to FSDP.
-            groups: keyword arguments of ``curvadion.param_groups``, such as ``patterns``.
+        ``replicas`` follows from the mesh; the option "single" leaves the averaging to FSDP.
         """
 
         kind: str = "CurvaDion"
@@ -70,25 +61,20 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
                 f"in groups={{'patterns': ...}} which parameters are matrices."
             )
         self.model_parts = model_parts
-        self.max_norm: float | None = None
+        self.max_norm: float | None = None  # to which each step clips; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
-        trained = [
-            x for one in self.optimizers for group in one.param_groups for x in group["params"]
-        ]
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        trained = [x for group in groups for x in group["params"]]
         self._validate_params(trained)
         self._post_init(trained)
 
     def step(self, closure: None = None) -> None:
-        """Clip gradients and take a step; collective over the replicas.
-
-        Raises:
-            RuntimeError: if no trainer clips, saves and evaluates by this container.
-        """
+        """Clip gradients and take a step; collective. RuntimeError before :func:`attach`."""
         if self.max_norm is None:
             raise RuntimeError(
-                "no trainer knows of these optimizers, so it would clip each replica's gradients "
-                "by its own norm and save replicas that differ: take the configuration from "
-                "curvadion.integrations.torchtitan.with_curvadion, or call attach(trainer)."
+                "no trainer knows of these optimizers, so it would save replicas that differ: take "
+                "the configuration from curvadion.integrations.torchtitan.with_curvadion, or call "
+                "attach(trainer)."
             )
         if self.max_norm != math.inf:
             for optimizer in self.optimizers:
@@ -102,7 +88,6 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
 
 def _build(config: Any, part: nn.Module) -> Dion:
-    """The optimizer of one model part, whose gradients stay in their replica."""
     options = {"replicas": _replicas(part), **config.options}
     optimizer = KINDS[config.kind](param_groups(part, **config.groups), **options)
     if (size := optimizer._replicas.size) > 1:
@@ -125,12 +110,9 @@ def _replicas(part: nn.Module) -> DeviceMesh | None:
 def attach(trainer: Any) -> None:
     """Let a trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
 
-    Gradients are clipped to ``training.max_norm`` in the container's ``step``; the trainer's own
-    clipping only measures. Before a checkpoint replicas take the same state, before one of weights
-    only and before a validation the same weights.
-
     Args:
-        trainer: a torchtitan Trainer, or one of a subclass, before ``train``.
+        trainer: a torchtitan Trainer, or one of a subclass, before ``train``. Its own clipping only
+            measures afterwards.
 
     Raises:
         TypeError: if its optimizers are others.
@@ -199,8 +181,7 @@ def with_curvadion(
         A :class:`Trainer.Config`.
 
     Raises:
-        TypeError: if ``config`` is that of a subclass of torchtitan's trainer: give that one
-            ``optimizer=ReplicaOptimizers.Config(...)``, and call :func:`attach` in its constructor.
+        TypeError: if ``config`` is that of a subclass of torchtitan's trainer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(

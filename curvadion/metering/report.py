@@ -1,4 +1,4 @@
-"""Reports on steps, running totals over them, and functions that write them to logs."""
+"""Reports on steps, and running totals over them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,10 @@ class StepReport:
     Attributes:
         step: number of the step, counted from 1; skipped steps count.
         gate_open: whether replicas synchronised.
-        reason: why the gate opened ("threshold", "period", "always", "warm-up",
-            "longest local run", or a reason that a user's gate gives), "closed", or
-            "non-finite gradient".
-        rmmc: the gate's largest signal over all matrices and replicas. For the RMMC gate it is the
-            relative maximum momentum change (arXiv 2512.13728). None if the gate reads no momentum
-            or the step was skipped.
+        reason: why the gate opened ("threshold", "period", "always", "warm-up", "longest local
+            run", or what a user's gate says), "closed", or "non-finite gradient".
+        rmmc: the gate's largest signal over all matrices and replicas: the relative maximum
+            momentum change (arXiv 2512.13728). None if the gate reads no momentum, or at a skip.
         rmmc_parameter: name of the parameter with this signal.
         local_steps: local steps since the replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where
@@ -30,13 +28,9 @@ class StepReport:
             for that where no other replica does: then, whether it skipped the step before.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
-            What a delay sends beside the training counts where it is sent, so it may fall into
-            another step in another run; totals do not change.
         wire_bytes_by_ranks: the same by the ranks that shared them, as {"0-7": 1024, "0, 8": 16}.
         waited_seconds: how long the step waited for an exchange beside the training that was late
-            (QuantizedAverage with a delay). Other exchanges do not count: without a delay it is 0,
-            although replicas wait for each other. To judge a delay, compare the seconds of whole
-            steps.
+            (QuantizedAverage with a delay). Other exchanges do not count.
     """
 
     step: int
@@ -54,6 +48,11 @@ class StepReport:
         """The fields as values that JSON can hold: an infinite RMMC becomes the string "inf"."""
         return {key: _strict(value) for key, value in asdict(self).items()}
 
+    def scalars(self) -> dict[str, float]:
+        """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
+        names = ("gate_open", "rmmc", "local_steps", "skipped", "wire_bytes", "waited_seconds")
+        return _finite({name: getattr(self, name) for name in names})
+
 
 @dataclass
 class Summary:
@@ -65,8 +64,7 @@ class Summary:
         skipped_steps: steps that this replica skipped for a non-finite gradient.
         wire_bytes: payload in bytes, as far as a WireMeter was active.
         longest_local_run: the most local steps in a row.
-        waited_seconds: how long steps waited for exchanges beside the training that were late;
-            0 without a delay.
+        waited_seconds: how long steps waited for late exchanges; 0 without a delay.
     """
 
     steps: int = 0
@@ -89,18 +87,11 @@ class Summary:
         """The share of steps at which the gate was open; 0 before the first step."""
         return self.open_steps / self.steps if self.steps else 0.0
 
-    def as_dict(self) -> dict[str, float]:
-        return {**asdict(self), "open_gate_share": self.open_gate_share}
-
     def scalars(self, last: StepReport) -> dict[str, float]:
         """What a framework's log gets of several steps; numbers that are not finite are left out.
 
-        Args:
-            last: the report of the last step.
-
-        Returns:
-            Of all steps, ``wire_bytes`` (the mean of a step), ``open_gate_share``,
-            ``skipped_steps`` and ``waited_seconds``; of the last, ``rmmc`` and ``local_steps``.
+        Of all steps, ``wire_bytes`` (the mean of a step), ``open_gate_share``, ``skipped_steps``
+        and ``waited_seconds``; of the last, ``rmmc`` and ``local_steps``.
         """
         return _finite(
             {
@@ -115,68 +106,16 @@ class Summary:
 
 
 def _strict(value: Any) -> Any:
-    """The value, as a string if it is infinite or NaN: JSON has no such numbers."""
+    """JSON has no infinite numbers and no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json_line(file: TextIO | str | Path, report: StepReport, **extra: Any) -> None:
-    """Append a report as one line of JSON.
-
-    Args:
-        file: an open text file, or a path to append to.
-        report: the report.
-        extra: more values for the line; NaN becomes "nan" and infinity "inf".
-    """
+def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
+    """Append a report as one line of JSON, with further values; NaN becomes "nan"."""
     values = {key: _strict(value) for key, value in extra.items()}
-    line = json.dumps({**report.as_dict(), **values}, allow_nan=False) + "\n"
-    if isinstance(file, (str, Path)):
-        with open(file, "a", encoding="utf-8") as opened:
-            opened.write(line)
-    else:
-        file.write(line)
-
-
-def write_scalars(
-    writer: Any, report: StepReport, prefix: str = "curvadion", **extra: float
-) -> None:
-    """Write a report's numbers to TensorBoard, as ``prefix/name``; an infinite RMMC is left out.
-
-    Args:
-        writer: a torch.utils.tensorboard.SummaryWriter.
-        report: the report.
-        prefix: what names begin with.
-        extra: more numbers, such as ``loss=loss.item()``; those that are not finite are left out.
-    """
-    for name, value in _scalars(report, extra).items():
-        writer.add_scalar(f"{prefix}/{name}", value, report.step)
-
-
-def write_wandb(run: Any, report: StepReport, prefix: str = "curvadion", **extra: float) -> None:
-    """Write a report's numbers to Weights & Biases; the arguments are those of write_scalars.
-
-    Args:
-        run: what ``wandb.init()`` returned; ``wandb.init(mode="offline")`` needs no network.
-        report: the report; its step is that of the run.
-        prefix: what names begin with.
-        extra: more numbers; those that are not finite are left out.
-    """
-    values = {f"{prefix}/{name}": value for name, value in _scalars(report, extra).items()}
-    run.log(values, step=report.step)
-
-
-def _scalars(report: StepReport, extra: Mapping[str, float]) -> dict[str, float]:
-    """The finite numbers of a report and further ones, by name."""
-    return _finite(
-        {
-            "gate_open": report.gate_open,
-            "rmmc": report.rmmc,
-            "local_steps": report.local_steps,
-            "skipped": report.skipped,
-            "wire_bytes": report.wire_bytes,
-            "waited_seconds": report.waited_seconds,
-            **extra,
-        }
-    )
+    line = json.dumps({**report.as_dict(), **values}, allow_nan=False)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def _finite(values: Mapping[str, float | None]) -> dict[str, float]:

@@ -4,58 +4,43 @@ Every ``torch.distributed`` collective, called from Python or from C++ (DDP's re
 functional collectives), reaches its backend through a dispatcher operator such as
 ``c10d::allreduce_``. While a meter is active, these operators count each call and pass it on.
 
-A meter does not see what bypasses process groups: a backend called directly, symmetric memory and
-the store. Nor does it see the messages with which a backend sets up its connections.
+A meter does not see what bypasses process groups: a backend called directly, symmetric memory, the
+store, and what an interface sends beside payloads (benchmarks/headers.py measures it).
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from curvadion import checks
+
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
-    """A count of calls.
-
-    Attributes:
-        calls: their number.
-        bytes: their payload in bytes.
-        largest: the largest payload of one call, in bytes.
-        sent: the bytes that each rank must send at least, on average over the ranks of the group.
-    """
+    """How many calls there were, and what they sent."""
 
     calls: int = 0
-    bytes: int = 0
-    largest: int = 0
-    sent: float = 0.0
+    bytes: int = 0  # of their payloads
+    largest: int = 0  # payload of one call, in bytes
+    sent: float = 0.0  # bytes that each rank must send at least, on average over the group
 
     def __add__(self, other: WireCount) -> WireCount:
-        """The count of both together."""
         return WireCount(
             self.calls + other.calls,
             self.bytes + other.bytes,
             max(self.largest, other.largest),
             self.sent + other.sent,
         )
-
-
-class Snapshot:
-    """A moment in a meter's count; :meth:`WireMeter.since` gives the count after it."""
-
-    __slots__ = ("__weakref__", "_after")
-
-    def __init__(self) -> None:
-        self._after = WireCount()
 
 
 class WireMeter:
@@ -83,20 +68,12 @@ class WireMeter:
     In a group of one rank nothing is sent, and its calls count 0 bytes. A coalesced call is one
     call with the sum of its tensors. A call that raises is not counted.
 
-    A network interface sends more than ``total_sent``: also headers, acknowledgements and the
-    backend's own messages. They matter most for small messages. With gloo an all-reduce of 16 bytes
-    takes 1.5 kB per rank. A budget of 1 % sends 1.4 times what the meter counts for a model of 66
-    thousand parameters, and 1.01 times for one of 3 million. gloo's reduce_scatter sends twice its
-    share, which is as much as an all_reduce. benchmarks/headers.py measures all this.
-
     Meters nest, and each one counts everything while it is active. They can be left in any order
-    and entered again; then they go on counting. Counting is thread-safe. Enter and leave a meter
-    only while no other thread is inside a collective, because this replaces kernels; the threads of
-    this package are no matter, which has them replaced once.
+    and entered again; then they go on counting. Counting is thread-safe. Enter the first meter only
+    while no thread of your own is inside a collective, because this replaces kernels, for good.
 
     Raises:
         RuntimeError: on entering a meter that is already active.
-        ValueError: on leaving a meter that is not active.
 
     Example::
 
@@ -107,27 +84,19 @@ class WireMeter:
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], WireCount] = {}
-        self._snapshots: WeakSet[Snapshot] = WeakSet()
         self._pauses = 0
 
     def __enter__(self) -> WireMeter:
-        global _library
         with _lock:
             if self in _active:
                 raise RuntimeError("This WireMeter is already active: nest a second one in it.")
-            _library = _library or _install()
+            install_kernels()
             _active.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _library
         with _lock:
-            if self not in _active:
-                raise ValueError("This WireMeter is not active: leave it as often as entered.")
             _active.remove(self)
-            if not _active and not _kept:
-                _library._destroy()
-                _library = None
 
     @property
     def records(self) -> dict[tuple[str, str], WireCount]:
@@ -168,13 +137,10 @@ class WireMeter:
     def between(self, replica_size: int) -> WireCount:
         """The count of groups with ranks of several replicas, which are so many ranks in a row.
 
-        A group that was destroyed since is counted too, as its ranks are not known any more.
-
-        Raises:
-            ValueError: if replica_size is no integer of at least 1.
+        Groups that were destroyed since are counted too. TypeError or ValueError if replica_size is
+        no integer of at least 1.
         """
-        if not isinstance(replica_size, int) or replica_size < 1:
-            raise ValueError(f"replica_size={replica_size!r} must be an integer >= 1")
+        checks.integer("replica_size", replica_size, 1)
         ranks = _ranks_by_group()
         crossing = WireCount()
         for (group, _), count in self.records.items():
@@ -182,23 +148,6 @@ class WireMeter:
             if held is None or len({rank // replica_size for rank in held}) > 1:
                 crossing += count
         return crossing
-
-    def snapshot(self) -> Snapshot:
-        """Remember this moment for :meth:`since`. A snapshot costs nothing once it is deleted."""
-        snapshot = Snapshot()
-        with _lock:
-            self._snapshots.add(snapshot)
-        return snapshot
-
-    def since(self, snapshot: Snapshot) -> WireCount:
-        """The count of all calls after ``snapshot`` was taken.
-
-        Raises:
-            ValueError: if another meter took the snapshot.
-        """
-        if snapshot not in self._snapshots:
-            raise ValueError(f"snapshot={snapshot!r} is of another WireMeter: ask that one.")
-        return snapshot._after
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -215,8 +164,6 @@ class WireMeter:
         if self._pauses:
             return
         self._records[key] = self._records.get(key, WireCount()) + call
-        for snapshot in self._snapshots:
-            snapshot._after += call
 
     def _by_collective(self) -> dict[str, WireCount]:
         totals: dict[str, WireCount] = {}
@@ -233,10 +180,9 @@ class Reading:
             self._before = dict(_counted)
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading by the ranks that shared them.
+        """Payload bytes since the last reading by the ranks that shared them; None without a meter.
 
-        Ranks are named as "0, 8", "0-7" or "0-56 by 8", and those of a group that was destroyed
-        since by the group's own name. None if no meter is active.
+        Ranks are named as "0, 8", "0-7" or "0-56 by 8"; of a destroyed group by the group's name.
         """
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)
@@ -269,15 +215,6 @@ def _ranks_by_group() -> dict[str, list[int]]:
 _lock = threading.RLock()
 _active: list[WireMeter] = []
 _counted: dict[str, int] = {}  # by the group's name
-_library: Any = None
-_kept = False  # whether the kernels stay although no meter is active
-
-
-def keep_kernels() -> None:
-    """Install the kernels for good: for threads that communicate while meters come and go."""
-    global _library, _kept
-    with _lock:
-        _library, _kept = _library or _install(), True
 
 
 def _count(key: tuple[str, str], call: WireCount) -> None:
@@ -323,13 +260,14 @@ _OPERATORS = {
     "barrier": _Operator("barrier", None),
     "monitored_barrier_": _Operator("barrier", None),
 }
-_Library: Any = torch.library.Library  # torch leaves its methods untyped
 
 
-def _install() -> Any:
+@functools.cache
+def install_kernels() -> Any:
+    """Install them for good; before threads communicate while meters come and go."""
     # The BackendSelect key is dispatched before any backend's kernel, on any device, in any thread
     # and in inference mode. torch itself has no kernel for these operators there.
-    library = _Library("c10d", "IMPL", "BackendSelect")
+    library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")  # its methods are untyped
     for name, operator in _OPERATORS.items():
         overload = getattr(torch.ops.c10d, name).default
         library.impl(name, _counting(overload, operator), with_keyset=True)
@@ -345,19 +283,16 @@ def _counting(overload: Any, operator: _Operator) -> Callable[..., Any]:
         # redispatch releases the GIL, which the backend's threads need to free tensors
         result = overload.redispatch(keyset & below, *args, **kwargs)
         group = dist.ProcessGroup.unbox(args[group_position])
-        payload = _payload(operator, args, group.size())
+        payload = 0
+        if operator.payload is not None and group.size() > 1:
+            times = group.size() if operator.times_group_size else 1
+            payload = times * _nbytes(args[operator.payload])
         sent = operator.sent(payload, group.size())
         call = WireCount(calls=1, bytes=payload, largest=payload, sent=sent)
         _count((group.group_name, operator.collective), call)
         return result
 
     return kernel
-
-
-def _payload(operator: _Operator, args: tuple[Any, ...], group_size: int) -> int:
-    if operator.payload is None or group_size == 1:
-        return 0
-    return _nbytes(args[operator.payload]) * (group_size if operator.times_group_size else 1)
 
 
 def _nbytes(tensors: Tensor | list[Any]) -> int:

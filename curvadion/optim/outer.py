@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from curvadion import ops
-from curvadion.comm.background import Background
+from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
 from curvadion.layout.gradients import place_gradients
@@ -215,8 +215,9 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     def _background(self, device: torch.device) -> Background:
         """Exchanges beside the training; the first call is collective over the replicas."""
-        wire.keep_kernels()  # a meter may be entered while they communicate
-        return self._replicas.background(device)
+        wire.install_kernels()  # a meter may be entered while they communicate
+        assert self._replicas.process_group is not None
+        return background_of(self._replicas.process_group, device)
 
     # ---------------------------------------------------------------- what is noted of it
 

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.collectives import Buckets, Slot
+from curvadion.comm.collectives import Buckets, SharedWork, Slot
 from curvadion.comm.groups import Group
-from curvadion.comm.shared_work import SharedWork
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.ops.operations import LARGE, SMALL
 from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root

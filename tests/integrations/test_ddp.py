@@ -1,4 +1,3 @@
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -170,31 +169,19 @@ class Rotary(nn.Module):
         return self.linear(x) * self.table[:WIDTH]
 
 
-def forwards(rank, persistent, broadcast_buffers):
-    """Bytes of a forward and backward, what was warned, and the table then."""
-    ddp = DistributedDataParallel(Rotary(persistent, rank))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        keep_gradients_local(ddp, broadcast_buffers=broadcast_buffers)
-        keep_gradients_local(ddp)
+def forwards(rank, persistent):
+    """Bytes of a forward and backward, and the table then."""
+    ddp = keep_gradients_local(DistributedDataParallel(Rotary(persistent, rank)))
     for _ in range(2):
         ddp(torch.ones(1, WIDTH)).sum().backward()  # the second one with the order of buckets
     ddp.module.table.fill_(rank + 1.0)
     with WireMeter() as meter:
         ddp(torch.ones(1, WIDTH)).sum().backward()
-    return meter.total_bytes, [str(each.message) for each in caught], ddp.module.table[0].item()
+    return meter.total_bytes, ddp.module.table[0].item()
 
 
-@pytest.mark.parametrize("broadcast_buffers", [None, False, True])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_tables_are_not_broadcast_and_other_buffers_are_warned_of(persistent, broadcast_buffers):
-    results = distributed.run(2, forwards, persistent, broadcast_buffers)
-    sends = persistent if broadcast_buffers is None else broadcast_buffers
-    warns = persistent and broadcast_buffers is None
-    for rank, (sent, warned, table) in enumerate(results):
-        assert sent == (TABLE if sends else 0)
-        assert table == (1.0 if sends else rank + 1.0)
-        assert len(warned) == warns
-        if warns:
-            assert "1 buffers at each forward: 8192 bytes, 0.78% of what dense" in warned[0]
-            assert "keep_gradients_local(model, broadcast_buffers=False)" in warned[0]
+def test_buffers_that_a_checkpoint_keeps_are_broadcast_and_others_are_not(persistent):
+    for rank, (sent, table) in enumerate(distributed.run(2, forwards, persistent)):
+        assert sent == (TABLE if persistent else 0)
+        assert table == (1.0 if persistent else rank + 1.0)

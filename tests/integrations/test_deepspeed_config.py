@@ -50,7 +50,6 @@ MALFORMED = {
         with_params(stage=1, wire_budget=0.01),
         "with zero_optimization.stage=1: one replica is sharded",
     ),
-    "delay without codes": (with_params(threshold=0.3, delay=1), "optimizer.params.delay=1 "),
     "unknown sync": (with_params(sync={"type": "average"}), "optimizer.params.sync.type='average'"),
     "fp16 of stage 0": (ds.config(0, fp16={"enabled": True}), "fp16.enabled"),
 }  # fmt: skip
@@ -91,8 +90,6 @@ def refuse_clients(rank):
             messages.append("nothing")
         except ValueError as error:
             messages.append(str(error))
-    with pytest.raises(TypeError, match="CurvaDion or Dion"):
-        curvadion.deepspeed.attach(object())
     return messages
 
 

@@ -21,7 +21,7 @@ CODES = {
     "gate": {"type": "period", "period": 3},
     "sync": {"type": "quantized_average", "bits": 2, "fragments": 2},
 }
-DELAY = {**CODES, "delay": 2}
+DELAY = {**CODES, "sync": {**CODES["sync"], "delay": 2}}
 RMMC = {"threshold": 0.4, "max_local_steps": 3, "local_step": "gradient"}
 CASES = {
     "0 bf16": DELAY,

@@ -86,8 +86,7 @@ CHOICES = {
         {"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=3, fragments=2, delay=2)},
         {
             "gate": {"type": "period", "period": 3},
-            "sync": {"type": "quantized_average", "bits": 3, "fragments": 2},
-            "delay": 2,
+            "sync": {"type": "quantized_average", "bits": 3, "fragments": 2, "delay": 2},
         },
     ),
     "coded gradients": (

@@ -115,7 +115,6 @@ def clients(rank, stage, how):
     ds.train(engine, range(5))
     for step in range(5):
         expected.step(step, True)
-    assert curvadion.deepspeed.attach(engine) is engine  # again changes nothing
     return max(expected.distances(ds.masters(engine), rank).values())
 
 

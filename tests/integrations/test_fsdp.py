@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
-    fully_shard,
 )
 
 import distributed
@@ -134,10 +133,6 @@ def misuse(rank):
 
     with pytest.raises(TypeError, match="fully_shard"):
         keep_gradients_local(line())
-    hooked = fully_shard(line(), mesh=mesh)
-    hooked.set_all_reduce_hook(lambda tensor: None)
-    with pytest.raises(RuntimeError, match="set_all_reduce_hook"):
-        keep_gradients_local(hooked)
 
     with pytest.raises(ValueError, match="use_orig_params=True"):
         declare_flat_shards(FullyShardedDataParallel(line(), use_orig_params=False, **cpu))

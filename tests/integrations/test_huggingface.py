@@ -269,11 +269,6 @@ def mistakes(rank, folder):
 
     with pytest.warns(UserWarning, match="learning_rate=5e-05"):
         attach(fresh(learning_rate=5e-5))
-    unread = (
-        r"TrainingArguments\(optim='adafactor', adam_beta1=0.5\) has no effect: attach makes Curva"
-    )
-    with pytest.warns(UserWarning, match=unread):
-        attach(fresh(optim="adafactor", adam_beta1=0.5))
     searched = attach(fresh())  # as a search of hyperparameters does, between trials
     searched.args.learning_rate, searched.args.weight_decay = 0.3, 0.5
     group = searched.create_optimizer().param_groups[0]

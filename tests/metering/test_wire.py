@@ -8,13 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import distributed
-from curvadion.metering.wire import Reading, WireCount, WireMeter
-
-
-@pytest.fixture(autouse=True, scope="module")
-def workers_without_kernels():
-    """An exchange in background leaves the meter's kernels in a worker for good."""
-    distributed.shutdown()
+from curvadion.metering.wire import Reading, WireMeter
 
 
 def ones(*shape):
@@ -207,23 +201,3 @@ def test_bytes_inside_replicas_are_told_from_those_between():
         assert counts == [(3, 44, 46.0), (2, 12, 14.0), (0, 0, 0.0)]
         here, there = f"{rank // 2 * 2}, {rank // 2 * 2 + 1}", f"{rank % 2}, {rank % 2 + 2}"
         assert read == {here: 32, there: 8, "0-3": 4}
-
-
-def take_snapshots(rank):
-    with WireMeter() as meter:
-        reduce(100)
-        before = meter.snapshot()
-        reduce(1)
-        reduce(2)
-        between = meter.snapshot()
-        reduce(3)
-        return tuple(meter.since(each) for each in (before, between, meter.snapshot()))
-
-
-def test_snapshots_have_their_own_largest():
-    expected = (
-        WireCount(calls=3, bytes=24, largest=12, sent=24),
-        WireCount(calls=1, bytes=12, largest=12, sent=12),
-        WireCount(),
-    )
-    assert distributed.run(2, take_snapshots) == [expected] * 2

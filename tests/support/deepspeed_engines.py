@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from curvadion import CurvaDion, WireMeter
-from curvadion.integrations.deepspeed.partitions import partitions_of
+from curvadion.integrations.deepspeed.sharded import partitions_of
 from reference import DionReference, relative_error
 from tolerance import Rounding
 

@@ -12,8 +12,8 @@ from torch import nn
 import curvadion
 import deepspeed_engines as ds
 from curvadion import CurvaDion
-from curvadion.integrations.deepspeed.partitions import partitions_of
 from curvadion.integrations.deepspeed.replicas import replica_groups
+from curvadion.integrations.deepspeed.sharded import partitions_of
 from curvadion.layout.flat_shard import declare_flat_shard
 
 SIZE = 2
@@ -44,13 +44,13 @@ class ByHand:
     """The same optimizer on flat shards with the ranges of an engine, and their gradients."""
 
     def __init__(self, engine, **chosen):
-        self.groups = replica_groups(SIZE)
+        self.inside, self.between = replica_groups(SIZE)
         whole = dict(ds.model().named_parameters())
         self.held, kinds = [], ([], [])
         for name, shape, start, stop in ranges_of(engine):
             if ds.stage_of(engine):
                 shard = nn.Parameter(whole[name].detach().reshape(-1)[start:stop].clone())
-                declare_flat_shard(shard, shape, start, stop, self.groups.inside)
+                declare_flat_shard(shard, shape, start, stop, self.inside)
             else:
                 shard = nn.Parameter(whole[name].detach().clone())
             self.held.append((name, start, stop, shard))
@@ -60,7 +60,7 @@ class ByHand:
             {"params": kinds[1], "algorithm": "adamw", "lr": ds.ELEMENTWISE_LR, "weight_decay": 0},
         ]
         self.optimizer = CurvaDion(
-            groups, ds.LR, rank_fraction=ds.FRACTION, replicas=self.groups.between, **chosen
+            groups, ds.LR, rank_fraction=ds.FRACTION, replicas=self.between, **chosen
         )
 
     def step(self, number, spoil=()):

@@ -246,10 +246,10 @@ AROUND = {
     "docs/reading-a-report.md: write_json_line": Around(
         "optimizer = Dion(groups)", "assert len(open('run.jsonl').readlines()) == len(data)"
     ),
-    "docs/reading-a-report.md: write_scalars": Around(
+    "docs/reading-a-report.md: add_scalar": Around(
         REPORTED, "writer.close()", needs=("tensorboard",)
     ),
-    "docs/reading-a-report.md: write_wandb": Around(REPORTED, needs=("wandb",)),
+    "docs/reading-a-report.md: wandb.init": Around(REPORTED, needs=("wandb",)),
     "docs/several-nodes.md: nccl": Around(
         after="assert mesh.shape == (2, 1)\n" + STEPS,
         ranks=2,

@@ -19,7 +19,7 @@ from curvadion.metering import wire
 @contextmanager
 def one_at_a_time():
     """Do a rank's collectives one after the other, in the order in which its threads arrive."""
-    wire.keep_kernels()  # else later ones would take the place of these
+    wire.install_kernels()  # else later ones would take the place of these
     lock, jitter, main = threading.Lock(), random.Random(dist.get_rank()), threading.get_ident()
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     library = torch.library.Library("c10d", "IMPL", "BackendSelect")

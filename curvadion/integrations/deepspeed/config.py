@@ -12,8 +12,12 @@ from torch import nn
 
 from curvadion import checks
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod
-from curvadion.integrations.deepspeed.modes import REPLICA_SIZE
-from curvadion.integrations.deepspeed.replicas import between_replicas, divided, reaching
+from curvadion.integrations.deepspeed.replicas import (
+    REPLICA_SIZE,
+    between_replicas,
+    divided,
+    reaching,
+)
 from curvadion.integrations.shared import KINDS
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.curvadion import CurvaDion
@@ -24,21 +28,16 @@ from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 
 # Arguments that are objects: in the JSON {"type": ..., ...its arguments}.
-CHOICES: dict[str, dict[str, Callable[..., Any]]] = {
-    "gate": {"rmmc": RMMC, "period": FixedPeriod, "budget": ByteBudget, "always": AlwaysOpen},
-    "sync": {
-        "low_rank": LowRank,
-        "quantized_average": QuantizedAverage,
-        "coded_gradients": CodedGradients,
-    },
+GATES = {"rmmc": RMMC, "period": FixedPeriod, "budget": ByteBudget, "always": AlwaysOpen}
+SYNCS = {
+    "low_rank": LowRank,
+    "quantized_average": QuantizedAverage,
+    "coded_gradients": CodedGradients,
 }
+CHOICES: dict[str, Mapping[str, Callable[..., Any]]] = {"gate": GATES, "sync": SYNCS}
 ROUTING = ("elementwise", "elementwise_lr", "options", "patterns")
-# Of DeepSpeed's schedulers that set rates, the key of the largest.
-ONE_RATE = {
-    "WarmupLR": "warmup_max_lr",
-    "WarmupDecayLR": "warmup_max_lr",
-    "OneCycle": "cycle_max_lr",
-}
+# Keys of DeepSpeed's schedulers: the largest rate, for all groups unless it is a list.
+LARGEST_RATES = ("warmup_max_lr", "cycle_max_lr")
 
 
 def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
@@ -51,7 +50,6 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
             f"optimizer.{min(unknown)} is unknown: hyperparameters belong into optimizer.params"
         )
     params.pop(REPLICA_SIZE, None)
-    _move_delay(params)
     replicas = between_replicas(engine)
     for argument in CHOICES.keys() & params.keys():
         params[argument] = _choice(argument, params[argument])
@@ -75,14 +73,14 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
 def _warn_of_one_rate(engine: Any, optimizer: Dion) -> None:
     """Warn if a scheduler of DeepSpeed gives one rate to groups that have several."""
     rates = [float(group["lr"]) for group in optimizer.param_groups]
-    key = ONE_RATE.get(engine.scheduler_name())
-    rate = (engine.scheduler_params() or {}).get(key)
-    if isinstance(rate, (int, float)) and len(set(rates)) > 1:
-        warnings.warn(
-            f"scheduler.params.{key}={rate!r} gives all parameter groups this learning rate, and "
-            f"they have {rates}: write a list with one rate for each of them, in this order.",
-            stacklevel=checks.user_stacklevel(),
-        )
+    params = engine.scheduler_params() or {}
+    for key in LARGEST_RATES:
+        if isinstance(params.get(key), (int, float)) and len(set(rates)) > 1:
+            warnings.warn(
+                f"scheduler.params.{key}={params[key]!r} gives all parameter groups this learning "
+                f"rate, and they have {rates}: write a list with one rate for each, in this order.",
+                stacklevel=checks.user_stacklevel(),
+            )
 
 
 def _choice(argument: str, value: object) -> Any:
@@ -98,25 +96,6 @@ def _choice(argument: str, value: object) -> Any:
         return kinds[kind](**arguments)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{key}: {error}") from error
-
-
-def _move_delay(params: dict[str, Any]) -> None:
-    """Let the sync have the key ``delay``, which is short for its own."""
-    key, delay, sync = "optimizer.params.delay", params.pop("delay", None), params.get("sync")
-    if delay and sync is None:
-        gate = params.get("gate")
-        budget = isinstance(gate, Mapping) and gate.get("type") == "budget"
-        if not budget and params.get("wire_budget") is None:
-            raise ValueError(
-                f'{key}={delay} needs a wire_budget, or "sync": {{"type": "quantized_average"}}: '
-                f"only coded means of weights can arrive later"
-            )
-        sync = {"type": "quantized_average"}
-    if delay is not None and isinstance(sync, Mapping):
-        if (inside := sync.get("delay", delay)) != delay:
-            raise ValueError(f"{key}={delay}, but optimizer.params.sync.delay={inside}: drop one")
-        if delay:
-            params["sync"] = {**sync, "delay": delay}
 
 
 def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -170,7 +149,6 @@ def check_replicas(engine: Any, optimizer: Dion) -> None:
     if between is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
             f"local_step={local_step!r} and sync={optimizer.sync!r} with {where}: one replica is "
-            f"sharded over all ranks, so nothing drifts, and a local Dion step saves nothing. Give "
-            f"neither codes nor a budget, and local_step='gradient', or divide the ranks by "
-            f"optimizer.params.{REPLICA_SIZE}."
+            f"sharded over all ranks, so nothing drifts. Give neither codes nor a budget, and "
+            f"local_step='gradient', or divide the ranks by optimizer.params.{REPLICA_SIZE}."
         )

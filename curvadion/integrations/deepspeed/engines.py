@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvadion.integrations.deepspeed import config, modes, replicas, sharded, zero_init
+from curvadion.integrations.deepspeed import config, replicas, sharded
 from curvadion.integrations.deepspeed.replicas import divided
 from curvadion.integrations.shared import KINDS, run_after, run_before, wrap_method
 from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 
 
-def install() -> None:
-    """Patch DeepSpeed's classes."""
+@cache
+def register() -> None:
+    """Teach DeepSpeed the optimizers' names; again is harmless."""
     import deepspeed
     from deepspeed.runtime.zero import utils
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
     for hook in (_is_supported_optimizer, _configure_basic_optimizer, _configure_optimizer):
         wrap_method(deepspeed.DeepSpeedEngine, hook.__name__, hook)
-    zero_init.patch(Init, GatheredParameters)
+    replicas.patch(Init, GatheredParameters)
     # ZeRO asks for zero_allow_untested_optimizer unless it knows the class.
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(KINDS.values())
 
@@ -48,66 +50,32 @@ def _configure_optimizer(
     if not (named or isinstance(client, Dion)):
         theirs(engine, client, parameters)
         return
-    modes.check_engine(engine)
+    replicas.check_engine(engine)
     if client is not None:
         _hold(client)
     replicas.divide_into_replicas(engine, client)
-    with zero_init.sharding_over(engine.seq_data_parallel_group if divided(engine) else None):
+    with replicas.sharding_over(engine.seq_data_parallel_group if divided(engine) else None):
         theirs(engine, client, parameters)
-    attach(engine)
+    _attach(engine, engine.basic_optimizer)
 
 
 def _hold(optimizer: Dion) -> Dion:
-    """Let ``step`` do nothing until :func:`attach`: a bfloat16 engine calls it while it is built.
-
-    Its parameters are then not yet those of the training, and its gradients are made up.
-    """
+    """Let ``step`` do nothing until attached: a bfloat16 engine calls it while it is built."""
     setattr(optimizer, "step", MethodType(lambda self, closure=None: None, optimizer))  # noqa: B010
     return optimizer
 
 
-def attach(engine: Any) -> Any:
-    """Make an engine and its CurvaDion or Dion work together; ``deepspeed.initialize`` does it.
-
-    Stage 0: the engine no longer reduces gradients, or inside replicas only, unless the optimizer
-    has ``replicas="single"`` and leaves that to it. Stages 1 to 3: the optimizer steps on the
-    ranges of parameters that the flat partitions hold, once per ``engine.step()``. Where there are
-    several replicas, norms for ``gradient_clipping`` are taken over all of them, and
-    ``save_checkpoint`` and ``save_16bit_model`` first synchronise them.
-
-    Args:
-        engine: a DeepSpeedEngine. Attached engines are left as they are.
-
-    Returns:
-        ``engine`` itself. The optimizer is ``engine.basic_optimizer``, with ``report``,
-        ``progress``, ``drift()`` and ``synchronize()``.
-
-    Raises:
-        TypeError: if the engine's optimizer is neither CurvaDion nor Dion.
-        ValueError: for a configuration that cannot work, naming its key.
-    """
-    optimizer = getattr(engine, "basic_optimizer", None)
-    if not isinstance(optimizer, Dion):
-        raise TypeError(
-            f"engine must be a DeepSpeedEngine whose optimizer is CurvaDion or Dion, but it has "
-            f"{type(optimizer).__name__}"
-        )
-    if getattr(engine, "_curvadion_attached", None) is optimizer:
-        return engine
-    modes.check_engine(engine)
+def _attach(engine: Any, optimizer: Dion) -> None:
+    """Make an engine and its optimizer work together; collective."""
     config.check_replicas(engine, optimizer)
     vars(optimizer).pop("step", None)
+    several = optimizer._replicas.process_group is not None
     if engine.zero_optimization_stage():
         sharded.attach(engine, optimizer)
-    elif optimizer._replicas.process_group is not None:
+    elif several:
         _attach_whole(engine, optimizer)
-    if optimizer._replicas.process_group is not None:
+    if several:
         _synchronize_before_saving(engine, optimizer)
-    engine._curvadion_attached = optimizer
-    return engine
-
-
-# -------------------------------------------------------------------- stage 0
 
 
 def _attach_whole(engine: Any, optimizer: Dion) -> None:
@@ -126,10 +94,7 @@ def _attach_whole(engine: Any, optimizer: Dion) -> None:
 
 
 def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
-    """Step on the float32 copies of the weights that a bfloat16 engine keeps.
-
-    Its own step takes norms and skips on each rank alone, which replicas must not.
-    """
+    """Step on the float32 copies of a bfloat16 engine, whose own step skips on each rank alone."""
 
     def step(self: Any, closure: Any = None) -> None:
         self.overflow = False
@@ -157,9 +122,6 @@ def _publish(wrapper: Any) -> None:
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
     return [pair for group in groups for pair in zip(*group, strict=True)]
-
-
-# -------------------------------------------------------------------- checkpoints
 
 
 def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:

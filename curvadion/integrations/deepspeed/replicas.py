@@ -1,41 +1,41 @@
 """``replica_size``: DeepSpeed shards and averages inside a replica, the optimizer between them.
 
 DeepSpeed tells the ranks that read data of their own, which batch sizes count, from those over
-which it shards and averages gradients (``engine.seq_data_parallel_group``). Sequence parallelism
-makes the latter more, and this fewer.
+which it shards and averages gradients (``engine.seq_data_parallel_group``): here one replica.
+``deepspeed.zero.Init`` shards over it, too; gathered weights are those of all replicas.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from curvadion import checks
 from curvadion.comm.collectives import all_ranks_equal
 from curvadion.comm.groups import existing_group, new_group
-from curvadion.integrations.deepspeed.modes import KEY, REPLICA_SIZE, check_with_replicas
-from curvadion.integrations.shared import wrap_method
+from curvadion.integrations.shared import KINDS, wrap_method
 from curvadion.optim.dion import Dion
 
+REPLICA_SIZE = "replica_size"
+KEY = f"optimizer.params.{REPLICA_SIZE}"
 _BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
-_divided: list[int] = []  # sizes of replicas that were asked for
+_inside: list[list[int]] = []  # the ranks of this rank's replica, wherever there are several
+# DeepSpeed shards a whole model by itself, and does not tell Init the engine's group.
+_engines: list[dist.ProcessGroup | None] = []
 _on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
 _on_cpu = weakref.WeakKeyDictionary()  # gloo groups over the ranks of others
 
 
-class ReplicaGroups(NamedTuple):
-    """The groups that this rank is in where the ranks hold several replicas."""
-
-    inside: dist.ProcessGroup  # of this replica, over which DeepSpeed shards and averages gradients
-    between: dist.ProcessGroup  # the ranks that hold the same shards, one of each replica
-
-
-def replica_groups(size: int) -> ReplicaGroups:
-    """Groups for replicas of ``size`` ranks in a row, fewer than all; collective."""
+def replica_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This replica's ranks, and those with the same shards, one of each replica; collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     first, place = rank - rank % size, rank % size
     # Groups of one rank are groups too, because DeepSpeed wants one.
@@ -43,23 +43,18 @@ def replica_groups(size: int) -> ReplicaGroups:
         existing_group(ranks) or new_group(ranks)
         for ranks in (range(first, first + size), range(place, world, size))
     )
-    _divided.append(size)
-    return ReplicaGroups(inside, between)
+    _inside.append(dist.get_process_group_ranks(inside))
+    return inside, between
 
 
 def of_a_replica(p: Any) -> bool:
     """Whether a parameter is sharded over one of several replicas."""
-    if (group := getattr(p, "ds_process_group", None)) is None or group.size() not in _divided:
-        return False
-    first = dist.get_rank() - dist.get_rank() % group.size()
-    return dist.get_process_group_ranks(group) == [*range(first, first + group.size())]
+    group = getattr(p, "ds_process_group", None)
+    return group is not None and dist.get_process_group_ranks(group) in _inside
 
 
 def reaching(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """``group`` if it takes tensors on ``device``, else a gloo group of its ranks; collective.
-
-    A GPU's engine has NCCL groups; offloaded master weights are on the CPU.
-    """
+    """``group`` if it takes tensors on ``device``, else a gloo group of its ranks; collective."""
     if f"{device.type}:" in str(dist.get_backend_config(group)):
         return group
     if group not in _on_cpu:
@@ -74,21 +69,14 @@ def divided(engine: Any) -> bool:
 
 
 def between_replicas(engine: Any) -> dist.ProcessGroup | None:
-    """The ranks with which the optimizer synchronises; None if the engine's ranks are one replica.
-
-    At stage 0 every rank is a replica unless the engine was divided otherwise.
-    """
+    """The ranks with which the optimizer synchronises; None if all ranks are one replica."""
     whole = None if engine.zero_optimization_stage() else engine.seq_data_parallel_group
     group: dist.ProcessGroup | None = getattr(engine, _BETWEEN, whole)
     return group
 
 
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
-    """Divide the engine's ranks into replicas, as the JSON or an optimizer made in code says.
-
-    Batch sizes, data loaders and the first broadcast of the weights stay those of all ranks.
-    Collective, before DeepSpeed makes its optimizer.
-    """
+    """Divide the engine's ranks into replicas, as the JSON or an optimizer made in code says."""
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
     size = size_in(engine.optimizer_params(), world) if client is None else _size_of(client, stage)
     # A rank that differs would create other groups than those that the rest waits for.
@@ -101,13 +89,13 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
         _check_shards(engine)
         return
     check_with_replicas(engine, size)
-    groups = replica_groups(size)
-    engine.seq_data_parallel_group, engine.seq_dp_world_size = groups.inside, size
-    setattr(engine, _BETWEEN, groups.between)
+    inside, between = replica_groups(size)
+    engine.seq_data_parallel_group, engine.seq_dp_world_size = inside, size
+    setattr(engine, _BETWEEN, between)
     _average_inside(engine)
     _check_shards(engine)
     if stage == 3:
-        _start_with_the_first(engine, groups.between)
+        _start_with_the_first(engine, between)
 
 
 def size_in(params: Any, world: int) -> int | None:
@@ -140,19 +128,15 @@ def _check_shards(engine: Any) -> None:
         held_by = getattr(p, "ds_process_group", None)
         if held_by is not None and (found := dist.get_process_group_ranks(held_by)) != wanted:
             raise ValueError(
-                f"{name} was sharded over the ranks {found} when it was built under "
-                f"deepspeed.zero.Init, but the engine shards over {wanted}, as its configuration "
-                f"or its optimizer's replicas say. Import curvadion.deepspeed first, and build it "
-                f"under zero.Init(config_dict_or_path=...) with the configuration that "
-                f"deepspeed.initialize gets, or zero.Init(data_parallel_group=...) of these ranks."
+                f"{name} was sharded over the ranks {found} under deepspeed.zero.Init, but the "
+                f"engine shards over {wanted}: import curvadion.deepspeed first, and build the "
+                f"model under zero.Init(config_dict_or_path=...) with the engine's configuration, "
+                f"or zero.Init(data_parallel_group=...) of these ranks."
             )
 
 
 def _average_inside(engine: Any) -> None:
-    """Let gradients that the engine averages itself, at stage 0 and for BF16_Optimizer, stay here.
-
-    For these it asks a module of DeepSpeed's for the group.
-    """
+    """Average inside what the engine averages itself, at stage 0 and for BF16_Optimizer."""
     inside = engine.seq_data_parallel_group
     here = {"dp_group": inside, "dp_world_size": inside.size()}
 
@@ -169,3 +153,162 @@ def _start_with_the_first(engine: Any, between: dist.ProcessGroup) -> None:
         if (shard := getattr(p, "ds_tensor", None)) is not None:
             for held in [shard, p] if p.ds_status.name == "AVAILABLE" else [shard]:
                 dist.broadcast(held.data, group=reaching(between, held.device), group_src=0)
+
+
+# -------------------------------------------------------------------- zero.Init
+
+
+@contextmanager
+def sharding_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside, models are sharded over these ranks if nothing else is said; None: over all."""
+    _engines.append(group)
+    try:
+        yield
+    finally:
+        _engines.pop()
+
+
+def patch(init_class: Any, gathered_class: Any) -> None:
+    """Let Init know ``replica_size``, and GatheredParameters reach all replicas."""
+    wrap_method(init_class, "__init__", _init)
+    wrap_method(init_class, "patch_init_and_builtins", _patch_apply)
+    wrap_method(gathered_class, "__init__", _gather)
+    wrap_method(gathered_class, "__exit__", _leave)
+
+
+def _init(theirs: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(theirs).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    said = given.arguments
+    if said["data_parallel_group"] is None and said["sequence_data_parallel_group"] is None:
+        if _engines:
+            said["data_parallel_group"] = _engines[-1]
+        elif said["enabled"]:
+            said["data_parallel_group"] = _group_in(said["config_dict_or_path"] or said["config"])
+    theirs(*given.args, **given.kwargs)
+
+
+def _group_in(configuration: Any) -> dist.ProcessGroup | None:
+    """The ranks of this replica; None if the configuration does not divide the ranks."""
+    from deepspeed import init_distributed
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    if configuration is None:
+        return None
+    settings = configuration if isinstance(configuration, dict) else load_ds_config(configuration)
+    optimizer = settings.get("optimizer") or {}
+    if optimizer.get("type") not in KINDS:
+        return None
+    if not dist.is_initialized():
+        init_distributed()
+    world = dist.get_world_size()
+    size = size_in(optimizer.get("params"), world)
+    return None if size in (None, world) else replica_groups(size)[0]
+
+
+def _gather(
+    theirs: Callable[..., Any],
+    self: Any,
+    params: Any,
+    modifier_rank: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Users name a rank of all, DeepSpeed one of a replica."""
+    params = [params] if isinstance(params, Tensor) else list(params)
+    self._curvadion_source = modifier_rank if any(map(of_a_replica, params)) else None
+    inside = modifier_rank if self._curvadion_source is None else 0
+    theirs(self, params, inside, *args, **kwargs)
+
+
+def _leave(theirs: Callable[..., Any], self: Any, *raised: Any) -> Any:
+    if self.enabled and self._curvadion_source is not None:
+        for p in filter(of_a_replica, self.params):
+            dist.broadcast(p.data, self._curvadion_source)
+    return theirs(self, *raised)
+
+
+def _patch_apply(theirs: Callable[..., Any], self: Any) -> None:
+    theirs(self)
+    if self.override_module_apply and self.dp_world_size < dist.get_world_size():
+        original = getattr(nn.Module, "_old_apply")  # noqa: B009  # which DeepSpeed puts back
+        # DeepSpeed's own broadcasts from rank 0, which only the group of the first replica has.
+        apply = lambda module, function: original(module, _on_gathered(function))  # noqa: E731
+        setattr(nn.Module, "apply", apply)  # noqa: B010
+
+
+def _on_gathered(function: Any) -> Any:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    if hasattr(function, "wrapped"):  # apply calls itself for each child
+        return function
+
+    @wraps(function)
+    def on_gathered(module: nn.Module) -> None:
+        with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
+            function(module)
+
+    setattr(on_gathered, "wrapped", True)  # noqa: B010
+    return on_gathered
+
+
+# -------------------------------------------------------------------- modes that are refused
+
+
+def check_engine(engine: Any) -> None:
+    """Raise ValueError, naming the key, for a mode of DeepSpeed in which no update is right."""
+    settings = engine._config
+    zero, stage = settings.zero_config, engine.zero_optimization_stage()
+    half = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16
+    elastic, deep = "zero_optimization.elastic_checkpoint", settings.compile_config.deepcompile
+    sums = stage == 0 and not engine.gradient_average
+    sequences = stage == 0 and engine.sequence_parallel_size > 1
+    refused = [
+        (engine.fp16_enabled() and stage == 0, "fp16.enabled", "use bf16, or ZeRO stage 1, 2 or 3"),
+        (engine.pipeline_parallelism, "PipelineModule", "train without pipeline stages"),
+        (engine.has_moe_layers, "deepspeed.moe layers", "use dense layers"),
+        (engine.autotp_size() > 1, "tensor_parallel.autotp_size", "set it to 1"),
+        (engine.mpu is not None, "mpu", f"pass none: {KEY} chooses replicas"),
+        (deep, "compile.deepcompile", "set it to false"),
+        (zero.zenflow is not None, "zero_optimization.zenflow", "remove it"),
+        (zero.elastic_checkpoint, elastic, "set it to false: optimizer state is not elastic"),
+        (engine.load_universal_checkpoint(), "checkpoint.load_universal", "set it to false"),
+        (half, "torch_autocast.dtype", "use bfloat16: ranks would scale float16 losses alone"),
+        (sequences, "sequence_parallel_size", "use zero_optimization.stage >= 1"),
+        (sums, "gradient_allreduce_op", "use 'mean', which is what replicas take"),
+    ]
+    for key in ("offload_optimizer", "offload_param"):
+        name, offload = f"zero_optimization.{key}", getattr(zero, key)
+        device, ratio = getattr(offload, "device", ""), getattr(offload, "ratio", 1.0)
+        refused += [
+            (str(device).endswith("nvme"), f"{name}.device='nvme'", "use 'cpu'"),
+            (getattr(offload, "super_offload", False), f"{name}.super_offload", "set it to false"),
+            (ratio != 1.0, f"{name}.ratio={ratio}", "set it to 1.0"),
+        ]
+    _refuse(refused, "CurvaDion and Dion")
+
+
+def check_with_replicas(engine: Any, size: int) -> None:
+    """Raise ValueError, naming the key, for a mode that replicas of ``size`` ranks rule out."""
+    zero, checkpoint = engine._config.zero_config, engine._config.checkpoint_config
+    sequences = engine.sequence_parallel_size > 1 or engine.mesh_device is not None
+    secondary = (zero.zero_hpz_partition_size or 1) > 1
+    coded, serial = "zero_optimization.zero_quantized_gradients", zero.pipeline_loading_checkpoint
+    parallel = (checkpoint["writer"] or {}).get("data_parallel") is not None
+    node, off = engine.use_node_local_storage(), "set it to false"
+    refused = [
+        (sequences, "sequence_parallel_size", "leave it out"),
+        (secondary, "zero_optimization.zero_hpz_partition_size", "leave it out"),
+        (bool(zero.zero_quantized_gradients), coded, f"{off}: its groups span all ranks"),
+        (not engine.gradient_average, "gradient_allreduce_op", "use 'mean'"),
+        (node, "checkpoint.use_node_local_storage", f"{off}: one replica writes for all"),
+        (parallel, "checkpoint.writer.data_parallel", "leave it out: one replica writes for all"),
+        (serial, "zero_optimization.pipeline_loading_checkpoint", f"{off}: ranks would wait"),
+    ]
+    _refuse(refused, f"{KEY}={size}")
+
+
+def _refuse(modes: Iterable[tuple[bool, str, str]], beside: str) -> None:
+    for is_set, key, advice in modes:
+        if is_set:
+            raise ValueError(f"{key} does not work with {beside}: {advice}.")

@@ -11,15 +11,18 @@ clipped, and whether a step is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from curvadion.integrations.deepspeed.partitions import Partition, partitions_of, publish
+from curvadion.integrations.deepspeed.replicas import reaching
 from curvadion.integrations.shared import run_after, wrap_method
 from curvadion.layout.flat_shard import declare_flat_shard
 from curvadion.optim.clipping import clip_grad_norm_
@@ -32,24 +35,20 @@ def attach(engine: Any, optimizer: Dion) -> None:
     """Make the optimizer step on the partitions of the engine's ZeRO optimizer."""
     zero = engine.optimizer
     partitions = partitions_of(zero)
-    several = optimizer._replicas.process_group is not None
-
-    def give_to_model() -> None:
-        if several:
-            publish(zero, partitions)
-
     shards = Shards(optimizer, partitions, engine.param_names)
-    _give_methods(optimizer, shards, give_to_model)
-    if not several:
+    _give_methods(optimizer, shards)
+    if optimizer._replicas.process_group is None:
         _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
         return
     if engine.fp16_enabled():
         setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler looks for its scale
-    _decide_with_all_replicas(zero, shards, give_to_model)
+    for name in ("synchronize", "broadcast_weights"):
+        run_after(optimizer, name, lambda _: publish(zero, partitions))
+    _decide_with_all_replicas(zero, shards, partitions)
     zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
 
 
-def _give_methods(optimizer: Dion, shards: Shards, give_to_model: Callable[[], None]) -> None:
+def _give_methods(optimizer: Dion, shards: Shards) -> None:
     """Let the optimizer's methods work on the shards."""
 
     def on_shards(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,15 +57,12 @@ def _give_methods(optimizer: Dion, shards: Shards, give_to_model: Callable[[], N
 
     step = MethodType(lambda self, closure=None: shards.receive(), optimizer)
     setattr(optimizer, "step", step)  # noqa: B010
-    moving = ("synchronize", "broadcast_weights")
-    for name in ("drift", "state_dict", "load_state_dict", *moving):
+    for name in ("drift", "state_dict", "load_state_dict", "synchronize", "broadcast_weights"):
         wrap_method(optimizer, name, on_shards)
-    for name in moving:
-        run_after(optimizer, name, lambda _: give_to_model())
 
 
 def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
-    """ZeRO does not call the optimizer at a step with a non-finite gradient; it counts one."""
+    """ZeRO does not call the optimizer at a step with a non-finite gradient; count it here."""
 
     def step(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         shards.begin()
@@ -78,7 +74,7 @@ def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
     wrap_method(zero, "step", step)
 
 
-def _decide_with_all_replicas(zero: Any, shards: Shards, give_to_model: Callable[[], None]) -> None:
+def _decide_with_all_replicas(zero: Any, shards: Shards, partitions: list[Partition]) -> None:
     """ZeRO's step clips and skips by the gradients of its replica; replicas do both as one."""
 
     def step(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +90,7 @@ def _decide_with_all_replicas(zero: Any, shards: Shards, give_to_model: Callable
             zero.clip_grad = max_norm
         if not shards.stepped:  # other replicas are waiting, or send what arrives now
             shards.step_with_nan()
-            give_to_model()
+            publish(zero, partitions)
         if norms:
             zero._global_grad_norm = norms[0]
         zero.overflow = False  # learning rates follow their schedules on all replicas
@@ -124,10 +120,7 @@ class Shards:
             self._groups.append({**group, "params": views, "param_names": own})
 
     def begin(self, before_step: Callable[[], object] | None = None) -> None:
-        """A logical step begins: ZeRO's groups are complete, no gradient has been handed over.
-
-        before_step: called once all gradients are there.
-        """
+        """A logical step begins; before_step is called once all gradients are there."""
         self.stepped, self._before_step = False, before_step
         self._zero_groups = list(self.optimizer.param_groups)
         self._gradients.clear()
@@ -202,3 +195,106 @@ def _shards(partition: Partition) -> list[nn.Parameter]:
 def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     for given, taken in zip(source, target, strict=True):
         taken.update({k: v for k, v in given.items() if k not in NOT_HYPERPARAMETERS})
+
+
+# -------------------------------------------------------------------- partitions
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of a parameter; other ranks of ``group`` have the others, or none."""
+
+    parameter: Tensor
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int  # in a flat partition
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A flat tensor of master weights, with padding, that ZeRO hands to the optimizer."""
+
+    flat: Tensor
+    param_group: int  # position of the optimizer's group that it comes from
+    ranges: tuple[Range, ...]  # what it holds, in an order that all ranks share
+    publish: Callable[[], object]  # copies it to where ZeRO gathers the model's weights from
+
+
+# Names of masters, parameters and their shares at stages 1 and 2, and in the BF16_Optimizer.
+_FLAT = {
+    "single_partition_of_fp32_groups": ("bit16_groups", "parallel_partitioned_bit16_groups"),
+    "fp32_groups_flat_partition": ("bf16_groups", "bf16_partitioned_groups"),
+}
+
+
+def partitions_of(zero: Any) -> list[Partition]:
+    """The partitions of DeepSpeed's ZeRO optimizer, in the order in which it steps on them."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return list(_stage_3(zero))
+    for masters, names in _FLAT.items():
+        if hasattr(zero, masters):
+            return list(_stage_1_and_2(zero, masters, *names))
+    raise RuntimeError(f"{type(zero).__name__} is no ZeRO optimizer whose partitions are known")
+
+
+def _stage_1_and_2(zero: Any, masters: str, parameters: str, shares: str) -> Iterator[Partition]:
+    def publish(i: int, master: Tensor) -> None:
+        # Into the buffer as it is then: offloading weights exchanges it.
+        mine = dist.get_rank(zero.real_dp_process_group[i])
+        getattr(zero, shares)[i][mine].data.copy_(master.data)
+
+    for i, master in enumerate(getattr(zero, masters)):
+        group = reaching(zero.real_dp_process_group[i], master.device)
+        flat, held = getattr(zero, f"{parameters}_flat")[i], getattr(zero, parameters)[i]
+        ranges = _contiguous(held, flat, master.numel(), group)
+        yield Partition(master, i, ranges, partial(publish, i, master))
+
+
+def _contiguous(
+    parameters: Sequence[Tensor], flat: Tensor, size: int, group: dist.ProcessGroup
+) -> tuple[Range, ...]:
+    """Ranges of a partition that is this rank's share, ``size`` long, of a flat buffer."""
+    # Parameters are asked where in the buffer they lie: order and gaps depend on settings.
+    first = dist.get_rank(group) * size
+    ranges = []
+    for p in parameters:
+        same = p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        assert same, f"a parameter of shape {tuple(p.shape)} is no view of ZeRO's flat buffer"
+        begin = int(p.storage_offset()) - int(flat.storage_offset())
+        start = min(max(first - begin, 0), p.numel())
+        stop = max(min(first + size - begin, p.numel()), start)
+        offset = begin + start - first if start < stop else 0
+        ranges.append(Range(p, tuple(p.shape), start, stop, offset, group))
+    return tuple(ranges)
+
+
+def _stage_3(zero: Any) -> Iterator[Partition]:
+    """Every parameter is sharded by itself in equal shares; a sub-group is a row of such shares."""
+    for i, master in enumerate(zero.fp32_partitioned_groups_flat):
+        ranges, offset = [], 0
+        for p in zero.fp16_groups[i]:
+            held_by = getattr(p, "ds_process_group", zero.dp_process_group)
+            group = reaching(held_by, master.device)
+            size = p.partition_numel()
+            start = min(size * dist.get_rank(group), p.ds_numel)
+            stop = min(start + size, p.ds_numel)
+            ranges.append(Range(p, tuple(p.ds_shape), start, stop, offset, group))
+            offset += size
+        assert offset == master.numel(), "ZeRO's sub-group is not a row of its parameters' shares"
+        publish = partial(zero._reassign_or_swap_out_partitioned_parameters, i)
+        yield Partition(master, zero.sub_group_to_group_id[i], tuple(ranges), publish)
+
+
+def publish(zero: Any, partitions: Sequence[Partition]) -> None:
+    """Give the model the master weights, as ZeRO's step does at its end; collective."""
+    if hasattr(zero, "update_lp_params"):
+        zero.update_lp_params()
+        return
+    zero._partition_all_parameters()
+    for partition in partitions:
+        partition.publish()
+    if persistent := zero.persistent_parameters:
+        persistent[0].all_gather(persistent)
+    zero.invalidate_secondary_tensor()

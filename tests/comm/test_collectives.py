@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import distributed
-from curvadion.comm.shared_work import SharedWork
+from curvadion.comm.collectives import SharedWork
 
 
 def sums_beyond_half_precision(rank):
