@@ -21,7 +21,7 @@ from curvadion.ops.codes import (
     part,
     rows_of,
 )
-from curvadion.ops.tensors import check_lists, saturated
+from curvadion.ops.tensors import check_lists
 
 Lists = Sequence[Tensor]
 CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
@@ -67,7 +67,7 @@ def encode_difference_(
                 z = x.view(-1)[here]
                 if anchor is not None:
                     wide = torch.promote_types(x.dtype, torch.float32)
-                    z = z.to(wide) - saturated(anchor[here], x.dtype).to(x.dtype).to(wide)
+                    z = z.to(wide) - anchor[here].to(x.dtype).to(wide)
                 z = z.float() if residual is None else z.float() + residual[here].float()
                 length = len(z)
                 z = torch.nn.functional.pad(z, (0, -length % BLOCK)).view(-1, BLOCK)
@@ -93,7 +93,7 @@ def decode_(X: Lists, codes: Tensor, bits: int) -> None:
 
 
 def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
-    """anchor <- anchor + what codes stand for, X <- anchor, saturated; in one pass.
+    """anchor <- anchor + what codes stand for, X <- anchor; in one pass.
 
     The arguments are those of :func:`encode_difference_`; codes are only read.
     """
@@ -105,7 +105,7 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
             flat = anchor.view(-1)
             for chunk, here in _chunks(rows):
                 flat[here] += _decode(codes[chunk], bits).view(-1)[: len(flat[here])]
-            y.copy_(saturated(anchor, y.dtype))
+            y.copy_(anchor)
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:

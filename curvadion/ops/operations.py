@@ -1,11 +1,9 @@
 """The fused operations of an optimizer step, each with its plain PyTorch.
 
 Each one works on lists of tensors, which may differ in size and alignment and may be empty. Data
-may be bfloat16, float16, float32 or float64. Sums are taken in float32 or wider, and sums of
-squares in float64. Weights and momenta saturate at the end of their dtype's range
-(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are. Plain PyTorch
-runs on any device and takes any floating dtype, any strides, and learning rates that are tensors:
-it does what backends cannot, and is their reference.
+may be bfloat16, float32 or float64. Sums are taken in float32 or wider, and sums of squares in
+float64. Plain PyTorch runs on any device and takes any floating dtype, any strides, and learning
+rates that are tensors: it does what backends cannot, and is their reference.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.tensors import check_lists, largest, norm_and_sum, saturated
+from curvadion.ops.tensors import check_lists, norm_and_sum
 
 Lists = Sequence[Tensor]
 Numbers = Sequence[float]
@@ -58,7 +56,7 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     if result is not None:
         return result
     # One after another, so that only one sum takes memory at a time.
-    return _stacked(_held_norm(_sum(*one), one[0]) for one in zip(M, G, mu, strict=True))
+    return _stacked(_norm(_sum(m, g, c).to(m.dtype)) for m, g, c in zip(M, G, mu, strict=True))
 
 
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
@@ -68,10 +66,9 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
         return
     for m, g, decay in zip(M, G, mu, strict=True):
         if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
-            most = largest(m.dtype)
-            m.mul_(decay).add_(g).clamp_(-most, most)
+            m.mul_(decay).add_(g)
         else:
-            m.copy_(saturated(_sum(m, g, decay), m.dtype))
+            m.copy_(_sum(m, g, decay))
 
 
 def local_step_(
@@ -106,11 +103,10 @@ def local_step_(
     for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
         wide = _wide(x)
         if wide is x:
-            most = largest(x.dtype)
             if isinstance(eta, Tensor):
-                x.mul_(beta).sub_(g.to(x.dtype) * eta).clamp_(-most, most)
+                x.mul_(beta).sub_(g.to(x.dtype) * eta)
             else:
-                x.mul_(beta).sub_(g.to(x.dtype), alpha=eta).clamp_(-most, most)
+                x.mul_(beta).sub_(g.to(x.dtype), alpha=eta)
         else:
             _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
     if M:
@@ -303,20 +299,7 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm_and_sum(tensor)[0].to(dtype)
 
 
-def _held_norm(value: Tensor, m: Tensor) -> Tensor:
-    """The norm of a value after rounding to m's dtype; not finite if the value is not.
-
-    The value is saturated in place.
-    """
-    norm = _norm(value)
-    if value.dtype == m.dtype and value.device.type == "cpu" and norm.item() < largest(m.dtype):
-        return norm  # no element is saturated
-    held = _norm(value.clamp_(-largest(m.dtype), largest(m.dtype)).to(m.dtype))
-    return torch.where(norm.isfinite(), held, norm)
-
-
 def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
-    value = saturated(value, x.dtype)
     if seed is None or x.dtype != torch.bfloat16:
         x.copy_(value)
     else:

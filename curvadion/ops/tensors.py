@@ -1,4 +1,4 @@
-"""What operations ask of lists of tensors, the range of their numbers, and numbers of the host."""
+"""What operations ask of lists of tensors, and numbers of the host."""
 
 from __future__ import annotations
 
@@ -8,33 +8,11 @@ import torch
 from torch import Tensor
 
 # The dtypes that compiled kernels take, and their codes there.
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-# The largest magnitude of weights and momenta, by dtype. Products of such numbers are taken in
-# float32 or wider, and stay in range there.
-_LARGEST = {torch.float16: torch.finfo(torch.float16).max, torch.float64: 2.0**500}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Unsupported(Exception):
     """A backend cannot take these tensors, but plain PyTorch can."""
-
-
-def largest(dtype: torch.dtype) -> float:
-    """The largest magnitude of weights and momenta of a dtype, at which they saturate."""
-    return _LARGEST.get(dtype, 2.0**100)
-
-
-def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value, limited to the range of weights and momenta of ``dtype``; NaN stays NaN."""
-    return value.clamp(-largest(dtype), largest(dtype))
-
-
-def saturate_(values: list[Tensor], dtypes: Sequence[torch.dtype]) -> None:
-    """Limit each value, in place, as :func:`saturated` does; it may be narrower than its dtype."""
-    pairs = zip(values, dtypes, strict=True)
-    limits = [min(largest(dtype), torch.finfo(value.dtype).max) for value, dtype in pairs]
-    torch._foreach_clamp_min_(values, [-limit for limit in limits])
-    torch._foreach_clamp_max_(values, limits)
 
 
 def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

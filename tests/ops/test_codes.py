@@ -15,7 +15,7 @@ from curvadion.ops.codes import BITS, block_bytes
 from operations import DTYPES, INTERPRETED, places
 from pairwise import all_pairs
 
-F32, BF16, F16 = DTYPES
+F32, BF16 = DTYPES
 FEW_BITS = [1, 3] if INTERPRETED else BITS
 
 each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "cpu"))
@@ -24,7 +24,7 @@ each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "c
 @each_backend
 @pytest.mark.parametrize(
     ("bits", "X_dtype", "R_dtype", "anchors", "residuals"),
-    all_pairs(FEW_BITS, [F32, BF16, F16], [F32, BF16], [True, False], [True, False]),
+    all_pairs(FEW_BITS, [F32, BF16], [F32, BF16], [True, False], [True, False]),
 )
 def test_differences(backend, device, bits, X_dtype, R_dtype, anchors, residuals):
     code_operations.check_encode_difference(
@@ -33,7 +33,7 @@ def test_differences(backend, device, bits, X_dtype, R_dtype, anchors, residuals
 
 
 @each_backend
-@pytest.mark.parametrize("X_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("X_dtype", [F32, BF16])
 @pytest.mark.parametrize("bits", FEW_BITS)
 def test_what_codes_stand_for(backend, device, bits, X_dtype):
     code_operations.check_decode(backend, device, bits, X_dtype)
