@@ -51,7 +51,7 @@ def _backends() -> Iterator[str]:
     yield f"Backends of the fused operations (compiled in {native.cache_folder()})"
     for name in ops.BACKENDS:
         lacks = ops.lacking(name)
-        yield f"  {name:6} {'available' if lacks is None else f'not available: {lacks}'}"
+        yield f"  {name:6}  {'available' if lacks is None else f'not available: {lacks}'}"
     forced = os.environ.get("CURVADION_BACKEND")
     for device in _devices():
         said = f" (CURVADION_BACKEND={forced})" if forced else ""
@@ -84,7 +84,7 @@ def _coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     rows = x.new_empty(codes.blocks_of(len(x)), codes.block_bytes(bits), dtype=torch.uint8)
     ops.encode_difference_(rows, [x], bits=bits)
     stands_for = torch.empty_like(x)
-    ops.decode_([stands_for], rows, bits)
+    ops.decode_add_([stands_for], (), rows, bits)
     return rows, stands_for
 
 

@@ -8,12 +8,11 @@ tensors       what operations ask of lists of tensors
 native        building, loading and calling of the compiled libraries
 """
 
-from curvadion.ops.backends import BACKENDS, backend_for, implements, lacking, use_backend
-from curvadion.ops.coding import average_codes_, decode_, decode_add_, encode_difference_
+from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend
+from curvadion.ops.coding import average_codes_, decode_add_, encode_difference_
 from curvadion.ops.operations import (
     accumulate_,
     column_normalize,
-    column_normalize_,
     column_sum_of_squares,
     local_step_,
     low_rank_update_,
@@ -28,12 +27,9 @@ __all__ = [
     "average_codes_",
     "backend_for",
     "column_normalize",
-    "column_normalize_",
     "column_sum_of_squares",
-    "decode_",
     "decode_add_",
     "encode_difference_",
-    "implements",
     "lacking",
     "local_step_",
     "low_rank_update_",

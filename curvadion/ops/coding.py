@@ -21,7 +21,6 @@ from curvadion.ops.codes import (
     part,
     rows_of,
 )
-from curvadion.ops.tensors import check_lists
 
 Lists = Sequence[Tensor]
 CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
@@ -53,9 +52,8 @@ def encode_difference_(
         owned: (k, 256) float32, gets z of k rows; None for none.
         first: the first of these rows.
     """
-    _check(codes, bits, X, *filter(None, (anchors, residuals)))
+    _check(codes, bits, X)
     owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
-    _check_blocks(owned, "owned")
     X, anchors = ([t.contiguous() for t in list_] for list_ in (X, anchors))
     with _row_major(residuals) as R:
         writes = (codes, R, owned)
@@ -80,32 +78,20 @@ def encode_difference_(
                     residual[here] = lost.view(-1)[:length].to(residual.dtype)
 
 
-def decode_(X: Lists, codes: Tensor, bits: int) -> None:
-    """X <- what codes stand for; the arguments are those of :func:`encode_difference_`."""
-    _check(codes, bits, X)
-    with _row_major(X) as Y:
-        if fused("decode_", Y, codes, bits, writes=[Y]):
-            return
-        for y, rows in zip(Y, rows_of(Y), strict=True):
-            flat = y.view(-1)
-            for chunk, here in _chunks(rows):
-                flat[here] = _decode(codes[chunk], bits).view(-1)[: len(flat[here])].to(y.dtype)
-
-
 def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
     """anchor <- anchor + what codes stand for, X <- anchor; in one pass.
 
     The arguments are those of :func:`encode_difference_`; codes are only read.
     """
-    _check(codes, bits, X, anchors)
+    _check(codes, bits, X)
     with _row_major(X) as Y, _row_major(anchors) as A:
         if fused("decode_add_", Y, A, codes, bits, writes=[Y, A]):
             return
-        for y, anchor, rows in zip(Y, A, rows_of(Y), strict=True):
-            flat = anchor.view(-1)
+        for t, (y, rows) in enumerate(zip(Y, rows_of(Y), strict=True)):
+            flat = y.view(-1)
             for chunk, here in _chunks(rows):
-                flat[here] += _decode(codes[chunk], bits).view(-1)[: len(flat[here])]
-            y.copy_(anchor)
+                now = _decode(codes[chunk], bits).view(-1)[: len(flat[here])]
+                flat[here] = A[t].view(-1)[here].add_(now) if A else now
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
@@ -121,12 +107,9 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
         rank: this rank.
         bits: of a code.
     """
-    ranks, rows = len(received), (len(own), block_bytes(bits))
-    _check_blocks(own, "own")
-    _check_bytes(codes, "codes", rows)
-    _check_bytes(received, "received", (ranks, *rows))
     if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
+    ranks = len(received)
     # By a tensor of this device: GPUs multiply by the inverse of a number of the host.
     count = torch.full((), float(ranks), device=own.device)
     for chunk, _ in _chunks(slice(0, len(own))):
@@ -137,22 +120,10 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
         own[chunk] = total - count * _decode(codes[chunk], bits)
 
 
-def _check(codes: Tensor, bits: int, X: Lists, *more: Lists) -> None:
-    rows = sum(blocks_of(x.numel()) for x in X)
-    _check_bytes(codes, "codes", (rows, block_bytes(bits)))
-    check_lists(X, *more)
-
-
-def _check_bytes(given: Tensor, name: str, shape: tuple[int, ...]) -> None:
-    if given.shape != shape or given.dtype != torch.uint8:
-        raise ValueError(
-            f"{name} of shape {tuple(given.shape)} and {given.dtype}: they must be {shape} uint8"
-        )
-
-
-def _check_blocks(given: Tensor, name: str) -> None:
-    if given.dim() != 2 or given.shape[1] != BLOCK:
-        raise ValueError(f"{name} of shape {tuple(given.shape)}: it must be (k, {BLOCK})")
+def _check(codes: Tensor, bits: int, X: Lists) -> None:
+    shape = sum(blocks_of(x.numel()) for x in X), block_bytes(bits)
+    if codes.shape != shape or codes.dtype != torch.uint8:
+        raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}: they must be {shape} uint8")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The fused operations of an optimizer step, each with its plain PyTorch.
 
-Each one works on lists of tensors, which may differ in size and alignment and may be empty. Data
+Each one works on lists of tensors, which may differ in size and alignment. Data
 may be bfloat16, float32 or float64. Sums are taken in float32 or wider, and sums of squares in
 float64. Plain PyTorch runs on any device and takes any floating dtype, any strides, and learning
 rates that are tensors: it does what backends cannot, and is their reference.
@@ -8,14 +8,14 @@ rates that are tensors: it does what backends cannot, and is their reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.tensors import check_lists, norm_and_sum
+from curvadion.ops.tensors import norm_and_sum
 
 Lists = Sequence[Tensor]
 Numbers = Sequence[float]
@@ -30,14 +30,11 @@ SMALLEST_IN_BLOCKS = 3 * ROWS
 
 
 def norms(X: Lists) -> Tensor:
-    """Frobenius norms, one per tensor: (len(X),), float32 or wider.
-
-    A norm is finite if the elements are finite and the result's dtype can hold the norm.
-    """
+    """Frobenius norms of one tensor or more, (len(X),), float32 or wider; finite if that fits."""
     result: Tensor | None = fused("norms", X)
     if result is not None:
         return result
-    return _stacked(_norm(x) for x in X)
+    return torch.stack([_norm(x) for x in X])
 
 
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
@@ -51,17 +48,16 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
         G: gradients, of the same shapes.
         mu: a number per tensor.
     """
-    check_lists(M, G, numbers=[mu])
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
         return result
     # One after another, so that only one sum takes memory at a time.
-    return _stacked(_norm(_sum(m, g, c).to(m.dtype)) for m, g, c in zip(M, G, mu, strict=True))
+    each = zip(M, G, mu, strict=True)
+    return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
 
 
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
     """M <- mu M + G, in place; the arguments are those of :func:`momentum_norms`."""
-    check_lists(M, G, numbers=[mu])
     if fused("accumulate_", M, G, mu, writes=[M]):
         return
     for m, g, decay in zip(M, G, mu, strict=True):
@@ -93,9 +89,6 @@ def local_step_(
             down at random, so that the mean is exact. The same seeds give the same bits on every
             replica. None rounds to nearest.
     """
-    check_lists(X, G, numbers=[step, decay])
-    if M:
-        check_lists(M, G, numbers=[mu])
     if _on_host(step, decay) and fused(
         "local_step_", X, G, step, decay, M, mu, seeds, writes=[X, M]
     ):
@@ -114,51 +107,35 @@ def local_step_(
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
-    """The sums of squares of columns: (..., n, r) -> (..., r) float64.
+    """The sums of squares of columns: (k, n, r) -> (k, r) float64; k is 1 or more.
 
-    Ranks that hold different rows of R add up these sums before :func:`column_normalize_`.
+    Ranks that hold different rows of R add up these sums before :func:`column_normalize`.
     """
     result: Tensor | None = fused("column_sum_of_squares", R)
     if result is not None:
         return result
     # One matrix after another, so that only one is held in float64 at a time.
-    stack = R.reshape(R.shape[:-2].numel(), *R.shape[-2:])
-    sums = [one.double().square().sum(dim=-2) for one in stack]
-    shape = *R.shape[:-2], R.shape[-1]
-    return torch.stack(sums).view(shape) if sums else R.new_zeros(shape, dtype=torch.float64)
+    return torch.stack([one.double().square().sum(dim=0) for one in R])
 
 
-def column_normalize(
-    R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
-) -> Tensor:
-    """As :func:`column_normalize_`, into a new tensor of R's shape (..., n, r) and dtype."""
-    Q = torch.empty_like(R, memory_format=torch.contiguous_format)
-    k, n, r = R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
-    sums, floors = (None if t is None else t.reshape(k, r) for t in (sum_of_squares, floor))
-    column_normalize_(Q.view(k, n, r).unbind(), R.reshape(k, n, r), sums, floors)
-    return Q
-
-
-def column_normalize_(
-    Q: Lists, R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
-) -> None:
-    """Q <- R / column norms, in Q's own dtype.
+def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
+    """R / column norms, (k, n, r) in R's dtype.
 
     Args:
-        Q: k tensors (n, r).
         R: (k, n, r).
-        sum_of_squares: (k, r) float64, the squares of the norms over ALL rows, if other ranks hold
-            some of the rows; None takes those of R.
-        floor: (k, r) float64; columns whose norm is not larger become zero. Without it, columns of
-            rounding errors would become updates of full size. None stands for zeros.
+        sum_of_squares: (k, r) float64, the squares of the norms over the rows of all ranks.
+        floor: (k, r) float64; columns whose norm is not larger become zero. Otherwise columns of
+            rounding errors would become updates of full size.
     """
-    if fused("column_normalize_", Q, R, sum_of_squares, floor, writes=[Q]):
-        return
-    lengths = (column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares).sqrt()
-    longer = lengths > (0.0 if floor is None else floor)
-    inverse = torch.where(longer, lengths.reciprocal(), 0.0)
+    result: Tensor | None = fused("column_normalize", R, sum_of_squares, floor)
+    if result is not None:
+        return result
+    lengths = sum_of_squares.sqrt()
+    inverse = torch.where(lengths > floor, lengths.reciprocal(), 0.0)
+    Q = torch.empty_like(R, memory_format=torch.contiguous_format)
     for q, r, factors in zip(Q, R, inverse, strict=True):
         q.copy_(r * factors)
+    return Q
 
 
 def low_rank_update_(
@@ -187,11 +164,6 @@ def low_rank_update_(
         feedback: a number per momentum.
         seeds: as in :func:`local_step_`.
     """
-    check_lists(X, numbers=[step, decay])
-    _check_factors(X, P, Q)
-    if M:
-        check_lists(M, X, numbers=[feedback])
-        _check_factors(M, P, R)
     if _on_host(step, decay) and fused(
         "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, writes=[X, M]
     ):
@@ -201,13 +173,6 @@ def low_rank_update_(
     if M:
         for m, p, r, c in zip(M, P, R, feedback, strict=True):
             _low_rank(m, p, r, c, 1.0, None)
-
-
-def _check_factors(X: Lists, P: Lists, Q: Lists) -> None:
-    for x, p, q in zip(X, P, Q, strict=True):
-        if x.shape != (p.shape[0], q.shape[0]) or p.shape[1:] != q.shape[1:]:
-            shapes = [tuple(t.shape) for t in (x, p, q)]
-            raise ValueError(f"a matrix and its factors of shapes {shapes} do not fit together")
 
 
 def _low_rank(
@@ -238,7 +203,6 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
         B: (k, m, n).
         out: (k, n, n), of the same dtype; it shares no memory with A or B.
     """
-    _check_product(A, B, out)
     if fused("symmetric_product", A, B, out, writes=[out]):
         return out
     n = A.shape[1]
@@ -254,20 +218,6 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _check_product(A: Tensor, B: Tensor, out: Tensor) -> None:
-    shapes = tuple(tuple(t.shape) for t in (A, B, out))
-    k, n, m = shapes[0] if A.dim() == 3 else (0, 0, -1)
-    if shapes != ((k, n, m), (k, m, n), (k, n, n)):
-        raise ValueError(
-            f"A, B and out of shapes {shapes}: they must be (k, n, m), (k, m, n) and (k, n, n)"
-        )
-    if len({(t.dtype, t.device) for t in (A, B, out)}) > 1:
-        found = [f"{t.dtype} on {t.device}" for t in (A, B, out)]
-        raise ValueError(f"A, B and out are {found}: they must have one dtype and device")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError("out is expanded, so that its numbers share memory: it must have its own")
-
-
 def _on_host(*lists: NumbersOrTensors) -> bool:
     """Whether no number is a tensor; to read it could make the host wait for a GPU."""
     return not any(isinstance(number, Tensor) for numbers in lists for number in numbers)
@@ -281,11 +231,6 @@ def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
     """mu m + g, in float32 or wider."""
     wide = _wide(m)
     return torch.add(g.to(torch.promote_types(g.dtype, wide.dtype)), wide, alpha=mu)
-
-
-def _stacked(norms: Iterable[Tensor]) -> Tensor:
-    found = list(norms)
-    return torch.stack(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -38,22 +38,6 @@ def norm_and_sum(x: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(norms), sums.sum()])
 
 
-def check_lists(
-    X: Sequence[Tensor], *others: Sequence[Tensor], numbers: Sequence[Sequence[object]] = ()
-) -> None:
-    """Raise ValueError unless lists have X's shapes, and there is a number for each tensor."""
-    for given in (*others, *numbers):
-        if len(given) != len(X):
-            raise ValueError(f"lists of {len(X)} and {len(given)}: they must be equally long")
-    for Y in others:
-        for i, (x, y) in enumerate(zip(X, Y, strict=True)):
-            if x.shape != y.shape:
-                raise ValueError(
-                    f"tensors {i} of two lists have shapes {tuple(x.shape)} and {tuple(y.shape)}: "
-                    f"they must be equal"
-                )
-
-
 def check_supported(*lists: Sequence[Tensor]) -> None:
     """Raise Unsupported unless compiled kernels take all dtypes, and there is only one device."""
     device = lists[0][0].device
@@ -72,7 +56,7 @@ def elementwise(
     check_supported(*written, *read)
     first = written[0]
     for x, *others in zip(*written, strict=True):
-        if not _dense(x) or any(y.stride() != x.stride() for y in others):
+        if not _dense(x) or any((y.shape, y.stride()) != (x.shape, x.stride()) for y in others):
             raise Unsupported
     return [*written, *(_with_strides_of(first, list_) for list_ in read)]
 
@@ -84,6 +68,8 @@ def _dense(x: Tensor) -> bool:
 
 def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> list[Tensor]:
     return [
-        y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)
+        y
+        if (y.shape, y.stride()) == (x.shape, x.stride())
+        else torch.empty_like(x, dtype=y.dtype).copy_(y)
         for x, y in zip(X, Y, strict=True)
     ]

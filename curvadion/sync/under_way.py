@@ -112,7 +112,7 @@ class UnderWay:
             means = [local(p.state[MEAN]) for p in sent.parameters]
             sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
             for mean, rows in zip(means, rows_of(means), strict=True):
-                ops.decode_([mean], sent.message.codes[rows], sent.message.bits)
+                ops.decode_add_([mean], (), sent.message.codes[rows], sent.message.bits)
 
 
 def _landed(p: Parameter) -> Arrived:

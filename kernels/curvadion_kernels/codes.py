@@ -219,11 +219,6 @@ def encode_difference_(
             )  # fmt: skip
 
 
-def decode_(X: Sequence[Tensor], codes: Tensor, bits: int) -> None:
-    """See :func:`curvadion.ops.decode_`."""
-    decode_add_(X, (), codes, bits)
-
-
 def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:
     """See :func:`curvadion.ops.decode_add_`."""
     check_compiled([codes], anchors, X)

@@ -71,19 +71,14 @@ def test_local_step(backend, device, X_dtypes, G_dtypes, M_dtypes, sizes, aligne
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "Q_dtype"),
-    all_pairs(
-        [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4), (0, 3, 2)], [F32, BF16]
-    )[::2],
-)
-def test_columns(backend, device, shape, Q_dtype):
-    operations.check_columns(backend, device, shape, Q_dtype)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4)])
+def test_columns(backend, device, shape):
+    operations.check_columns(backend, device, shape)
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e30])
 def test_columns_of_any_scale(backend, device, scale):
-    operations.check_columns(backend, device, (2, 40, 7), F32, scale)
+    operations.check_columns(backend, device, (2, 40, 7), scale)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def test_global_switches_of_torch_change_nothing(backend, device, switch, monkey
     operations.check_norms(backend, device, shapes, [F32, BF16])
     operations.check_momentum(backend, device, shapes, [F32, BF16], [BF16, F32])
     operations.check_local_step(backend, device, shapes, [F32, BF16], [F32], [BF16])
-    operations.check_columns(backend, device, (2, 40, 7), BF16)
+    operations.check_columns(backend, device, (2, 40, 7))
     # TensorFloat-32, which some CPUs have, keeps ten bits of each factor, as float16 does.
     how = {"arithmetic": F16 if switch in ROUNDING else F32}
     operations.check_low_rank_update(backend, device, SHAPES[:2], [F32], [F32], **how)

@@ -100,8 +100,8 @@ def norms(kernels):
 
 
 def columns(kernels):
-    Q, R, sums = torch.ones(9, 4), torch.ones(1, 9, 4), torch.ones(1, 4, dtype=torch.float64)
-    step = partial(kernels.column_normalize_, [Q], R, sums, sums)
+    R, sums = torch.ones(1, 9, 4), torch.ones(1, 4, dtype=torch.float64)
+    step = partial(kernels.column_normalize, R, sums, sums)
     return kernels.columns, "normalize_kernel", step, [R, sums]
 
 

@@ -147,7 +147,7 @@ def check_decode(name, device, bits, X_dtype=torch.float32, *, shapes=SIZES, sca
     A = draw(shapes, torch.float32, 2, scale)
     numbers, anchors = [torch.zeros(s, device=device) for s in shapes], on(device, A)
     with ops.use_backend(name):
-        ops.decode_(numbers, codes.to(device), bits)
+        ops.decode_add_(numbers, (), codes.to(device), bits)
         ops.decode_add_(X, anchors, codes.to(device), bits)
     for i, one in enumerate(means):
         assert_same_bits(numbers[i], one)
@@ -184,7 +184,7 @@ def check_memory_layouts(name, device):
             ops.encode_difference_(codes, X, A, R, bits=2, owned=own, first=3)
             encoded = [t.clone() for t in R]
             ops.decode_add_(X, A, codes, 2)
-            ops.decode_(R, codes, 2)
+            ops.decode_add_(R, (), codes, 2)
         results.append([codes, own, *encoded, *X, *A, *R])
     for ours, theirs in zip(*results, strict=True):
         assert_same_bits(ours, theirs.cpu().contiguous())
@@ -210,7 +210,7 @@ def check_wide_tensors(name, device):
     with ops.use_backend(name):
         ops.encode_difference_(codes, X, A, R, bits=2)
         moved = torch.zeros(300, device=device)
-        ops.decode_([moved], codes, 2)
+        ops.decode_add_([moved], (), codes, 2)
         rounding = Rounding(torch.float32)
         assert_close(moved + R[0], torch.full_like(moved, 2.0**-40), rounding, elementwise=True)
         ops.decode_add_(X, A, codes, 2)

@@ -72,7 +72,7 @@ VARIANTS = {
     ),
     "column_normalize_": (
         columns.normalize_kernel,
-        {"Q_DTYPE": BF16, "ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
+        {"ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
     ),
     "low_rank_update_": (
         low_rank.low_rank_kernel,
