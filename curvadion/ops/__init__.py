@@ -1,11 +1,7 @@
 """The fused operations of an optimizer step and their backends.
 
-operations    what each operation computes, in plain PyTorch, which is the reference of all backends
-coding        the same for codes of a few bits, whose format is in codes
-backends      the choice of a backend, by device or by the user, and calls of it
-cpu, cuda     C++ and CUDA C++ (csrc/), called through ctypes; Triton is in curvadion_kernels
-tensors       what operations ask of lists of tensors
-native        building, loading and calling of the compiled libraries
+Operations, and coding for codes of a few bits, hold what each one computes in plain PyTorch, the
+reference of all backends: cpu and cuda call C++ (csrc/), and curvadion_kernels is Triton.
 """
 
 from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend

@@ -38,19 +38,16 @@ def encode_difference_(
 ) -> None:
     """codes <- codes of z = X - anchor + residual, residual <- z - what they stand for.
 
-    In one pass. :mod:`curvadion.ops.codes` has the format; all backends give the same bits. The
-    anchor is taken as X's dtype holds it, and z in float32. Numbers are in row-major order, however
-    a tensor lies in memory.
+    All backends give the same bits. The anchor is taken as X's dtype holds it, and z in float32.
+    Numbers are in row-major order, however a tensor lies in memory.
 
-    Args:
-        codes: (rows, block_bytes(bits)) uint8, where the rows of each tensor of X follow those of
-            the one before it.
-        X: tensors; only read.
-        anchors: float32 or wider, of X's shapes, only read; () stands for zeros.
-        residuals: of X's shapes; () stands for zeros, and what codes lose is dropped.
-        bits: of a code, one of ``codes.BITS``.
-        owned: (k, 256) float32, gets z of k rows; None for none.
-        first: the first of these rows.
+    codes: (rows, block_bytes(bits)) uint8, the rows of each tensor of X after those of the one
+    before it. X: tensors. anchors: float32 or wider, and residuals: of X's shapes; () stands for
+    zeros, and without residuals what codes lose is dropped. bits: of a code, one of ``codes.BITS``.
+    owned: (k, 256) float32, gets z of k rows from row ``first`` on; None for none.
+
+    Raises:
+        ValueError: if codes have another shape or dtype.
     """
     _check(codes, bits, X)
     owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
@@ -79,9 +76,9 @@ def encode_difference_(
 
 
 def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
-    """anchor <- anchor + what codes stand for, X <- anchor; in one pass.
+    """anchor <- anchor + what codes stand for, X <- anchor; without anchors X <- what these are.
 
-    The arguments are those of :func:`encode_difference_`; codes are only read.
+    The arguments are those of :func:`encode_difference_`.
     """
     _check(codes, bits, X)
     with _row_major(X) as Y, _row_major(anchors) as A:
@@ -97,15 +94,9 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """codes <- codes of total / ranks, own <- total - ranks * what these codes stand for.
 
-    The total over ranks is summed in their order, in float32.
-
-    Args:
-        codes: (k, block_bytes(bits)) uint8; written.
-        own: (k, 256) float32, the numbers of this rank; they stand for themselves.
-        received: (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; this rank's are not
-            read.
-        rank: this rank.
-        bits: of a code.
+    The total over ranks is summed in their order, in float32. codes: (k, block_bytes(bits)) uint8.
+    own: (k, 256) float32, the numbers of this rank, which stand for themselves. received:
+    (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; those of ``rank`` are not read.
     """
     if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
@@ -191,11 +182,6 @@ def _sum_in_halves(x: Tensor) -> Tensor:
 
 def _count_below(y: Tensor, midpoints: Tensor, size: Tensor) -> Tensor:
     """How many of the ascending midpoints, times size, are below each number: uint8."""
-    if len(midpoints) < 16:
-        below = torch.zeros_like(y, dtype=torch.uint8)
-        for middle in midpoints:
-            below += y > middle * size
-        return below
     places = torch.zeros_like(y, dtype=torch.int32)
     half = (len(midpoints) + 1) // 2
     while half:

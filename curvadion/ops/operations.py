@@ -1,9 +1,9 @@
 """The fused operations of an optimizer step, each with its plain PyTorch.
 
-Each one works on lists of tensors, which may differ in size and alignment. Data
-may be bfloat16, float32 or float64. Sums are taken in float32 or wider, and sums of squares in
-float64. Plain PyTorch runs on any device and takes any floating dtype, any strides, and learning
-rates that are tensors: it does what backends cannot, and is their reference.
+Each one works on lists of tensors, which may differ in size and alignment. Data may be bfloat16,
+float32 or float64. Sums are taken in float32 or wider, and sums of squares in float64. Plain
+PyTorch runs on any device and takes any floating dtype, any strides, and learning rates that are
+tensors: it does what backends cannot, and is their reference.
 """
 
 from __future__ import annotations
@@ -40,13 +40,8 @@ def norms(X: Lists) -> Tensor:
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
 
-    This writes nothing. A non-finite gradient gives a norm that is NaN or infinite, and a step that
-    is skipped because of it leaves nothing to undo. :func:`accumulate_` then writes the sums.
-
-    Args:
-        M: momenta.
-        G: gradients, of the same shapes.
-        mu: a number per tensor.
+    M: momenta. G: gradients, of the same shapes. mu: a number per tensor. This writes nothing, so
+    that a step that is skipped for a norm leaves nothing to undo.
     """
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
@@ -78,16 +73,10 @@ def local_step_(
 ) -> None:
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
-    Args:
-        X: weights.
-        G: gradients, of the same shapes.
-        step: a number or zero-dimensional tensor per tensor.
-        decay: a number or zero-dimensional tensor per tensor.
-        M: momenta, of the same shapes; () for none.
-        mu: a number per momentum.
-        seeds: an integer below 2**32 per tensor. With seeds, bfloat16 weights are rounded up or
-            down at random, so that the mean is exact. The same seeds give the same bits on every
-            replica. None rounds to nearest.
+    X: weights. G: gradients, and M: momenta, of the same shapes; () for no momenta. step, decay: a
+    number or zero-dimensional tensor per tensor. mu: a number per momentum. seeds: an integer below
+    2**32 per tensor, with which bfloat16 weights are rounded up or down at random, so that the mean
+    is exact. The same seeds give the same bits on every replica. None rounds to nearest.
     """
     if _on_host(step, decay) and fused(
         "local_step_", X, G, step, decay, M, mu, seeds, writes=[X, M]
@@ -119,13 +108,10 @@ def column_sum_of_squares(R: Tensor) -> Tensor:
 
 
 def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
-    """R / column norms, (k, n, r) in R's dtype.
+    """R / column norms, (k, n, r), as R is.
 
-    Args:
-        R: (k, n, r).
-        sum_of_squares: (k, r) float64, the squares of the norms over the rows of all ranks.
-        floor: (k, r) float64; columns whose norm is not larger become zero. Otherwise columns of
-            rounding errors would become updates of full size.
+    sum_of_squares: (k, r) float64, the squares of the norms over the rows of all ranks. floor:
+    (k, r) float64; columns whose norm is not larger are rounding errors, and become zero.
     """
     result: Tensor | None = fused("column_normalize", R, sum_of_squares, floor)
     if result is not None:
@@ -153,16 +139,8 @@ def low_rank_update_(
 
     X and M may have any strides: a transposed view is updated without a copy.
 
-    Args:
-        X: k weights (m, n).
-        P: k left factors (m, r).
-        Q: k right factors (n, r).
-        step: a number or zero-dimensional tensor per matrix.
-        decay: a number or zero-dimensional tensor per matrix.
-        M: k momenta (m, n); () for none.
-        R: k factors (n, r), if M is given.
-        feedback: a number per momentum.
-        seeds: as in :func:`local_step_`.
+    X: k weights (m, n). P, Q: k factors (m, r) and (n, r). step, decay, seeds: as in
+    :func:`local_step_`. M, R, feedback: k momenta (m, n), factors (n, r), numbers; () for none.
     """
     if _on_host(step, decay) and fused(
         "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, writes=[X, M]
@@ -193,15 +171,12 @@ def _low_rank(
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     """out <- A B, which is known to be symmetric; about half of it is computed. Returns out.
 
-    Such are B^T B, and products of symmetric matrices that commute. Only what is on and below the
-    diagonal is sure to be computed, and the rest is its mirror image, so rounding errors, and what
-    of A B is not symmetric, depend on the backend. Float32 numbers are rounded to TensorFloat-32
-    only where torch.bmm may round them.
+    Such are B^T B, and products of symmetric matrices that commute. What is above the diagonal may
+    be a mirror image, so rounding errors depend on the backend. Float32 numbers are rounded to
+    TensorFloat-32 only where torch.bmm may round them.
 
-    Args:
-        A: (k, n, m), of any strides, as are B and out.
-        B: (k, m, n).
-        out: (k, n, n), of the same dtype; it shares no memory with A or B.
+    A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these. All have one dtype and
+    device, and any strides.
     """
     if fused("symmetric_product", A, B, out, writes=[out]):
         return out
