@@ -18,7 +18,7 @@ from torch import Tensor
 
 import curvadion
 from curvadion import ops
-from curvadion.ops import codes, native
+from curvadion.ops import codes
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def _versions() -> Iterator[str]:
 
 
 def _backends() -> Iterator[str]:
-    yield f"Backends of the fused operations (compiled in {native.cache_folder()})"
+    yield "Backends of the fused operations"
     for name in ops.BACKENDS:
         lacks = ops.lacking(name)
         yield f"  {name:6}  {'available' if lacks is None else f'not available: {lacks}'}"

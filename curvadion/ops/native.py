@@ -44,7 +44,7 @@ def library(name: str) -> ctypes.CDLL:
     try:
         if not path.exists():
             logger.info("building %s, once", path)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
             _build(name, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
