@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "kernels"))
 
 from curvadion import ops
-from curvadion.ops import coding, operations
+from curvadion.ops import backends, coding, operations
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of
 from curvadion.update.sizes import most_together
 from measure import Contenders, axes_to_save, copy_of, interleaved, summary, write
@@ -60,7 +60,8 @@ class Problem:
         for q in self.Q:
             stacks.setdefault(tuple(q.shape), []).append(q)
         self.R = [torch.stack(stack) for stack in stacks.values()]
-        self.next_Q = [torch.zeros_like(R).unbind() for R in self.R]
+        self.sums = [ops.column_sum_of_squares(R) for R in self.R]
+        self.floors = [torch.zeros_like(sums) for sums in self.sums]
         self.mu, self.step, self.decay, self.feedback = (
             [number] * len(shapes) for number in (0.95, 1e-9, 1 - 1e-9, 1e-9)
         )
@@ -74,8 +75,8 @@ def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
     """Per operation a call on a module that has it (ops), and the bytes it must move."""
 
     def columns(backend: Any) -> None:
-        for Q, R in zip(p.next_Q, p.R, strict=True):
-            backend.column_normalize_(Q, R)
+        for R, sums, floor in zip(p.R, p.sums, p.floors, strict=True):
+            backend.column_normalize(R, sums, floor)
 
     def low_rank(backend: Any) -> None:
         backend.low_rank_update_(p.X, p.P, p.Q, p.step, p.decay, p.M, p.Q, p.feedback)
@@ -111,7 +112,7 @@ def _code_operations(p: Problem, bits: int) -> dict[str, tuple[Callable[[Any], o
         backend.encode_difference_(codes, p.X, *more, bits=bits)
 
     def decode_(backend: Any) -> None:
-        backend.decode_(numbers, codes, bits)
+        backend.decode_add_(numbers, (), codes, bits)
 
     def both(backend: Any) -> None:
         encode(backend)
@@ -181,6 +182,8 @@ class _WholeProducts:
 NAMES = {
     "encode": "encode_difference_",
     "encode and decode": "encode_difference_",
+    "decode_": "decode_add_",
+    "column_normalize_": "column_normalize",
     "gram": "symmetric_product",
 }
 
@@ -298,12 +301,11 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
 
 def _has(backend: str, operation: str, device: torch.device) -> bool:
     """Whether the backend itself runs the operation here, rather than leaving it to PyTorch."""
-    suits = (
-        backend == "torch"
-        or backend == "cpu" == device.type
-        or (backend in ("triton", "cuda") and device.type == "cuda")
-    )
-    return suits and ops.lacking(backend) is None and ops.implements(backend, operation)
+    if backend == "torch":
+        return True
+    suits = device.type == ("cpu" if backend == "cpu" else "cuda")
+    own = suits and ops.lacking(backend) is None and backends._operation(backend, operation)
+    return bool(own)
 
 
 def _line(r: dict[str, Any]) -> str:

@@ -238,10 +238,8 @@ INLINE void decode(const uint8_t* row, const Format& f, float* x) {
     expand(codes, scale, f, x);
 }
 
-// values <- within the range of a type, and rounded to it
+// values <- rounded to a type
 INLINE void round_to(DType dtype, float* values, int64_t n) {
-    const float limit = largest(dtype);
-    for (int64_t i = 0; i < n; ++i) values[i] = saturated(values[i], limit);
     if (dtype == FLOAT32) return;
     uint16_t narrow[BLOCK];
     store(narrow, dtype, 0, n, values);
@@ -310,8 +308,6 @@ VECTOR_CLONES void decode_run(
         if (anchor != nullptr) {
             for (int64_t i = 0; i < n; ++i) now[i] += anchor[at + i];
             std::memcpy(anchor + at, now, size_t(n) * sizeof *now);
-            const float limit = largest(x_dtype);
-            for (int64_t i = 0; i < n; ++i) now[i] = saturated(now[i], limit);
         }
         store(x, x_dtype, at, n, now);
     }

@@ -34,14 +34,12 @@ __global__ void __launch_bounds__(THREADS) local_step(
             load_wide(g, g_dtype, at, push);
             if (has_m) load_wide(m, m_dtype, at, momentum);
             for (int i = 0; i < WIDTH; ++i) {
-                weights[i] = saturated(decay * weights[i] - step * push[i], x_dtype);
+                weights[i] = decay * weights[i] - step * push[i];
                 if (round) weights[i] = stochastically(weights[i], at + i, seed);
             }
             store_wide(x, x_dtype, at, weights);
             if (has_m) {
-                for (int i = 0; i < WIDTH; ++i) {
-                    momentum[i] = saturated(mu * momentum[i] + push[i], m_dtype);
-                }
+                for (int i = 0; i < WIDTH; ++i) momentum[i] = mu * momentum[i] + push[i];
                 store_wide(m, m_dtype, at, momentum);
             }
         }
@@ -49,10 +47,10 @@ __global__ void __launch_bounds__(THREADS) local_step(
     }
     for (at += threadIdx.x; at < stop; at += THREADS) {
         const float push = load(g, g_dtype, at);
-        float weight = saturated(decay * load(x, x_dtype, at) - step * push, x_dtype);
+        float weight = decay * load(x, x_dtype, at) - step * push;
         if (round) weight = stochastically(weight, at, seed);
         store(x, x_dtype, at, weight);
-        if (has_m) store(m, m_dtype, at, saturated(mu * load(m, m_dtype, at) + push, m_dtype));
+        if (has_m) store(m, m_dtype, at, mu * load(m, m_dtype, at) + push);
     }
 }
 

@@ -47,10 +47,10 @@ __device__ void finish_norm(
 // The square in float64: of tiny and of large numbers it does not fit into float32.
 __device__ double squared(float value) { return double(value) * double(value); }
 
-// mu m + g as dtype holds it, saturated; adds its square, or NaN if it is not finite.
+// mu m + g as dtype holds it; adds its square.
 __device__ float accumulated(float mu, float m, float g, DType dtype, double& squares) {
-    const float sum = mu * m + g, held = rounded(saturated(sum, dtype), dtype);
-    squares += squared(held) + double(sum - sum);
+    const float held = rounded(mu * m + g, dtype);
+    squares += squared(held);
     return held;
 }
 

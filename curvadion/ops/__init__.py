@@ -1,21 +1,16 @@
 """The fused operations of an optimizer step and their backends.
 
-operations    what each operation computes, in plain PyTorch, which is the reference of all backends
-coding        the same for codes of a few bits, whose format is in codes
-backends      the choice of a backend, by device or by the user, and calls of it
-cpu, cuda     C++ and CUDA C++ (csrc/), called through ctypes; Triton is in curvadion_kernels
-guard         writes that a flag on the device calls off
-tensors       what operations ask of lists of tensors
-native        building, loading and calling of the compiled libraries
+Operations, and coding for codes of a few bits, hold what each one computes in plain PyTorch, the
+reference of all backends: cpu and cuda call C++ (csrc/), and curvadion_kernels is Triton. Guard lets
+a flag on the device call writes off.
 """
 
-from curvadion.ops.backends import BACKENDS, backend_for, implements, lacking, use_backend
-from curvadion.ops.coding import average_codes_, decode_, decode_add_, encode_difference_
+from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend
+from curvadion.ops.coding import average_codes_, decode_add_, encode_difference_
 from curvadion.ops.guard import copy_, if_moving, moves, only_if, put_back
 from curvadion.ops.operations import (
     accumulate_,
     column_normalize,
-    column_normalize_,
     column_sum_of_squares,
     local_step_,
     low_rank_update_,
@@ -30,14 +25,11 @@ __all__ = [
     "average_codes_",
     "backend_for",
     "column_normalize",
-    "column_normalize_",
     "column_sum_of_squares",
     "copy_",
-    "decode_",
     "decode_add_",
     "encode_difference_",
     "if_moving",
-    "implements",
     "lacking",
     "local_step_",
     "low_rank_update_",

@@ -106,11 +106,6 @@ def lacking(name: str) -> str | None:
     return None
 
 
-def implements(backend: str, name: str) -> bool:
-    """Whether a backend has its own version of an operation, or leaves it to plain PyTorch."""
-    return backend == "torch" or _operation(backend, name) is not None
-
-
 def _takes(name: str, device_type: str) -> bool:
     if name == "triton" and importlib.import_module(BACKENDS[name]).INTERPRETED:
         return device_type in ("cpu", "cuda")

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,22 +62,14 @@ def part(rows: slice, first: int, count: int) -> slice:
     return slice(start, max(start, min(rows.stop - first, count)))
 
 
-class Constants(NamedTuple):
-    """Float32 numbers of the format: signs (256,), midpoints (2^bits - 1,), levels (2^bits,)."""
-
-    signs: Tensor
-    midpoints: Tensor
-    levels: Tensor
-
-
 @lru_cache
-def constants(bits: int, device: torch.device) -> Constants:
-    """The constants of codes of ``bits`` bits on a device."""
+def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Float32 signs (256,), midpoints (2^bits - 1,) and levels (2^bits,) on a device."""
     ascending = levels(bits)
     middle = (ascending[1:] + ascending[:-1]) / 2
     generator = torch.Generator("cpu").manual_seed(0)
     signs = torch.randint(0, 2, (BLOCK,), generator=generator, device="cpu").float() * 2 - 1
-    return Constants(*(t.to(device) for t in (signs, middle, ascending)))
+    return signs.to(device), middle.to(device), ascending.to(device)
 
 
 @lru_cache
@@ -108,9 +99,7 @@ def check_compiled(
 ) -> None:
     """Raise Unsupported unless compiled kernels take rows of codes, float32 and other tensors."""
     every, device = [*codes, *float32, *others], codes[0].device
-    if not all(t.is_contiguous() and t.device == device for t in every):
-        raise Unsupported
-    if any(t.dtype != torch.float32 for t in float32):
-        raise Unsupported
-    if any(t.dtype not in DTYPE_CODES for t in others):
+    fit = all(t.is_contiguous() and t.device == device for t in every)
+    wide = all(t.dtype == torch.float32 for t in float32)
+    if not (fit and wide and all(t.dtype in DTYPE_CODES for t in others)):
         raise Unsupported

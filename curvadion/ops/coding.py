@@ -21,7 +21,6 @@ from curvadion.ops.codes import (
     part,
     rows_of,
 )
-from curvadion.ops.tensors import check_lists, saturated
 
 Lists = Sequence[Tensor]
 CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
@@ -39,23 +38,19 @@ def encode_difference_(
 ) -> None:
     """codes <- codes of z = X - anchor + residual, residual <- z - what they stand for.
 
-    In one pass. :mod:`curvadion.ops.codes` has the format; all backends give the same bits. The
-    anchor is taken as X's dtype holds it, and z in float32. Numbers are in row-major order, however
-    a tensor lies in memory.
+    All backends give the same bits. The anchor is taken as X's dtype holds it, and z in float32.
+    Numbers are in row-major order, however a tensor lies in memory.
 
-    Args:
-        codes: (rows, block_bytes(bits)) uint8, where the rows of each tensor of X follow those of
-            the one before it.
-        X: tensors; only read.
-        anchors: float32 or wider, of X's shapes, only read; () stands for zeros.
-        residuals: of X's shapes; () stands for zeros, and what codes lose is dropped.
-        bits: of a code, one of ``codes.BITS``.
-        owned: (k, 256) float32, gets z of k rows; None for none.
-        first: the first of these rows.
+    codes: (rows, block_bytes(bits)) uint8, the rows of each tensor of X after those of the one
+    before it. X: tensors. anchors: float32 or wider, and residuals: of X's shapes; () stands for
+    zeros, and without residuals what codes lose is dropped. bits: of a code, one of ``codes.BITS``.
+    owned: (k, 256) float32, gets z of k rows from row ``first`` on; None for none.
+
+    Raises:
+        ValueError: if codes have another shape or dtype.
     """
-    _check(codes, bits, X, *filter(None, (anchors, residuals)))
+    _check(codes, bits, X)
     owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
-    _check_blocks(owned, "owned")
     X, anchors = ([t.contiguous() for t in list_] for list_ in (X, anchors))
     with _row_major(residuals) as R:
         writes = (codes, R, owned)
@@ -67,7 +62,7 @@ def encode_difference_(
                 z = x.view(-1)[here]
                 if anchor is not None:
                     wide = torch.promote_types(x.dtype, torch.float32)
-                    z = z.to(wide) - saturated(anchor[here], x.dtype).to(x.dtype).to(wide)
+                    z = z.to(wide) - anchor[here].to(x.dtype).to(wide)
                 z = z.float() if residual is None else z.float() + residual[here].float()
                 length = len(z)
                 z = torch.nn.functional.pad(z, (0, -length % BLOCK)).view(-1, BLOCK)
@@ -80,53 +75,32 @@ def encode_difference_(
                     residual[here] = lost.view(-1)[:length].to(residual.dtype)
 
 
-def decode_(X: Lists, codes: Tensor, bits: int) -> None:
-    """X <- what codes stand for; the arguments are those of :func:`encode_difference_`."""
-    _check(codes, bits, X)
-    with _row_major(X) as Y:
-        if fused("decode_", Y, codes, bits, writes=[Y]):
-            return
-        for y, rows in zip(Y, rows_of(Y), strict=True):
-            flat = y.view(-1)
-            for chunk, here in _chunks(rows):
-                flat[here] = _decode(codes[chunk], bits).view(-1)[: len(flat[here])].to(y.dtype)
-
-
 def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
-    """anchor <- anchor + what codes stand for, X <- anchor, saturated; in one pass.
+    """anchor <- anchor + what codes stand for, X <- anchor; without anchors X <- what these are.
 
-    The arguments are those of :func:`encode_difference_`; codes are only read.
+    The arguments are those of :func:`encode_difference_`.
     """
-    _check(codes, bits, X, anchors)
+    _check(codes, bits, X)
     with _row_major(X) as Y, _row_major(anchors) as A:
         if fused("decode_add_", Y, A, codes, bits, writes=[Y, A]):
             return
-        for y, anchor, rows in zip(Y, A, rows_of(Y), strict=True):
-            flat = anchor.view(-1)
+        for t, (y, rows) in enumerate(zip(Y, rows_of(Y), strict=True)):
+            flat = y.view(-1)
             for chunk, here in _chunks(rows):
-                flat[here] += _decode(codes[chunk], bits).view(-1)[: len(flat[here])]
-            y.copy_(saturated(anchor, y.dtype))
+                now = _decode(codes[chunk], bits).view(-1)[: len(flat[here])]
+                flat[here] = A[t].view(-1)[here].add_(now) if A else now
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
     """codes <- codes of total / ranks, own <- total - ranks * what these codes stand for.
 
-    The total over ranks is summed in their order, in float32.
-
-    Args:
-        codes: (k, block_bytes(bits)) uint8; written.
-        own: (k, 256) float32, the numbers of this rank; they stand for themselves.
-        received: (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; this rank's are not
-            read.
-        rank: this rank.
-        bits: of a code.
+    The total over ranks is summed in their order, in float32. codes: (k, block_bytes(bits)) uint8.
+    own: (k, 256) float32, the numbers of this rank, which stand for themselves. received:
+    (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; those of ``rank`` are not read.
     """
-    ranks, rows = len(received), (len(own), block_bytes(bits))
-    _check_blocks(own, "own")
-    _check_bytes(codes, "codes", rows)
-    _check_bytes(received, "received", (ranks, *rows))
     if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
+    ranks = len(received)
     # By a tensor of this device: GPUs multiply by the inverse of a number of the host.
     count = torch.full((), float(ranks), device=own.device)
     for chunk, _ in _chunks(slice(0, len(own))):
@@ -137,22 +111,10 @@ def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits
         own[chunk] = total - count * _decode(codes[chunk], bits)
 
 
-def _check(codes: Tensor, bits: int, X: Lists, *more: Lists) -> None:
-    rows = sum(blocks_of(x.numel()) for x in X)
-    _check_bytes(codes, "codes", (rows, block_bytes(bits)))
-    check_lists(X, *more)
-
-
-def _check_bytes(given: Tensor, name: str, shape: tuple[int, ...]) -> None:
-    if given.shape != shape or given.dtype != torch.uint8:
-        raise ValueError(
-            f"{name} of shape {tuple(given.shape)} and {given.dtype}: they must be {shape} uint8"
-        )
-
-
-def _check_blocks(given: Tensor, name: str) -> None:
-    if given.dim() != 2 or given.shape[1] != BLOCK:
-        raise ValueError(f"{name} of shape {tuple(given.shape)}: it must be (k, {BLOCK})")
+def _check(codes: Tensor, bits: int, X: Lists) -> None:
+    shape = sum(blocks_of(x.numel()) for x in X), block_bytes(bits)
+    if codes.shape != shape or codes.dtype != torch.uint8:
+        raise ValueError(f"codes of shape {codes.shape}, {codes.dtype}: they must be {shape} uint8")
 
 
 @contextmanager
@@ -220,11 +182,6 @@ def _sum_in_halves(x: Tensor) -> Tensor:
 
 def _count_below(y: Tensor, midpoints: Tensor, size: Tensor) -> Tensor:
     """How many of the ascending midpoints, times size, are below each number: uint8."""
-    if len(midpoints) < 16:
-        below = torch.zeros_like(y, dtype=torch.uint8)
-        for middle in midpoints:
-            below += y > middle * size
-        return below
     places = torch.zeros_like(y, dtype=torch.int32)
     half = (len(midpoints) + 1) // 2
     while half:

@@ -19,18 +19,16 @@ from curvadion.ops import native
 from curvadion.ops.codes import check_compiled, constants
 from curvadion.ops.native import INT, POINTER, addressed, addresses, counted, declare
 
-_THREADS = ctypes.c_int
-
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, X, dtypes, A, R, dtypes, codes, owned, first, count, bits, constants, threads
     "curvadion_encode_difference": [
-        *(INT, *[POINTER] * 8, INT, INT, ctypes.c_int, *[POINTER] * 3, _THREADS)
+        *(INT, *[POINTER] * 8, INT, INT, ctypes.c_int, *[POINTER] * 3, ctypes.c_int)
     ],
     # count, numel, X, dtypes, A, codes, bits, signs, levels, threads
-    "curvadion_decode_add": [INT, *[POINTER] * 5, ctypes.c_int, *[POINTER] * 2, _THREADS],
+    "curvadion_decode_add": [INT, *[POINTER] * 5, ctypes.c_int, *[POINTER] * 2, ctypes.c_int],
     # codes, own, received, blocks, ranks, rank, bits, constants, threads
     "curvadion_average_codes": [
-        *(*[POINTER] * 3, INT, *[ctypes.c_int] * 3, *[POINTER] * 3, _THREADS)
+        *(*[POINTER] * 3, INT, *[ctypes.c_int] * 3, *[POINTER] * 3, ctypes.c_int)
     ],
 }
 
@@ -58,11 +56,6 @@ def encode_difference_(
         first, len(owned), bits, *map(Tensor.data_ptr, constants(bits, codes.device)),
         torch.get_num_threads(),
     )  # fmt: skip
-
-
-def decode_(X: Sequence[Tensor], codes: Tensor, bits: int) -> None:
-    """See :func:`curvadion.ops.decode_`."""
-    decode_add_(X, (), codes, bits)
 
 
 def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:

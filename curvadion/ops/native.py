@@ -1,8 +1,6 @@
 """Builds, loads and calls the compiled operations in csrc/: plain C libraries, through ctypes.
 
-torch.utils.cpp_extension builds them at their first use, which takes seconds, into a cache. That
-folder holds code that will be run, so it is used only if it belongs to this user and nobody else
-can write to it, nor to the libraries in it.
+torch.utils.cpp_extension builds them at their first use, which takes seconds, into a cache.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -43,16 +40,12 @@ class Unavailable(RuntimeError):
 @lru_cache
 def library(name: str) -> ctypes.CDLL:
     """The library "cpu" or "cuda", or Unavailable; built if necessary."""
-    folder = cache_folder()
-    path = folder / f"libcurvadion_{name}_{digest(name)}.so"
+    path = cache_folder() / f"libcurvadion_{name}_{digest(name)}.so"
     try:
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        _check_private(folder)
-        with _lock(folder):
-            if not path.is_symlink() and not path.exists():
-                logger.info("building %s, once", path)
-                _build(name, path)
-        _check_private(path)
+        if not path.exists():
+            logger.info("building %s, once", path)
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            _build(name, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise Unavailable(f"{path}: {error}. Delete it, or set CURVADION_CACHE") from error
@@ -66,7 +59,6 @@ def sources(name: str) -> list[Path]:
     raise Unavailable(f"the sources csrc/{name} are not installed")
 
 
-@lru_cache
 def digest(name: str) -> str:
     """16 hexadecimal digits that tell a library's sources, headers, flags and torch."""
     found = hashlib.sha256(repr((FLAGS, CUDA_FLAGS, torch.__version__)).encode())
@@ -104,7 +96,6 @@ def _build(name: str, target: Path) -> None:
             lines = [line for line in str(error).splitlines() if "error" in line.lower()]
             reason = (lines or str(error).splitlines() or ["no reason given"])[0].strip()
             raise Unavailable(f"building it failed: {reason}") from error
-        os.chmod(built, 0o755)
         os.replace(built, target)
 
 
@@ -117,33 +108,6 @@ def _path_with_ninja() -> Iterator[None]:
         yield
     finally:
         os.environ["PATH"] = before
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Let one process of this machine build while the others wait; the lock ends with it."""
-    try:
-        import fcntl
-    except ImportError as error:
-        raise Unavailable("compiled operations are not built on Windows") from error
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
-
-
-def _check_private(path: Path) -> None:
-    """Raise Unavailable unless a folder or file is this user's, and nobody else can write to it."""
-    found = path.lstat()
-    regular = stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)
-    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not regular or others or found.st_uid not in (0, os.getuid()):
-        raise Unavailable(
-            f"{path} (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) could be changed "
-            f"by others, and holds code: delete it, or set CURVADION_CACHE to a folder of your own"
-        )
 
 
 # ---------------------------------------------------------------- arguments of C functions

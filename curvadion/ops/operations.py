@@ -1,17 +1,14 @@
 """The fused operations of an optimizer step, each with its plain PyTorch.
 
-Each one works on lists of tensors, which may differ in size and alignment and may be empty. Data
-may be bfloat16, float16, float32 or float64. Sums are taken in float32 or wider, and sums of
-squares in float64. Weights and momenta saturate at the end of their dtype's range
-(:func:`curvadion.ops.tensors.largest`), so a result is finite if the arguments are. What changes
-weights or momenta heeds :func:`curvadion.ops.only_if`. Plain PyTorch
-runs on any device and takes any floating dtype, any strides, and learning rates that are tensors:
-it does what backends cannot, and is their reference.
+Each one works on lists of tensors, which may differ in size and alignment. Data may be bfloat16,
+float32 or float64. Sums are taken in float32 or wider, and sums of squares in float64. What changes
+weights or momenta heeds :func:`curvadion.ops.only_if`. Plain PyTorch runs on any device and takes any floating dtype, any strides, and learning rates that are
+tensors: it does what backends cannot, and is their reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from torch import Tensor
 
 from curvadion.ops.backends import fused
 from curvadion.ops.guard import moves, put_back
-from curvadion.ops.tensors import check_lists, largest, norm_and_sum, saturated
+from curvadion.ops.tensors import norm_and_sum
 
 Lists = Sequence[Tensor]
 Numbers = Sequence[float]
@@ -34,47 +31,37 @@ SMALLEST_IN_BLOCKS = 3 * ROWS
 
 
 def norms(X: Lists) -> Tensor:
-    """Frobenius norms, one per tensor: (len(X),), float32 or wider.
-
-    A norm is finite if the elements are finite and the result's dtype can hold the norm.
-    """
+    """Frobenius norms of one tensor or more, (len(X),), float32 or wider; finite if that fits."""
     result: Tensor | None = fused("norms", X)
     if result is not None:
         return result
-    return _stacked(_norm(x) for x in X)
+    return torch.stack([_norm(x) for x in X])
 
 
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
 
-    This writes nothing. A non-finite gradient gives a norm that is NaN or infinite, and a step that
-    is skipped because of it leaves nothing to undo. :func:`accumulate_` then writes the sums.
-
-    Args:
-        M: momenta.
-        G: gradients, of the same shapes.
-        mu: a number per tensor.
+    M: momenta. G: gradients, of the same shapes. mu: a number per tensor. This writes nothing, so
+    that a step that is skipped for a norm leaves nothing to undo.
     """
-    check_lists(M, G, numbers=[mu])
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
         return result
     # One after another, so that only one sum takes memory at a time.
-    return _stacked(_held_norm(_sum(*one), one[0]) for one in zip(M, G, mu, strict=True))
+    each = zip(M, G, mu, strict=True)
+    return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
 
 
 def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
     """M <- mu M + G, in place; the arguments are those of :func:`momentum_norms`."""
-    check_lists(M, G, numbers=[mu])
     if fused("accumulate_", M, G, mu, moves(), writes=[M]):
         return
     with put_back(M):
         for m, g, decay in zip(M, G, mu, strict=True):
             if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
-                most = largest(m.dtype)
-                m.mul_(decay).add_(g).clamp_(-most, most)
+                m.mul_(decay).add_(g)
             else:
-                m.copy_(saturated(_sum(m, g, decay), m.dtype))
+                m.copy_(_sum(m, g, decay))
 
 
 def local_step_(
@@ -88,20 +75,11 @@ def local_step_(
 ) -> None:
     """X <- decay X - step G and, if M is given, M <- mu M + G; in place, in one pass.
 
-    Args:
-        X: weights.
-        G: gradients, of the same shapes.
-        step: a number or zero-dimensional tensor per tensor.
-        decay: a number or zero-dimensional tensor per tensor.
-        M: momenta, of the same shapes; () for none.
-        mu: a number per momentum.
-        seeds: an integer below 2**32 per tensor. With seeds, bfloat16 weights are rounded up or
-            down at random, so that the mean is exact. The same seeds give the same bits on every
-            replica. None rounds to nearest.
+    X: weights. G: gradients, and M: momenta, of the same shapes; () for no momenta. step, decay: a
+    number or zero-dimensional tensor per tensor. mu: a number per momentum. seeds: an integer below
+    2**32 per tensor, with which bfloat16 weights are rounded up or down at random, so that the mean
+    is exact. The same seeds give the same bits on every replica. None rounds to nearest.
     """
-    check_lists(X, G, numbers=[step, decay])
-    if M:
-        check_lists(M, G, numbers=[mu])
     if _on_host(step, decay) and fused(
         "local_step_", X, G, step, decay, M, mu, seeds, moves(), writes=[X, M]
     ):
@@ -122,61 +100,41 @@ def _local_step_(
     for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
         wide = _wide(x)
         if wide is x:
-            most = largest(x.dtype)
             if isinstance(eta, Tensor):
-                x.mul_(beta).sub_(g.to(x.dtype) * eta).clamp_(-most, most)
+                x.mul_(beta).sub_(g.to(x.dtype) * eta)
             else:
-                x.mul_(beta).sub_(g.to(x.dtype), alpha=eta).clamp_(-most, most)
+                x.mul_(beta).sub_(g.to(x.dtype), alpha=eta)
         else:
             _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
-    """The sums of squares of columns: (..., n, r) -> (..., r) float64.
+    """The sums of squares of columns: (k, n, r) -> (k, r) float64; k is 1 or more.
 
-    Ranks that hold different rows of R add up these sums before :func:`column_normalize_`.
+    Ranks that hold different rows of R add up these sums before :func:`column_normalize`.
     """
     result: Tensor | None = fused("column_sum_of_squares", R)
     if result is not None:
         return result
     # One matrix after another, so that only one is held in float64 at a time.
-    stack = R.reshape(R.shape[:-2].numel(), *R.shape[-2:])
-    sums = [one.double().square().sum(dim=-2) for one in stack]
-    shape = *R.shape[:-2], R.shape[-1]
-    return torch.stack(sums).view(shape) if sums else R.new_zeros(shape, dtype=torch.float64)
+    return torch.stack([one.double().square().sum(dim=0) for one in R])
 
 
-def column_normalize(
-    R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
-) -> Tensor:
-    """As :func:`column_normalize_`, into a new tensor of R's shape (..., n, r) and dtype."""
-    Q = torch.empty_like(R, memory_format=torch.contiguous_format)
-    k, n, r = R.shape[:-2].numel(), R.shape[-2], R.shape[-1]
-    sums, floors = (None if t is None else t.reshape(k, r) for t in (sum_of_squares, floor))
-    column_normalize_(Q.view(k, n, r).unbind(), R.reshape(k, n, r), sums, floors)
-    return Q
+def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
+    """R / column norms, (k, n, r), as R is.
 
-
-def column_normalize_(
-    Q: Lists, R: Tensor, sum_of_squares: Tensor | None = None, floor: Tensor | None = None
-) -> None:
-    """Q <- R / column norms, in Q's own dtype.
-
-    Args:
-        Q: k tensors (n, r).
-        R: (k, n, r).
-        sum_of_squares: (k, r) float64, the squares of the norms over ALL rows, if other ranks hold
-            some of the rows; None takes those of R.
-        floor: (k, r) float64; columns whose norm is not larger become zero. Without it, columns of
-            rounding errors would become updates of full size. None stands for zeros.
+    sum_of_squares: (k, r) float64, the squares of the norms over the rows of all ranks. floor:
+    (k, r) float64; columns whose norm is not larger are rounding errors, and become zero.
     """
-    if fused("column_normalize_", Q, R, sum_of_squares, floor, writes=[Q]):
-        return
-    lengths = (column_sum_of_squares(R) if sum_of_squares is None else sum_of_squares).sqrt()
-    longer = lengths > (0.0 if floor is None else floor)
-    inverse = torch.where(longer, lengths.reciprocal(), 0.0)
+    result: Tensor | None = fused("column_normalize", R, sum_of_squares, floor)
+    if result is not None:
+        return result
+    lengths = sum_of_squares.sqrt()
+    inverse = torch.where(lengths > floor, lengths.reciprocal(), 0.0)
+    Q = torch.empty_like(R, memory_format=torch.contiguous_format)
     for q, r, factors in zip(Q, R, inverse, strict=True):
         q.copy_(r * factors)
+    return Q
 
 
 def low_rank_update_(
@@ -194,22 +152,9 @@ def low_rank_update_(
 
     X and M may have any strides: a transposed view is updated without a copy.
 
-    Args:
-        X: k weights (m, n).
-        P: k left factors (m, r).
-        Q: k right factors (n, r).
-        step: a number or zero-dimensional tensor per matrix.
-        decay: a number or zero-dimensional tensor per matrix.
-        M: k momenta (m, n); () for none.
-        R: k factors (n, r), if M is given.
-        feedback: a number per momentum.
-        seeds: as in :func:`local_step_`.
+    X: k weights (m, n). P, Q: k factors (m, r) and (n, r). step, decay, seeds: as in
+    :func:`local_step_`. M, R, feedback: k momenta (m, n), factors (n, r), numbers; () for none.
     """
-    check_lists(X, numbers=[step, decay])
-    _check_factors(X, P, Q)
-    if M:
-        check_lists(M, X, numbers=[feedback])
-        _check_factors(M, P, R)
     if _on_host(step, decay) and fused(
         "low_rank_update_", X, P, Q, step, decay, M, R, feedback, seeds, moves(), writes=[X, M]
     ):
@@ -219,13 +164,6 @@ def low_rank_update_(
             _low_rank(x, p, q, eta, beta, None if seeds is None else seeds[t])
         for m, p, r, c in zip(M, P, R, feedback, strict=True) if M else ():
             _low_rank(m, p, r, c, 1.0, None)
-
-
-def _check_factors(X: Lists, P: Lists, Q: Lists) -> None:
-    for x, p, q in zip(X, P, Q, strict=True):
-        if x.shape != (p.shape[0], q.shape[0]) or p.shape[1:] != q.shape[1:]:
-            shapes = [tuple(t.shape) for t in (x, p, q)]
-            raise ValueError(f"a matrix and its factors of shapes {shapes} do not fit together")
 
 
 def _low_rank(
@@ -246,17 +184,13 @@ def _low_rank(
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
     """out <- A B, which is known to be symmetric; about half of it is computed. Returns out.
 
-    Such are B^T B, and products of symmetric matrices that commute. Only what is on and below the
-    diagonal is sure to be computed, and the rest is its mirror image, so rounding errors, and what
-    of A B is not symmetric, depend on the backend. Float32 numbers are rounded to TensorFloat-32
-    only where torch.bmm may round them.
+    Such are B^T B, and products of symmetric matrices that commute. What is above the diagonal may
+    be a mirror image, so rounding errors depend on the backend. Float32 numbers are rounded to
+    TensorFloat-32 only where torch.bmm may round them.
 
-    Args:
-        A: (k, n, m), of any strides, as are B and out.
-        B: (k, m, n).
-        out: (k, n, n), of the same dtype; it shares no memory with A or B.
+    A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these. All have one dtype and
+    device, and any strides.
     """
-    _check_product(A, B, out)
     if fused("symmetric_product", A, B, out, writes=[out]):
         return out
     n = A.shape[1]
@@ -270,20 +204,6 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
             torch.mm(a[first:last], b[:, :last], out=c[first:last, :last])
             c[:first, first:last] = c[first:last, :first].mT
     return out
-
-
-def _check_product(A: Tensor, B: Tensor, out: Tensor) -> None:
-    shapes = tuple(tuple(t.shape) for t in (A, B, out))
-    k, n, m = shapes[0] if A.dim() == 3 else (0, 0, -1)
-    if shapes != ((k, n, m), (k, m, n), (k, n, n)):
-        raise ValueError(
-            f"A, B and out of shapes {shapes}: they must be (k, n, m), (k, m, n) and (k, n, n)"
-        )
-    if len({(t.dtype, t.device) for t in (A, B, out)}) > 1:
-        found = [f"{t.dtype} on {t.device}" for t in (A, B, out)]
-        raise ValueError(f"A, B and out are {found}: they must have one dtype and device")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError("out is expanded, so that its numbers share memory: it must have its own")
 
 
 def _on_host(*lists: NumbersOrTensors) -> bool:
@@ -301,11 +221,6 @@ def _sum(m: Tensor, g: Tensor, mu: float) -> Tensor:
     return torch.add(g.to(torch.promote_types(g.dtype, wide.dtype)), wide, alpha=mu)
 
 
-def _stacked(norms: Iterable[Tensor]) -> Tensor:
-    found = list(norms)
-    return torch.stack(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
-
-
 def _norm(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type == "cpu":
@@ -317,20 +232,7 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm_and_sum(tensor)[0].to(dtype)
 
 
-def _held_norm(value: Tensor, m: Tensor) -> Tensor:
-    """The norm of a value after rounding to m's dtype; not finite if the value is not.
-
-    The value is saturated in place.
-    """
-    norm = _norm(value)
-    if value.dtype == m.dtype and value.device.type == "cpu" and norm.item() < largest(m.dtype):
-        return norm  # no element is saturated
-    held = _norm(value.clamp_(-largest(m.dtype), largest(m.dtype)).to(m.dtype))
-    return torch.where(norm.isfinite(), held, norm)
-
-
 def _write(x: Tensor, value: Tensor, seed: int | None) -> None:
-    value = saturated(value, x.dtype)
     if seed is None or x.dtype != torch.bfloat16:
         x.copy_(value)
     else:

@@ -1,4 +1,4 @@
-"""What operations ask of lists of tensors, the range of their numbers, and numbers of the host."""
+"""What operations ask of lists of tensors, and numbers of the host."""
 
 from __future__ import annotations
 
@@ -8,33 +8,11 @@ import torch
 from torch import Tensor
 
 # The dtypes that compiled kernels take, and their codes there.
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-# The largest magnitude of weights and momenta, by dtype. Products of such numbers are taken in
-# float32 or wider, and stay in range there.
-_LARGEST = {torch.float16: torch.finfo(torch.float16).max, torch.float64: 2.0**500}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Unsupported(Exception):
     """A backend cannot take these tensors, but plain PyTorch can."""
-
-
-def largest(dtype: torch.dtype) -> float:
-    """The largest magnitude of weights and momenta of a dtype, at which they saturate."""
-    return _LARGEST.get(dtype, 2.0**100)
-
-
-def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value, limited to the range of weights and momenta of ``dtype``; NaN stays NaN."""
-    return value.clamp(-largest(dtype), largest(dtype))
-
-
-def saturate_(values: list[Tensor], dtypes: Sequence[torch.dtype]) -> None:
-    """Limit each value, in place, as :func:`saturated` does; it may be narrower than its dtype."""
-    pairs = zip(values, dtypes, strict=True)
-    limits = [min(largest(dtype), torch.finfo(value.dtype).max) for value, dtype in pairs]
-    torch._foreach_clamp_min_(values, [-limit for limit in limits])
-    torch._foreach_clamp_max_(values, limits)
 
 
 def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,22 +38,6 @@ def norm_and_sum(x: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(norms), sums.sum()])
 
 
-def check_lists(
-    X: Sequence[Tensor], *others: Sequence[Tensor], numbers: Sequence[Sequence[object]] = ()
-) -> None:
-    """Raise ValueError unless lists have X's shapes, and there is a number for each tensor."""
-    for given in (*others, *numbers):
-        if len(given) != len(X):
-            raise ValueError(f"lists of {len(X)} and {len(given)}: they must be equally long")
-    for Y in others:
-        for i, (x, y) in enumerate(zip(X, Y, strict=True)):
-            if x.shape != y.shape:
-                raise ValueError(
-                    f"tensors {i} of two lists have shapes {tuple(x.shape)} and {tuple(y.shape)}: "
-                    f"they must be equal"
-                )
-
-
 def check_supported(*lists: Sequence[Tensor]) -> None:
     """Raise Unsupported unless compiled kernels take all dtypes, and there is only one device."""
     device = lists[0][0].device
@@ -94,7 +56,7 @@ def elementwise(
     check_supported(*written, *read)
     first = written[0]
     for x, *others in zip(*written, strict=True):
-        if not _dense(x) or any(y.stride() != x.stride() for y in others):
+        if not _dense(x) or any((y.shape, y.stride()) != (x.shape, x.stride()) for y in others):
             raise Unsupported
     return [*written, *(_with_strides_of(first, list_) for list_ in read)]
 
@@ -106,6 +68,8 @@ def _dense(x: Tensor) -> bool:
 
 def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> list[Tensor]:
     return [
-        y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)
+        y
+        if (y.shape, y.stride()) == (x.shape, x.stride())
+        else torch.empty_like(x, dtype=y.dtype).copy_(y)
         for x, y in zip(X, Y, strict=True)
     ]

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvadion import checks
@@ -274,7 +273,7 @@ def wrong_state(
             state = states.get(X)
             if state and group["algorithm"] == "adamw":
                 held = state["exp_avg"].dtype if "exp_avg" in state else X.dtype
-                if held != X.dtype != torch.float16:
+                if held != X.dtype:
                     return (
                         f"{name} has dtype {X.dtype}, and its exp_avg {held}: cast the model "
                         f"before the optimizer's first step, or cast the state too."
@@ -298,12 +297,11 @@ def restore_dtypes(
 ) -> None:
     """Give loaded states the dtypes they were saved with: torch casts them to the parameter's.
 
-    Moments of AdamW stay cast: its kernels take them in the parameter's dtype, or float32 for
-    float16.
+    Moments of AdamW stay cast: its kernels take them in the parameter's dtype.
     """
     for group, held in zip(param_groups, saved["param_groups"], strict=True):
+        cast = group["algorithm"] == "adamw"
         for i, X in zip(held["params"], group["params"], strict=True):
-            cast = group["algorithm"] == "adamw" and X.dtype != torch.float16
             for key, value in saved["state"].get(i, {}).items():
                 if cast and key in STATE_KEYS["adamw"]:
                     continue

@@ -16,7 +16,6 @@ from curvadion import checks, ops
 from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares
 from curvadion.layout.parameters import groups_of
 from curvadion.ops.codes import BLOCK, block_bytes, blocks_of, part, rows_of
-from curvadion.ops.tensors import saturated
 from curvadion.update.parameter import Parameter
 from curvadion.update.sizes import most_together
 from curvadion.update.state import RESIDUAL
@@ -51,7 +50,7 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
 def coded_mean_(
     X: Sequence[Tensor], residuals: Sequence[Tensor], bits: int, group: dist.ProcessGroup | None
 ) -> None:
-    """X <- mean over the group of X, saturated; the same bits on every rank.
+    """X <- mean over the group of X; the same bits on every rank.
 
     Every rank is the owner of an equal share of all numbers. Each sends its codes to the owners,
     which sum them in float32, so that no sum can overflow, and send the codes of the means back.
@@ -91,7 +90,7 @@ def add_coded_mean_(
     bits: int,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """anchor <- anchor + mean over the group of (X - anchor), X <- anchor, saturated.
+    """anchor <- anchor + mean over the group of (X - anchor), X <- anchor.
 
     As :func:`coded_mean_` of the differences. anchors: float32 or wider, of X's shapes, the same
     bits on every rank; updated.
@@ -101,7 +100,7 @@ def add_coded_mean_(
         for x, anchor, residual in zip(X, anchors, residuals, strict=True):
             anchor.add_(moved_since(anchor, x).float() + residual)
             residual.zero_()
-            x.copy_(saturated(anchor, x.dtype))
+            x.copy_(anchor)
         return
     with record_function("curvadion.decode"):
         ops.decode_add_(X, anchors, codes, bits)
@@ -110,7 +109,7 @@ def add_coded_mean_(
 def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
     """x - anchor, which is taken as x's dtype holds it: the rounding to it is no movement."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide) - saturated(anchor, x.dtype).to(x.dtype).to(wide)
+    return x.to(wide) - anchor.to(x.dtype).to(wide)
 
 
 def message_bytes(sizes: Iterable[int], bits: int) -> int:

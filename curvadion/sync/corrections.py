@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion.layout.dtensor import local
-from curvadion.ops.tensors import from_host, saturate_
+from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Taken
 from curvadion.update.directions import DIRECTIONS
 from curvadion.update.parameter import (
@@ -232,5 +232,4 @@ def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> Non
             torch._foreach_copy_(moved, anchors)
         else:
             torch._foreach_add_(moved, X)
-        saturate_(moved, [x.dtype for x in X])
         torch._foreach_copy_(X, moved)

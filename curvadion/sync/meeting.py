@@ -27,6 +27,8 @@ from curvadion.update.momentum import MomentumNorms
 from curvadion.update.plan import Plan
 
 MEETING_BYTES, WORDS_BYTES = 24, 16
+# Gradients and momenta of this norm or more count as not finite: squares of others fit float32.
+LARGEST_NORM = 2.0**50
 _NAN_BITS, _PARAMETER = 0x7FC00000, 0x7FFFFFFF
 
 
@@ -34,9 +36,9 @@ class Met(NamedTuple):
     """What the ranks of a meeting know.
 
     signal: the largest gate signal of any matrix on any of them. parameter: the name of the
-    parameter that had it; None if there are no matrices. finite: whether no gradient on any of them
-    holds a NaN or an Inf. all_zero: whether all gradients of all of them are zero; told at a first
-    step only.
+    parameter that had it; None if there are no matrices. finite: whether all gradients on all of
+    them are, and shorter than LARGEST_NORM. all_zero: whether all of these are zero; told at a
+    first step only.
     """
 
     signal: float
@@ -127,7 +129,7 @@ def meet(
     signals = _signals(gate, plan, gradients, momenta)
     # abs() takes the sign off a negative zero, whose bits would sort below everything.
     signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
-    finite = torch.isfinite(norms).all() & ~torch.isnan(signal)
+    finite = (norms < LARGEST_NORM).all() & ~torch.isnan(signal)
     bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
     owner = plan.owners.take(matrix) if plan.matrices else matrix
     largest = (bits << 32) | owner

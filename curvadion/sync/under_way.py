@@ -23,7 +23,6 @@ from curvadion import ops
 from curvadion.comm.background import Background, Exchange, Stopwatch
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import rows_of
-from curvadion.ops.tensors import saturated
 from curvadion.sync.coded_mean import Message, encode, moved_since
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
@@ -113,7 +112,7 @@ class UnderWay:
             means = [local(p.state[MEAN]) for p in sent.parameters]
             sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
             for mean, rows in zip(means, rows_of(means), strict=True):
-                ops.decode_([mean], sent.message.codes[rows], sent.message.bits)
+                ops.decode_add_([mean], (), sent.message.codes[rows], sent.message.bits)
 
 
 def _landed(p: Parameter) -> Arrived:
@@ -122,5 +121,5 @@ def _landed(p: Parameter) -> Arrived:
     del p.state[DUE]
     since = moved_since(anchor, x) - sent
     anchor.add_(mean)
-    x.copy_(saturated(anchor + since, x.dtype))
+    x.copy_(anchor + since)
     return Arrived(mean, mean - sent)

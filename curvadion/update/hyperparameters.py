@@ -16,7 +16,7 @@ from curvadion.update.directions import DIRECTIONS
 ALGORITHMS = ("dion", "adamw", "lion")
 MOST_NEWTON_SCHULZ_STEPS = 20
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = ("float64", "float32", "bfloat16")
 
 # Written into groups by torch.optim, its schedulers and training frameworks; without effect here.
 FOREIGN_KEYS = frozenset(

@@ -57,7 +57,6 @@ def look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> No
     """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
     shares = gradients.each(share)
     if any(shares):
-        # The arithmetic of a local step, which saturates where the dtype of M ends.
         ops.local_step_(gradients.M, gradients.G, [-s for s in shares], [1.0] * len(shares))
 
 

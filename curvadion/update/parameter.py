@@ -25,7 +25,7 @@ from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 States = MutableMapping[Tensor, dict[str, Any]]
 # Directions that take only a part out of M.
 FEEDING_BACK = ("low_rank", "dion2", "nordion2")
-TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,15 +266,20 @@ def product_dtype(X: Tensor) -> torch.dtype:
     return torch.promote_types(X.dtype, torch.float32)
 
 
+def check_trained(X: Tensor, name: str) -> None:
+    """Raise ValueError for a dtype without steps; DeepSpeed may still replace such parameters."""
+    if X.requires_grad and X.dtype not in TRAINED:
+        raise ValueError(
+            f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, and cast "
+            f"copies of them for products in other dtypes, as torch.autocast does (for float16 "
+            f"with a torch.amp.GradScaler)."
+        )
+
+
 def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the parameter, if the group's algorithm cannot take it."""
     if X.is_complex():
         raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
-    if X.requires_grad and X.dtype not in TRAINED:
-        raise ValueError(
-            f"{name} has dtype {X.dtype}: train float32, float64, bfloat16 or float16 weights, and "
-            f"cast copies of them for products in other dtypes."
-        )
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return

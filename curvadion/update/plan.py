@@ -24,6 +24,7 @@ from curvadion.update.parameter import (
     Parameter,
     States,
     check_parameter,
+    check_trained,
     names,
     product_dtype,
 )
@@ -110,6 +111,7 @@ class Plan:
             for X, name in zip(group["params"], names(group, g), strict=True):
                 if not wanted(X):
                     continue
+                check_trained(X, name)
                 check_parameter(X, name, group)
                 check_replicas(X, name, replicas)
                 if group["algorithm"] == "dion":

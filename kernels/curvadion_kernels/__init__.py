@@ -6,11 +6,10 @@ operations raise Unsupported for what only plain PyTorch takes.
 
 from curvadion_kernels.codes import (
     average_codes_,
-    decode_,
     decode_add_,
     encode_difference_,
 )
-from curvadion_kernels.columns import column_normalize_, column_sum_of_squares
+from curvadion_kernels.columns import column_normalize, column_sum_of_squares
 from curvadion_kernels.local_step import local_step_
 from curvadion_kernels.low_rank import low_rank_update_
 from curvadion_kernels.momentum import (
@@ -25,9 +24,8 @@ __all__ = [
     "INTERPRETED",
     "accumulate_",
     "average_codes_",
-    "column_normalize_",
+    "column_normalize",
     "column_sum_of_squares",
-    "decode_",
     "decode_add_",
     "encode_difference_",
     "local_step_",

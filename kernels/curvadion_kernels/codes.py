@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvadion.ops.codes import check_compiled, constants, rows_of
 from curvadion_kernels.launch import CHUNK, launches, on
-from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, saturated, to_nearest
+from curvadion_kernels.numbers import DTYPES, INTERPRETED, pointer, to_nearest
 
 # Blocks that a program works on at a time.
 ROWS = 64 if INTERPRETED else 4
@@ -130,7 +130,7 @@ def encode_difference_kernel(
         here = at < n
         z = tl.load(x + at, here, 0.0).to(tl.float32)
         if HAS_A:
-            anchor = to_nearest(saturated(tl.load(a + at, here, 0.0), X_DTYPE), X_DTYPE)
+            anchor = to_nearest(tl.load(a + at, here, 0.0), X_DTYPE)
             z = z - anchor.to(tl.float32)
         if HAS_R:
             z = z + tl.load(r + at, here, 0.0).to(tl.float32)
@@ -168,7 +168,6 @@ def decode_kernel(
         if HAS_A:
             now = tl.load(a + at, here, 0.0) + now
             tl.store(a + at, now, here)
-            now = saturated(now, X_DTYPE)
         tl.store(x + at, to_nearest(now, X_DTYPE), here)
 
 
@@ -218,11 +217,6 @@ def encode_difference_(
                 X_DTYPE=DTYPES[dtypes[0]], R_DTYPE=DTYPES[dtypes[-1]], HAS_A=bool(anchors),
                 HAS_R=bool(residuals), BITS=bits, CHUNK=CHUNK, ROWS=ROWS, **OPTIONS,
             )  # fmt: skip
-
-
-def decode_(X: Sequence[Tensor], codes: Tensor, bits: int) -> None:
-    """See :func:`curvadion.ops.decode_`."""
-    decode_add_(X, (), codes, bits)
 
 
 def decode_add_(X: Sequence[Tensor], anchors: Sequence[Tensor], codes: Tensor, bits: int) -> None:

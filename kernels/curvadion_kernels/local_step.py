@@ -17,7 +17,6 @@ from curvadion_kernels.numbers import (
     DTYPES,
     load_float32,
     numbers,
-    saturated,
     stochastically,
     store,
     to_nearest,
@@ -36,14 +35,13 @@ def _chunk(
         here = at < n
         gradient = load_float32(g, at, here, MASKED)
         weights = decay * load_float32(x, at, here, MASKED) - step * gradient
-        weights = saturated(weights, X_DTYPE)
         if SEEDED:
             store(x, at, stochastically(weights, at, seed, X_DTYPE), here, MASKED)
         else:
             store(x, at, to_nearest(weights, X_DTYPE), here, MASKED)
         if HAS_M:
             momentum = mu * load_float32(m, at, here, MASKED) + gradient
-            store(m, at, to_nearest(saturated(momentum, M_DTYPE), M_DTYPE), here, MASKED)
+            store(m, at, to_nearest(momentum, M_DTYPE), here, MASKED)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvadion.ops.tensors import Unsupported, check_supported
 from curvadion_kernels.launch import Index, cells_to_device, kept, on, rounds_float32
-from curvadion_kernels.numbers import DTYPES, saturated, stochastically, to_nearest
+from curvadion_kernels.numbers import DTYPES, stochastically, to_nearest
 
 # The tallest tiles that do not spill registers. Two accumulators stay in registers during the loop,
 # and narrow loads and stores need more registers for addresses.
@@ -106,7 +106,6 @@ def low_rank_kernel(
     here = (i[:, None] < m) & (j[None, :] < n)
     at = i[:, None] * x_stride + j[None, :]
     weights = decay * tl.load(x + at, here, 0.0).to(tl.float32) - step * update
-    weights = saturated(weights, X_DTYPE)
     if SEEDED:
         tl.store(x + at, stochastically(weights, at, seed, X_DTYPE), here)
     else:
@@ -114,7 +113,7 @@ def low_rank_kernel(
     if HAS_M:
         at = i[:, None] * m_stride + j[None, :]
         kept = tl.load(momentum + at, here, 0.0).to(tl.float32) - feedback * fed
-        tl.store(momentum + at, to_nearest(saturated(kept, M_DTYPE), M_DTYPE), here)
+        tl.store(momentum + at, to_nearest(kept, M_DTYPE), here)
 
 
 def low_rank_update_(

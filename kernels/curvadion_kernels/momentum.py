@@ -14,17 +14,7 @@ from torch import Tensor
 
 from curvadion.ops.tensors import elementwise
 from curvadion_kernels.launch import BLOCK, CHUNK, launches, on
-from curvadion_kernels.numbers import DTYPES, load_float32, numbers, saturated, store, to_nearest
-
-
-@triton.jit
-def _squares(sums, held):
-    """Squares of ``held`` in float64; NaN where the float32 ``sums`` are not finite.
-
-    The squares of tiny and of large numbers do not fit into float32.
-    """
-    held = held.to(tl.float64)
-    return held * held + (sums - sums).to(tl.float64)
+from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_nearest
 
 
 @triton.jit
@@ -41,15 +31,14 @@ def _chunk(
         sums = load_float32(m, at, here, MASKED)
         if HAS_G:
             sums = mu * sums + load_float32(g, at, here, MASKED)
-            held = to_nearest(saturated(sums, M_DTYPE), M_DTYPE)
+            held = to_nearest(sums, M_DTYPE)
         else:
             held = sums.to(M_DTYPE)
         if WRITE:
             store(m, at, held, here, MASKED)
-        if MASKED:
-            squares += tl.where(here, _squares(sums, held), 0.0)
-        else:
-            squares += _squares(sums, held)
+        # In float64, which holds the squares of tiny and of large numbers; zeros where masked.
+        wide = held.to(tl.float64)
+        squares += wide * wide
     # Summed here, so that each caller can lay out its numbers in its own way.
     return tl.sum(squares)
 

@@ -16,7 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 # The dtypes of curvadion.ops.tensors.DTYPE_CODES.
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -46,14 +46,6 @@ def store(address, at, values, here, MASKED: tl.constexpr):
         tl.store(address + at, values, here)
     else:
         tl.store(address + at, values)
-
-
-@triton.jit
-def saturated(value, dtype: tl.constexpr):
-    """float32, limited to the range of weights and momenta of ``dtype``; NaN stays NaN."""
-    limit = 65504.0 if dtype == tl.float16 else 1267650600228229401496703205376.0  # 2**100
-    value = tl.where(value > limit, limit, value)
-    return tl.where(value < -limit, -limit, value)
 
 
 @triton.jit

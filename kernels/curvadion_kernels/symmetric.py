@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from curvadion.ops.tensors import DTYPE_CODES, Unsupported
+from curvadion.ops.tensors import Unsupported
 from curvadion_kernels.launch import on, rounds_float32
 from curvadion_kernels.numbers import add_product, to_nearest
 
 # As large as registers allow for every dtype and precision. Three stages of them leave room for two
 # programs in the shared memory of an H100.
 TILE = 128
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE_K = {2: 64, 4: 32}  # by the size of a number
 TILE_K_PRECISE = 16  # multiplied without tensor cores, from registers
 OPTIONS = {"num_warps": 8, "num_stages": 3}
@@ -99,7 +100,7 @@ def symmetric_kernel(
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
     """See :func:`curvadion.ops.symmetric_product`."""
     k, n, m = A.shape
-    if A.dtype not in DTYPE_CODES:
+    if A.dtype not in DTYPES:
         raise Unsupported
     rows = triton.cdiv(n, TILE)
     programs = k * rows * (rows + 1) // 2

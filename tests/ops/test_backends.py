@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import textwrap
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,7 +50,7 @@ def test_the_cpu_takes_compiled_codes(monkeypatch):
     assert ops.backend_for(CPU) == "cpu"
     codes, own = torch.zeros(4, block_bytes(2), dtype=torch.uint8), torch.zeros(4, 256)
     ops.encode_difference_(codes, X, M, G, bits=2)
-    ops.decode_(X, codes, 2)
+    ops.decode_add_(X, (), codes, 2)
     ops.decode_add_(X, M, codes, 2)
     ops.average_codes_(codes, own, codes.clone()[None], 0, 2)
 
@@ -112,83 +109,22 @@ def test_a_failing_compiler_is_one_warning_that_quotes_it(tmp_path):
     assert said.count("curvadion runs in plain PyTorch on the cpu (cpu: building it failed") == 1
 
 
-@pytest.fixture
-def cached(tmp_path, monkeypatch):
-    """The library in a cache of its own; building another one is an error."""
-    library = Path(native.library("cpu")._name)
-    folder = tmp_path / "cache"
-    folder.mkdir(0o700)
-    shutil.copy(library, folder)
-    monkeypatch.setenv("CURVADION_CACHE", str(folder))
-    monkeypatch.setattr(native, "_build", pytest.fail)
-    return folder / library.name
-
-
-def load():
-    """The file of the library that a new process would load."""
-    return native.library.__wrapped__("cpu")._name
-
-
-def writable_folder(file):
-    file.parent.chmod(0o777)
-
-
-def writable(file):
-    file.chmod(0o666)
-
-
-def link(file):
-    file.symlink_to(file.rename(file.with_suffix(".elsewhere")))
-
-
-def damaged(file):
-    file.write_text("of another machine")
-
-
 @needs_library
-@pytest.mark.parametrize("change", [writable_folder, writable, link, damaged])
-def test_a_library_that_cannot_be_trusted_is_not_loaded(change, cached):
-    change(cached)
+def test_a_damaged_library_is_an_error_that_names_it(tmp_path, monkeypatch):
+    path = tmp_path / Path(native.library("cpu")._name).name
+    path.write_text("of another machine")
+    monkeypatch.setenv("CURVADION_CACHE", str(tmp_path))
     with pytest.raises(native.Unavailable, match=r"(?i)delete it.*CURVADION_CACHE"):
-        load()
-
-
-@needs_library
-def test_those_that_need_a_library_at_once_share_one_build(cached, monkeypatch):
-    built = cached.rename(cached.parent.parent / cached.name)
-    targets = []
-
-    def build(name, target):
-        targets.append(target)
-        time.sleep(0.2)
-        shutil.copy(built, target)
-
-    monkeypatch.setattr(native, "_build", build)
-    with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(lambda _: load(), range(2))] == [str(cached)] * 2
-    assert targets == [cached]
+        native.library.__wrapped__("cpu")
 
 
 def test_other_flags_are_another_library(monkeypatch):
     before = native.digest("cpu")
     monkeypatch.setattr(native, "FLAGS", ["-O0"])
-    assert native.digest.__wrapped__("cpu") != before
+    assert native.digest("cpu") != before
 
 
 # ---------------------------------------------------------------- arguments
-
-
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_lists_that_do_not_match_are_refused(backend):
-    if ops.lacking(backend):
-        pytest.skip(ops.lacking(backend))
-    with ops.use_backend(backend):
-        with pytest.raises((ValueError, RuntimeError)):
-            ops.momentum_norms([torch.ones(3)], [torch.ones(4)], [1.0])
-        with pytest.raises(ValueError):
-            ops.accumulate_([torch.ones(3)] * 2, [torch.ones(3)], [1.0] * 2)
-        with pytest.raises(ValueError):
-            ops.local_step_([torch.ones(3)], [torch.ones(3)], [1.0], [1.0, 1.0])
 
 
 def test_writing_counts_as_a_change_for_autograd():

@@ -15,7 +15,7 @@ from curvadion.ops.codes import BITS, block_bytes
 from operations import DTYPES, INTERPRETED, places
 from pairwise import all_pairs
 
-F32, BF16, F16 = DTYPES
+F32, BF16 = DTYPES
 FEW_BITS = [1, 3] if INTERPRETED else BITS
 
 each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "cpu"))
@@ -24,7 +24,7 @@ each_backend = pytest.mark.parametrize(("backend", "device"), places("torch", "c
 @each_backend
 @pytest.mark.parametrize(
     ("bits", "X_dtype", "R_dtype", "anchors", "residuals"),
-    all_pairs(FEW_BITS, [F32, BF16, F16], [F32, BF16], [True, False], [True, False]),
+    all_pairs(FEW_BITS, [F32, BF16], [F32, BF16], [True, False], [True, False]),
 )
 def test_differences(backend, device, bits, X_dtype, R_dtype, anchors, residuals):
     code_operations.check_encode_difference(
@@ -33,7 +33,7 @@ def test_differences(backend, device, bits, X_dtype, R_dtype, anchors, residuals
 
 
 @each_backend
-@pytest.mark.parametrize("X_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("X_dtype", [F32, BF16])
 @pytest.mark.parametrize("bits", FEW_BITS)
 def test_what_codes_stand_for(backend, device, bits, X_dtype):
     code_operations.check_decode(backend, device, bits, X_dtype)
@@ -81,7 +81,7 @@ def test_lists_may_be_empty(backend, device):
     codes = torch.zeros(0, block_bytes(2), dtype=torch.uint8, device=device)
     with ops.use_backend(backend):
         ops.encode_difference_(codes, [], bits=2)
-        ops.decode_([], codes, 2)
+        ops.decode_add_([], (), codes, 2)
         ops.decode_add_([], [], codes, 2)
         own = torch.zeros(0, 256, device=device)
         ops.average_codes_(codes, own, codes.view(2, 0, 66), 0, 2)
@@ -95,9 +95,6 @@ def test_what_does_not_fit_is_refused(backend, device):
         for wrong, bits in ((codes[:1], 2), (codes, 4), (codes.int(), 2)):
             with pytest.raises(ValueError, match=r"codes of shape .* they must be"):
                 ops.encode_difference_(wrong, x, bits=bits)
-        with pytest.raises(ValueError, match="received of shape"):
-            own = torch.zeros(2, 256, device=device)
-            ops.average_codes_(codes, own, codes[None, :1], 0, 2)
 
 
 def test_the_number_of_threads_changes_no_bit_of_the_compiled_library():

@@ -14,7 +14,7 @@ from curvadion import ops
 from curvadion.ops import cuda
 
 CPU = torch.device("cpu")
-F32, BF16, F16 = operations.DTYPES
+F32, BF16 = operations.DTYPES
 pytestmark = needs_compiler
 
 
@@ -40,10 +40,10 @@ def emulated(build):
 @pytest.mark.usefixtures("emulated")
 def test_lists(sizes, aligned):
     shapes = operations.SIZES[sizes][:120]  # more than two launches take
-    operations.check_norms("cuda", CPU, shapes, [BF16, F16, F32], aligned=aligned)
-    operations.check_momentum("cuda", CPU, shapes, [F32, F16], [F16, F32], aligned=aligned)
+    operations.check_norms("cuda", CPU, shapes, [BF16, F32], aligned=aligned)
+    operations.check_momentum("cuda", CPU, shapes, [F32, BF16], [BF16, F32], aligned=aligned)
     operations.check_local_step(
-        "cuda", CPU, shapes, [F16, F32], [F16, F32], [BF16], aligned=aligned
+        "cuda", CPU, shapes, [BF16, F32], [BF16, F32], [BF16], aligned=aligned
     )
 
 

@@ -9,13 +9,15 @@ import contextlib
 import importlib
 
 import pytest
+import torch
 
 import operations
 from operations import INTERPRETED
 from pairwise import all_pairs
 from switches import ROUNDING, SWITCHES, switched
 
-F32, BF16, F16 = operations.DTYPES
+F32, BF16 = operations.DTYPES
+F16 = torch.float16
 SIZES = operations.SIZES
 SHAPES = [(40, 24, 7), (24, 40, -8), (1, 1, 1), (130, 70, -33), (5, 0, 2), (64, 64, 64)]
 ROWS = [1, 5, 127, 129, 300, 517]
@@ -32,7 +34,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("dtypes", "sizes", "aligned"),
-    all_pairs([[F32], [BF16], [F16], [BF16, F16, F32]], list(SIZES), [True, False]),
+    all_pairs([[F32], [BF16], [BF16, F32]], list(SIZES), [True, False]),
 )
 def test_norms(backend, device, dtypes, sizes, aligned):
     operations.check_norms(backend, device, SIZES[sizes], dtypes, aligned=aligned)
@@ -40,7 +42,9 @@ def test_norms(backend, device, dtypes, sizes, aligned):
 
 @pytest.mark.parametrize(
     ("M_dtypes", "G_dtypes", "sizes", "aligned"),
-    all_pairs([[F32], [BF16], [F32, F16]], [[F32], [BF16], [F16, F32]], list(SIZES), [True, False]),
+    all_pairs(
+        [[F32], [BF16], [F32, BF16]], [[F32], [BF16], [BF16, F32]], list(SIZES), [True, False]
+    ),
 )
 def test_momentum(backend, device, M_dtypes, G_dtypes, sizes, aligned):
     operations.check_momentum(backend, device, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
@@ -54,7 +58,7 @@ def test_special_cases(backend, device, check):
 @pytest.mark.parametrize(
     ("X_dtypes", "G_dtypes", "M_dtypes", "sizes", "aligned"),
     all_pairs(
-        [[F32], [BF16], [F16, F32]],
+        [[F32], [BF16], [BF16, F32]],
         [[F32], [BF16]],
         [None, [F32], [BF16]],
         list(SIZES),
@@ -67,24 +71,19 @@ def test_local_step(backend, device, X_dtypes, G_dtypes, M_dtypes, sizes, aligne
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "Q_dtype"),
-    all_pairs(
-        [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4), (0, 3, 2)], [F32, BF16, F16]
-    )[::2],
-)
-def test_columns(backend, device, shape, Q_dtype):
-    operations.check_columns(backend, device, shape, Q_dtype)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 40, 7), (3, 129, 64), (1, 5, 300), (2, 0, 4)])
+def test_columns(backend, device, shape):
+    operations.check_columns(backend, device, shape)
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e30])
 def test_columns_of_any_scale(backend, device, scale):
-    operations.check_columns(backend, device, (2, 40, 7), F32, scale)
+    operations.check_columns(backend, device, (2, 40, 7), scale)
 
 
 @pytest.mark.parametrize(
     ("X_dtypes", "M_dtypes", "with_momentum", "aligned"),
-    all_pairs([[F32], [BF16], [F16, F32]], [[F32], [BF16]], [True, False], [True, False]),
+    all_pairs([[F32], [BF16], [BF16, F32]], [[F32], [BF16]], [True, False], [True, False]),
 )
 def test_low_rank_update(backend, device, X_dtypes, M_dtypes, with_momentum, aligned):
     shapes = SHAPES if INTERPRETED else [*SHAPES, (512, 256, 128), (256, 512, -128)]
@@ -117,10 +116,10 @@ def test_global_switches_of_torch_change_nothing(backend, device, switch, monkey
 
     monkeypatch.setattr(operations, "backend", forced)  # which surrounds only the operations
     shapes = SIZES["few"]
-    operations.check_norms(backend, device, shapes, [F32, BF16, F16])
-    operations.check_momentum(backend, device, shapes, [F32, F16], [BF16, F32])
-    operations.check_local_step(backend, device, shapes, [F32, BF16, F16], [F32], [BF16])
-    operations.check_columns(backend, device, (2, 40, 7), BF16)
+    operations.check_norms(backend, device, shapes, [F32, BF16])
+    operations.check_momentum(backend, device, shapes, [F32, BF16], [BF16, F32])
+    operations.check_local_step(backend, device, shapes, [F32, BF16], [F32], [BF16])
+    operations.check_columns(backend, device, (2, 40, 7))
     # TensorFloat-32, which some CPUs have, keeps ten bits of each factor, as float16 does.
     how = {"arithmetic": F16 if switch in ROUNDING else F32}
     operations.check_low_rank_update(backend, device, SHAPES[:2], [F32], [F32], **how)

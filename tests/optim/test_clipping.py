@@ -121,7 +121,7 @@ def plain(rank, dtype, max_norm, missing, options):
     ("dtype", "missing"),
     [
         (torch.float32, True),
-        (torch.float16, False),
+        (torch.bfloat16, False),
     ],
 )
 def test_one_factor_for_all_replicas(dtype, missing):

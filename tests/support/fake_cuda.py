@@ -103,6 +103,8 @@ def _one_launch(name: str, *args: Any, writes: object = ()) -> Any:
     launched = first.detach().sum()
     if name == "column_sum_of_squares":
         return first.new_empty(*first.shape[:-2], first.shape[-1], dtype=torch.float64)
+    if name == "column_normalize":
+        return torch.empty_like(first)
     if name in ("norms", "momentum_norms"):
         wide = torch.promote_types(first.dtype, torch.float32)
         return launched.new_empty(len(args[0]), dtype=wide)

@@ -21,7 +21,7 @@ import tolerance
 from curvadion import ops
 from tolerance import Rounding, assert_within
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 SIZES = {
     "one": [(1,)],
     "few": [(3,), (0,), (16,), (5, 7), (33,)],
@@ -168,40 +168,6 @@ def check_non_finite(name, device):
             assert torch.isfinite(ops.norms(G)).tolist() == [False, True, True]
 
 
-def check_overflow(name, device):
-    """Finite numbers whose sum M's dtype cannot hold: what is written saturates."""
-    for sign in (1.0, -1.0):
-        M = [torch.full((3000,), sign * 60000.0, dtype=dtype, device=device) for dtype in DTYPES]
-        G = [torch.full((3000,), sign * 30000.0, dtype=dtype, device=device) for dtype in DTYPES]
-        X, Y, N = ([m.clone().view(60, 50) for m in M] for _ in "abc")
-        P, Q = ([torch.full((k, 2), 100.0, device=device) for _ in DTYPES] for k in (60, 50))
-        push = [-1.5 * sign] * 3
-        held = [sign * (65504.0 if dtype == torch.float16 else 90000.0) for dtype in DTYPES]
-        norms = torch.tensor(held, dtype=torch.float64).abs() * 3000**0.5
-        with backend(name):
-            assert relative(ops.momentum_norms(M, G, [1.0] * 3), norms) < 0.01
-            ops.accumulate_(M, G, [1.0] * 3)
-            ops.local_step_(X, [g.view(60, 50) for g in G], [-1.0] * 3, [1.0] * 3)
-            ops.low_rank_update_(Y, P, Q, push, [1.0] * 3, N, Q, push)
-        for written in (M, X, Y, N):
-            for tensor, value in zip(written, held, strict=True):
-                assert relative(tensor.float(), torch.full(tensor.shape, value)) < 0.01
-
-
-def check_largest_numbers(name, device):
-    """Sums of the largest finite numbers stay finite."""
-    most = [torch.finfo(dtype).max for dtype in DTYPES]
-    M, X = ([torch.zeros(700, dtype=dtype, device=device) for dtype in DTYPES] for _ in "ab")
-    G = [torch.full((700,), v, dtype=d, device=device) for v, d in zip(most, DTYPES, strict=True)]
-    with backend(name):
-        for _ in range(3):
-            ops.accumulate_(M, G, [1.0] * 3)
-            ops.local_step_(X, G, [2.0] * 3, [1.0] * 3, M, [1.0] * 3)
-            ops.local_step_(X, G, [2.0] * 3, [1.0] * 3, seeds=[1, 2, 3])
-            assert torch.isfinite(ops.norms([*M, *X])).all()
-            assert torch.isfinite(ops.momentum_norms(M, [g / 2**20 for g in G], [1.0] * 3)).all()
-
-
 def check_any_scale(name, device):
     """Norms whose squares float32 does not hold."""
     for exponent in (-36, -30, -20, -10, 15, 25, 35):
@@ -213,11 +179,10 @@ def check_any_scale(name, device):
         rounding = Rounding(torch.float32, terms=IN_A_NORM)
         with backend(name):
             assert_within(relative(ops.norms(M), expected), rounding)
-            if abs(exponent) < 30:  # momenta saturate at 1e30
-                read = ops.momentum_norms(M, zeros, [1.0] * 3)
-                assert_within(relative(read, expected), rounding)
-                ops.accumulate_(M, zeros, [1.0] * 3)
-                assert_within(relative(ops.norms(M), expected), rounding)
+            read = ops.momentum_norms(M, zeros, [1.0] * 3)
+            assert_within(relative(read, expected), rounding)
+            ops.accumulate_(M, zeros, [1.0] * 3)
+            assert_within(relative(ops.norms(M), expected), rounding)
 
 
 def relative(actual, expected):
@@ -312,27 +277,22 @@ def normalized(R, sums, floor):
     return R * torch.where(lengths > floor, 1 / lengths, 0.0).unsqueeze(-2)
 
 
-def check_columns(name, device, shape, Q_dtype, scale=1.0):
+def check_columns(name, device, shape, scale=1.0):
     R, floor = columns_problem(shape, device, scale)
     sums = R.double().cpu().square().sum(dim=-2)
     others = sums * 2  # what another rank's rows add
-    Q, Q_split = ([torch.ones(shape[1:], dtype=Q_dtype, device=device) for _ in R] for _ in "ab")
     with backend(name):
         found = ops.column_sum_of_squares(R)
-        ops.column_normalize_(Q, R, None, floor)
-        ops.column_normalize_(Q_split, R, others.to(device), floor)
-        stacked = ops.column_normalize(R)
+        Q = ops.column_normalize(R, found, floor)
+        Q_split = ops.column_normalize(R, others.to(device), floor)
     assert found.dtype == torch.float64
     lengths = torch.where(sums == 0, 1.0, sums)
     rounding = Rounding(torch.float64, terms=max(shape[-2], 1))
     tolerance.assert_close(found.cpu() / lengths, sums / lengths, rounding, elementwise=True)
     [R] = wide([R])
-    none = torch.zeros_like(sums)
     whole, split = normalized(R, sums, floor.cpu()), normalized(R, others, floor.cpu())
-    assert_close(stacked, normalized(R, sums, none))
-    for q, s, one, part in zip(Q, Q_split, whole, split, strict=True):
-        assert_close(q, one)
-        assert_close(s, part)
+    assert_close(Q, whole)
+    assert_close(Q_split, split)
     if shape[-1] > 1 and R.numel():
         assert not whole[..., 0].any() and whole[..., 1].any()
 
@@ -460,8 +420,6 @@ def check_symmetric_product_leaves(name, device):
 SPECIAL_CASES = (
     check_called_off,
     check_non_finite,
-    check_overflow,
-    check_largest_numbers,
     check_any_scale,
     check_strides,
     check_stochastic_local_step,

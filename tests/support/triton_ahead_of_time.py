@@ -72,7 +72,7 @@ VARIANTS = {
     ),
     "column_normalize_": (
         columns.normalize_kernel,
-        {"Q_DTYPE": BF16, "ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
+        {"ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
     ),
     "low_rank_update_": (
         low_rank.low_rank_kernel,
@@ -109,9 +109,9 @@ OPTIONS = {module.__name__: module.OPTIONS for module in (codes, low_rank, symme
 POINTERS = {
     "table": "*i64", "numel": "*i64", "of": "*i32", "chunk": "*i32", "first": "*i32",
     "slots": "*i32", "tickets": "*i32", "tiles": "*i32", "partial": "*fp64", "norms": "*fp32",
-    "R": "*fp32", "sums": "*fp64", "floors": "*fp64", "codes": "*u8", "received": "*u8",
-    "owned": "*fp32", "own": "*fp32", "signs": "*fp32", "midpoints": "*fp32", "levels": "*fp32",
-    "moves": "*i1",
+    "Q": "*fp32", "R": "*fp32", "sums": "*fp64", "floors": "*fp64", "codes": "*u8",
+    "received": "*u8", "owned": "*fp32", "own": "*fp32", "signs": "*fp32", "midpoints": "*fp32",
+    "levels": "*fp32", "moves": "*i1",
 }  # fmt: skip
 
 

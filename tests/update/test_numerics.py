@@ -16,7 +16,7 @@ from tolerance import Rounding, assert_close, assert_within
 
 pytestmark = pytest.mark.numeric
 
-F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 # What a budget's steps are in one process: full rank, QR, and nothing but local steps.
 BUDGET = dict(gate=FixedPeriod(10_000), sync=QuantizedAverage(), max_local_steps=None)
 
@@ -44,7 +44,6 @@ SMALL, LARGE = [(64, 1), (37, 5)], [(256, 16)]
 HELD_IN = {
     "float64": (F64, None, SMALL + LARGE),
     "float32": (F32, None, SMALL + LARGE),
-    "float16 momentum": (F32, F16, SMALL),
     "bfloat16 momentum": (F32, BF16, SMALL),
 }
 
@@ -135,7 +134,7 @@ def test_a_matrix_whose_gradients_are_zero_comes_to_rest(options, dtype):
 
 @pytest.mark.parametrize(
     ("exponent", "right_factor", "gate"),
-    [(-30, "qr", None), (25, "column_normalized", AlwaysOpen())],
+    [(-30, "qr", None), (12, "column_normalized", AlwaysOpen())],
     ids=str,
 )
 def test_the_scale_of_gradients_does_not_matter(exponent, right_factor, gate):
@@ -170,7 +169,7 @@ def sharded_norms(rank, scale):
 
 def test_norms_over_shards_of_any_scale():
     expected, _ = distributed.run(2, sharded_norms, 1.0)
-    for scale in (1e-30, 1e25):
+    for scale in (1e-30, 1e12):
         found, _ = distributed.run(2, sharded_norms, scale)
         assert_close(found, expected, Rounding(F32, terms=12 * 8, steps=3))
 
@@ -179,21 +178,18 @@ def test_norms_over_shards_of_any_scale():
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "options"), [((F32, F16), BUDGET), ((F16, None), dict(gate=FixedPeriod(3)))], ids=str
+    ("algorithm", "options"),
+    [("dion", {}), ("dion", BUDGET), ("adamw", BUDGET), ("lion", BUDGET)],
+    ids=["rmmc", "budget", "adamw", "lion"],
 )
-def test_float16_momenta_saturate(dtypes, options):
-    p = torch.nn.Parameter(gaussian((24, 16), 0, dtypes[0]))
-    optimizer = CurvaDion([p], momentum_dtype=dtypes[1], look_ahead=4.0, **options)
-    for step in range(60):
-        p.grad = (torch.full((24, 16), 3000.0) + 500 * gaussian((24, 16), step)).to(dtypes[0])
+def test_a_step_with_a_gradient_too_large_to_be_squared_is_left_out(algorithm, options):
+    p = torch.nn.Parameter(gaussian((6, 4), 0, F32))
+    optimizer = CurvaDion([{"params": [p], "algorithm": algorithm}], **options)
+    for size, skipped in ((1e14, False), (1e16, True), (1e38, True), (1e14, False)):
+        p.grad, before = torch.full((6, 4), size), p.detach().clone()
         optimizer.step()
-        assert finite(optimizer) and not optimizer.report.skipped
-    # And the largest direction of late is followed again once it has turned.
-    turned = p.detach().clone()
-    for _ in range(80):
-        p.grad = torch.full((24, 16), -3000.0, dtype=dtypes[0])
-        optimizer.step()
-    assert (p.detach() - turned).float().mean() > 0
+        assert optimizer.report.skipped == skipped == p.detach().equal(before)
+        assert finite(optimizer)
 
 
 @settings(max_examples=25, deadline=None)
@@ -202,8 +198,8 @@ def test_float16_momenta_saturate(dtypes, options):
     n=st.integers(1, 24),
     rank=st.integers(0, 24),
     exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=6),
-    dtype=st.sampled_from([F32, BF16, F16, F64]),
-    momentum=st.sampled_from([None, F16, BF16, F32]),
+    dtype=st.sampled_from([F32, BF16, F64]),
+    momentum=st.sampled_from([None, BF16, F32]),
     rule=st.sampled_from(["error_feedback", "plain"]),
     right_factor=st.sampled_from(["qr", "column_normalized"]),
     look_ahead=st.sampled_from([0.0, 4.0]),
@@ -235,7 +231,7 @@ def test_finite_gradients_give_finite_weights(
 @settings(max_examples=25, deadline=None)
 @given(
     algorithm=st.sampled_from(["adamw", "lion"]),
-    dtype=st.sampled_from([F32, BF16, F16, F64]),
+    dtype=st.sampled_from([F32, BF16, F64]),
     exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
 )
@@ -248,22 +244,6 @@ def test_finite_gradients_give_finite_moments(algorithm, dtype, exponents, seed)
         optimizer.step()
         assert finite(optimizer)
     assert (p.detach().double() - gaussian((7, 3), seed)).abs().max() < 10
-
-
-@pytest.mark.parametrize("algorithm", ["adamw", "lion"])
-def test_float16_parameters_learn_from_gradients_of_any_size(algorithm):
-    """As float32 ones do, to float16's precision."""
-    for scale in (1.0, 300.0, 1e4, 1e-4):
-        ends = []
-        for dtype in (F32, F16):
-            p = torch.nn.Parameter(torch.ones(5, dtype=dtype))
-            optimizer = CurvaDion([{"params": [p], "algorithm": algorithm}], gate=AlwaysOpen())
-            for step in range(10):
-                p.grad = (gaussian((5,), step) * scale).to(dtype)
-                optimizer.step()
-            assert finite(optimizer)
-            ends.append(p.detach().float())
-        assert_close(*ends, Rounding(F16, terms=10))  # they have moved by 0.2
 
 
 def test_one_outlier_does_not_stop_a_matrix_for_long():

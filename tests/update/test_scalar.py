@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
 from curvadion import AlwaysOpen, CurvaDion
-from curvadion.update import scalar
-from curvadion.update.scalar import create_state
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
@@ -74,22 +70,3 @@ def test_adamw_takes_what_the_fused_kernel_does_not():
         ours.step()
         reference.step()
     assert_close(x, y, Rounding(torch.float32, steps=STEPS))
-
-
-@pytest.mark.parametrize("largest, leaves_out", [(1e18, 0), (1.5e18, 1), (math.inf, 1)])
-def test_a_gpu_leaves_out_a_step_whose_squares_would_overflow(largest, leaves_out):
-    """Of the steps that PyTorch's fused kernel takes without a pass that limits gradients."""
-    G = [torch.ones(3), torch.tensor([0.0, largest])]
-    found_inf = scalar._too_large(G)
-    assert found_inf.item() == leaves_out and found_inf.shape == ()
-    X = [torch.ones(3), torch.ones(2)]
-    states = [create_state("adamw", x) for x in X]
-    lists = [[s[key] for s in states] for key in ("exp_avg", "exp_avg_sq")]
-    steps = [s["step"] for s in states]
-    options = {"beta1": 0.9, "beta2": 0.9, "lr": 0.1, "weight_decay": 0.1, "eps": 1e-8}
-    scalar.adamw(
-        X, G, *lists, [], steps, fused=True, found_inf=found_inf, amsgrad=False, maximize=False,
-        **options,
-    )  # fmt: skip
-    assert all(torch.isfinite(t).all() for t in [*X, *lists[0], *lists[1]])
-    assert all(torch.equal(x, torch.ones_like(x)) == bool(leaves_out) for x in X)

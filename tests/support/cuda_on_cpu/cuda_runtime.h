@@ -152,32 +152,12 @@ inline uint32_t __float_as_uint(float value) {
     return bits;
 }
 
-inline uint16_t float16_of(float value) {
-    const uint32_t sign = __float_as_uint(value) >> 16 & 0x8000u;
-    const float size = std::fabs(value);
-    if (size != size) return 0x7FFF;
-    if (size >= 65520.0f) return uint16_t(sign | 0x7C00u);
-    // Steps of 2^-24 below 2^-14, and above it 1024 steps for each power of two.
-    const int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
-    const uint32_t steps = uint32_t(std::nearbyint(std::ldexp(size, 10 - exponent)));
-    return uint16_t(sign | (uint32_t(exponent + 14) * 1024u + steps));
-}
-
 inline uint16_t bfloat16_of(float value) {
     const uint32_t bits = __float_as_uint(value);
     return value != value ? 0x7FFF : uint16_t((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
 // PTX instructions: asm("name %0, %1...;" : "="(result) : (arguments)) is result = name(arguments).
-inline float cvt_f32_f16(uint16_t bits) {
-    const int exponent = bits >> 10 & 31, steps = bits & 1023;
-    const float sign = bits & 0x8000u ? -1.0f : 1.0f;
-    if (exponent == 31) return steps ? NAN : sign * INFINITY;
-    return sign * std::ldexp(float(exponent ? steps + 1024 : steps), std::max(exponent, 1) - 25);
-}
-inline uint32_t cvt_rn_f16x2_f32(float high, float low) {
-    return uint32_t(float16_of(high)) << 16 | float16_of(low);
-}
 inline uint32_t cvt_rn_bf16x2_f32(float high, float low) {
     return uint32_t(bfloat16_of(high)) << 16 | bfloat16_of(low);
 }
