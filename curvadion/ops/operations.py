@@ -2,8 +2,9 @@
 
 Each one works on lists of tensors, which may differ in size and alignment. Data may be bfloat16,
 float32 or float64. Sums are taken in float32 or wider, and sums of squares in float64. What changes
-weights or momenta heeds :func:`curvadion.ops.only_if`. Plain PyTorch runs on any device and takes any floating dtype, any strides, and learning rates that are
-tensors: it does what backends cannot, and is their reference.
+weights or momenta heeds :func:`curvadion.ops.only_if`. Plain PyTorch runs on any device and takes
+any floating dtype, any strides, and learning rates that are tensors: it does what backends cannot,
+and is their reference.
 """
 
 from __future__ import annotations
