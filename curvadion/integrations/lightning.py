@@ -1,7 +1,4 @@
-"""Lightning: a callback with which replicas train, are evaluated, saved and resumed.
-
-Works with ``lightning`` and with ``pytorch_lightning``. This module needs one of them.
-"""
+"""Lightning, of either package: replicas train, are evaluated, saved and resumed."""
 
 from __future__ import annotations
 
