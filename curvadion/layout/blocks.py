@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from curvadion.layout.dtensor import DimensionShard, dimension_shards, placements_of, swapped
-from curvadion.layout.lazy import is_dtensor
+from curvadion.layout.dtensor import (
+    DimensionShard,
+    dimension_shards,
+    is_dtensor,
+    placements_of,
+    swapped,
+)
 from curvadion.layout.matrix import MatrixLayout
 
 

@@ -1,11 +1,15 @@
-"""DTensors: which indices a rank holds, which ranks hold the others, and how to build one."""
+"""DTensors: which indices a rank holds, which ranks hold the others, and how to build one.
+
+Importing torch's DTensors takes as long as half of torch, so it is done where there are some.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.groups import Group, group_of_ranks
-from curvadion.layout.lazy import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
 _RANKS_ALONG: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
     WeakKeyDictionary()
 )
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether this is a DTensor; there are none before somebody has imported their module."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Tensor) -> Tensor:

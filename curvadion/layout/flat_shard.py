@@ -14,8 +14,8 @@ from torch import Tensor
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.layout.blocks import block_sizes, starts, within
-from curvadion.layout.lazy import is_dtensor
-from curvadion.layout.shard_views import FlatRange
+from curvadion.layout.dtensor import is_dtensor
+from curvadion.layout.matrix import FlatRange
 
 FLAT_SHARD_START = "flat_shard_start"  # key of a state
 _FLAT_SHARD = "curvadion_flat_shard"

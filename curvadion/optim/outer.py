@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from curvadion.comm.background import Background
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
-from curvadion.layout.gradients import place_gradients
+from curvadion.layout.parameters import place_gradients
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.base import GroupedOptimizer

@@ -20,10 +20,9 @@ from curvadion.comm.groups import Group
 from curvadion.layout.blocks import output_first
 from curvadion.layout.dtensor import local, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
-from curvadion.layout.matrix import Extent
-from curvadion.layout.shard_views import Block
+from curvadion.layout.matrix import Block, Extent
 from curvadion.ops.tensors import from_host
-from curvadion.update.parameter import Matrix
+from curvadion.update.parameter import Matrix, product_dtype
 from curvadion.update.polar import Polar
 from curvadion.update.state import ROW_SECOND_MOMENT
 
@@ -64,7 +63,7 @@ def rescaled_rows(
     # (k, columns, rows) -> (k, rows)
     squares = _sums(
         [
-            held.counted(u.mT).to(_wide(u)).square().sum(-2)
+            held.counted(u.mT).to(product_dtype(u)).square().sum(-2)
             for held, u in zip(columns, by_row, strict=True)
         ],
         [held.group for held in columns],
@@ -99,10 +98,6 @@ def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
     return (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
 
 
-def _wide(u: Tensor) -> torch.dtype:
-    return torch.promote_types(u.dtype, torch.float32)
-
-
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
     """One number a matrix, (k, 1)."""
     return from_host([float(x) for x in numbers], like.dtype, like.device).unsqueeze(-1)
@@ -132,7 +127,7 @@ def _moments(m: Matrix) -> Tensor:
 
 def _zeros_of_rows(X: Tensor, options: Mapping[str, Any]) -> Tensor:
     """(*stack dimensions, m), sharded as X's rows are; of a flat shard the rows held here."""
-    dtype = torch.promote_types(X.dtype, torch.float32)
+    dtype = product_dtype(X)
     if (shard := flat_shard(X)) is not None:
         whole = options["input_first"]  # rows of X are then columns of what is stored
         counts = [

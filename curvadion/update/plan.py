@@ -206,14 +206,6 @@ class Plan:
         return checksum(listed)
 
     @cached_property
-    def one_matrix_each(self) -> bool:
-        """Whether each parameter of ``dion`` is one matrix, whose shard is all that is held."""
-        return all(
-            len(p.matrices) == 1 and p.matrices[0].elements(p.local).numel() == p.local.numel()
-            for p in self.dion
-        )
-
-    @cached_property
     def sharded(self) -> bool:
         """Whether parameters are DTensors, of which shards are held here."""
         return any(local(p.X) is not p.X for p in self.parameters)
