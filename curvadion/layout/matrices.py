@@ -39,21 +39,13 @@ from curvadion.layout.states import QSlot, QSlots, flat_key
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """One matrix of a parameter, as this rank holds it.
-
-    Attributes:
-        layout: orientation, sharding and groups.
-        view: where its elements lie in the parameter's local tensor.
-        rank: r.
-        q: where its right factor lies in the parameter's state.
-        kind: equal for matrices that can be batched. It follows from global facts alone, so all
-            ranks form the same batches.
-    """
+    """One matrix of a parameter, as this rank holds it."""
 
     layout: MatrixLayout
-    view: ShardView
-    rank: int
-    q: QSlot
+    view: ShardView  # where its elements lie in the parameter's local tensor
+    rank: int  # r
+    q: QSlot  # where its right factor lies in the parameter's state
+    # Equal for matrices that can be batched. From global facts, so that all ranks batch the same.
     kind: tuple[object, ...]
 
 
@@ -62,11 +54,7 @@ def matrices_of(
 ) -> list[MatrixShard]:
     """The matrices of a parameter, as far as this rank holds them; collective if it is sharded.
 
-    options: the parameter's group.
-
-    Raises:
-        ValueError: if the options do not fit the parameter, or if it is sharded in a way that no
-            update is written for.
+    ValueError if the options, its group's, do not fit it, or no update is written for its sharding.
     """
     declared = flat_shard(X)
     if declared is not None:

@@ -48,11 +48,9 @@ def rescaled_rows(
 ) -> list[Tensor]:
     """U with rows divided by their second moments, which are updated; collective over the shards.
 
-    Args:
-        stacks: the matrices.
-        U: shards (k, m_i, n_j) by stack; a row that several ranks hold is whole on each.
-        widths: of each matrix, how many elements of a row of X its U has.
-        chosen: by stack, which rows of X held here have any, (k, rows) of bool; None for all.
+    U: shards (k, m_i, n_j) by stack; a row that several ranks hold is whole on each. widths: of
+    each matrix, how many elements of a row of X its U has. chosen: by stack, which rows of X held
+    here have any, (k, rows) of bool; None for all.
     """
     if not stacks:  # this rank holds none of the experts
         return []

@@ -42,19 +42,12 @@ SHORTEST = 2.0**10
 
 
 class Orthonormal(NamedTuple):
-    """A stack of k orthonormalised matrices, and how accurate their columns are.
+    """A stack of k orthonormalised matrices, and how accurate their columns are."""
 
-    Attributes:
-        columns: (k, m_i, r).
-        dependent: (k, r) of bool, which columns replace one that depended on those before it.
-        error: (k, r) float64, the length of the rounding errors in each of the other columns.
-        lengths: (k, r) float64, of the columns before orthonormalisation, over all rows.
-    """
-
-    columns: Tensor
-    dependent: Tensor
-    error: Tensor
-    lengths: Tensor
+    columns: Tensor  # (k, m_i, r)
+    dependent: Tensor  # (k, r) of bool: replaces one that depended on those before it
+    error: Tensor  # (k, r) float64: the length of the rounding errors in each other column
+    lengths: Tensor  # (k, r) float64: of the columns before, over all rows
 
 
 def orthonormal_columns(
@@ -170,11 +163,7 @@ def _cholesky_qr(
     floors: Sequence[Floor | None],
     last: Sequence[Tensor] | None = None,
 ) -> list[Orthonormal]:
-    """One pass of Cholesky QR over stacks (k, m_i, r); dependent columns become zero.
-
-    floors: None if only columns of length zero are too short. last: (k, r) of bool, the columns to
-    orthonormalise after all others.
-    """
+    """One pass of Cholesky QR over stacks (k, m_i, r); columns of ``last`` come after others."""
     sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
     slots = []
     for i in sharded:
@@ -292,10 +281,7 @@ def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Ten
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Pseudo-random numbers in [-1, 1), (m_i, columns) float64.
-
-    They follow from global row indices, (m_i,) int64, and column indices alone.
-    """
+    """Numbers in [-1, 1), (m_i, columns) float64, from global row indices and column indices."""
     modulus = 2**31 - 1
     column = torch.arange(1, columns + 1, device=rows.device)
     x = (rows.unsqueeze(-1) + 1) * 48_271 % modulus + column * 69_621 % modulus

@@ -188,10 +188,7 @@ def begin_polar_directions(
 ) -> Callable[[], Found]:
     """Begin the exchange of B, of which what is returned makes U; both are collective.
 
-    Args:
-        stacks: matrices with the same options.
-        B: their shards, or shards of something made of them, (k, m_i, n_j) by stack; given up.
-        layouts: of B, by stack.
+    B: shards of the matrices, or of something made of them, (k, m_i, n_j) by stack; given up.
     """
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):

@@ -36,22 +36,14 @@ _Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scale
 
 @dataclass(frozen=True)
 class RowStack:
-    """A batch of k matrices with one global shape, sharding and dtype.
-
-    Attributes:
-        B: whole rows of the oriented matrices, (k, m_r, n); they are scaled in place.
-        scale: the recent length of each matrix, (k,), float32 or wider.
-        passes: the coefficients of the Newton-Schulz iterations, in one pass or several.
-        bound: what matrices are divided by before the first pass.
-        dtype: of products.
-    """
+    """A batch of k matrices with one global shape, sharding and dtype."""
 
     layout: MatrixLayout
-    B: Tensor
-    scale: Tensor
-    passes: tuple[tuple[Coefficients, ...], ...]
-    bound: Bound
-    dtype: torch.dtype
+    B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); scaled in place
+    scale: Tensor  # the recent length of each matrix, (k,), float32 or wider
+    passes: tuple[tuple[Coefficients, ...], ...]  # of the Newton-Schulz iterations
+    bound: Bound  # what matrices are divided by before the first pass
+    dtype: torch.dtype  # of products
 
 
 class PolarFactors(NamedTuple):
