@@ -101,6 +101,16 @@ def _flat_right_factors(
         yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
 
 
+def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Global shapes of the state tensors that hold right factors, by key."""
+    if (shard := flat_shard(X)) is not None:
+        return {
+            key: (len(held), rank_of(whole, options))
+            for key, whole, held in _flat_right_factors(shard, options)
+        }
+    return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
+
+
 def create_right_factors(
     X: Tensor, options: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.states import create_right_factors
+from curvadion.layout.states import create_right_factors, right_factor_shapes
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import look_ahead_
@@ -46,6 +46,9 @@ class PowerIteration(Direction):
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         return create_right_factors(X, options, dtype_of(options["q_dtype"], X))
+
+    def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return right_factor_shapes(X, options)
 
     def step(
         self,
