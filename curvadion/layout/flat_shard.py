@@ -23,18 +23,12 @@ _FLAT_SHARD = "curvadion_flat_shard"
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A parameter that holds a contiguous range of a row-major tensor's elements.
-
-    Attributes:
-        shape: global shape of the tensor.
-        start, stop: the elements [start, stop) held here.
-        group: the ranks that hold the other elements; None if all are here.
-    """
+    """A parameter that holds elements [start, stop) of a row-major tensor of a global shape."""
 
     shape: tuple[int, ...]
     start: int
     stop: int
-    group: Group | None
+    group: Group | None  # the ranks that hold the other elements; None if all are here
 
 
 def declare_flat_shard(

@@ -46,10 +46,9 @@ class QSlot:
 class QSlots:
     """Where the right factors of a parameter's row blocks lie in its state.
 
-    If a block is upright, the rows of its Q are the parameter's columns. Such Q's stand side by
-    side in one tensor (n, sum of ranks). If a block is transposed, the rows of its Q are its own.
-    Such Q's stand below each other in a tensor (m, largest rank), which is sharded as the
-    parameter's rows are. So both tensors can be DTensors, however the parameter is sharded.
+    Q's of upright blocks, whose rows are the parameter's columns, stand side by side in one tensor
+    (n, sum of ranks). Q's of transposed blocks, whose rows are the block's, stand below each other
+    in a tensor (m, largest rank), sharded as the parameter's rows are. Both can be DTensors.
     """
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:

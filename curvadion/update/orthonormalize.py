@@ -118,16 +118,13 @@ def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) 
 class Floor:
     """Tells which columns of a stack are too short to hold a signal.
 
-    Attributes:
-        roundoff: relative error of the entries.
-        scale: (k,), an earlier length of the longest column: if all are shorter than ``FALLEN``
-            times this, none holds a signal.
-        left: for the columns of R = B^T P, the result that P comes from.
+    scale: (k,), an earlier length of the longest column: if all are shorter than ``FALLEN`` times
+    this, none holds a signal.
     """
 
-    roundoff: float
+    roundoff: float  # relative error of the entries
     scale: Tensor | None = None
-    left: Orthonormal | None = None
+    left: Orthonormal | None = None  # for the columns of R = B^T P, the result that P comes from
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
         """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does."""

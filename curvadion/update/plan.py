@@ -100,8 +100,7 @@ class Plan:
     ) -> Plan:
         """Collective where parameters are sharded: every rank must hold the same parameters.
 
-        unions: of an earlier plan, which knows the groups already.
-        wanted: which parameters are part of it; by default those that are trained.
+        unions: of an earlier plan. wanted: which parameters are part of it; trained ones.
         """
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
@@ -249,10 +248,7 @@ class Plan:
         return torch.stack(buckets.views)
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
-        """Squared Frobenius norms of matrices that are sharded as the stacks' are, (k,) by stack.
-
-        Collective inside the replica.
-        """
+        """Squared Frobenius norms of matrices sharded as the stacks' are, (k,) each; collective."""
         stacks, norms = self.stacks, list[Tensor]()
         for stack, each in zip(stacks, shards, strict=True):
             held = [m.held(x) for m, x in zip(stack, each, strict=True)]
@@ -270,10 +266,7 @@ def most_in_a_batch(numbers: int, device: torch.device) -> float:
 
 
 def batches_of_sizes(parameters: Iterable[tuple[int, bool]], most: float) -> list[int]:
-    """The batch of each parameter, given by its size and whether it must begin a batch.
-
-    One alone may be larger than ``most``.
-    """
+    """The batch of each parameter, given by its size and whether it must begin a batch."""
     batches: list[int] = []
     left, batch = -1.0, -1
     for size, begins in parameters:

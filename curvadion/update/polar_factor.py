@@ -47,13 +47,10 @@ class RowStack:
 
 
 class PolarFactors(NamedTuple):
-    """The polar factors of a stack, U (k, m_r, n), and the lengths of its matrices now, (k,).
+    """The polar factors of a stack, and the lengths of its matrices now."""
 
-    The length is a bound of the largest singular value, or the stack's scale if that is larger.
-    """
-
-    U: Tensor
-    scale: Tensor
+    U: Tensor  # (k, m_r, n)
+    scale: Tensor  # (k,), of the largest singular values a bound, or the stack's scale if larger
 
 
 def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
@@ -146,13 +143,10 @@ def _times(B: Tensor, Z: Tensor) -> Tensor:
 
 
 class _Work(NamedTuple):
-    """Gram matrices of a stack of rows that were divided by 2^e, e (k,).
+    """Gram matrices of a stack of rows that were divided by 2^e."""
 
-    G: (k, n, n), or if ranks hold shards this rank's summands, packed, (k, n (n + 1) / 2).
-    """
-
-    G: Tensor
-    e: Tensor
+    G: Tensor  # (k, n, n); where ranks hold shards, summands, packed: (k, n (n + 1) / 2)
+    e: Tensor  # (k,)
     layout: MatrixLayout
     coefficients: tuple[Coefficients, ...]
     bound: Bound
