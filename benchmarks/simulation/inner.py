@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvadion.layout.matrix import UPDATE_SCALES, Extent
 from curvadion.update.newton_schulz import inverse_root, polar_express
-from curvadion.update.orthonormalize import orthonormalize
+from curvadion.update.orthonormalize import orthonormal_columns
 from simulation.world import Weights, World
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
@@ -138,7 +138,8 @@ class Replicas:
         n = B.shape[-1]
         if key not in self._Q:
             self._Q[key] = torch.randn(n, n).to(B.device).expand(len(B), n, n)
-        [P] = orthonormalize([B @ self._Q[key]], [Extent(range(B.shape[-2]))])
+        [found] = orthonormal_columns([B @ self._Q[key]], [Extent(range(B.shape[-2]))])
+        P = found.columns
         R = B.mT @ P
         self._Q[key] = R / (R.norm(dim=-2, keepdim=True) + EPSILON)
         return P @ self._Q[key].mT, B - P @ R.mT

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvadion.layout.matrix import Extent
-from curvadion.update.orthonormalize import orthonormalize
+from curvadion.update.orthonormalize import orthonormal_columns
 from methods import POWERSGD_DENSE_STEPS
 from simulation.inner import Replicas
 from simulation.outer import Codes, Outer, Synchronous
@@ -170,7 +170,8 @@ class PowerSGD(Synchronous):
         """A power iteration of the mean, from the Q of the last step."""
         wanted = G + self._lost.get(name, torch.zeros_like(G))
         mean = wanted.mean(0)
-        [P] = orthonormalize([(mean @ self._Q[name])[None]], [Extent(range(len(mean)))])
+        [found] = orthonormal_columns([(mean @ self._Q[name])[None]], [Extent(range(len(mean)))])
+        P = found.columns
         self._Q[name] = mean.mT @ P[0]
         sent = P[0] @ self._Q[name].mT
         self._lost[name] = wanted - sent

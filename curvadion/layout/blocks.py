@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from curvadion.layout.dtensor import DimensionShard, dimension_shards, placements_of, swapped
-from curvadion.layout.lazy import is_dtensor
+from curvadion.layout.dtensor import (
+    DimensionShard,
+    dimension_shards,
+    is_dtensor,
+    placements_of,
+    swapped,
+)
 from curvadion.layout.matrix import MatrixLayout
 
 
@@ -63,23 +68,15 @@ class RowBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockedTensor:
-    """A parameter that is whole or a DTensor, divided into matrices.
+    """A parameter that is whole or a DTensor, divided into matrices."""
 
-    Attributes:
-        X: the parameter, output first: (*stack, m, ...); what follows m are columns.
-        stack, rows, columns: what this rank holds of the stack and of the next two dimensions.
-        n: number of columns of each matrix, over all ranks.
-        width: how many of them an index of the dimension after the rows makes.
-        blocks: the row blocks of each matrix in the stack.
-    """
-
-    X: Tensor
+    X: Tensor  # output first: (*stack, m, ...); what follows m are columns
     stack: list[DimensionShard]
     rows: DimensionShard
-    columns: DimensionShard
-    n: int
-    width: int
-    blocks: list[RowBlock]
+    columns: DimensionShard  # of the dimension after the rows
+    n: int  # number of columns of each matrix, over all ranks
+    width: int  # how many of them an index of the dimension after the rows makes
+    blocks: list[RowBlock]  # of each matrix in the stack
 
     def flattened(self, indices: range) -> range:
         """The columns that these indices of the dimension after the rows make."""

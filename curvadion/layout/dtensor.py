@@ -1,12 +1,16 @@
-"""DTensors: which indices a rank holds, which ranks hold the others, and how to build one."""
+"""DTensors: which indices a rank holds, which ranks hold the others, and how to build one.
+
+Importing torch's DTensors takes as long as half of torch, so it is done where there are some.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -14,17 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.groups import Group, group_of_ranks
-from curvadion.layout.lazy import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-# By mesh, ranks by this rank's coordinates and axes. Many parameters share a mesh, whose tensor of
-# ranks is made anew at each access.
-_RANKS_ALONG: WeakKeyDictionary[DeviceMesh, dict[tuple[tuple[int, ...], ...], list[int]]] = (
-    WeakKeyDictionary()
-)
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether this is a DTensor; there are none before somebody has imported their module."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -56,29 +58,21 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
 
     None if this rank is the only one. Creating a group is collective.
     """
-    if mesh.get_coordinate() is None:
+    if (coordinate := mesh.get_coordinate()) is None:
         raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
-    return group_of_ranks(_ranks_along(mesh, axes))
+    return group_of_ranks(_ranks_along(mesh, tuple(coordinate), tuple(axes)))
 
 
-def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> list[int]:
-    coordinate = mesh.get_coordinate() or ()
-    known = _RANKS_ALONG.setdefault(mesh, {})
-    along = (tuple(coordinate), tuple(axes))
-    if along not in known:
-        index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
-        known[along] = mesh.mesh[index].flatten().tolist()
-    return known[along]
+@lru_cache  # many parameters share a mesh, whose tensor of ranks is made anew at each access
+def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
+    index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks
 
 
 @dataclass(frozen=True)
 class DimensionShard:
-    """One dimension of a tensor, as this rank holds it.
-
-    Attributes:
-        held: global indices held here, contiguous; may be empty.
-        axes: mesh axes that shard the dimension, in the order in which they do.
-    """
+    """One dimension of a tensor: the indices held here, and the mesh axes that shard it in turn."""
 
     held: range
     axes: tuple[int, ...]
@@ -109,7 +103,7 @@ def held_along(
     mesh, own = X.device_mesh, _coordinate(X)
     at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
     held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
-    return dict(zip(_ranks_along(mesh, along), held, strict=True))
+    return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
 
 
 def _coordinate(X: DTensor) -> Sequence[int]:

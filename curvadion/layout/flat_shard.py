@@ -14,8 +14,8 @@ from torch import Tensor
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.layout.blocks import block_sizes, starts, within
-from curvadion.layout.lazy import is_dtensor
-from curvadion.layout.shard_views import FlatRange
+from curvadion.layout.dtensor import is_dtensor
+from curvadion.layout.matrix import FlatRange
 
 FLAT_SHARD_START = "flat_shard_start"  # key of a state
 _FLAT_SHARD = "curvadion_flat_shard"
@@ -23,18 +23,12 @@ _FLAT_SHARD = "curvadion_flat_shard"
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A parameter that holds a contiguous range of a row-major tensor's elements.
-
-    Attributes:
-        shape: global shape of the tensor.
-        start, stop: the elements [start, stop) held here.
-        group: the ranks that hold the other elements; None if all are here.
-    """
+    """A parameter that holds elements [start, stop) of a row-major tensor of a global shape."""
 
     shape: tuple[int, ...]
     start: int
     stop: int
-    group: Group | None
+    group: Group | None  # the ranks that hold the other elements; None if all are here
 
 
 def declare_flat_shard(

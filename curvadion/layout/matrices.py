@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,9 +15,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
 from curvadion.layout.blocks import (
     BlockedTensor,
-    block_sizes,
     blocked,
-    output_first,
     rank_of,
     within,
 )
@@ -26,9 +23,8 @@ from curvadion.layout.dtensor import (
     DimensionShard,
     group_over,
     held_along,
+    is_dtensor,
     placements_of,
-    state_placements,
-    zeros,
 )
 from curvadion.layout.flat_shard import (
     FlatShard,
@@ -37,29 +33,19 @@ from curvadion.layout.flat_shard import (
     ranges_of_all_ranks,
     shared_rows,
 )
-from curvadion.layout.lazy import is_dtensor
-from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.layout.right_factors import QSlot, QSlots, flat_key
-from curvadion.layout.shard_views import Block, FlatRange, ShardView
+from curvadion.layout.matrix import Block, Extent, FlatRange, MatrixLayout, ShardView
+from curvadion.layout.states import QSlot, QSlots, flat_key
 
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """One matrix of a parameter, as this rank holds it.
-
-    Attributes:
-        layout: orientation, sharding and groups.
-        view: where its elements lie in the parameter's local tensor.
-        rank: r.
-        q: where its right factor lies in the parameter's state.
-        kind: equal for matrices that can be batched. It follows from global facts alone, so all
-            ranks form the same batches.
-    """
+    """One matrix of a parameter, as this rank holds it."""
 
     layout: MatrixLayout
-    view: ShardView
-    rank: int
-    q: QSlot
+    view: ShardView  # where its elements lie in the parameter's local tensor
+    rank: int  # r
+    q: QSlot  # where its right factor lies in the parameter's state
+    # Equal for matrices that can be batched. From global facts, so that all ranks batch the same.
     kind: tuple[object, ...]
 
 
@@ -68,11 +54,7 @@ def matrices_of(
 ) -> list[MatrixShard]:
     """The matrices of a parameter, as far as this rank holds them; collective if it is sharded.
 
-    options: the parameter's group.
-
-    Raises:
-        ValueError: if the options do not fit the parameter, or if it is sharded in a way that no
-            update is written for.
+    ValueError if the options, its group's, do not fit it, or no update is written for its sharding.
     """
     declared = flat_shard(X)
     if declared is not None:
@@ -194,21 +176,3 @@ def _layout(
         unions.of([rows.group, columns.group]),
         tuple(parts),
     )
-
-
-def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """A zero for each matrix: shape (*stack dimensions, row blocks), without row blocks of one.
-
-    For a flat shard the shape is (matrices,), or () for one matrix. float32 or wider; sharded as
-    the parameter's stack dimensions are.
-    """
-    dtype = torch.promote_types(X.dtype, torch.float32)
-    if (shard := flat_shard(X)) is not None:
-        count = len(list(flat_matrices(shard, options)))
-        return torch.zeros((count,) if count > 1 else (), dtype=dtype, device=X.device)
-    X, stack_dims = output_first(X, options), options["stack_dims"]
-    blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
-    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
-    if not stack_dims:
-        return torch.zeros(shape, dtype=dtype, device=X.device)
-    return zeros(X, shape, state_placements(X, stack_dims, None), dtype)

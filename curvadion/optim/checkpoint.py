@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from curvadion.layout.dtensor import local
-from curvadion.layout.lazy import is_dtensor
+from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.sync.base import Sync
 from curvadion.update.state import ROW_SECOND_MOMENT, is_right_factor
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvadion import checks, ops
 from curvadion.comm.collectives import group_size
-from curvadion.layout.gradients import place_gradients
+from curvadion.layout.parameters import place_gradients
 from curvadion.optim.outer import ReplicaOptimizer
 from curvadion.update.plan import Plan
 

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.replicas import Replica
-from curvadion.layout.dtensor import local
+from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
-from curvadion.layout.lazy import is_dtensor
-from curvadion.layout.matrices import zeros_per_matrix
 from curvadion.layout.parameters import global_shape
-from curvadion.layout.right_factors import resize_right_factors
-from curvadion.layout.squares import squares_fit
+from curvadion.layout.states import resize_right_factors, squares_fit, zeros_per_matrix
 from curvadion.optim.record import Record
 from curvadion.sync.base import Sync
 from curvadion.update import hyperparameters as check

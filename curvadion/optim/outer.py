@@ -16,7 +16,7 @@ from curvadion import ops
 from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
-from curvadion.layout.gradients import place_gradients
+from curvadion.layout.parameters import place_gradients
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.base import GroupedOptimizer

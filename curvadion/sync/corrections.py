@@ -60,7 +60,7 @@ from curvadion.update.plan import Plan
 from curvadion.update.row_shards import (
     cut_columns,
     dtype_of_products,
-    products_of_columns,
+    summands_of_columns,
     whole_rows,
 )
 from curvadion.update.state import ANCHOR, SPECTRUM, SPECTRUM_WEIGHT
@@ -212,8 +212,9 @@ def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
     ]
     rows = whole_rows([v.div_(d) for v, d in zip(V, divisors, strict=True)], layouts)
     changes = []
-    grams = products_of_columns(rows, rows, layouts)
-    for v, gram, d in zip(rows, grams, divisors, strict=True):
+    grams = summands_of_columns(rows, rows, layouts)
+    grams.all_reduce_()
+    for v, gram, d in zip(rows, grams.views, divisors, strict=True):
         dtype = dtype_of_products(v)
         cube = torch.bmm(v.to(dtype), gram.to(dtype)).to(v.dtype)
         changes.append(v.sub_(cube.mul_(d.square())).mul_(d / 2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from curvadion.layout.flat_shard import flat_shard_state
-from curvadion.layout.matrices import zeros_per_matrix
+from curvadion.layout.states import zeros_per_matrix
 from curvadion.update import scalar
 from curvadion.update.dion2 import Dion2, NorDion2
 from curvadion.update.direction import Direction

@@ -21,16 +21,13 @@ Number = TypeVar("Number")
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Parameters that take a matrix update, with the shards of weights, momenta and gradients.
-
-    complete: whether no gradient is missing here.
-    """
+    """Parameters that take a matrix update, with the shards of weights, momenta and gradients."""
 
     parameters: Sequence[Parameter]
     X: Sequence[Tensor]
     M: Sequence[Tensor]
     G: Sequence[Tensor]
-    complete: bool
+    complete: bool  # whether no gradient is missing here
 
     def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
         """A number that follows from a parameter's group, for every parameter."""

@@ -33,22 +33,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class InnerStep:
-    """The step of a replica's own, of which :meth:`batches` takes one batch after the other.
-
-    Attributes:
-        number: how many steps were taken before, which seeds a stochastic rounding.
-        norms: Frobenius norms of the momenta with these gradients, one per matrix, (k,); None if
-            no gate reads them.
-        directed: whether matrices take their directions in a local step; else plain gradient steps.
-        rests: whether nothing moves, because a gradient is not finite.
-    """
+    """The step of a replica's own, of which :meth:`batches` takes one batch after the other."""
 
     plan: Plan
     gradients: Gradients
-    number: int
-    norms: Tensor | None = None
-    directed: bool = True
-    rests: bool = False
+    number: int  # of steps before, which seeds a stochastic rounding
+    norms: Tensor | None = None  # of the momenta with these gradients, (k,); None if nobody asks
+    directed: bool = True  # whether a local step takes directions; else plain gradient steps
+    rests: bool = False  # whether nothing moves, because a gradient is not finite
 
     def batches(
         self,
@@ -60,15 +52,11 @@ class InnerStep:
     ) -> Iterator[Batch]:
         """Step each batch of the parts and yield it; exhaust it. Collective inside the replica.
 
-        A parameter without a gradient rests: neither its weights nor its state change.
-
-        Args:
-            parts: of the plan, all of it together; the plan itself by default.
-            gradients: what takes the place of ``.grad``, by the id of the :class:`Parameter`.
-            directed: whether matrices take their directions; None for what a local step does.
-            over_replicas: take means over replicas inside the products, the papers' open step.
-            remember: keep notes for later steps. Steps that share products with other replicas
-                may depend on such notes only if all replicas have made the same ones.
+        A parameter without a gradient rests: neither its weights nor its state change. parts: all
+        of the plan together. gradients: what takes the place of ``.grad``, by the id of the
+        :class:`Parameter`. directed: None for what a local step does. over_replicas: take means
+        over replicas inside the products, the papers' open step. remember: keep notes for later
+        steps; steps that share products with other replicas need the same notes on all of them.
         """
         parts, directed = parts or (self.plan,), self.directed if directed is None else directed
         moving = None if self.rests else self._moving(gradients)

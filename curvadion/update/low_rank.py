@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.right_factors import create_right_factors, right_factor_shapes
+from curvadion.layout.states import create_right_factors, right_factor_shapes
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.momentum import look_ahead_

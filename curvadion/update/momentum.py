@@ -35,8 +35,6 @@ def momentum_norms(plan: Plan, gradients: Gradients) -> MomentumNorms:
     if not plan.matrices:
         # A rank that holds none of the experts has no norms, but takes part in the decision.
         after = before
-    elif plan.one_matrix_each:
-        after = ops.momentum_norms(gradients.M, gradients.G, gradients.each(_decay))
     else:
         lists = zip(plan.dion, gradients.M, gradients.G, strict=True)
         each = [(m, M, G) for p, M, G in lists for m in p.matrices]

@@ -21,10 +21,9 @@ from curvadion.comm.groups import Group
 from curvadion.layout.blocks import output_first
 from curvadion.layout.dtensor import local, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
-from curvadion.layout.matrix import Extent
-from curvadion.layout.shard_views import Block
+from curvadion.layout.matrix import Block, Extent
 from curvadion.ops.tensors import from_host
-from curvadion.update.parameter import Matrix
+from curvadion.update.parameter import Matrix, product_dtype
 from curvadion.update.polar import Polar
 from curvadion.update.state import ROW_SECOND_MOMENT
 
@@ -50,11 +49,9 @@ def rescaled_rows(
 ) -> list[Tensor]:
     """U with rows divided by their second moments, which are updated; collective over the shards.
 
-    Args:
-        stacks: the matrices.
-        U: shards (k, m_i, n_j) by stack; a row that several ranks hold is whole on each.
-        widths: of each matrix, how many elements of a row of X its U has.
-        chosen: by stack, which rows of X held here have any, (k, rows) of bool; None for all.
+    U: shards (k, m_i, n_j) by stack; a row that several ranks hold is whole on each. widths: of
+    each matrix, how many elements of a row of X its U has. chosen: by stack, which rows of X held
+    here have any, (k, rows) of bool; None for all.
     """
     if not stacks:  # this rank holds none of the experts
         return []
@@ -65,7 +62,7 @@ def rescaled_rows(
     # (k, columns, rows) -> (k, rows)
     squares = _sums(
         [
-            held.counted(u.mT).to(_wide(u)).square().sum(-2)
+            held.counted(u.mT).to(product_dtype(u)).square().sum(-2)
             for held, u in zip(columns, by_row, strict=True)
         ],
         [held.group for held in columns],
@@ -100,10 +97,6 @@ def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
     return (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
 
 
-def _wide(u: Tensor) -> torch.dtype:
-    return torch.promote_types(u.dtype, torch.float32)
-
-
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
     """One number a matrix, (k, 1)."""
     return from_host([float(x) for x in numbers], like.dtype, like.device).unsqueeze(-1)
@@ -133,7 +126,7 @@ def _moments(m: Matrix) -> Tensor:
 
 def _zeros_of_rows(X: Tensor, options: Mapping[str, Any]) -> Tensor:
     """(*stack dimensions, m), sharded as X's rows are; of a flat shard the rows held here."""
-    dtype = torch.promote_types(X.dtype, torch.float32)
+    dtype = product_dtype(X)
     if (shard := flat_shard(X)) is not None:
         whole = options["input_first"]  # rows of X are then columns of what is stored
         counts = [

@@ -22,7 +22,6 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent
-from curvadion.update.cholesky import inverse_triangle, none_set, without
 from curvadion.update.sizes import most_together
 from curvadion.update.symmetric import pack, packed_size, unpack
 
@@ -31,6 +30,9 @@ from curvadion.update.symmetric import pack, packed_size, unpack
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
+# A column depends on those before it if its part outside their span, relative to its own length, is
+# smaller than this: the part then holds only rounding errors of the Gram matrix.
+DEPENDENT = 1e-6
 # The rounding errors in an entry of a product, in units of the error of one rounding.
 ERRORS_OF_A_PRODUCT = 8.0
 # If all columns have become this many times shorter than they were, no gradient has come for long.
@@ -40,28 +42,12 @@ SHORTEST = 2.0**10
 
 
 class Orthonormal(NamedTuple):
-    """A stack of k orthonormalised matrices, and how accurate their columns are.
+    """A stack of k orthonormalised matrices, and how accurate their columns are."""
 
-    Attributes:
-        columns: (k, m_i, r).
-        dependent: (k, r) of bool, which columns replace one that depended on those before it.
-        error: (k, r) float64, the length of the rounding errors in each of the other columns.
-        lengths: (k, r) float64, of the columns before orthonormalisation, over all rows.
-    """
-
-    columns: Tensor
-    dependent: Tensor
-    error: Tensor
-    lengths: Tensor
-
-
-def orthonormalize(
-    matrices: Sequence[Tensor], rows: Sequence[Extent], *, complete: bool = True
-) -> list[Tensor]:
-    """The ``columns`` of :func:`orthonormal_columns`, for matrices of shape (..., m_i, r)."""
-    stacks = [p.reshape(math.prod(p.shape[:-2]), *p.shape[-2:]) for p in matrices]
-    found = orthonormal_columns(stacks, rows, complete=complete)
-    return [one.columns.view(p.shape) for one, p in zip(found, matrices, strict=True)]
+    columns: Tensor  # (k, m_i, r)
+    dependent: Tensor  # (k, r) of bool: replaces one that depended on those before it
+    error: Tensor  # (k, r) float64: the length of the rounding errors in each other column
+    lengths: Tensor  # (k, r) float64: of the columns before, over all rows
 
 
 def orthonormal_columns(
@@ -132,16 +118,13 @@ def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) 
 class Floor:
     """Tells which columns of a stack are too short to hold a signal.
 
-    Attributes:
-        roundoff: relative error of the entries.
-        scale: (k,), an earlier length of the longest column: if all are shorter than ``FALLEN``
-            times this, none holds a signal.
-        left: for the columns of R = B^T P, the result that P comes from.
+    scale: (k,), an earlier length of the longest column: if all are shorter than ``FALLEN`` times
+    this, none holds a signal.
     """
 
-    roundoff: float
+    roundoff: float  # relative error of the entries
     scale: Tensor | None = None
-    left: Orthonormal | None = None
+    left: Orthonormal | None = None  # for the columns of R = B^T P, the result that P comes from
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
         """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does."""
@@ -177,11 +160,7 @@ def _cholesky_qr(
     floors: Sequence[Floor | None],
     last: Sequence[Tensor] | None = None,
 ) -> list[Orthonormal]:
-    """One pass of Cholesky QR over stacks (k, m_i, r); dependent columns become zero.
-
-    floors: None if only columns of length zero are too short. last: (k, r) of bool, the columns to
-    orthonormalise after all others.
-    """
+    """One pass of Cholesky QR over stacks (k, m_i, r); columns of ``last`` come after others."""
     sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
     slots = []
     for i in sharded:
@@ -211,7 +190,7 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
     # After the first pass the columns are far from singular, and need no shift.
     shift = 0.0 if floor is None else SHIFT
-    factor, dependent = inverse_triangle(gram, lengths, shortest, shift, last)
+    factor, dependent = _inverse_triangle(gram, lengths, shortest, shift, last)
     # A column of P W adds up the errors in P with the weights in W.
     eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
@@ -225,14 +204,70 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
     # (k, m_i, r) = (k, m_i, r) (k, r, r)
     columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
-    return Orthonormal(without(columns, dependent), dependent, error, lengths)
+    return Orthonormal(_without(columns, dependent), dependent, error, lengths)
+
+
+def _inverse_triangle(
+    gram: Tensor, lengths: Tensor, floor: Tensor, shift: float, last: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """W such that P W has orthonormal columns, and which columns depend on those before them.
+
+    gram: P^T P, (k, r, r) float64. lengths: the roots of its diagonal. floor: what a column must be
+    longer than, and so must its part outside the span of those before it. shift: added to the
+    diagonal of the scaled Gram matrix. last: columns that come after all others.
+
+    W (k, r, r) is upper triangular except for the columns that come last, and dependent ones are
+    zero.
+    """
+    if last is not None:
+        order = last.to(torch.int8).argsort(dim=-1, stable=True)
+        sorted_lengths, sorted_floor = lengths.gather(-1, order), floor.gather(-1, order)
+        factor, dependent = _inverse_triangle(
+            _permuted(gram, order), sorted_lengths, sorted_floor, shift, None
+        )
+        back = order.argsort(dim=-1)
+        return _permuted(factor, back), dependent.gather(-1, back)
+    short = ~(lengths > floor)
+    inverse_lengths = torch.where(short, torch.inf, lengths).reciprocal()
+    unit = (gram * inverse_lengths.unsqueeze(-1)).mul_(inverse_lengths.unsqueeze(-2))
+    # Drop short columns first, so that no other column is compared with them.
+    unit = _without(_without(unit, short).mT, short).mT
+    unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
+    # cholesky_ex reports a failure in a tensor, which needs no device-to-host read.
+    lower, _ = torch.linalg.cholesky_ex(unit)
+    left = lower.diagonal(dim1=-2, dim2=-1)
+    dependent = short | ~(left > DEPENDENT) | ~(left * lengths > floor)
+    # Drop a dependent column, so that later columns are not compared with its noise.
+    lower = _without(lower, dependent)
+    left.masked_fill_(dependent, 1.0)
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    # The inverse also amplifies errors of the Gram matrix, relative to the columns' own lengths.
+    dependent = dependent | ~(DEPENDENT * inverse.square().sum(dim=-1).sqrt() < 1)
+    return _without(inverse.mT.mul_(inverse_lengths.unsqueeze(-1)), dependent), dependent
+
+
+def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
+    """Matrices (k, r, r) with rows and columns in a new order, (k, r)."""
+    rows = matrix.gather(-2, order.unsqueeze(-1).expand_as(matrix))
+    return rows.gather(-1, order.unsqueeze(-2).expand_as(matrix))
+
+
+def _without(p: Tensor, dependent: Tensor) -> Tensor:
+    """The matrices with dependent columns set to zero, in place, even if these are not finite."""
+    return p if _none_set(dependent) else p.masked_fill_(dependent.unsqueeze(-2), 0.0)
+
+
+def _none_set(flags: Tensor) -> bool:
+    """Whether no flag is set; False on devices where asking takes a device-to-host read."""
+    return flags.device.type == "cpu" and not flags.any()
 
 
 def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
     """The columns, with directions of their own in place of dependent ones."""
     columns, known = [], dict[tuple[Extent, int], Tensor]()  # parts of a stack have them in common
     for (p, dependent, *_), extent in zip(parts, rows, strict=True):
-        if not none_set(dependent):
+        if not _none_set(dependent):
             key = extent, p.shape[-1]
             if key not in known:
                 indices = torch.arange(extent.indices.start, extent.indices.stop, device=p.device)
@@ -243,10 +278,7 @@ def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Ten
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Pseudo-random numbers in [-1, 1), (m_i, columns) float64.
-
-    They follow from global row indices, (m_i,) int64, and column indices alone.
-    """
+    """Numbers in [-1, 1), (m_i, columns) float64, from global row indices and column indices."""
     modulus = 2**31 - 1
     column = torch.arange(1, columns + 1, device=rows.device)
     x = (rows.unsqueeze(-1) + 1) * 48_271 % modulus + column * 69_621 % modulus

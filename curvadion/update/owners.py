@@ -28,8 +28,7 @@ OPERATIONS_A_BYTE = 8000
 class Owners:
     """Which rank of a group owns which matrices of several stacks, and their ways there and back.
 
-    Attributes:
-        mine: the matrices of each stack that this rank owns.
+    mine: the matrices of each stack that this rank owns.
     """
 
     def __init__(self, layouts: Sequence[MatrixLayout], counts: Sequence[int], group: Group):
@@ -69,13 +68,8 @@ class Owners:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The inverse of :meth:`begin_gather`, with one number a matrix that arrives as it is.
 
-        Args:
-            whole: what this rank has made of its matrices, (k_mine, m, n) by stack.
-            numbers: (k_mine,) by stack, not narrower than ``dtype``.
-            dtype: of what is sent of the matrices.
-
-        Returns:
-            Shards (k, m_i, n_j) and numbers (k,), by stack.
+        (k_mine, m, n) and (k_mine,) -> (k, m_i, n_j) and (k,), by stack. Numbers are not narrower
+        than ``dtype``.
         """
         size = self._group.size()
         parts = [
@@ -102,13 +96,9 @@ class Owners:
 
 
 def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
-    """Whether owners cost less than a Gram matrix, the same on all ranks.
+    """Whether owners of a stack's matrices cost less than Gram matrices, the same on all ranks.
 
-    Args:
-        layout: of a stack.
-        count: its matrices.
-        sent: the dtype in which owners are sent shards.
-        summed: that in which Gram matrices are summed.
+    sent: the dtype in which owners are sent shards. summed: that of Gram matrices.
     """
     m, n = max(layout.shape), min(layout.shape)
     ranks = dist.get_world_size(layout.shards)

@@ -18,7 +18,7 @@ from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.matrices import MatrixShard
 from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout
 from curvadion.layout.parameters import check_placements, global_shape
-from curvadion.layout.squares import create_squares
+from curvadion.layout.states import create_squares
 from curvadion.ops.tensors import from_host
 from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 

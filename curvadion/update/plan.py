@@ -101,8 +101,7 @@ class Plan:
     ) -> Plan:
         """Collective where parameters are sharded: every rank must hold the same parameters.
 
-        unions: of an earlier plan, which knows the groups already.
-        wanted: which parameters are part of it; by default those that are trained.
+        unions: of an earlier plan. wanted: which parameters are part of it; trained ones.
         """
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
@@ -208,14 +207,6 @@ class Plan:
         return checksum(listed)
 
     @cached_property
-    def one_matrix_each(self) -> bool:
-        """Whether each parameter of ``dion`` is one matrix, whose shard is all that is held."""
-        return all(
-            len(p.matrices) == 1 and p.matrices[0].elements(p.local).numel() == p.local.numel()
-            for p in self.dion
-        )
-
-    @cached_property
     def sharded(self) -> bool:
         """Whether parameters are DTensors, of which shards are held here."""
         return any(local(p.X) is not p.X for p in self.parameters)
@@ -259,10 +250,7 @@ class Plan:
         return torch.stack(buckets.views)
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
-        """Squared Frobenius norms of matrices that are sharded as the stacks' are, (k,) by stack.
-
-        Collective inside the replica.
-        """
+        """Squared Frobenius norms of matrices sharded as the stacks' are, (k,) each; collective."""
         stacks, norms = self.stacks, list[Tensor]()
         for stack, each in zip(stacks, shards, strict=True):
             held = [m.held(x) for m, x in zip(stack, each, strict=True)]

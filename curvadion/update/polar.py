@@ -24,7 +24,7 @@ from curvadion import ops
 from curvadion.comm.collectives import Buckets
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.layout.squares import squares_held
+from curvadion.layout.states import squares_held
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, Taken
 from curvadion.update.gradients import Gradients
@@ -189,10 +189,7 @@ def begin_polar_directions(
 ) -> Callable[[], Found]:
     """Begin the exchange of B, of which what is returned makes U; both are collective.
 
-    Args:
-        stacks: matrices with the same options.
-        B: their shards, or shards of something made of them, (k, m_i, n_j) by stack; given up.
-        layouts: of B, by stack.
+    B: shards of the matrices, or of something made of them, (k, m_i, n_j) by stack; given up.
     """
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
@@ -317,17 +314,14 @@ def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> Row
 def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> list[Tensor]:
     """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
     G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
-    return [_looking_ahead(matrices, G) for matrices in stacks]
-
-
-def _looking_ahead(matrices: Sequence[Matrix], G: dict[int, Tensor]) -> Tensor:
-    """M + look_ahead G of a stack, (k, m_i, n_j), in the dtype of products."""
-    B = stacked([m.M for m in matrices], matrices[0])
-    shares = [m.parameter.look_ahead for m in matrices]
-    for share in {share for share in shares if share}:
-        chosen = [i for i, each in enumerate(shares) if each == share]
-        ahead = [matrices[i].read(G[id(matrices[i].parameter)]).to(B.dtype) for i in chosen]
-        torch._foreach_add_([B[i] for i in chosen], ahead, alpha=share)
+    B = [stacked([m.M for m in matrices], matrices[0]) for matrices in stacks]
+    for matrices, momenta in zip(stacks, B, strict=True):
+        shares = [m.parameter.look_ahead for m in matrices]
+        for share in {share for share in shares if share}:
+            chosen = [i for i, each in enumerate(shares) if each == share]
+            ahead = [matrices[i].read(G[id(matrices[i].parameter)]) for i in chosen]
+            ahead = [one.to(momenta.dtype) for one in ahead]
+            torch._foreach_add_([momenta[i] for i in chosen], ahead, alpha=share)
     return B
 
 

@@ -36,32 +36,21 @@ _Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scale
 
 @dataclass(frozen=True)
 class RowStack:
-    """A batch of k matrices with one global shape, sharding and dtype.
-
-    Attributes:
-        B: whole rows of the oriented matrices, (k, m_r, n); they may be scaled in place.
-        scale: the recent length of each matrix, (k,), float32 or wider.
-        passes: the coefficients of the Newton-Schulz iterations, in one pass or several.
-        bound: what matrices are divided by before the first pass.
-        dtype: of products.
-    """
+    """A batch of k matrices with one global shape, sharding and dtype."""
 
     layout: MatrixLayout
-    B: Tensor
-    scale: Tensor
-    passes: tuple[tuple[Coefficients, ...], ...]
-    bound: Bound
-    dtype: torch.dtype
+    B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); may be scaled in place
+    scale: Tensor  # the recent length of each matrix, (k,), float32 or wider
+    passes: tuple[tuple[Coefficients, ...], ...]  # of the Newton-Schulz iterations
+    bound: Bound  # what matrices are divided by before the first pass
+    dtype: torch.dtype  # of products
 
 
 class PolarFactors(NamedTuple):
-    """The polar factors of a stack, U (k, m_r, n), and the lengths of its matrices now, (k,).
+    """The polar factors of a stack, and the lengths of its matrices now."""
 
-    The length is a bound of the largest singular value, or the stack's scale if that is larger.
-    """
-
-    U: Tensor
-    scale: Tensor
+    U: Tensor  # (k, m_r, n)
+    scale: Tensor  # (k,), of the largest singular values a bound, or the stack's scale if larger
 
 
 def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
@@ -167,13 +156,10 @@ def _times(B: Tensor, Z: Tensor) -> Tensor:
 
 
 class _Work(NamedTuple):
-    """Gram matrices of a stack of rows that were divided by 2^e, e (k,).
+    """Gram matrices of a stack of rows that were divided by 2^e."""
 
-    G: (k, n, n), or if ranks hold shards this rank's summands, packed, (k, n (n + 1) / 2).
-    """
-
-    G: Tensor
-    e: Tensor
+    G: Tensor  # (k, n, n); where ranks hold shards, summands, packed: (k, n (n + 1) / 2)
+    e: Tensor  # (k,)
     layout: MatrixLayout
     coefficients: tuple[Coefficients, ...]
     bound: Bound

@@ -42,22 +42,15 @@ SMALL = 2**12
 
 @dataclass(frozen=True)
 class Stack:
-    """A batch of k matrices with one global shape, sharding, rank and dtype.
-
-    Attributes:
-        B, Q: local shards, (m_i, n_j) each, and right factors, (n_j, r) each.
-        dtype: of the products P and R, float32 or wider.
-        stored: the dtype to which B has been rounded; None if B is exact.
-        scale: the recent length of the longest column of R, (k,) float64, if known.
-    """
+    """A batch of k matrices with one global shape, sharding, rank and dtype."""
 
     layout: MatrixLayout
-    B: Sequence[Tensor]
-    Q: Sequence[Tensor]
+    B: Sequence[Tensor]  # local shards, (m_i, n_j) each
+    Q: Sequence[Tensor]  # right factors, (n_j, r) each
     right_factor: RightFactor
-    dtype: torch.dtype
-    stored: torch.dtype | None = None
-    scale: Tensor | None = None
+    dtype: torch.dtype  # of the products P and R, float32 or wider
+    stored: torch.dtype | None = None  # to which B has been rounded; None if B is exact
+    scale: Tensor | None = None  # the recent length of R's longest column, (k,) float64
 
     @property
     def roundoff(self) -> float:

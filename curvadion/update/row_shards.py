@@ -67,22 +67,14 @@ def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
     return rows if layout.columns.group is not None else layout.rows.counted(rows)
 
 
-def products_of_columns(
-    A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
-) -> list[Tensor]:
-    """A^T B of whole matrices, (k, n, n) by stack, from whole rows (k, m_r, n); collective.
-
-    The results have the dtypes of B. A and B must be of a size about 1 (dtype_of_products).
-    """
-    summands = summands_of_columns(A, B, layouts)
-    summands.all_reduce_()
-    return summands.views
-
-
 def summands_of_columns(
     A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Buckets:
-    """This rank's summands of :func:`products_of_columns`; their sums follow by ``all_reduce_``."""
+    """This rank's summands of A^T B, (k, n, n) by stack, from whole rows (k, m_r, n).
+
+    ``all_reduce_`` makes the sums. Their dtypes are B's. A and B must be of a size about 1
+    (:func:`dtype_of_products`).
+    """
     slots = []
     for b, layout in zip(B, layouts, strict=True):
         k, _, n = b.shape

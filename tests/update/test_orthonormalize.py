@@ -14,7 +14,6 @@ from curvadion.layout.matrix import Extent
 from curvadion.update.orthonormalize import (
     completing_directions,
     orthonormal_columns,
-    orthonormalize,
 )
 from reference import positive_qr
 from tolerance import Rounding, assert_close, assert_within
@@ -29,7 +28,7 @@ def gaussian(m, r, seed=0):
 
 
 def solve(P):
-    return orthonormalize([P.unsqueeze(0)], [Extent(range(P.shape[0]))])[0].squeeze(0)
+    return orthonormal_columns([P[None]], [Extent(range(P.shape[0]))])[0].columns[0]
 
 
 def conditions(P):
@@ -82,8 +81,9 @@ def test_a_column_as_short_as_the_others_rounding_errors_is_replaced(scales):
     expected = P[:, long].double() / P[:, long].double().norm()
     assert_close(Q[:, long], expected, Rounding(F32, terms=2))
     assert_orthonormal(Q)
-    kept, found = orthonormalize([P], [Extent(range(64))], complete=False), solve(P.double())
-    assert kept[0][:, 1 - long].norm() == 0
+    (kept,) = orthonormal_columns([P[None]], [Extent(range(64))], complete=False)
+    found = solve(P.double())
+    assert kept.columns[0, :, 1 - long].norm() == 0
     # Float64 tells the difference.
     assert_close(found, positive_qr(P.double()), Rounding(F64, terms=64, condition=1e8))
 
@@ -112,15 +112,15 @@ def test_always_orthonormal(m, r, rank, stack, seed):
     P = torch.stack(
         [gaussian(m, rank, s) @ gaussian(rank, r, s + 9) for s in range(seed, seed + stack)]
     )
-    (found,) = orthonormalize([P.float()], [Extent(range(m))])
-    for Q, condition in zip(found, conditions(P.float()), strict=True):
+    (found,) = orthonormal_columns([P.float()], [Extent(range(m))])
+    for Q, condition in zip(found.columns, conditions(P.float()), strict=True):
         assert_orthonormal(Q, condition=condition)
 
 
 def sharded_rows(rank, sizes, P):
     start = sum(sizes[:rank])
     rows = range(start, start + sizes[rank])
-    return orthonormalize([P[:, rows]], [Extent(rows, dist.group.WORLD)])[0]
+    return orthonormal_columns([P[:, rows]], [Extent(rows, dist.group.WORLD)])[0].columns
 
 
 @pytest.mark.parametrize(("sizes", "deficient"), [((33, 7), False), ((0, 39, 0, 1), True)])
@@ -130,7 +130,7 @@ def test_sharded_rows_equal_the_whole_result(sizes, deficient):
         P[0, :, 3:6] = 0
         P[1, :, 8] = P[1, :, 0] - P[1, :, 1]
     pieces = distributed.run(len(sizes), sharded_rows, sizes, P)
-    whole = orthonormalize([P], [Extent(range(40))])[0]
+    whole = orthonormal_columns([P], [Extent(range(40))])[0].columns
     assert_close(torch.cat(pieces, dim=1), whole, Rounding(F32, terms=9))
 
 

@@ -1,17 +1,33 @@
-"""Where the right factors Q lie in a parameter's state: shapes, creation, other ranks."""
+"""States of a parameter's matrices, sharded as they are: right factors, squares, one number each.
+
+An n x n square for each oriented matrix (m x n) is sharded evenly over the matrix' ranks. The
+squares of a parameter lie flat, one after the other. Of a whole tensor or a DTensor they are a
+state of shape (*stack dimensions, N), N the sum of n^2 over the row blocks: stack dimensions are
+sharded as the parameter's are, and N over all ranks of the matrices. Of a flat shard they are the
+numbers that this rank holds of N, the sum of n^2 over the tensor's matrices.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of, starts
-from curvadion.layout.dtensor import local, state_placements, zeros
+from curvadion.comm.collectives import group_size, shares
+from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of, starts, within
+from curvadion.layout.dtensor import (
+    dimension_shards,
+    is_shard,
+    local,
+    placements_of,
+    state_placements,
+    zeros,
+)
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
 from curvadion.layout.matrix import MatrixLayout
 
@@ -30,10 +46,9 @@ class QSlot:
 class QSlots:
     """Where the right factors of a parameter's row blocks lie in its state.
 
-    If a block is upright, the rows of its Q are the parameter's columns. Such Q's stand side by
-    side in one tensor (n, sum of ranks). If a block is transposed, the rows of its Q are its own.
-    Such Q's stand below each other in a tensor (m, largest rank), which is sharded as the
-    parameter's rows are. So both tensors can be DTensors, however the parameter is sharded.
+    Q's of upright blocks, whose rows are the parameter's columns, stand side by side in one tensor
+    (n, sum of ranks). Q's of transposed blocks, whose rows are the block's, stand below each other
+    in a tensor (m, largest rank), sharded as the parameter's rows are. Both can be DTensors.
     """
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
@@ -86,9 +101,7 @@ def _flat_right_factors(
 
 
 def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the state tensors that hold right factors, by key; {} if there are none."""
-    if options["direction"] != "low_rank":
-        return {}
+    """Global shapes of the state tensors that hold right factors, by key."""
     if (shard := flat_shard(X)) is not None:
         return {
             key: (len(held), rank_of(whole, options))
@@ -101,8 +114,6 @@ def create_right_factors(
     X: Tensor, options: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The state tensors that hold right factors, by key, filled with the initial Q's."""
-    if options["direction"] != "low_rank":
-        return {}
     if (shard := flat_shard(X)) is not None:
         return {
             key: whole.initial_q(rank_of(whole, options))[held.start : held.stop].to(
@@ -149,3 +160,78 @@ def _copy_columns(source: Tensor, target: Tensor) -> None:
     """Copy as many columns as both have."""
     kept = min(source.shape[-1], target.shape[-1])
     target[..., :kept].copy_(source[..., :kept])
+
+
+def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Zeros for the squares of a parameter's matrices, float32 or wider. options: its group."""
+    shape, placements = _form(X, options)
+    return zeros(X, shape, placements, torch.promote_types(X.dtype, torch.float32))
+
+
+def squares_fit(X: Tensor, options: Mapping[str, Any], squares: Tensor) -> bool:
+    """Whether a tensor has the form of what :func:`create_squares` makes."""
+    shape, placements = _form(X, options)
+    return tuple(squares.shape) == shape and placements_of(squares) == tuple(placements)
+
+
+def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Sequence[Placement]]:
+    """Shape, of DTensors the global one, and placements of a parameter's squares."""
+    if (shard := flat_shard(X)) is not None:
+        sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
+        return (len(_held_of_flat(shard, sum(n * n for n in sides))),), []
+    matrices, stack_dims = blocked(X, options), options["stack_dims"]
+    total = sum(min(block.size, matrices.n) ** 2 for block in matrices.blocks)
+    placements: Sequence[Placement] = placements_of(matrices.X)
+    if placements:
+        from torch.distributed.tensor import Shard
+
+        over_matrices = [is_shard(p) and getattr(p, "dim", 0) >= stack_dims for p in placements]
+        each = zip(placements, over_matrices, strict=True)
+        placements = [Shard(stack_dims) if over else p for p, over in each]
+    return (*matrices.X.shape[:stack_dims], total), placements
+
+
+def squares_held(
+    X: Tensor, squares: Tensor, sides: Sequence[int]
+) -> Iterator[tuple[Tensor, slice]]:
+    """For each matrix, what this rank holds of its square: a view, and where it is in the flat one.
+
+    sides: n of the matrices that are held here, in their order.
+    """
+    rows = local(squares)
+    rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
+    each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
+    ends = list(accumulate((n * n for n in each), initial=0))
+    shard = flat_shard(X)
+    held = dimension_shards(squares)[-1].held if shard is None else _held_of_flat(shard, ends[-1])
+    for row in rows:
+        for first, stop in pairwise(ends):
+            inside = within(held, first, stop - first)
+            start = first + inside.start - held.start
+            yield row[start : start + len(inside)], slice(inside.start, inside.stop)
+
+
+def _held_of_flat(shard: FlatShard, total: int) -> range:
+    """The numbers that this rank holds of so many."""
+    if shard.group is None:
+        return range(total)
+    ends = list(accumulate(shares(total, group_size(shard.group)), initial=0))
+    return range(*list(pairwise(ends))[shard.group.rank()])
+
+
+def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """A zero for each matrix: shape (*stack dimensions, row blocks), without row blocks of one.
+
+    For a flat shard the shape is (matrices,), or () for one matrix. float32 or wider; sharded as
+    the parameter's stack dimensions are.
+    """
+    dtype = torch.promote_types(X.dtype, torch.float32)
+    if (shard := flat_shard(X)) is not None:
+        count = len(list(flat_matrices(shard, options)))
+        return torch.zeros((count,) if count > 1 else (), dtype=dtype, device=X.device)
+    X, stack_dims = output_first(X, options), options["stack_dims"]
+    blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
+    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
+    if not stack_dims:
+        return torch.zeros(shape, dtype=dtype, device=X.device)
+    return zeros(X, shape, state_placements(X, stack_dims, None), dtype)
