@@ -28,8 +28,7 @@ from torch import Tensor, nn
 import curvadion
 from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.sync.codec import bits_of_weights
-from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.coded_mean import bits_of_weights, message_bytes
 from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.update.plan import batches_of_sizes, most_in_a_batch
 from models import Model, Shape

@@ -21,12 +21,14 @@ from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import BITS, FORMAT
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import bits_within, check_bits, coded_share
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
+    bits_within,
+    check_bits,
     check_residual_dtype,
     coded_mean_,
+    coded_share,
     coded_together,
     message_bytes,
 )

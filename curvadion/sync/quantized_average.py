@@ -26,12 +26,14 @@ from curvadion.comm.collectives import checksum, divide, group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import bits_of_weights, check_bits, coded_share
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     add_coded_mean_,
+    bits_of_weights,
+    check_bits,
     check_residual_dtype,
+    coded_share,
     coded_together,
     message_bytes,
 )
