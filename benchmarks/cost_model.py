@@ -316,7 +316,7 @@ def openings(
     """Open steps per step that a budget allows: the gate's own answer."""
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
     bits = bits or bits_of_weights(share, 1)
-    costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare(sizes)
+    costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare([[n] for n in sizes])
     gate = curvadion.ByteBudget(share)
     met = WORDS_BYTES if delayed else MEETING_BYTES
     gate.open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
