@@ -28,8 +28,7 @@ from torch import Tensor, nn
 import curvadion
 from curvadion.comm.collectives import chunks
 from curvadion.layout.matrix import MatrixLayout
-from curvadion.sync.codec import bits_of_weights
-from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.coded_mean import bits_of_weights, message_bytes
 from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from curvadion.update.plan import batches_of_sizes, most_in_a_batch
 from models import Model, Shape
@@ -317,7 +316,7 @@ def openings(
     """Open steps per step that a budget allows: the gate's own answer."""
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
     bits = bits or bits_of_weights(share, 1)
-    costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare(sizes)
+    costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare([[n] for n in sizes])
     gate = curvadion.ByteBudget(share)
     met = WORDS_BYTES if delayed else MEETING_BYTES
     gate.open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)

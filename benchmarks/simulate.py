@@ -28,7 +28,7 @@ import torch
 
 from command_line import option, parse
 from corpora import Corpus
-from curvadion.sync.codec import bits_of_weights, bits_within
+from curvadion.sync.coded_mean import bits_of_weights, bits_within
 from demo import aligned
 from grids import SIZES
 from simulation.training import DIRECTIONS, OURS, SPARSE, SYNCHRONISED, Method, Training, train

@@ -11,8 +11,7 @@ from torch import nn
 
 import curvadion
 from curvadion.ops.codes import BITS
-from curvadion.sync.codec import bits_of_weights
-from curvadion.sync.coded_mean import message_bytes
+from curvadion.sync.coded_mean import bits_of_weights, message_bytes
 from curvadion.sync.meeting import MEETING_BYTES
 from methods import POWERSGD_DENSE_STEPS
 

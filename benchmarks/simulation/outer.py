@@ -118,7 +118,7 @@ class Codes:
         codes = numbers.new_empty(shape, dtype=torch.uint8)
         ops.encode_difference_(codes, [numbers], bits=self.bits)
         stand_for = torch.empty_like(numbers)
-        ops.decode_([stand_for], codes, self.bits)
+        ops.decode_add_([stand_for], (), codes, self.bits)
         return stand_for.view(rows.shape)
 
 

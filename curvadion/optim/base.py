@@ -94,7 +94,7 @@ class GroupedOptimizer(Optimizer):
         """Set what ``look_ahead=None`` stands for, which depends on what the parameters cost."""
         self._set_gate_costs(self._trained(), sharded=False)
         period = self.gate.openings_per_full_sync * self.gate.expected_period(
-            self.gate.open_cost or self.sync.typical_cost
+            self.gate.open_cost or 1.0
         )
         for keys in (self.defaults, *self.param_groups):
             if keys["look_ahead"] is None:
@@ -241,15 +241,14 @@ class GroupedOptimizer(Optimizer):
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
         """Tell the gate what all ranks of a replica send together, which each of them knows."""
         each = sizes(X)
-        costs, dense = self.sync.prepare(each), 4 * sum(each)
+        shards = [shard_sizes(x) for x in X] if sharded else [[n] for n in each]
+        costs, dense = self.sync.prepare(shards), 4 * sum(each)
         if costs is None or not dense:
             return
-        shards = [shard_sizes(x) for x in X] if sharded else [[n] for n in each]
         # What the meeting sends at every step, or at openings only under a schedule.
         meeting = WORDS_BYTES if self.sync.delay and self.gate.follows_schedule else MEETING_BYTES
         met = meeting * max(map(len, shards)) if self.gate.follows_schedule else 0
-        opening_bytes = costs.opening_bytes + self.sync.added_by_shards(shards)
-        self.gate.open_cost = (opening_bytes + met) / dense
+        self.gate.open_cost = (costs.opening_bytes + met) / dense
         self.gate.openings_per_full_sync = costs.openings_per_full_sync
 
     # ---------------------------------------------------------------- around a step

@@ -22,8 +22,6 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-    *,
-    across_replicas: bool = True,
 ) -> Tensor:
     """Scale an optimizer's gradients by one factor, so that their norm is at most ``max_norm``.
 
@@ -44,29 +42,21 @@ def clip_grad_norm_(
     no gradient is scaled. Under a schedule, where replicas do not hear of each other's NaN before
     the step, all gradients become NaN instead.
 
-    With ``across_replicas=False`` each replica takes a factor of its own, by the norm of all its
-    shards: ||G_i||. Nothing crosses between replicas then, and none waits for another. Replicas
-    with large gradients lose weight in the mean, and a NaN concerns its own replica only, as far as
-    ``step`` allows that.
-
     Args:
         optimizer: a CurvaDion or Dion, whose parameters' gradients are clipped.
         max_norm: >= 0; ``math.inf`` only measures.
         norm_type: 2, no other norm.
         error_if_nonfinite: raise an error if the norm is NaN or Inf; waits for the device.
         foreach: accepted because torch's function has it; without effect.
-        across_replicas: take one norm over all replicas; else each replica its own.
 
     Returns:
-        The norm before clipping, a float64 tensor without dimensions, the same on all ranks, or on
-        all of a replica.
+        The norm before clipping, a float64 tensor without dimensions, the same on all ranks.
 
     Raises:
-        TypeError, ValueError: naming the argument and its value. ``error_if_nonfinite`` with
-            several replicas is one of them if they take norms of their own: one alone would raise.
+        TypeError, ValueError: naming the argument and its value.
         RuntimeError: on all ranks, if ``error_if_nonfinite`` and the norm is NaN or Inf.
     """
-    _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite, across_replicas)
+    _check_arguments(optimizer, max_norm, norm_type, error_if_nonfinite)
     plan, replicas = optimizer._present_plan(), optimizer._replicas.process_group
     if plan.sharded:
         place_gradients([p.X for p in plan.parameters], replicas)
@@ -74,17 +64,16 @@ def clip_grad_norm_(
     square = torch.zeros((), dtype=torch.float64, device=plan.device)
     for (copies, _, _), gradients in batches.items():
         square += ops.norms(gradients).to(plan.device).double().square().sum() / copies
-    together = plan.all_ranks if across_replicas else plan.inside
-    if group_size(together) > 1:
-        dist.all_reduce(square, group=together)
-    norm = (square / (group_size(replicas) if across_replicas else 1)).sqrt()
+    if group_size(plan.all_ranks) > 1:
+        dist.all_reduce(square, group=plan.all_ranks)
+    norm = (square / group_size(replicas)).sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The norm of the gradients is {norm.item()}: some rank has a NaN or an Inf. Pass "
             f"error_if_nonfinite=False to leave gradients as they are and let step() skip."
         )
     factor = _factor(norm, max_norm)
-    if optimizer.scheduled and across_replicas:
+    if optimizer.scheduled:
         # Replicas would step with what nobody has clipped: they do not hear of each other's NaN.
         factor = torch.where(norm.isfinite(), factor, torch.nan)
     for (_, device, dtype), gradients in batches.items():
@@ -94,11 +83,7 @@ def clip_grad_norm_(
 
 
 def _check_arguments(
-    optimizer: object,
-    max_norm: object,
-    norm_type: float,
-    error_if_nonfinite: object,
-    across_replicas: object,
+    optimizer: object, max_norm: object, norm_type: float, error_if_nonfinite: object
 ) -> None:
     if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
@@ -111,12 +96,6 @@ def _check_arguments(
     if norm_type != 2:
         raise ValueError(f"norm_type={norm_type!r} must be 2: no other norm is supported")
     checks.boolean("error_if_nonfinite", error_if_nonfinite)
-    checks.boolean("across_replicas", across_replicas)
-    if error_if_nonfinite and not across_replicas and optimizer._replicas.size > 1:
-        raise ValueError(
-            "error_if_nonfinite=True needs across_replicas=True: a replica that raises by itself "
-            "leaves the others waiting. Leave error_if_nonfinite out, and step() skips."
-        )
 
 
 def _factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -196,7 +196,7 @@ def _sync(given: Any, gate: Gate) -> Sync:
             f"curvadion.QuantizedAverage(), got {type(given).__name__}"
         )
     sync: Sync = copy.deepcopy(given)
-    if gate.share is not None and sync.prepare([1]) is None:
+    if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
             f"sync={sync!r} with gate={gate!r}: a budget of bytes needs a sync that knows what an "
             f"opening sends, such as QuantizedAverage()."

@@ -1,9 +1,6 @@
-"""Can a gate, a sync and these replicas work together? Errors and warnings that say why not."""
+"""Can a gate, a sync and these replicas work together? Errors that say why not."""
 
 from __future__ import annotations
-
-import os
-import warnings
 
 import torch.distributed as dist
 
@@ -46,7 +43,7 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
 
 
 def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
-    """Raise ValueError if processes with whole weights would never synchronise; or warn."""
+    """Raise ValueError if processes with whole weights would never synchronise."""
     between = gate.share is not None or sync.every_step
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
@@ -56,13 +53,10 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         )
     if replicas.single or plan.all_ranks is not None:
         return
-    initialized = dist.is_available() and dist.is_initialized()
-    if initialized:
-        _warn_of_one_rank(gate, replicas)
     averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
     if averaged or replicas.process_group is not None:
         return
-    if initialized and dist.get_world_size() > 1:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
             f"{dist.get_world_size()} processes, each with whole parameters, and none of them "
@@ -72,30 +66,3 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"gradients. If the model is to be sharded, make the optimizer's groups after "
             f"fully_shard."
         )
-    if not initialized and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        warnings.warn(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but no process group exists and replicas is "
-            f"None: each process trains by itself. Call init_process_group and pass "
-            f"replicas=torch.distributed.group.WORLD, or replicas='single' if this is meant.",
-            stacklevel=checks.user_stacklevel(),
-        )
-
-
-def _warn_of_one_rank(gate: Gate, replicas: ReplicaGroup) -> None:
-    """Warn if a process that holds whole weights has no replica, and may be meant to have some."""
-    world, text = dist.get_world_size(), None
-    if world > 1 and replicas.process_group is not None:
-        text = (
-            f"replicas is a process group of this rank alone, and there are {world} ranks: its "
-            f"weights are never averaged with those of another rank. Pass "
-            f"replicas=torch.distributed.group.WORLD or the group of all ranks that train the same "
-            f"weights, or replicas='single' if no other rank does."
-        )
-    elif world == 1 and gate.share is not None:
-        text = (
-            f"gate={gate!r} with one process: there is no other replica to send anything to. Start "
-            f"one process for each replica, as torchrun --nproc-per-node does, or pass "
-            f"replicas='single' if there is to be one."
-        )
-    if text is not None:
-        warnings.warn(text, stacklevel=checks.user_stacklevel())

@@ -134,24 +134,12 @@ class Sync(ABC):
         counts no bytes.
         """
 
-    def prepare(self, sizes: Sequence[int]) -> Costs | None:
+    def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
         """Learn which parameters there are; return what openings send, None if that is unknown.
 
-        sizes: elements of each parameter, all its shards together, in the order of a plan.
+        shards: elements of each shard of every parameter, in the order of a plan.
         """
         return None
-
-    def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
-        """Bytes of an opening beside those of :meth:`prepare`, as the parameters are in shards.
-
-        shards: elements of each shard of every parameter, in the order of :meth:`prepare`.
-        """
-        return 0.0
-
-    @property
-    def typical_cost(self) -> float:
-        """What an opening sends, as a share of dense gradients, if parameters are unknown."""
-        return 1.0
 
     def look_ahead(self, period: float) -> float:
         """The default of look_ahead; period: steps from one agreement on a weight to the next."""

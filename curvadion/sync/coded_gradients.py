@@ -21,10 +21,11 @@ from curvadion.comm.collectives import group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import BITS, FORMAT
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import bits_within, check_bits, coded_share
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
+    bits_within,
+    check_bits,
     check_residual_dtype,
     coded_mean_,
     coded_together,
@@ -87,26 +88,13 @@ class CodedGradients(Sync):
         chosen = self.UNBUDGETED_BITS if budget is None else bits_within(budget)
         self.bits = self._bits or chosen
 
-    def prepare(self, sizes: Sequence[int]) -> Costs:
-        self._choose_bits([[size] for size in sizes])
-        return Costs(message_bytes(sizes, self.bits), openings_per_full_sync=0)
-
-    def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
-        whole = message_bytes(map(sum, shards), self.bits)
-        self._choose_bits(shards)
-        return message_bytes(chain.from_iterable(shards), self.bits) - whole
-
-    def _choose_bits(self, shards: Sequence[Sequence[int]]) -> None:
-        """Take the bits that a budget pays for, with filled-up blocks and the meeting."""
-        if self._bits is not None or self._budget is None:
-            return
+    def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
         each = list(chain.from_iterable(shards))
-        left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
-        self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
-
-    @property
-    def typical_cost(self) -> float:
-        return coded_share(self.bits)
+        if self._bits is None and self._budget is not None:
+            # What the budget pays for, with filled-up blocks and the meeting.
+            left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
+            self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
+        return Costs(message_bytes(each, self.bits), openings_per_full_sync=0)
 
     # ---------------------------------------------------------------- around steps
 

@@ -26,11 +26,12 @@ from curvadion.comm.collectives import checksum, divide, group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
 from curvadion.sync.base import Costs, Step, Sync
-from curvadion.sync.codec import bits_of_weights, check_bits, coded_share
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     add_coded_mean_,
+    bits_of_weights,
+    check_bits,
     check_residual_dtype,
     coded_together,
     message_bytes,
@@ -147,8 +148,8 @@ class QuantizedAverage(Sync):
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
-    def prepare(self, sizes: Sequence[int]) -> Costs:
-        self._fragment_of = divide(sizes, self.fragments)
+    def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
+        self._fragment_of = divide([sum(each) for each in shards], self.fragments)
         before, self._dealt = self._dealt, checksum(self._fragment_of)
         count = max(1, self.count)
         self.next_fragment %= count
@@ -157,17 +158,7 @@ class QuantizedAverage(Sync):
         if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
             self._rates = [_largest(self._rates) for _ in range(count)]
             self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
-        return Costs(message_bytes(sizes, self.bits) / count, count)
-
-    def added_by_shards(self, shards: Sequence[Sequence[int]]) -> float:
-        # Each has blocks of its own.
-        whole, each = map(sum, shards), chain.from_iterable(shards)
-        codes = message_bytes(each, self.bits) - message_bytes(whole, self.bits)
-        return codes / max(1, self.count)
-
-    @property
-    def typical_cost(self) -> float:
-        return coded_share(self.bits) / self.fragments
+        return Costs(message_bytes(chain.from_iterable(shards), self.bits) / count, count)
 
     def look_ahead(self, period: float) -> float:
         """1.6 sqrt(period), 4.1 at most (benchmarks/results/convergence)."""

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import curvadion
 import distributed
@@ -17,7 +15,6 @@ import fsdp_training
 import tensor_parallel_training
 import transformer
 from curvadion import AlwaysOpen, CurvaDion, Dion, WireMeter
-from shards import shard
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
@@ -171,38 +168,6 @@ def test_a_bad_gradient_anywhere_scales_nothing_and_skips_the_step_on_all(value,
     for *held, raised in distributed.run(2, spoiled, value, where, asked):
         assert held == [True, True, True]
         assert "error_if_nonfinite" in raised if asked else raised is None
-
-
-def clip_each(rank, shards):
-    """Ratios of norms to this replica's own, and bytes; replicas differ by a factor of 30."""
-    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
-    model, mine = model_of(), mesh.get_local_rank("replicate")
-    set_gradients(model, mine, 30.0**mine)
-    wanted = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
-    if shards > 1:
-        whole = {name: p.grad for name, p in model.named_parameters()}
-        fully_shard(model, mesh=mesh["shard"])
-        for name, p in model.named_parameters():
-            p.grad = shard(whole[name], ("0",), mesh["shard"])
-    optimizer = Dion(curvadion.param_groups(model), replicas=mesh["replicate"])
-    curvadion.clip_grad_norm_(optimizer, math.inf)  # makes process groups
-    with WireMeter() as meter:
-        norm = curvadion.clip_grad_norm_(optimizer, 0.5, across_replicas=False)
-    after = curvadion.clip_grad_norm_(optimizer, math.inf, across_replicas=False)
-    with pytest.raises(ValueError) as refused:
-        curvadion.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True, across_replicas=False)
-    optimizer.step()
-    ratios = (norm / wanted).item(), after.item() / min(0.5, wanted.item())
-    return ratios, meter.total_bytes, str(refused.value)
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_each_replica_may_take_its_own_norm(shards):
-    for ratios, sent, refused in distributed.run(2 * shards, clip_each, shards):
-        for ratio in ratios:
-            assert_close(ratio, 1.0, NORM)
-        assert sent == (0 if shards == 1 else 8)  # inside the replica
-        assert "error_if_nonfinite=True needs across_replicas=True" in refused
 
 
 @pytest.mark.parametrize(

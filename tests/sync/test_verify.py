@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -152,41 +151,6 @@ def budget_of_shards(rank):
 def test_a_budget_of_one_sharded_replica_is_an_error():
     for step, text in distributed.run(2, budget_of_shards):
         assert step == 0 and "one replica" in text and "Use Dion" in text
-
-
-def test_processes_without_a_group_are_warned(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    X = parameters()
-    give_gradients(X, 0, 0)
-    with pytest.warns(UserWarning, match="WORLD_SIZE=2.*init_process_group"):
-        CurvaDion(groups(X)).step()
-    CurvaDion(groups(X), replicas="single").step()
-
-
-def warnings_of_steps(rank, gate):
-    """What a first step without another replica warns of, and one where that is meant."""
-    X = parameters()
-    give_gradients(X, 0, rank)
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    texts = []
-    for replicas in (alone, "single"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            CurvaDion(groups(X), replicas=replicas, **gate).step()
-        texts.append([str(warning.message) for warning in caught])
-    return texts
-
-
-@pytest.mark.parametrize(
-    ("ranks", "gate", "words"),
-    [
-        (2, {"threshold": 0.3}, ("this rank alone, and there are 2 ranks", "group.WORLD")),
-        (1, {"wire_budget": 0.5}, ("gate=ByteBudget(", "torchrun")),
-    ],
-)
-def test_a_replica_without_another_is_warned_unless_it_is_meant(ranks, gate, words):
-    for (text,), meant in distributed.run(ranks, warnings_of_steps, gate):
-        assert all(word in text for word in (*words, "replicas='single'")) and not meant
 
 
 # ---------------------------------------------------------------- double synchronisation
