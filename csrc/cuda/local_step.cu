@@ -7,7 +7,7 @@ namespace {
 
 // X <- decay X - step G, and M <- mu M + G if there is an M. Lists: X, G, M; numbers: step, decay,
 // mu.
-__global__ void __launch_bounds__(THREADS) local_step(
+__global__ void __launch_bounds__(THREADS, 5) local_step(
     const __grid_constant__ Batch<3, 3> batch, bool has_m, bool seeded, const bool* moves
 ) {
     if (moves != nullptr && !*moves) return;

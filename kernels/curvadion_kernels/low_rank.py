@@ -65,8 +65,7 @@ def _products(
 def low_rank_kernel(
     table, tiles, moves,
     X_DTYPE: tl.constexpr, M_DTYPE: tl.constexpr, HAS_M: tl.constexpr, SEEDED: tl.constexpr,
-    SWAPPED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    GUARDED: tl.constexpr,
+    SWAPPED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, GUARDED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Update one tile of one matrix; :func:`_cells` describes the table."""

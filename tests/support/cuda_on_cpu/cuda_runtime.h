@@ -17,7 +17,7 @@
 #define __global__
 #define __device__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // of the one block that runs
 #define __isGlobal(address) true
 #define __builtin_assume(condition) static_cast<void>(condition)
