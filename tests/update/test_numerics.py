@@ -197,7 +197,7 @@ def test_a_step_with_a_gradient_too_large_to_be_squared_is_left_out(algorithm, o
     m=st.integers(1, 24),
     n=st.integers(1, 24),
     rank=st.integers(0, 24),
-    exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=6),
+    exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=4),
     dtype=st.sampled_from([F32, BF16, F64]),
     momentum=st.sampled_from([None, BF16, F32]),
     rule=st.sampled_from(["error_feedback", "plain"]),
@@ -232,7 +232,7 @@ def test_finite_gradients_give_finite_weights(
 @given(
     algorithm=st.sampled_from(["adamw", "lion"]),
     dtype=st.sampled_from([F32, BF16, F64]),
-    exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=5),
+    exponents=st.lists(st.integers(-38, 38), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
 def test_finite_gradients_give_finite_moments(algorithm, dtype, exponents, seed):
