@@ -75,8 +75,7 @@ class Exchange(Generic[Result]):
 class Background:
     """Does exchanges one after the other, in the order in which they begin, the same on all ranks.
 
-    Its group has the ranks of ``like``, but connections of its own: what the training sends neither
-    waits for the exchanges nor gets between them. device: of the tensors that are sent.
+    Its group has the ranks of ``like``, but connections of its own, which the training never uses.
     """
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:

@@ -25,11 +25,9 @@ def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch
     """Whether ``said`` has the same repr on all ranks of the group, by 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
-    number = checksum(said)
-    bounds = torch.tensor([number, -number], device=device)
+    bounds = torch.tensor([checksum(said), -checksum(said)], device=device)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = bounds.tolist()
-    return bool(largest == -smallest)
+    return int(bounds.sum()) == 0
 
 
 def checksum(said: object) -> int:
@@ -107,10 +105,7 @@ class Buckets:
 
 
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its mean over ``group``, with the same bits on every rank.
-
-    Sums are taken in float32 at least, in buckets that :func:`chunks` makes.
-    """
+    """Replace each tensor by its mean over ``group``: the same bits on every rank, in float32."""
     size = group_size(group)
     if size == 1:
         return
@@ -124,10 +119,7 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
 def chunks(
     tensors: Sequence[Tensor], most_bytes: int = DENSE_BUCKET_BYTES
 ) -> Iterator[list[Tensor]]:
-    """Split a list into runs of at most ``most_bytes``, or of one tensor that is larger.
-
-    Tensors narrower than float32 count as float32.
-    """
+    """Split a list into runs of at most ``most_bytes`` in float32, or of one larger tensor."""
     chunk: list[Tensor] = []
     held = 0
     for tensor in tensors:
@@ -150,21 +142,11 @@ def all_to_all(
     shapes: Sequence[Sequence[tuple[int, ...]]],
     group: dist.ProcessGroup,
     like: Tensor,
-) -> list[list[Tensor]]:
-    """Send each rank of a group some tensors; what each has sent here, as views of one buffer.
+) -> Callable[[], list[list[Tensor]]]:
+    """Begin to send each rank some tensors; call the result for what each has sent here, as views.
 
     shapes: of the tensors that each rank sends here. like: a tensor of their dtype and device.
     """
-    return begin_all_to_all(to, shapes, group, like)()
-
-
-def begin_all_to_all(
-    to: Sequence[Sequence[Tensor]],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
-    group: dist.ProcessGroup,
-    like: Tensor,
-) -> Callable[[], list[list[Tensor]]]:
-    """Begin :func:`all_to_all`; what is returned waits for it, and has its result."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     expected = [[math.prod(shape) for shape in each] for each in shapes]
     received = list(map(sum, expected))

@@ -82,11 +82,6 @@ class BlockedTensor:
         """The columns that these indices of the dimension after the rows make."""
         return range(indices.start * self.width, indices.stop * self.width)
 
-    @property
-    def held_columns(self) -> range:
-        """The columns held here."""
-        return self.flattened(self.columns.held)
-
 
 def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
     """Divide a parameter that is whole or a DTensor; ValueError if that is not possible."""

@@ -54,10 +54,7 @@ def is_shard(placement: Placement) -> bool:
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
-    """The group of ranks whose mesh coordinates differ from this rank's along ``axes`` only.
-
-    None if this rank is the only one. Creating a group is collective.
-    """
+    """The ranks whose mesh coordinates differ from this one's along ``axes`` only; collective."""
     if (coordinate := mesh.get_coordinate()) is None:
         raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
     return group_of_ranks(_ranks_along(mesh, tuple(coordinate), tuple(axes)))
@@ -90,8 +87,7 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
             f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
-            f"rank {dist.get_rank()} where {expected} was expected: shard uneven sizes as "
-            f"torch.chunk does."
+            f"rank {dist.get_rank()}, not {expected}: shard uneven sizes as torch.chunk does."
         )
     return shards
 
@@ -121,10 +117,7 @@ def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence
 
 
 def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int, ...]:
-    """Mesh axes that shard a dimension, in the order in which they do.
-
-    A _StridedShard comes after axes to its right: they have made ``split_factor`` shards already.
-    """
+    """Mesh axes that shard a dimension, in order: a _StridedShard after axes to its right."""
     order = []
     for axis, placement in enumerate(placements):
         if is_shard(placement) and getattr(placement, "dim", None) == dimension:
@@ -175,15 +168,12 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
 
 
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
-    """Placements for a state tensor of shape (*stack, d, ...) that is sharded as X is.
-
-    dimension: the dimension of X that is d in the state, if any; X's others are replicated there.
-    """
-    placements: list[Placement] = []
+    """Placements for a state (*stack, d, ...) sharded as X is, whose ``dimension`` is d if any."""
     if not is_dtensor(X):
-        return placements
+        return []
     from torch.distributed.tensor import Replicate
 
+    placements: list[Placement] = []
     for placement in X.placements:
         sharded = getattr(placement, "dim", None)
         if sharded is not None and sharded < stack_dims:

@@ -36,23 +36,16 @@ def declare_flat_shard(
 ) -> None:
     """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Every rank of ``group`` declares its own range, which may be empty. Together the ranges cover
-    the tensor exactly once; this is checked at the first step. All replicas hold the same ranges.
+    Elements count in row-major order. Every rank of ``group`` (None if all elements are here)
+    declares its own range, which may be empty. Together the ranges cover the tensor exactly once;
+    this is checked at the first step. All replicas hold the same ranges.
 
     The optimizer's state is sharded in the same way. Each rank saves and loads its own state_dict
     with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it.
 
-    Args:
-        parameter: the flat shard.
-        shape: global shape of the tensor.
-        start: the first element held here, counted in row-major order.
-        stop: the one after the last.
-        group: the ranks that hold the other elements; None if all are here.
-
     Raises:
         TypeError: if the parameter is a DTensor, or the group is not a ProcessGroup.
-        ValueError: if the parameter is not 1-D, or if the range lies outside the tensor or has
-            another length than the parameter.
+        ValueError: if the parameter is not 1-D, or the range does not fit it or the tensor.
     """
     if is_dtensor(parameter):
         raise TypeError(
@@ -106,16 +99,15 @@ def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[Flat
     else:
         raise ValueError(
             f"row_blocks={row_blocks!r} with input_first=True splits a flat shard of shape {shape} "
-            f"along its last dimension. No block is then contiguous in a flat shard (ZeRO 1 to 3, "
-            f"FSDP1): leave row_blocks out, or use FSDP2, whose parameters are DTensors."
+            f"along its last dimension, where no block is contiguous: leave row_blocks out, or use "
+            f"FSDP2, whose parameters are DTensors."
         )
     sizes = sizes * math.prod(shape[:stack_dims])
     for first, size in zip(starts([size * n for size in sizes]), sizes, strict=True):
         inside = within(range(shard.start, shard.stop), first, size * n)
         offset = first + inside.start - shard.start if inside else 0
-        view = FlatRange(
-            *((inside.start, inside.stop) if inside else (0, 0)), n, offset, input_first
-        )
+        held = (inside.start, inside.stop) if inside else (0, 0)
+        view = FlatRange(*held, n, offset, input_first)
         yield FlatMatrix(first, (n, size) if input_first else (size, n), view)
 
 

@@ -35,11 +35,7 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shard_sizes(X: Tensor) -> list[int]:
-    """Numbers in each shard of the parameter, the same on all ranks.
-
-    A rank knows where its own flat shard ends, and no other's. So the worst is assumed: one shard
-    holds nearly all numbers, and each other shard one.
-    """
+    """Numbers in each shard, the same on all ranks; of flat shards the worst: one has nearly all."""
     declared = flat_shard(X)
     if declared is not None:
         numbers = math.prod(declared.shape)
@@ -61,7 +57,7 @@ def groups_of(X: Tensor) -> list[Group]:
         return [declared.group] if declared.group is not None else []
     if not is_dtensor(X):
         return []
-    groups = [group_over(X.device_mesh, d.axes) for d in dimension_shards(X)]
+    groups = (group_over(X.device_mesh, d.axes) for d in dimension_shards(X))
     return [group for group in groups if group is not None]
 
 
@@ -92,12 +88,7 @@ def check_placements(X: Tensor, name: str) -> None:
 def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
     """Give every gradient the placements of its parameter; collective where one has others.
 
-    Backward gives some gradients of tensor-parallel models other placements. Gradients of norms
-    under sequence parallelism are partial sums (Partial) that still have to be added up, and the
-    gradient of a sharded embedding may be whole. ``DTensor.redistribute`` brings them in place.
-
-    A gradient whose partial sums lie on the replicas themselves becomes this replica's own
-    gradient, which is its partial sum times the number of replicas. That takes no collective.
+    So have some of tensor-parallel models: norms' under sequence parallelism are partial sums.
     """
     for X in parameters:
         gradient = X.grad
@@ -108,10 +99,7 @@ def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | 
 
 
 def _own(gradient: DTensor, replicas: dist.ProcessGroup | None) -> DTensor:
-    """The gradient, with partial sums on the replicas replaced by this replica's own gradient.
-
-    The sum of these partial sums would be the mean of the replicas' own gradients.
-    """
+    """The gradient, with partial sums on the replicas, whose sum is the mean, times their number."""
     from torch.distributed.tensor import Partial, Replicate
 
     mesh, placements = gradient.device_mesh, list(gradient.placements)

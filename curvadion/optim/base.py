@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from curvadion import checks
 from curvadion.comm.background import Exchange
-from curvadion.comm.replicas import ReplicaGroup, Replicas
+from curvadion.comm.groups import ReplicaGroup, Replicas
 from curvadion.gates import Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from curvadion import checks
 from curvadion.comm.collectives import group_size
-from curvadion.comm.replicas import ReplicaGroup
+from curvadion.comm.groups import ReplicaGroup
 from curvadion.gates import AlwaysOpen, FixedPeriod, Gate
 from curvadion.sync.base import Sync
 from curvadion.update.plan import Plan

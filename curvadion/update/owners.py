@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import all_to_all, begin_all_to_all
+from curvadion.comm.collectives import all_to_all
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 
@@ -55,7 +55,7 @@ class Owners:
             for rank in ranks
         ]
         kinds = [B.new_empty(0) for B in shards]
-        end = begin_all_to_all(to, shapes, self._group, kinds[0].to(dtype))
+        end = all_to_all(to, shapes, self._group, kinds[0].to(dtype))
 
         def whole() -> list[Tensor]:
             each = zip(zip(*end(), strict=True), kinds, self._layouts, strict=True)
@@ -84,7 +84,7 @@ class Owners:
             counts = [_count(runs[rank]) for runs in self._runs]
             held = [(k, len(r), len(c)) for k, (r, c) in zip(counts, here, strict=True)]
             shapes.append([*held, *((k * w,) for k, w in zip(counts, wider, strict=True))])
-        received = all_to_all(to, shapes, self._group, whole[0].new_empty(0, dtype=dtype))
+        received = all_to_all(to, shapes, self._group, whole[0].new_empty(0, dtype=dtype))()
         each = [torch.cat(blocks) for blocks in zip(*received, strict=True)]
         stacks = len(whole)
         shards = [U.to(W.dtype) for U, W in zip(each[:stacks], whole, strict=True)]

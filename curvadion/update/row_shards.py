@@ -37,7 +37,7 @@ def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> lis
             here = [len(_part(layouts[i], group.rank())) for i in cut]
             held = [len(layouts[i].columns.by_rank[rank]) for i in cut]
             shapes.append([(len(shards[i]), *s) for i, *s in zip(cut, here, held, strict=True)])
-        for i, *blocks in zip(cut, *all_to_all(to, shapes, group, shards[cut[0]]), strict=True):
+        for i, *blocks in zip(cut, *all_to_all(to, shapes, group, shards[cut[0]])(), strict=True):
             rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
             for held_there, block in zip(layouts[i].columns.by_rank, blocks, strict=True):
                 # Of a shared column several ranks have sent summands.
@@ -57,7 +57,7 @@ def cut_columns(rows: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list
             parts = [len(_part(layouts[i], rank)) for i in cut]
             here = [len(layouts[i].columns) for i in cut]
             shapes.append([(len(rows[i]), *s) for i, *s in zip(cut, parts, here, strict=True)])
-        for i, *blocks in zip(cut, *all_to_all(to, shapes, group, rows[cut[0]]), strict=True):
+        for i, *blocks in zip(cut, *all_to_all(to, shapes, group, rows[cut[0]])(), strict=True):
             shards[i] = torch.cat(blocks, dim=1)
     return shards
 
