@@ -25,7 +25,8 @@ def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch
     """Whether ``said`` has the same repr on all ranks of the group, by 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
-    bounds = torch.tensor([checksum(said), -checksum(said)], device=device)
+    number = checksum(said)
+    bounds = torch.tensor([number, -number], device=device)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     return int(bounds.sum()) == 0
 
@@ -105,7 +106,7 @@ class Buckets:
 
 
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its mean over ``group``: the same bits on every rank, in float32."""
+    """Replace each tensor by its mean over ``group``, in float32 or wider: the same bits on all."""
     size = group_size(group)
     if size == 1:
         return

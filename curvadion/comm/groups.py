@@ -135,7 +135,7 @@ class Replica(NamedTuple):
 
 
 class ReplicaGroup:
-    """The ranks that hold replicas of the same weights; copies share it, pickles find it by name."""
+    """The ranks that hold replicas of the same weights; copies share it, pickles name it."""
 
     def __init__(self, replicas: Replicas) -> None:
         self.single = isinstance(replicas, str) and replicas == "single"  # as the user has said

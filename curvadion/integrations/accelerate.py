@@ -36,9 +36,7 @@ def attach(accelerator: Accelerator) -> Accelerator:
 
     A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
     not tell of it; ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
-
-    Returns:
-        ``accelerator`` itself. Attached ones are left as they are.
+    Returns ``accelerator`` itself; to attach it again changes nothing.
 
     Raises:
         TypeError: if it is not an Accelerator.
@@ -134,8 +132,7 @@ def _replicated_models(accelerator: Any) -> list[nn.Module]:
 
 def shards_have_replicas(accelerator: Any) -> bool:
     """Whether its mesh has several replicas of FSDP2's shards."""
-    parallelism = accelerator.parallelism_config
-    return parallelism is not None and bool(parallelism.dp_replicate_enabled)
+    return bool(getattr(accelerator.parallelism_config, "dp_replicate_enabled", False))
 
 
 def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:

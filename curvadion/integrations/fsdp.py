@@ -20,15 +20,8 @@ def keep_gradients_local(model: Model) -> Model:
     does: ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is the mean over the shards of
     this replica. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
-    Args:
-        model: a module that contains modules of ``torch.distributed.fsdp.fully_shard``, between
-            two steps. One on a mesh without replicas is left as it is.
-
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        TypeError: if nothing in ``model`` was sharded by fully_shard.
+    Call it between two steps; it returns ``model``. A mesh without replicas is left as it is.
+    TypeError if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
@@ -47,13 +40,7 @@ def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each parameter of FSDP1 a rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would look like a vector.
-
-    Args:
-        model: a module that contains FullyShardedDataParallel modules, between two steps.
-
-    Returns:
-        ``model`` itself.
+    would look like a vector. Call this between two steps; it returns ``model``.
 
     Raises:
         TypeError: if nothing in ``model`` is a FullyShardedDataParallel.
@@ -108,18 +95,11 @@ def _declare_handle(handle: Any) -> None:
             "model was built with use_orig_params=False: its parameters are flattened together "
             "and no matrix can be found in them. Build it with use_orig_params=True."
         )
-    for parameter, name, shape, contiguous, info in zip(
-        flat._params,
-        flat._fqns,
-        flat._shapes,
-        flat._contiguities,
-        flat._shard_param_infos,
-        strict=True,
-    ):
+    facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
+    for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
         if not contiguous:
             raise ValueError(
-                f"{name} of shape {tuple(shape)} is not contiguous: make it so before the model is "
-                f"wrapped."
+                f"{name} of shape {tuple(shape)} is not contiguous: make it so before wrapping."
             )
         start, stop = 0, 0
         if info.in_shard:

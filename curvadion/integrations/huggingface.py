@@ -32,11 +32,7 @@ _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any) -> Trainer:
     """Let a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
 
-    Call it before ``train()``::
-
-        trainer = Trainer(model=model, args=args, train_dataset=data)
-        attach(trainer, wire_budget=0.01)
-        trainer.train()
+    Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``; it returns ``trainer``.
 
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
     of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
@@ -54,9 +50,6 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
         optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
         settings: arguments of the optimizer and of :func:`curvadion.param_groups`.
-
-    Returns:
-        ``trainer`` itself.
 
     Raises:
         TypeError: if it is not a Trainer, or ``optimizer`` is no class of ours; from ``train()``,

@@ -31,10 +31,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
     replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
     multiplied by the number of replicas: their mean over replicas is the whole gradient. A trainer
-    must be told of it, with :func:`attach`; :class:`Trainer` does it.
-
-    Raises:
-        ValueError, TypeError: for a wrong configuration.
+    must be told of it, with :func:`attach`; :class:`Trainer` does it. ValueError or TypeError for a
+    wrong configuration.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -108,11 +106,9 @@ def _replicas(part: nn.Module) -> DeviceMesh | None:
 
 
 def attach(trainer: Any) -> None:
-    """Let a trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
+    """Let a torchtitan Trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
 
-    Args:
-        trainer: a torchtitan Trainer, or one of a subclass, before ``train``. Its own clipping only
-            measures afterwards.
+    Call it before ``train``. The trainer's own clipping only measures afterwards.
 
     Raises:
         TypeError: if its optimizers are others.
@@ -172,16 +168,11 @@ def with_curvadion(
     """A trainer's configuration with CurvaDion or Dion in place of its optimizers.
 
     Args:
-        config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
+        config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for that
+            of a subclass. The result is a :class:`Trainer.Config`.
         kind: "CurvaDion" or "Dion".
         groups: keyword arguments of ``curvadion.param_groups``.
         options: keyword arguments of the optimizer, such as ``lr`` and ``wire_budget``.
-
-    Returns:
-        A :class:`Trainer.Config`.
-
-    Raises:
-        TypeError: if ``config`` is that of a subclass of torchtitan's trainer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(

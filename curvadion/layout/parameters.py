@@ -35,7 +35,7 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shard_sizes(X: Tensor) -> list[int]:
-    """Numbers in each shard, the same on all ranks; of flat shards the worst: one has nearly all."""
+    """Numbers in each shard, the same on all ranks: of flat shards, one has nearly all at worst."""
     declared = flat_shard(X)
     if declared is not None:
         numbers = math.prod(declared.shape)
@@ -99,7 +99,7 @@ def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | 
 
 
 def _own(gradient: DTensor, replicas: dist.ProcessGroup | None) -> DTensor:
-    """The gradient, with partial sums on the replicas, whose sum is the mean, times their number."""
+    """The gradient, with partial sums over the replicas replaced by this replica's own gradient."""
     from torch.distributed.tensor import Partial, Replicate
 
     mesh, placements = gradient.device_mesh, list(gradient.placements)

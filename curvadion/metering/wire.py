@@ -131,7 +131,7 @@ class WireMeter:
     def between(self, replica_size: int) -> WireCount:
         """The count of groups, also destroyed ones, with ranks of several replicas.
 
-        replica_size: of so many ranks in a row each; TypeError or ValueError if it is no such count.
+        Replicas are so many ranks in a row; TypeError or ValueError if that is no positive integer.
         """
         checks.integer("replica_size", replica_size, 1)
         ranks = _ranks_by_group()

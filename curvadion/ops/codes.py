@@ -74,9 +74,9 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 @lru_cache
 def levels(bits: int) -> Tensor:
-    """The 2^bits levels that represent a standard normal number with the least mean square error.
+    """The (2^bits,) float32 levels, ascending, that stand for a normal number with the least error.
 
-    (2^bits,) float32, ascending (Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982).
+    The error is the mean square (Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982).
     """
     if bits not in BITS:
         raise ValueError(f"bits={bits!r} must be one of {BITS}")

@@ -48,11 +48,7 @@ def check_supported(*lists: Sequence[Tensor]) -> None:
 def elementwise(
     written: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]] = ()
 ) -> list[Sequence[Tensor]]:
-    """Lists of equal shapes as a compiled elementwise operation takes them: with equal strides.
-
-    A tensor that is only read and has others is replaced by a copy. (Autograd rarely makes such
-    gradients.) Raises Unsupported for dtypes, devices, gaps, and other strides of what is written.
-    """
+    """Lists of equal shapes with equal strides, by copies of what is only read; or Unsupported."""
     check_supported(*written, *read)
     first = written[0]
     for x, *others in zip(*written, strict=True):
