@@ -52,9 +52,8 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{call} is a call of all ranks, and another rank has ended or did not make it within "
-            f"the timeout of its process group. Look for the first error in the output of the "
-            f"other ranks, make the call on every rank, and start again from the last checkpoint. "
-            f"({error})"
+            f"the timeout of its process group. Look for the first error of the other ranks, make "
+            f"the call on every rank, and start again from the last checkpoint. ({error})"
         ) from error
 
 
@@ -70,7 +69,7 @@ class Slot(NamedTuple):
 class Buckets:
     """One flat buffer for each process group, dtype and device, and in ``views`` a part per slot.
 
-    Write this rank's summands there, then call all_reduce_. Groups of one rank send nothing.
+    Write this rank's summands there, then call all_reduce_.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -173,10 +172,7 @@ def shares(count: int, ranks: int) -> list[int]:
 
 
 def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide things of these sizes into ``count`` parts of about equal size; each one's part.
-
-    The largest goes first, each to the smallest part so far. Few things make few parts, none empty.
-    """
+    """Which of ``count`` parts of about equal size each thing is in; few make fewer, none empty."""
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         parts[i] = min(range(len(filled)), key=filled.__getitem__)

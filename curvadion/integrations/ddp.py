@@ -47,18 +47,11 @@ def keep_gradients_local(ddp: Model) -> Model:
             wrapper._comm_hooks = [each for each in wrapper._comm_hooks if each[0] is not noop_hook]
             raise RuntimeError(
                 "ddp already has a communication hook, which reduces gradients, and DDP takes only "
-                "one: build the DistributedDataParallel without it (nor DDP mixed_precision) and "
-                "call keep_gradients_local instead."
+                "one: build the DistributedDataParallel without it and without mixed_precision."
             ) from error
-        if not _keeps_buffers(wrapper.module):
-            wrapper.broadcast_buffers = False
+        wrapper.broadcast_buffers &= any(
+            name not in module._non_persistent_buffers_set  # a checkpoint keeps it
+            for module in wrapper.module.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        )
     return ddp
-
-
-def _keeps_buffers(model: nn.Module) -> bool:
-    """Whether a checkpoint keeps any buffer."""
-    return any(
-        name not in module._non_persistent_buffers_set
-        for module in model.modules()
-        for name, _ in module.named_buffers(recurse=False)
-    )

@@ -26,9 +26,8 @@ def keep_gradients_local(model: Model) -> Model:
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
-            f"{type(model).__name__} has no module of FSDP2: call torch.distributed.fsdp."
-            f"fully_shard(model, mesh=...) first. (FullyShardedDataParallel, FSDP1: build it with "
-            f"process_group= the shards of one replica, and it keeps to them.)"
+            f"{type(model).__name__} has no module of FSDP2: call fully_shard(model, mesh=...) "
+            f"first, or build FSDP1 with process_group= the shards of one replica."
         )
     for module in sharded:
         for group in _parameter_groups(module):
@@ -92,8 +91,8 @@ def _declare_handle(handle: Any) -> None:
     flat = handle.flat_param
     if flat._params is None:
         raise ValueError(
-            "model was built with use_orig_params=False: its parameters are flattened together "
-            "and no matrix can be found in them. Build it with use_orig_params=True."
+            "model was built with use_orig_params=False, which flattens parameters together: build "
+            "it with use_orig_params=True."
         )
     facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
     for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):

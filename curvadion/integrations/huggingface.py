@@ -44,18 +44,14 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     :meth:`curvadion.Summary.scalars` tells of the steps since the last one, as
     ``curvadion/wire_bytes`` and so on.
 
-    With DeepSpeed's JSON the optimizer is built there: give no settings.
-
-    Args:
-        trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
-        optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
-        settings: arguments of the optimizer and of :func:`curvadion.param_groups`.
+    ``settings`` are arguments of the optimizer, CurvaDion or Dion (the one to take for one replica
+    in shards, FSDP2 alone), and of :func:`curvadion.param_groups`. Give none with DeepSpeed's JSON,
+    and to a trainer that was given ``optimizers=(curvadion's, None)``, which it keeps.
 
     Raises:
         TypeError: if it is not a Trainer, or ``optimizer`` is no class of ours; from ``train()``,
             for an unknown setting.
-        ValueError: if settings are given where the optimizer exists already or is DeepSpeed's, and
-            what :func:`curvadion.integrations.accelerate.attach` raises.
+        ValueError: if settings are given where the optimizer exists already or is DeepSpeed's.
         RuntimeError: if it is attached already.
     """
     from transformers import Trainer
@@ -98,19 +94,17 @@ def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
         )
     if settings:
         raise ValueError(
-            f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer and "
-            f"its arguments, or trainer has one already: write them under optimizer.params of the "
-            f"JSON, give them to that optimizer, or leave optimizers= out."
+            f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer, or "
+            f"trainer has one already: give them to it, or leave optimizers= out."
         )
 
 
 def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
-            f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW. "
-            f"It becomes that of the matrices, for which Dion's default is 0.02: set "
-            f"TrainingArguments(learning_rate=...), or attach(trainer, lr=...) to keep "
-            f"{TRAINERS_RATE}.",
+            f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW; "
+            f"Dion's default for matrices is 0.02: set TrainingArguments(learning_rate=...), or "
+            f"attach(trainer, lr=...) to keep {TRAINERS_RATE}.",
             stacklevel=3,
         )
 

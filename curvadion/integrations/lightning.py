@@ -109,8 +109,7 @@ def _ours(optimizer: Optimizer) -> Dion:
         return optimizer
     raise TypeError(
         f"configure_optimizers returned {type(optimizer).__name__}, but with the callback Replicas "
-        f"every optimizer must be a CurvaDion or Dion: gradients are no longer averaged. Give "
-        f"CurvaDion's groups algorithm='adamw' where AdamW is wanted."
+        f"every optimizer must be a CurvaDion or Dion, whose groups take algorithm='adamw'."
     )
 
 

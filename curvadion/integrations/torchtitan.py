@@ -70,9 +70,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         """Clip gradients and take a step; collective. RuntimeError before :func:`attach`."""
         if self.max_norm is None:
             raise RuntimeError(
-                "no trainer knows of these optimizers, so it would save replicas that differ: take "
-                "the configuration from curvadion.integrations.torchtitan.with_curvadion, or call "
-                "attach(trainer)."
+                "no trainer knows of these optimizers, so it would save replicas that differ: call "
+                "curvadion.integrations.torchtitan.attach(trainer)."
             )
         if self.max_norm != math.inf:
             for optimizer in self.optimizers:
@@ -177,8 +176,7 @@ def with_curvadion(
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(
             f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: give "
-            f"another trainer optimizer=ReplicaOptimizers.Config(...), and call "
-            f"curvadion.integrations.torchtitan.attach(self) at the end of its constructor."
+            f"another trainer optimizer=ReplicaOptimizers.Config(...), and attach it."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})

@@ -1,8 +1,7 @@
 """How the options of a parameter group divide a parameter into matrices.
 
-The leading ``stack_dims`` dimensions enumerate matrices. ``row_blocks`` splits each of these into
-blocks of rows, and every block is a matrix of its own. ``input_first`` says that the parameter
-holds the transposes.
+The leading ``stack_dims`` dimensions enumerate matrices, ``row_blocks`` splits each into matrices
+of their own, and ``input_first`` says that the parameter holds the transposes.
 """
 
 from __future__ import annotations

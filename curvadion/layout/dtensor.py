@@ -141,6 +141,25 @@ def _on_dimension(placement: Placement, dimension: int) -> Placement:
     return Shard(dimension)
 
 
+def from_local(
+    like: DTensor,
+    shard: Tensor,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor of a global shape and stride on the mesh of another, of which this is the shard."""
+    whole: DTensor = like.from_local(
+        shard,
+        like.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    return whole
+
+
 def swapped(X: Tensor, dimension: int) -> Tensor:
     """A view of X in which ``dimension`` and the next one have changed places."""
     other = {dimension: dimension + 1, dimension + 1: dimension}
@@ -156,15 +175,7 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
     shape, stride = list(X.shape), list(X.stride())
     for sizes in (shape, stride):
         sizes[dimension], sizes[dimension + 1] = sizes[dimension + 1], sizes[dimension]
-    view: Tensor = X.from_local(
-        local(X).transpose(dimension, dimension + 1),
-        X.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
-    return view
+    return from_local(X, local(X).transpose(dimension, dimension + 1), placements, shape, stride)
 
 
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
@@ -196,12 +207,6 @@ def zeros(
         for d, size in enumerate(shape)
     ]
     # Not torch's own zeros of DTensors, which lie on the mesh's device: X may be offloaded.
-    whole: Tensor = X.from_local(
-        torch.zeros(held, dtype=dtype, device=local(X).device),
-        X.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(tuple(shape), device="meta").stride(),
-    )
-    return whole
+    shard = torch.zeros(held, dtype=dtype, device=local(X).device)
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return from_local(X, shard, placements, shape, stride)

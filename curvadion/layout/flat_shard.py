@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,23 +72,16 @@ def flat_shard(parameter: Tensor) -> FlatShard | None:
 
 def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
     """State that tells this rank's flat shard from the others'; {} for other parameters."""
-    declared = flat_shard(parameter)
-    if declared is None:
+    if (declared := flat_shard(parameter)) is None:
         return {}
     # A tensor is the form that torch.distributed.checkpoint and FSDP1 change least.
     return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
 
 
-class FlatMatrix(NamedTuple):
-    """One matrix (m, n) of a flat shard's tensor: its first element, and those held here."""
-
-    first: int
-    shape: tuple[int, int]
-    view: FlatRange
-
-
-def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[FlatMatrix]:
-    """The matrices of the whole tensor, in the order of their elements."""
+def flat_matrices(
+    shard: FlatShard, options: Mapping[str, Any]
+) -> Iterator[tuple[int, tuple[int, int], FlatRange]]:
+    """In order, each matrix' first element, its shape (m, n), and what is held here of it."""
     stack_dims, input_first = options["stack_dims"], options["input_first"]
     row_blocks, shape = options["row_blocks"], shard.shape
     n = math.prod(shape[stack_dims + 1 :])
@@ -108,7 +101,7 @@ def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[Flat
         offset = first + inside.start - shard.start if inside else 0
         held = (inside.start, inside.stop) if inside else (0, 0)
         view = FlatRange(*held, n, offset, input_first)
-        yield FlatMatrix(first, (n, size) if input_first else (size, n), view)
+        yield first, (n, size) if input_first else (size, n), view
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:

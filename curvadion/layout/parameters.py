@@ -15,6 +15,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import (
     dimension_shards,
+    from_local,
     group_over,
     held_along,
     is_dtensor,
@@ -36,8 +37,7 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
 
 def shard_sizes(X: Tensor) -> list[int]:
     """Numbers in each shard, the same on all ranks: of flat shards, one has nearly all at worst."""
-    declared = flat_shard(X)
-    if declared is not None:
+    if (declared := flat_shard(X)) is not None:
         numbers = math.prod(declared.shape)
         small = max(min(group_size(declared.group), numbers) - 1, 0)
         return [numbers - small, *[1] * small]
@@ -52,8 +52,7 @@ def shard_sizes(X: Tensor) -> list[int]:
 
 def groups_of(X: Tensor) -> list[Group]:
     """The groups over which the parameter is sharded, one per sharded dimension."""
-    declared = flat_shard(X)
-    if declared is not None:
+    if (declared := flat_shard(X)) is not None:
         return [declared.group] if declared.group is not None else []
     if not is_dtensor(X):
         return []
@@ -70,8 +69,7 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
         if len(members.intersection(dist.get_process_group_ranks(group))) > 1:
             raise ValueError(
                 f"replicas is the process group of ranks {sorted(members)}, over which {name} of "
-                f"shape {global_shape(X)} is sharded: pass the group that replicates it, such as "
-                f"mesh['replicate'], or None."
+                f"shape {global_shape(X)} is sharded: pass mesh['replicate'], or None."
             )
 
 
@@ -102,20 +100,13 @@ def _own(gradient: DTensor, replicas: dist.ProcessGroup | None) -> DTensor:
     """The gradient, with partial sums over the replicas replaced by this replica's own gradient."""
     from torch.distributed.tensor import Partial, Replicate
 
-    mesh, placements = gradient.device_mesh, list(gradient.placements)
+    placements = list(gradient.placements)
     for axis, placement in enumerate(gradient.placements):
         if type(placement) is Partial and placement.reduce_op == "sum" and replicas is not None:
-            along = dist.get_process_group_ranks(mesh.get_group(axis))
+            along = dist.get_process_group_ranks(gradient.device_mesh.get_group(axis))
             if set(along) == set(dist.get_process_group_ranks(replicas)):
                 placements[axis] = Replicate()
     if placements == list(gradient.placements):
         return gradient
-    own: DTensor = gradient.from_local(
-        local(gradient) * group_size(replicas),
-        mesh,
-        placements,
-        run_check=False,
-        shape=gradient.shape,
-        stride=gradient.stride(),
-    )
-    return own
+    shard = local(gradient) * group_size(replicas)
+    return from_local(gradient, shard, placements, gradient.shape, gradient.stride())

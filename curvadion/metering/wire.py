@@ -4,8 +4,8 @@ Every ``torch.distributed`` collective, called from Python or from C++ (DDP's re
 functional collectives), reaches its backend through a dispatcher operator such as
 ``c10d::allreduce_``. While a meter is active, these operators count each call and pass it on.
 
-A meter does not see what bypasses process groups: a backend called directly, symmetric memory, the
-store, and what an interface sends beside payloads (benchmarks/headers.py measures it).
+A meter does not see what bypasses process groups (a backend called directly, symmetric memory, the
+store), nor what an interface sends beside payloads (benchmarks/headers.py measures it).
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class Reading:
             self._before = dict(_counted)
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading by the ranks that shared them; None without a meter.
+        """Payload bytes since the last reading by ranks, as "0, 8", "0-7" or "0-56 by 8", or group.
 
-        Ranks are named as "0, 8", "0-7" or "0-56 by 8"; of a destroyed group by the group's name.
+        A destroyed group is called by its name. None without a meter.
         """
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)

@@ -119,9 +119,9 @@ def _automatic(device_type: str) -> str:
 
 
 def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = ()) -> Any:
-    """What a backend makes of these arguments: its result, or True for none.
+    """A backend's result, or True for none; None if plain PyTorch has to do it.
 
-    None if plain PyTorch has to do it. writes: the arguments that the operation changes.
+    writes: the arguments that the operation changes.
     """
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():

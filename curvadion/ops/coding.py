@@ -125,10 +125,8 @@ def _chunks(rows: slice) -> Iterator[tuple[slice, slice]]:
         yield chunk, slice((start - rows.start) * BLOCK, (chunk.stop - rows.start) * BLOCK)
 
 
-# ---------------------------------------------------------------- blocks, (k, 256) float32
-
-
 def _encode(x: Tensor, bits: int) -> Tensor:
+    """The rows of codes of blocks, (k, 256) float32."""
     signs, midpoints, _ = constants(bits, x.device)
     y = _hadamard(x * signs)
     up, down = _powers(y)

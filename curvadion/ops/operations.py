@@ -41,8 +41,7 @@ def norms(X: Lists) -> Tensor:
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
 
-    M: momenta. G: gradients, of the same shapes. mu: a number per tensor. This writes nothing, so
-    that a step that is skipped for a norm leaves nothing to undo.
+    M: momenta. G: gradients, of the same shapes. mu: a number per tensor.
     """
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:

@@ -54,7 +54,10 @@ def elementwise(
     for x, *others in zip(*written, strict=True):
         if not _dense(x) or any((y.shape, y.stride()) != (x.shape, x.stride()) for y in others):
             raise Unsupported
-    return [*written, *(_with_strides_of(first, list_) for list_ in read)]
+    return [
+        *written,
+        *([_with_strides_of(x, y) for x, y in zip(first, list_, strict=True)] for list_ in read),
+    ]
 
 
 def _dense(x: Tensor) -> bool:
@@ -62,10 +65,6 @@ def _dense(x: Tensor) -> bool:
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        y
-        if (y.shape, y.stride()) == (x.shape, x.stride())
-        else torch.empty_like(x, dtype=y.dtype).copy_(y)
-        for x, y in zip(X, Y, strict=True)
-    ]
+def _with_strides_of(x: Tensor, y: Tensor) -> Tensor:
+    same = (y.shape, y.stride()) == (x.shape, x.stride())
+    return y if same else torch.empty_like(x, dtype=y.dtype).copy_(y)
