@@ -73,10 +73,7 @@ class Exchange(Generic[Result]):
 
 
 class Background:
-    """Does exchanges one after the other, in the order in which they begin, the same on all ranks.
-
-    Its group has the ranks of ``like``, but connections of its own, which the training never uses.
-    """
+    """Does exchanges one after the other, in the same order on all ranks, over its own group."""
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
         ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)

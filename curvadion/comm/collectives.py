@@ -67,10 +67,7 @@ class Slot(NamedTuple):
 
 
 class Buckets:
-    """One flat buffer for each process group, dtype and device, and in ``views`` a part per slot.
-
-    Write this rank's summands there, then call all_reduce_.
-    """
+    """A flat buffer for each group, dtype and device, and in ``views`` a part for each slot."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         lengths: dict[Slot, int] = {}
@@ -139,14 +136,11 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 def all_to_all(
     to: Sequence[Sequence[Tensor]],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],  # of the tensors that each rank sends here
     group: dist.ProcessGroup,
-    like: Tensor,
+    like: Tensor,  # of their dtype and device
 ) -> Callable[[], list[list[Tensor]]]:
-    """Begin to send each rank some tensors; call the result for what each has sent here, as views.
-
-    shapes: of the tensors that each rank sends here. like: a tensor of their dtype and device.
-    """
+    """Begin to send each rank some tensors; call the result for what each has sent here."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     expected = [[math.prod(shape) for shape in each] for each in shapes]
     received = list(map(sum, expected))

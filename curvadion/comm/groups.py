@@ -25,15 +25,12 @@ _made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = weakref.Weak
 
 def new_group(
     ranks: Iterable[int],
-    like: Sequence[Group] = (),
+    like: Sequence[Group] = (),  # groups whose longest timeout it gets; else the default group's
     *,
-    backend: str | None = None,
+    backend: str | None = None,  # None for the default group's
     description: str = "curvadion",
 ) -> Group:
-    """A new process group of these global ranks, which must all call this at the same point.
-
-    It gets the longest timeout of the groups ``like``, or else, as the backend, the default one's.
-    """
+    """A new process group of these global ranks, which must all call this at the same point."""
     # dist.new_group is a call of all ranks of the world, of which some have no optimizer, or step
     # at other moments. With use_local_synchronization=True members suffice, but derive the group's
     # name from the number of groups that each is in. With init_process_group(device_id=...) both
@@ -97,10 +94,7 @@ def existing_group(ranks: Iterable[int]) -> Group | None:
 
 
 class Unions:
-    """Groups of all ranks that can be reached through several groups.
-
-    Every rank must ask for the same unions in the same order: members tell what they reach.
-    """
+    """Groups of all ranks reached through several groups; all ranks ask for them in one order."""
 
     def __init__(self) -> None:
         self._known: dict[frozenset[Group], Group | None] = {}

@@ -39,10 +39,9 @@ def attach(accelerator: Accelerator) -> Accelerator:
     Returns ``accelerator`` itself; to attach it again changes nothing.
 
     Raises:
-        TypeError: if it is not an Accelerator.
         ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate takes each of several
-            processes for the only one; from ``prepare``, if several replicas leave a parameter's
-            gradient to nobody, and if an optimizer has stepped before FSDP2 shards its parameters.
+            processes for the only one; from ``prepare``, if replicas leave a parameter's gradient
+            to nobody, and if an optimizer has stepped before FSDP2 shards its parameters.
         RuntimeError: from ``join_uneven_inputs``, because replicas step together.
     """
     from accelerate import Accelerator

@@ -28,9 +28,7 @@ def keep_gradients_local(ddp: Model) -> Model:
     BatchNorm's running statistics, and are broadcast as before: build the DistributedDataParallel
     with ``broadcast_buffers=False`` if each replica may keep its own.
 
-    Raises:
-        TypeError: if ``ddp`` is not a DistributedDataParallel.
-        RuntimeError: if it has another communication hook, as DDP's own mixed precision has.
+    TypeError if ``ddp`` is none. RuntimeError if it has another hook, as DDP's mixed precision has.
     """
     wrapper: Any = ddp
     while isinstance(wrapper, nn.Module) and "_orig_mod" in wrapper._modules:

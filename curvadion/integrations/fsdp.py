@@ -39,12 +39,9 @@ def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each parameter of FSDP1 a rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would look like a vector. Call this between two steps; it returns ``model``.
-
-    Raises:
-        TypeError: if nothing in ``model`` is a FullyShardedDataParallel.
-        ValueError: if one was built with use_orig_params=False, or holds a parameter that is not
-            contiguous.
+    would look like a vector. Call this between two steps; it returns ``model``. TypeError if
+    nothing in ``model`` is a FullyShardedDataParallel; ValueError if one was built with
+    use_orig_params=False, or holds a parameter that is not contiguous.
     """
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:

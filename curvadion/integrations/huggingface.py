@@ -37,22 +37,17 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
     of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
     under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is
-    attached, so that gradients stay in their replica and ``max_grad_norm`` takes one factor for all
-    replicas. Replicas agree on weights before an evaluation and at the end of ``train()``, and on
-    all state before a checkpoint; before a ``save_model()`` in between call
-    ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get what
-    :meth:`curvadion.Summary.scalars` tells of the steps since the last one, as
-    ``curvadion/wire_bytes`` and so on.
+    attached, and ``max_grad_norm`` takes one factor for all replicas. Replicas agree on weights
+    before an evaluation and at the end of ``train()``, and on all state before a checkpoint; before
+    a ``save_model()`` in between call ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get
+    :meth:`curvadion.Summary.scalars` since the last one, as ``curvadion/wire_bytes`` and so on.
 
     ``settings`` are arguments of the optimizer, CurvaDion or Dion (the one to take for one replica
     in shards, FSDP2 alone), and of :func:`curvadion.param_groups`. Give none with DeepSpeed's JSON,
     and to a trainer that was given ``optimizers=(curvadion's, None)``, which it keeps.
 
-    Raises:
-        TypeError: if it is not a Trainer, or ``optimizer`` is no class of ours; from ``train()``,
-            for an unknown setting.
-        ValueError: if settings are given where the optimizer exists already or is DeepSpeed's.
-        RuntimeError: if it is attached already.
+    TypeError for another class or, from ``train()``, an unknown setting; ValueError for settings
+    where the optimizer exists already; RuntimeError if the trainer is attached already.
     """
     from transformers import Trainer
 

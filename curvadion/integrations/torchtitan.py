@@ -107,12 +107,8 @@ def _replicas(part: nn.Module) -> DeviceMesh | None:
 def attach(trainer: Any) -> None:
     """Let a torchtitan Trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
 
-    Call it before ``train``. The trainer's own clipping only measures afterwards.
-
-    Raises:
-        TypeError: if its optimizers are others.
-        RuntimeError: if it is attached already; under pipeline parallelism, where each stage would
-            have a norm and a gate of its own.
+    Call it before ``train``. The trainer's own clipping only measures afterwards. TypeError if its
+    optimizers are others; RuntimeError under pipeline parallelism, and if it is attached already.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
@@ -164,14 +160,10 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer's configuration with CurvaDion or Dion in place of its optimizers.
+    """A :class:`Trainer.Config` with CurvaDion or Dion, the ``kind``, in place of the optimizers.
 
-    Args:
-        config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for that
-            of a subclass. The result is a :class:`Trainer.Config`.
-        kind: "CurvaDion" or "Dion".
-        groups: keyword arguments of ``curvadion.param_groups``.
-        options: keyword arguments of the optimizer, such as ``lr`` and ``wire_budget``.
+    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for that of
+    a subclass. groups: keyword arguments of ``curvadion.param_groups``. options: of the optimizer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(

@@ -41,11 +41,8 @@ def declare_flat_shard(
     this is checked at the first step. All replicas hold the same ranges.
 
     The optimizer's state is sharded in the same way. Each rank saves and loads its own state_dict
-    with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it.
-
-    Raises:
-        TypeError: if the parameter is a DTensor, or the group is not a ProcessGroup.
-        ValueError: if the parameter is not 1-D, or the range does not fit it or the tensor.
+    with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it. TypeError
+    for a DTensor and a group that is none; ValueError if shapes and range do not fit.
     """
     if is_dtensor(parameter):
         raise TypeError(

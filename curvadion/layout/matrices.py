@@ -144,14 +144,13 @@ def _flat_extent(
 
 def _layout(
     shape: tuple[int, int],
-    X_rows: Extent,
-    X_columns: Extent,
+    rows: Extent,
+    columns: Extent,
     replicas: Group | None,
     unions: Unions,
     parts: Sequence[tuple[range, range]],
 ) -> MatrixLayout:
-    """The layout of the oriented matrix; parts: X's rows and columns that each shard holds."""
-    rows, columns = X_rows, X_columns
+    """The layout of X's oriented matrix; rows, columns: X's; parts: those of each shard."""
     if shape[0] < shape[1]:
         rows, columns = columns, rows
         parts = [(held_columns, held_rows) for held_rows, held_columns in parts]

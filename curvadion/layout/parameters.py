@@ -84,10 +84,8 @@ def check_placements(X: Tensor, name: str) -> None:
 
 
 def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
-    """Give every gradient the placements of its parameter; collective where one has others.
-
-    So have some of tensor-parallel models: norms' under sequence parallelism are partial sums.
-    """
+    """Give every gradient the placements of its parameter; collective where one has others."""
+    # Such as norms' under sequence parallelism, which are partial sums.
     for X in parameters:
         gradient = X.grad
         if is_dtensor(gradient) and is_dtensor(X) and gradient.placements != X.placements:

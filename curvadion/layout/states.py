@@ -113,14 +113,12 @@ def create_right_factors(
 ) -> dict[str, Tensor]:
     """The state tensors that hold right factors, by key, filled with the initial Q's."""
     if (shard := flat_shard(X)) is not None:
-        return {
-            key: whole.initial_q(rank_of(whole, options))[held.start : held.stop].to(
-                device=X.device,
-                dtype=dtype,
-                copy=True,  # not a view that keeps all of Q alive
-            )
-            for key, whole, held in _flat_right_factors(shard, options)
-        }
+        found = {}
+        for key, whole, held in _flat_right_factors(shard, options):
+            initial = whole.initial_q(rank_of(whole, options))[held.start : held.stop]
+            # Not a view, which would keep all of Q alive.
+            found[key] = initial.to(device=X.device, dtype=dtype, copy=True)
+        return found
     matrices, slots = blocked(X, options), QSlots(X, options)
     tensors = {key: zeros(X, *form, dtype) for key, form in slots.forms().items()}
     for b, (block, layout) in enumerate(zip(matrices.blocks, slots.layouts, strict=True)):

@@ -74,10 +74,7 @@ class Summary:
         return self.open_steps / self.steps if self.steps else 0.0
 
     def scalars(self, last: StepReport) -> dict[str, float]:
-        """What a log gets of several steps, if finite: ``wire_bytes`` is the mean of a step.
-
-        ``rmmc`` and ``local_steps`` are those of the last report.
-        """
+        """What a log gets, if finite: the mean ``wire_bytes`` of a step, and the last ``rmmc``."""
         return _finite(
             {
                 "wire_bytes": self.wire_bytes / self.steps if self.steps else 0.0,

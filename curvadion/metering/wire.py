@@ -173,10 +173,7 @@ class Reading:
             self._before = dict(_counted)
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading by ranks, as "0, 8", "0-7" or "0-56 by 8", or group.
-
-        A destroyed group is called by its name. None without a meter.
-        """
+        """Payload bytes since the last reading, by ranks as :func:`_named`; None without a meter."""
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)
         if not metered:
@@ -190,6 +187,7 @@ class Reading:
 
 
 def _named(ranks: list[int]) -> str:
+    """As "0, 8", "0-7" or "0-56 by 8"."""
     strides = {b - a for a, b in pairwise(ranks)}
     if len(ranks) <= 2 or len(strides) > 1:
         return ", ".join(map(str, ranks))

@@ -119,10 +119,7 @@ def _automatic(device_type: str) -> str:
 
 
 def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = ()) -> Any:
-    """A backend's result, or True for none; None if plain PyTorch has to do it.
-
-    writes: the arguments that the operation changes.
-    """
+    """A backend's result, or True for none; None if plain PyTorch has to do it."""
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():
         return None
@@ -136,7 +133,7 @@ def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = (
     except Unsupported:
         return None
     if not first.is_inference():
-        for written in writes:
+        for written in writes:  # the arguments that the operation changes
             # Autograd must notice if a weight changes between forward and backward.
             torch.autograd.graph.increment_version(written)
     return True if result is None else result

@@ -146,6 +146,6 @@ def check_replicas(engine: Any, optimizer: Dion) -> None:
     if between is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
             f"local_step={local_step!r} and sync={optimizer.sync!r} with {where}: one replica is "
-            f"sharded over all ranks, so nothing drifts. Take local_step='gradient' without codes and "
-            f"budget, or divide the ranks by optimizer.params.{REPLICA_SIZE}."
+            f"sharded over all ranks, so nothing drifts. Give no codes, no budget and "
+            f"local_step='gradient', or divide the ranks by optimizer.params.{REPLICA_SIZE}."
         )
