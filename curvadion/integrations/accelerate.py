@@ -148,8 +148,7 @@ def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
         if own & _ids(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
             raise ValueError(
                 f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of one "
-                f"model, of which only the latter synchronises its own: give it all of them by "
-                f"curvadion.param_groups, or both the same replicas=."
+                f"model: give the latter all of them, or both the same replicas=."
             )
 
 

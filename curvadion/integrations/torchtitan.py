@@ -22,6 +22,7 @@ from curvadion.optim.clipping import clip_grad_norm_
 from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
 
+Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
 REPLICATE = "dp_replicate"  # torchtitan's name of the dimension of meshes along which replicas lie
 
 
@@ -43,12 +44,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         """
 
         kind: str = "CurvaDion"
-        options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(
-            default_factory=dict
-        )
-        groups: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(
-            default_factory=dict
-        )
+        options: Arguments = dataclasses.field(default_factory=dict)
+        groups: Arguments = dataclasses.field(default_factory=dict)
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         if config.kind not in KINDS:

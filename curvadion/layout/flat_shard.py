@@ -115,12 +115,3 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
             f"{math.prod(shard.shape)} elements once: declare each rank's own range."
         )
     return ranges
-
-
-def shared_rows(
-    ranges: Sequence[tuple[int, int]], first: int, rows: int, columns: int
-) -> tuple[int, ...]:
-    """The rows of a matrix, as it is stored from ``first`` on, that several ranks hold in part."""
-    begins = (start - first for start, stop in ranges if start < stop)
-    boundaries = (element for element in begins if 0 < element < rows * columns)
-    return tuple(sorted({element // columns for element in boundaries if element % columns}))

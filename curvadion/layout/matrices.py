@@ -21,13 +21,7 @@ from curvadion.layout.dtensor import (
     is_dtensor,
     placements_of,
 )
-from curvadion.layout.flat_shard import (
-    FlatShard,
-    flat_matrices,
-    flat_shard,
-    ranges_of_all_ranks,
-    shared_rows,
-)
+from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard, ranges_of_all_ranks
 from curvadion.layout.matrix import Block, Extent, FlatRange, MatrixLayout, ShardView
 from curvadion.layout.states import QSlot, QSlots, flat_key
 
@@ -135,7 +129,9 @@ def _flat_extent(
     view: FlatRange, group: Group | None, ranges: list[tuple[int, int]], first: int, rows: int
 ) -> Extent:
     """The stored rows of a matrix that a flat shard holds; ``first`` is its first element."""
-    shared = shared_rows(ranges, first, rows, view.columns)
+    begins = (start - first for start, stop in ranges if start < stop)
+    boundaries = (element for element in begins if 0 < element < rows * view.columns)
+    shared = tuple(sorted({e // view.columns for e in boundaries if e % view.columns}))
     borrowed = bool(view.rows) and view.start % view.columns != 0
     elements = [within(range(*held), first, rows * view.columns) for held in ranges]
     by_rank = tuple(FlatRange(e.start, e.stop, view.columns).rows for e in elements)
