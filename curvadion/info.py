@@ -52,8 +52,8 @@ def _backends() -> Iterator[str]:
         lacks = ops.lacking(name)
         yield f"  {name:6}  {'available' if lacks is None else f'not available: {lacks}'}"
     forced = os.environ.get("CURVADION_BACKEND")
+    said = f" (CURVADION_BACKEND={forced})" if forced else ""
     for device in _devices():
-        said = f" (CURVADION_BACKEND={forced})" if forced else ""
         yield f"  tensors on {device} take {ops.backend_for(device)!r}{said}"
 
 

@@ -85,10 +85,15 @@ class Background:
             target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
         )
         self._thread.start()
+
         # NCCL connects at the first collective of each kind. In mid-training kernels of other
         # groups would be running, and might wait for a rank that is still connecting.
-        what = "Connecting replicas for exchanges beside the training"
-        self.begin(what, lambda: _connect(group, device)).result()
+        def connect() -> None:
+            words = torch.zeros(group.size(), dtype=torch.uint8, device=device)
+            dist.all_reduce(words, group=group)
+            dist.all_to_all_single(torch.empty_like(words), words, group=group)
+
+        self.begin("Connecting replicas for exchanges beside the training", connect).result()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
         """Let the thread do some work, which sends over ``group`` only; what: for errors."""
@@ -127,12 +132,6 @@ def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
     for job in iter(jobs.get, None):
         job()
         del job  # and the tensors that it holds, before the wait for the next
-
-
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    words = torch.zeros(group.size(), dtype=torch.uint8, device=device)
-    dist.all_reduce(words, group=group)
-    dist.all_to_all_single(torch.empty_like(words), words, group=group)
 
 
 @atexit.register

@@ -87,20 +87,7 @@ def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
     X, stack_dims = output_first(X, options), options["stack_dims"]
     dimensions = dimension_shards(X)
     rows, columns = dimensions[stack_dims : stack_dims + 2]
-    _check_inner(X, columns, dimensions[stack_dims + 2 :])
-    width = math.prod(X.shape[stack_dims + 2 :])
-    sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])
-    blocks = []
-    for start, size in zip(starts(sizes), sizes, strict=True):
-        held, offset = within(rows.held, start, size), start - rows.held.start
-        local = slice(held.start + offset, held.stop + offset)
-        blocks.append(RowBlock(start, size, held, local))
-    n = X.shape[stack_dims + 1] * width
-    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, n, width, blocks)
-
-
-def _check_inner(X: Tensor, columns: DimensionShard, inner: Sequence[DimensionShard]) -> None:
-    """Raise ValueError if the dimensions that are flattened into columns are sharded unevenly."""
+    inner = dimensions[stack_dims + 2 :]
     if any(d.axes for d in inner):
         raise ValueError(
             f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}, but only "
@@ -112,3 +99,12 @@ def _check_inner(X: Tensor, columns: DimensionShard, inner: Sequence[DimensionSh
             f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)} into uneven "
             f"numbers of input channels: shard it over its output channels"
         )
+    width = math.prod(X.shape[stack_dims + 2 :])
+    sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])
+    blocks = []
+    for start, size in zip(starts(sizes), sizes, strict=True):
+        held, offset = within(rows.held, start, size), start - rows.held.start
+        local = slice(held.start + offset, held.stop + offset)
+        blocks.append(RowBlock(start, size, held, local))
+    n = X.shape[stack_dims + 1] * width
+    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, n, width, blocks)

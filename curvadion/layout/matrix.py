@@ -53,16 +53,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Orientation and sharding of a matrix; B, the ORIENTED one, is (max(m, n), min(m, n)).
-
-    Over a union of groups, one collective takes the sum over shards and the mean over replicas.
-    """
+    """Orientation and sharding of a matrix; B, the ORIENTED one, is (max(m, n), min(m, n))."""
 
     shape: tuple[int, int]  # the global (m, n), output features first
     rows: Extent  # of B
     columns: Extent  # of B
     replicas: Group | None = None  # ranks with the same shard; None for one replica
-    # Unions of these groups, to be given where both exist.
+    # Unions of these groups, to be given where both exist: one collective sums shards and averages.
     rows_and_replicas: Group | None = None
     columns_and_replicas: Group | None = None
     shards: Group | None = None  # over which this replica's matrix is sharded

@@ -43,11 +43,9 @@ class QSlot:
 
 
 class QSlots:
-    """Where the right factors of a parameter's row blocks lie in its state.
+    """Where right factors lie in a state: of upright blocks side by side, (n, sum of ranks)."""
 
-    Those of upright blocks stand side by side, (n, sum of ranks); those of transposed ones below
-    each other, (m, largest rank), sharded as the parameter's rows are. Both can be DTensors.
-    """
+    # Those of transposed ones stand below each other, (m, largest rank), sharded as X's rows are.
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
         self._X, self._stack_dims = output_first(X, options), options["stack_dims"]
