@@ -51,16 +51,12 @@ class Owner(Enum):
 
 
 class StateKey(NamedTuple):
-    """A key of a parameter's state.
-
-    name: the key. owner: see :class:`Owner`. like_parameter: whether it has the parameter's shape
-    and placements. passing: whether a state has it at some steps only.
-    """
+    """A key of a parameter's state."""
 
     name: str
     owner: Owner
-    like_parameter: bool = False
-    passing: bool = False
+    like_parameter: bool = False  # whether it has the parameter's shape and placements
+    passing: bool = False  # whether a state has it at some steps only
 
 
 _KEYS = (
@@ -93,10 +89,7 @@ def key_of(name: str, of_sync: Sequence[StateKey] = ()) -> StateKey | None:
 def averaged(
     state: Mapping[str, Any], of_sync: Sequence[StateKey] = (), *, counters: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of a state whose mean an exact synchronisation takes, in an order ranks share.
-
-    counters: those that are one number (``step``), instead of all others.
-    """
+    """The tensors of a state whose mean is taken; counters: of ``step``, not of all others."""
     return {
         name: tensor
         for name, tensor in sorted(state.items())
