@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.update.direction import How, Taken
 from curvadion.update.gradients import Gradients
-from curvadion.update.normuon import NorMuon, rescaled_rows
+from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Matrix, open_shards, remember_scales
 from curvadion.update.plan import Plan
 from curvadion.update.polar import (
@@ -36,13 +35,8 @@ from curvadion.update.polar import (
 )
 from curvadion.update.row_shards import sums
 
-
-class _Chosen(NamedTuple):
-    """By stack: U (k, m_i, n_j), zero but for the chosen columns; scales (k,); columns (k, r)."""
-
-    U: list[Tensor]
-    scales: list[Tensor]
-    columns: Sequence[Tensor]
+# By stack: U (k, m_i, n_j), zero but for the chosen columns; scales (k,); columns (k, r).
+_Chosen = tuple[list[Tensor], list[Tensor], Sequence[Tensor]]
 
 
 class Dion2(Polar):
@@ -58,32 +52,20 @@ class Dion2(Polar):
         self, batch: Plan, gradients: Gradients, begun: Callable[[], _Chosen], how: How
     ) -> Taken:
         stacks, (U, scales, chosen) = batch.stacks, begun()
-        masks = [_held_mask(matrices, K) for matrices, K in zip(stacks, chosen, strict=True)]
-        move(stacks, self._rescaled_chosen(stacks, U, masks), how.number)
+        masks = []  # which of the columns that are held here are chosen, (k, n_j)
+        for (m, *_), K in zip(stacks, chosen, strict=True):
+            held = m.layout.columns.indices
+            mask = K.new_zeros(len(K), min(m.layout.shape), dtype=torch.bool)
+            masks.append(mask.scatter_(1, K, value=True)[:, held.start : held.stop])
+        move(stacks, self.rescaled(stacks, U, masks), how.number)
         _feed_back_(stacks, masks)
         if how.remember:
             remember_scales(stacks, scales)
         return PolarTaken(batch, list(map(Directions, U)), [K.shape[1] for K in chosen])
 
-    def _rescaled_chosen(
-        self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor], masks: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """What weights move along; masks: which columns held here are chosen, (k, n_j)."""
-        return U
-
 
 class NorDion2(Dion2, NorMuon):
     """Dion2 with NorMuon's rows: those of X that are chosen, or what is chosen of every row."""
-
-    def _rescaled_chosen(
-        self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor], masks: Sequence[Tensor]
-    ) -> list[Tensor]:
-        widths: list[int] = []
-        rows: list[Tensor | None] = []
-        for (m, *_), mask in zip(stacks, masks, strict=True):
-            widths.append(m.layout.shape[1] if m.layout.transposed else m.shard.rank)
-            rows.append(mask if m.layout.transposed else None)
-        return rescaled_rows(stacks, U, widths, rows)
 
 
 def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) -> list[Tensor]:
@@ -137,7 +119,7 @@ def _begin_directions_of_chosen(
         for (where, index), part in zip(places, U, strict=True):
             where.scatter_(2, index, part.shards.to(where.dtype))
         by_stack = torch.cat(scales).split([len(K) for K in chosen]) if scales else ()
-        return _Chosen(B, list(by_stack), chosen)
+        return B, list(by_stack), chosen
 
     return end
 
@@ -159,14 +141,6 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
     parts = tuple((rows, places(held)) for rows, held in layout.parts)
     shape = max(layout.shape), len(columns)
     return replace(layout, shape=shape, columns=new, parts=parts)
-
-
-def _held_mask(matrices: Sequence[Matrix], chosen: Tensor) -> Tensor:
-    """Which of the columns that are held here are chosen, (k, n_j) of bool."""
-    layout = matrices[0].layout
-    held = layout.columns.indices
-    mask = chosen.new_zeros(len(chosen), min(layout.shape), dtype=torch.bool)
-    return mask.scatter_(1, chosen, value=True)[:, held.start : held.stop]
 
 
 def _feed_back_(stacks: Sequence[Sequence[Matrix]], masks: Sequence[Tensor]) -> None:

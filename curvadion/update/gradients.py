@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import TypeVar
 
 import torch
@@ -42,11 +41,6 @@ class Gradients:
         place = {p: i for i, p in enumerate(self.parameters)}
         X, M, G = ([own[place[p]] for p in parameters] for own in (self.X, self.M, self.G))
         return Gradients(parameters, X, M, G, self.complete)
-
-
-def same(these: Sequence[object], those: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def filled(G: Sequence[Tensor | None], X: Sequence[Tensor]) -> list[Tensor]:

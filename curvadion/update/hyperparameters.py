@@ -13,7 +13,6 @@ from curvadion.checks import boolean, integer, number, one_of
 from curvadion.layout.matrix import UPDATE_SCALES
 from curvadion.update.directions import DIRECTIONS
 
-ALGORITHMS = ("dion", "adamw", "lion")
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -107,11 +106,6 @@ def learning_rate(key: str, value: object) -> None:
     number(key, value)
 
 
-def without_dimensions(value: Any) -> Any:
-    """A tensor of one element as a zero-dimensional view, which promotes no dtype; else as is."""
-    return value.view(()) if isinstance(value, Tensor) else value
-
-
 def _betas(key: str, value: object) -> None:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{key}={value!r} must be a pair of numbers in [0, 1)")
@@ -135,7 +129,7 @@ def _row_blocks(key: str, value: object) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "algorithm": lambda k, v: one_of(k, v, ALGORITHMS),
+    "algorithm": lambda k, v: one_of(k, v, ("dion", "adamw", "lion")),
     "lr": learning_rate,
     "local_lr": lambda k, v: None if v is None else learning_rate(k, v),
     "momentum": lambda k, v: number(k, v, below=1.0),

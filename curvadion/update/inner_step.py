@@ -18,7 +18,7 @@ from curvadion.update.directions import DIRECTIONS
 from curvadion.update.gradients import Gradients
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
-from curvadion.update.scalar import elementwise_step, place_counter_
+from curvadion.update.scalar import counter_device, elementwise_step
 
 
 @dataclass
@@ -103,7 +103,8 @@ class InnerStep:
             _gradient_step(gradients, self.number)
         by_group: dict[int, list[Parameter]] = {}
         for p in plan.elementwise:
-            place_counter_(p.state, p.local)
+            # A checkpoint may hold it elsewhere.
+            p.state["step"] = p.state["step"].to(counter_device(p.local))
             by_group.setdefault(id(p.group), []).append(p)
         for parameters in by_group.values():
             elementwise_step(

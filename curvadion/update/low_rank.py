@@ -76,12 +76,8 @@ class LowRankTaken(Taken):
     ) -> None:
         momenta = [_as_stack(stack, True) for stack in self.stacks]
         right = right_products(momenta, [factors.P for factors in self._factors])
-        left = left_products(
-            [
-                replace(stack, B=list(C), Q=list(factors.Q))
-                for stack, factors, C in zip(momenta, self._factors, changes, strict=True)
-            ]
-        )
+        each = zip(momenta, self._factors, changes, strict=True)
+        left = left_products([replace(s, B=list(C), Q=list(f.Q)) for s, f, C in each])
         for matrices, T, share, R in zip(self.stacks, left, shares, right, strict=True):
             # C U^T M = (C Q) (M^T P)^T: (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, r) (r, n_j)
             T = T * -share[:, None, None]

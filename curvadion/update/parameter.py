@@ -186,10 +186,7 @@ class Matrix:
 def open_shards(
     matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
 ) -> Iterator[list[list[Tensor]]]:
-    """Shards (m_i, n_j) of matrices in lists of local tensors, to be changed in place.
-
-    Views change the tensors at once. Padded copies are written back at the end.
-    """
+    """Shards (m_i, n_j) of matrices in local tensors, to be changed; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
     for each, opened in zip(tensors, shards, strict=True):

@@ -38,14 +38,13 @@ _STEP_OF_A_STACK = (
     *("direction", "right_factor", "newton_schulz", "newton_schulz_steps"),
     *("gather", "exchange_dtype"),
 )
-# A batch has this share of the plan's numbers if that is more than the device's bound.
-BATCH_SHARE = 1 / 32
 # What decides on the matrices, and on the states that they have.
 _STATE_KEYS = (
-    *("algorithm", "direction", "rank_fraction", "rank_multiple_of", "right_factor", "q_dtype"),
-    *("stack_dims", "row_blocks", "input_first", "newton_schulz", "newton_schulz_steps"),
-    *("gather", "exchange_dtype"),
+    *("algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"),
+    *("stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK),
 )
+# A batch has this share of the plan's numbers if that is more than the device's bound.
+BATCH_SHARE = 1 / 32
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 # What all matrices of a batch have in common.
 _kind_of_step = attrgetter("direction", "stochastic_rounding")
@@ -129,8 +128,7 @@ class Plan:
             return self
         kept = {p for p, k in zip(self.parameters, keep, strict=True) if k}
         dion, elementwise = ([p for p in ps if p in kept] for ps in (self.dion, self.elementwise))
-        known = self.inside, self.all_ranks, self.device, self.unions
-        selected = Plan(dion, elementwise, *known)
+        selected = Plan(dion, elementwise, self.inside, self.all_ranks, self.device, self.unions)
         selected.elements_in_a_batch = self.elements_in_a_batch
         return selected
 

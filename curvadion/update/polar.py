@@ -82,8 +82,16 @@ class Polar(Direction):
             remember_scales(batch.stacks, scales)
         return PolarTaken(batch, U)
 
-    def rescaled(self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor]) -> list[Tensor]:
-        """What weights move along, from shards of U, (k, m_i, n_j) by stack; collective."""
+    def rescaled(
+        self,
+        stacks: Sequence[Sequence[Matrix]],
+        U: Sequence[Tensor],
+        masks: Sequence[Tensor] | None = None,
+    ) -> Sequence[Tensor]:
+        """What weights move along, from shards of U, (k, m_i, n_j) by stack; collective.
+
+        masks: which columns held here are not zero, (k, n_j); None for all.
+        """
         return U
 
 
@@ -168,10 +176,7 @@ class PolarTaken(Taken):
         ]
 
 
-# -------------------------------------------------------------------- before and after
-
-
-Found = tuple[list["Directions"], list[Tensor]]  # U and the scales (k,), by stack
+Found = tuple[list[Directions], list[Tensor]]  # U and the scales (k,), by stack
 
 
 def begin_polar_directions(
@@ -186,8 +191,7 @@ def begin_polar_directions(
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
     begun: list[tuple[list[int], Callable[[], Found]]] = []
     for (group, dtype, _), chosen in ways.items():
-        some, shards, whose = ([of[i] for i in chosen] for of in (stacks, B, layouts))
-        given = some, shards, whose
+        given = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
         by = partial(_by_gram, *given) if group is None else _by_owners(*given, group, dtype)
         begun.append((chosen, by))
     count = len(B)

@@ -127,11 +127,12 @@ def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
 def _longest_columns(B: Tensor) -> Tensor:
     """The length of the longest column of each matrix (k, m, n), (k,)."""
     if B.device.type == "cpu":  # where float32 is faster, and the host need not wait
-        longest = torch.linalg.vector_norm(B, dim=1).amax(-1)
+        longest: Tensor = torch.linalg.vector_norm(B, dim=1).amax(-1)
         if all(SMALL < length < LARGE for length in longest.tolist()):
             return longest
     # float64 holds the squares of tiny and of large numbers.
-    return torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
+    longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
+    return longest
 
 
 class _Work(NamedTuple):

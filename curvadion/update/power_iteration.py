@@ -12,12 +12,9 @@ hold in part (Extent.shared) take one more collective per group, of r numbers pe
 
 If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
 completed from global row indices, so the direction is used again as soon as B has something there.
-The size of rounding errors is estimated from the root mean square length of the columns of R
-(:func:`curvadion.update.orthonormalize.orthonormal_columns`). This replaces Dion's epsilon and does
-not depend on the scale of gradients.
-
-All of Q is zero if the longest column of R is ``FALLEN`` times the stack's scale or shorter. Q and
-R are both zero if a product is not finite.
+The estimate of these errors (:mod:`curvadion.update.orthonormalize`) replaces Dion's epsilon, and
+does not depend on the scale of gradients. All of Q is zero if the longest column of R is ``FALLEN``
+times the stack's scale or shorter. Q and R are both zero if a product is not finite.
 """
 
 from __future__ import annotations

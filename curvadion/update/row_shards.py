@@ -26,8 +26,7 @@ from curvadion.layout.matrix import Extent, MatrixLayout
 def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """Stacks of shards (k, m_i, n_j) as stacks of whole rows (k, m_r, n); collective.
 
-    The results of uncut stacks are the arguments themselves, those of row cuts are changed in
-    place.
+    The results of uncut stacks are the arguments themselves; those of row cuts are changed.
     """
     rows = list(shards)
     for i, blocks in _exchanged(shards, layouts, back=False):
