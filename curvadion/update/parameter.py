@@ -54,9 +54,7 @@ class Parameter:
         if gradient is None:
             return None
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"{self.name} has a sparse gradient: pass sparse=False to its module"
-            )
+            raise RuntimeError(f"{self.name} has a sparse gradient: its module needs sparse=False")
         return local(gradient)
 
     @property
@@ -204,12 +202,10 @@ def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
 
 def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
     """A copy of shards like m's, (k, m_i, n_j), in the dtype of products and their own strides."""
-    rows, columns = shards[0].shape
-    dtype = product_dtype(m.parameter.X)
-    if shards[0].stride(0) < shards[0].stride(1):
-        stack = shards[0].new_empty(len(shards), columns, rows, dtype=dtype).mT
-    else:
-        stack = shards[0].new_empty(len(shards), rows, columns, dtype=dtype)
+    turned = shards[0].stride(0) < shards[0].stride(1)
+    like = shards[0].mT if turned else shards[0]
+    stack = like.new_empty(len(shards), *like.shape, dtype=product_dtype(m.parameter.X))
+    stack = stack.mT if turned else stack
     torch._foreach_copy_(list(stack), list(shards))
     return stack
 

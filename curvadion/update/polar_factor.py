@@ -57,7 +57,6 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     """U = B (B^T B)^(-1/2), about, of every stack; collective over the ranks with shards.
 
     U is zero if its matrix is ``FALLEN`` times its scale or shorter: no gradient has come for long.
-
     Sends one number a matrix, and in each pass at most n (n + 1) numbers a matrix on average over
     the ranks; a rank that iterates on all of them alone sends half as many again.
     """
@@ -88,8 +87,7 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -
     if number:
         bound, scale = Bound.ONE, torch.zeros_like(scale)
     elif stack.layout.shards is not None:
-        # In half precision small numbers may become zero: beside the largest they are too small
-        # for the iterations.
+        # Numbers that become zero in half precision are too small for the iterations.
         G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
     if stack.layout.shards is not None:
         G = pack(G)
