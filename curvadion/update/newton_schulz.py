@@ -35,8 +35,7 @@ TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # How far from 1 few iterations may leave singular values that are not too small.
 TOLERANCE = 0.2
-# The smallest singular value, with 1 the largest, that float32 tells from rounding errors of a Gram
-# matrix. More iterations than reach it bring all larger ones closer to 1.
+# The smallest singular value, 1 being the largest, above rounding errors of a float32 Gram matrix.
 SMALLEST = 1e-3
 SMALLEST_IN_HALF = 3e-3
 # Intervals shorter than this share of their end are too narrow for Remez' equations in float64.

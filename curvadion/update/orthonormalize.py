@@ -3,17 +3,14 @@
 The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
 number: in float32 the method would fail near a condition of 1e4, and float64 leaves room.
 
-Only r x r numbers cross the row group: r (r + 1) / 2 float64 numbers a matrix in each pass. The
-triangular factor has a positive diagonal, so the result is the unique QR factor, whatever the
-sharding is.
+Only r (r + 1) / 2 float64 numbers a matrix cross the row group in each pass. The triangular factor
+has a positive diagonal, so the result is the unique QR factor, whatever the sharding is.
 
-A column counts as dependent on those before it if its part outside their span is not longer than
-the rounding errors there. The estimate of these errors follows from the root mean square length of
-all columns (not from the column's own length), and from how much of the other columns is
-subtracted. If the directions are well conditioned, a float32 column is still used when it is 1e5
-times shorter than that length. If the columns are products with a bfloat16 factor, it may be some
-hundred times shorter. In any dtype a column is dependent if its length is zero or not finite, or if
-the condition of the columns' directions is above 1e6.
+A column is dependent on those before it if its part outside their span is not longer than rounding
+errors there. Their estimate follows from the root mean square length of all columns, and from how
+much of the others is subtracted: a float32 column may be 1e5 times shorter than that length, a
+product with a bfloat16 factor some hundred times. A column is also dependent if its length is zero
+or not finite, or if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations

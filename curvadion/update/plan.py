@@ -150,10 +150,7 @@ class Plan:
 
     @cached_property
     def batches(self) -> list[Plan]:
-        """The plan in parts that bound the memory of a step; the same on all ranks of a replica.
-
-        The matrices of each have one direction and one kind of rounding.
-        """
+        """The plan in parts that bound the memory of a step; the same on all ranks of a replica."""
         # By what all ranks know; matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]

@@ -211,10 +211,7 @@ def begin_polar_directions(
 def _exchange(
     matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
 ) -> tuple[Group | None, torch.dtype]:
-    """The group whose ranks own a stack's matrices, and the dtype of what they are sent.
-
-    None stands for sums of Gram matrices.
-    """
+    """The group of a stack's owners (None: sums of Gram matrices), and the dtype they are sent."""
     options, half = matrices[0].group, dtype_of_products(B)
     dtype = torch.bfloat16 if half != B.dtype else B.dtype
     if options["exchange_dtype"] is not None:

@@ -2,7 +2,6 @@
 
 Each rank scales its rows by a power of two of its own, so that no square leaves a dtype's range.
 The matrices are divided among the ranks that hold shards of them: each is iterated on by one rank.
-What a rank holds and sends for this does not grow with the number of ranks.
 """
 
 from __future__ import annotations
