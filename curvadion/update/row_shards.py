@@ -130,9 +130,11 @@ def sums(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
     """Tensors summed over their groups, or reduced by another operation; collective."""
-    each = zip(summands, groups, strict=True)
-    buckets = Buckets([Slot(tuple(t.shape), group, t.dtype, t.device) for t, group in each])
-    if summands:
-        torch._foreach_copy_(buckets.views, list(summands))
+    each = list(zip(summands, groups, strict=True))
+    cut = [(t, group) for t, group in each if group is not None]
+    buckets = Buckets([Slot(tuple(t.shape), group, t.dtype, t.device) for t, group in cut])
+    if cut:
+        torch._foreach_copy_(buckets.views, [t for t, _ in cut])
     buckets.all_reduce_(op=op)
-    return buckets.views
+    summed = iter(buckets.views)
+    return [t if group is None else next(summed) for t, group in each]
