@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -25,7 +26,6 @@ from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES, Meeting
 from curvadion.sync.verify import Listing, Settings, listing
 from curvadion.update import hyperparameters as check
 from curvadion.update.directions import create_state
-from curvadion.update.gradients import same
 from curvadion.update.parameter import Parameter, check_parameter, names
 from curvadion.update.plan import Plan, plan_ingredients
 from curvadion.update.state import ANCHOR
@@ -156,7 +156,8 @@ class GroupedOptimizer(Optimizer):
         for x, name in zip(X, X_names, strict=True):
             check_parameter(x, name, group)
         for key in ("lr", "local_lr"):
-            group[key] = check.without_dimensions(group[key])
+            if isinstance(group[key], Tensor):
+                group[key] = group[key].view(())  # which promotes no dtype
         for key in check.DTYPE_KEYS:
             group[key] = check.dtype_name(key, group[key])
 
@@ -175,7 +176,8 @@ class GroupedOptimizer(Optimizer):
     def _present_plan(self) -> Plan:
         """The plan of the groups as they are now; made again if anything in them has changed."""
         made_of = [self.state, self.gate, *plan_ingredients(self.param_groups)]
-        if self._plan is None or not same(self._made_of, made_of):
+        same = len(made_of) == len(self._made_of) and all(map(is_, made_of, self._made_of))
+        if self._plan is None or not same:
             self._check_settings()
             if self.progress.steps and (wrong := wrong_state(self.param_groups, self.state)):
                 raise ValueError(wrong)

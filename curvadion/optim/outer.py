@@ -26,9 +26,8 @@ from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
 from curvadion.update.gradients import Gradients
 from curvadion.update.inner_step import InnerStep
-from curvadion.update.momentum import MomentumNorms, momentum_norms
 from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
+from curvadion.update.plan import MomentumNorms, Plan
 from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -83,7 +82,7 @@ class ReplicaOptimizer(GroupedOptimizer):
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         gradients = plan.gradients()
         reads = self.gate.reads_momentum and plan.dion
-        momenta = momentum_norms(plan, gradients) if reads else None
+        momenta = plan.momentum_norms(gradients) if reads else None
 
         # A schedule is known beforehand: then ranks meet where replicas wait for each other.
         reason = self._reason_to_open(0.0) if self.scheduled else None

@@ -13,7 +13,6 @@ from curvadion.comm.collectives import group_size, mean_
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import global_shape
 from curvadion.sync.base import Sync
-from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import averaged
@@ -59,7 +58,7 @@ def average_everything_(
     for X, weights in before:
         X.copy_(weights)
     sync.after_average(ready.parameters)
-    measure_momenta(ready)
+    ready.measure_momenta()
 
 
 def _counters(plan: Plan) -> list[Tensor]:

@@ -23,8 +23,7 @@ from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
 from curvadion.sync.verify import Listing, raise_different
 from curvadion.update.gradients import Gradients
-from curvadion.update.momentum import MomentumNorms
-from curvadion.update.plan import Plan
+from curvadion.update.plan import MomentumNorms, Plan
 
 MEETING_BYTES, WORDS_BYTES = 24, 16
 # Gradients and momenta of this norm or more count as not finite: squares of others fit float32.

@@ -50,7 +50,6 @@ from curvadion.sync.corrections import (
 )
 from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
 from curvadion.update.inner_step import Batch
-from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
@@ -220,7 +219,7 @@ class QuantizedAverage(Sync):
         if sending is not None:
             self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
         if measures:
-            measure_momenta(plan)
+            plan.measure_momenta()
 
     def _count_rates(self, plan: Plan) -> None:
         """Add the step's learning rates to what each fragment has taken since its anchor."""
