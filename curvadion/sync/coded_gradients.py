@@ -41,13 +41,11 @@ from curvadion.update.state import RESIDUAL, Owner, StateKey
 class CodedGradients(Sync):
     """One step of all replicas with the mean of their gradients, in codes of a few bits.
 
-    Replicas never differ: there is nothing to align, to correct or to synchronise, and every
-    direction and every algorithm works as with dense gradients. They synchronise at every step,
-    so the gate must always be open, or be a byte budget that pays for every step. Codes of 1, 2, 3,
-    4 and 8 bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more where many
-    parameters, or their shards, have less than 256 numbers. Exact synchronisations come on top of a
-    budget. So does the first step after the checkpoint of another sync: it averages weights and all
-    state exactly.
+    Replicas never differ, and every direction and algorithm works as with dense gradients. The gate
+    must always be open, or be a byte budget that pays for every step. Codes of 1, 2, 3, 4 and 8
+    bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more where many parameters, or
+    their shards, have less than 256 numbers. Exact synchronisations come on top of a budget. So
+    does the first step after the checkpoint of another sync: it averages weights and all state.
 
     Args:
         bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step, 2 at

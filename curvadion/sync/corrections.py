@@ -49,13 +49,7 @@ from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Taken
 from curvadion.update.directions import DIRECTIONS
-from curvadion.update.parameter import (
-    Matrix,
-    Parameter,
-    open_shards,
-    product_dtype,
-    stacked,
-)
+from curvadion.update.parameter import Matrix, Parameter, open_shards, product_dtype, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.row_shards import (
     cut_columns,
@@ -70,14 +64,12 @@ TINY = torch.finfo(torch.float32).tiny
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 # Below this L, D holds only what codes made up for, and the cube of D / L could overflow.
 SHORTEST = 1e-10
-
-
 # The sum of lr over all steps since the last agreement on a parameter.
 Rate = Callable[[Parameter], float]
 
 
 def weights_of(p: Parameter) -> Tensor:
-    """For :func:`copies_of`."""
+    """X; shards held here."""
     return p.local
 
 
@@ -104,10 +96,7 @@ def subtract_from_(
 
 
 def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
-    """L, a sum of lr times the shape's scale, one a matrix, (k,) by stack.
-
-    The distance that the steps since the last agreement go if all have one direction.
-    """
+    """L, the sum of lr times the shape's scale, one a matrix, (k,) by stack."""
     return [
         from_host(
             [rate(m.parameter) * m.update_scale for m in stack],
@@ -136,11 +125,9 @@ def align_momenta_(
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
-    missing: D - D_i of the matrices, by stack; overwritten. spectrum_decay: weight of the S_i of
-    earlier openings.
-
-    The share of D - D_i is 1 / L. Directions differ by no more than sqrt(r) in Frobenius norm; if
-    it is longer than L sqrt(r), the share falls with the square of the length.
+    missing: D - D_i of the matrices, by stack; overwritten. Its share is 1 / L. Directions differ
+    by no more than sqrt(r) in Frobenius norm; if it is longer than L sqrt(r), the share falls with
+    the square of the length.
     """
     if not taken.stacks:
         return
@@ -181,8 +168,7 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: bool = True) -> None:
     """Move weights and anchors by a Newton-Schulz step of D. Collective inside the replica.
 
-    D: what the anchors of the plan's matrices have moved by, by stack, the same on every replica;
-    overwritten. together: whether weights are what the anchors are.
+    D: what anchors have moved by, by stack; overwritten. together: whether X is the anchor.
     """
     stacks = plan.stacks
     if not stacks:
@@ -201,8 +187,8 @@ def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: boo
 def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
-    Singular values of V are 1 or less, unless the learning rate has fallen. V is divided by d, the
-    root of their mean square if that is more, so that products stay in the range of float16.
+    V is divided by d, the root of its singular values' mean square if that is above 1 (the learning
+    rate has fallen), so that products stay in the range of float16.
     """
     stacks = plan.stacks
     layouts = [stack[0].layout for stack in stacks]
@@ -222,10 +208,7 @@ def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
-    """anchor <- anchor + change, X <- anchor if they were equal, else X + change.
-
-    changes: (k, m_i, n_j); overwritten.
-    """
+    """anchor <- anchor + change, (k, m_i, n_j), X <- anchor if they were equal, else X + change."""
     moved, weights = list(changes), [m.parameter.local for m in matrices]
     with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (anchors, X):
         torch._foreach_add_(anchors, moved)

@@ -33,8 +33,7 @@ class LowRank(Sync):
 
     Args:
         average_weights: whether replicas that took local steps first average their weights and
-            the moments of AdamW and Lion, exactly. If not, they stay different until
-            ``synchronize()``, as in the published experiments.
+            the moments of AdamW and Lion. If not, they stay different until ``synchronize()``.
 
     Raises:
         TypeError: if ``average_weights`` is not a boolean.
@@ -66,10 +65,7 @@ class LowRank(Sync):
         step.take(remember=False)
 
     def _average_momenta(self, step: Step) -> None:
-        """Let the momenta of polar matrices agree, if something has let them differ.
-
-        Low-rank products are means of what momenta hold; polar factors need the mean itself.
-        """
+        """Let the momenta of polar matrices agree: their factors need the mean itself."""
         if step.number and not self._momenta_agree:  # before, all momenta are zero
             dense = [p for p in step.plan.dion if not _shares_factors(p)]
             own = [p.state[key] for key in OWN for p in dense if key in p.state]

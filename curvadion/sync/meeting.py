@@ -33,45 +33,32 @@ _NAN_BITS, _PARAMETER = 0x7FC00000, 0x7FFFFFFF
 
 
 class Met(NamedTuple):
-    """What the ranks of a meeting know.
+    """What the ranks of a meeting know."""
 
-    signal: the largest gate signal of any matrix on any of them. parameter: the name of the
-    parameter that had it; None if there are no matrices. finite: whether all gradients on all of
-    them are, and shorter than LARGEST_NORM. all_zero: whether all of these are zero; told at a
-    first step only.
-    """
-
-    signal: float
-    parameter: str | None
-    finite: bool
-    all_zero: bool
+    signal: float  # the largest gate signal of any matrix on any of them
+    parameter: str | None  # the name of the parameter that had it; None without matrices
+    finite: bool  # whether all gradients are, and shorter than LARGEST_NORM
+    all_zero: bool  # whether all gradients are zero; told at a first step only
 
 
 class Meeting:
-    """A meeting that has been held; the host reads what it told, at once or after more steps.
-
-    words: (3,) int64 on the device, or (1,) of one rank alone. own: this rank's w.
-    """
+    """A meeting that has been held; the host reads what it told, at once or after more steps."""
 
     def __init__(
         self,
-        words: Tensor,
+        words: Tensor,  # (3,) int64 on the device, or (1,) of one rank alone
         plan: Plan,
         listing: Callable[[], Listing],
         group: dist.ProcessGroup | None,
         *,
-        own: int,
         first: bool,
     ) -> None:
         self._words, self._plan, self._listing = words, plan, listing
-        self._group, self._own, self._first = group, own, first
+        self._group, self._first = group, first
         self._arrived: torch.cuda.Event | None = None
 
     def send(self) -> Tensor:
-        """Let what was told come to the host, which does not wait for it.
-
-        Returns whether all gradients are finite, a bool on the device.
-        """
+        """Let what was told come to the host; return on the device if all gradients are finite."""
         words = self._words
         if words.device.type == "cuda":
             self._words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
@@ -81,11 +68,7 @@ class Meeting:
         return (words[0] >> 32) != _NAN_BITS
 
     def read(self) -> Met:
-        """What was told; the host waits for it.
-
-        Raises:
-            RuntimeError: on all ranks, if their words differ.
-        """
+        """What was told, for which the host waits; raise on all ranks if their words differ."""
         if self._arrived is not None:
             self._arrived.synchronize()
         number, *told = self._words.tolist()
@@ -112,18 +95,11 @@ def meet(
     group: dist.ProcessGroup | None,
     first: bool = False,
 ) -> Meeting:
-    """One collective, which nobody waits for until :meth:`Meeting.read`.
-
-    momenta: norms, if the gate reads them. word: gives w. listing: what w is of, for the error.
-    group: the ranks that meet; None for this process alone. first: whether to tell if all gradients
-    are zero.
+    """One collective, which nobody waits for until :meth:`Meeting.read`; word gives w.
 
     Non-negative floats sort like their bits, and NaN sorts above infinity. So the largest word is
     that of the largest signal, or says that a gradient is not finite. Its lower 31 bits hold the
-    index of the parameter. The bit above them says that a norm is positive.
-
-    Raises:
-        ValueError: if the gate's signals are not one per matrix.
+    index of the parameter. The bit above them says, at a first step, that a norm is positive.
     """
     norms = _norms(plan, momenta)
     signals = _signals(gate, plan, gradients, momenta)
@@ -135,12 +111,12 @@ def meet(
     largest = (bits << 32) | owner
     if first:
         largest = largest | ((norms > 0).any().long() << 31)
-    words, own = largest.view(1), 0
+    words = largest.view(1)
     if group_size(group) > 1:
         own = word()
         words = torch.stack([largest, *(torch.full_like(largest, w) for w in (own, -own))])
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    return Meeting(words, plan, listing, group, own=own, first=first)
+    return Meeting(words, plan, listing, group, first=first)
 
 
 def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:

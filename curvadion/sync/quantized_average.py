@@ -67,24 +67,18 @@ class QuantizedAverage(Sync):
     Args:
         bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step (3
             for 0.1), 2 at least, but 1 below 0.3 %.
-        fragments: parameters are divided into so many fragments of about equal size. At each
-            opening one is synchronised, in rotation; under a byte budget the gate opens as many
-            times more often. At 1 % of the bytes and less 3 ended a little lower with the smaller
-            of two models, and no lower with the larger (benchmarks/results/convergence).
-        align_momentum: whether momenta follow the mean direction that the agreement on weights
-            tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
-            of a batch's weights meanwhile (docs/guide.md#memory).
+        fragments: how many parts of about equal size parameters are divided into. Each opening
+            synchronises one, in rotation; a byte budget then opens as many times more often.
+        align_momentum: whether momenta follow the mean direction, for no bytes
+            (curvadion.sync.corrections). For local_step="dion"; copies a batch's weights.
+        polar_correction: whether replicas restore, for no bytes, the length that the mean of their
+            directions has lost to noise. For local_step="dion"; copies a batch's anchors.
+        residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
+        delay: how many steps later means are added, and momenta and weights corrected, less than
+            the gate's period; 0 waits for each exchange. Codes travel meanwhile over a process
+            group and in a thread of their own. A step waits for late means.
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
             alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, shared by ranks.
-        polar_correction: whether replicas restore, for no bytes, the length that the mean of their
-            directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
-            holds a copy of a batch's anchors meanwhile.
-        residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
-            Codes of 2 bits lose a third of a pseudo-gradient, those of 1 bit 0.6 of it. bfloat16
-            loses a 500th of that.
-        delay: how many steps later the means are added, and momenta and weights corrected; 0 waits
-            for each exchange. It must be less than the gate's period. Codes travel meanwhile, over
-            a process group and in a thread of their own. A step waits for late means.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -200,14 +194,14 @@ class QuantizedAverage(Sync):
             step.take()
             return
         # Corrections change momenta, whose norms are therefore measured at the end.
-        measures = step.inner.norms is not None
-        step = replace(step, inner=replace(step.inner, norms=None))
+        measures = step.norms is not None
+        step = replace(step, norms=None)
         arriving = [id(p) in due for p in plan.parameters]
         staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
         stay, arrive, go = map(plan.select, (staying, arriving, going))
         fragments = dict(zip(map(id, plan.parameters), of, strict=True))
         rate, sent_rate = (
-            partial(_rate, sums, fragments) if step.inner.directed else None
+            partial(_rate, sums, fragments) if step.directed else None
             for sums in (self._rates, self._sent_rates)
         )
         for batch in step.batches(*(part for part in (stay, arrive, go) if part.parameters)):
@@ -262,7 +256,7 @@ class QuantizedAverage(Sync):
             self._under_way.send(run, self.bits, step.background(), step.number + self.delay)
 
     def _arrive(self, batch: Batch, rate: Rate | None) -> None:
-        """Take in the means of a batch, then correct momenta and weights."""
+        """Take in the means of a batch, then correct."""
         plan, taken = batch.plan, batch.taken
         landed = self._under_way.land_(plan.parameters)
         arrived = dict(zip(map(id, plan.parameters), landed, strict=True))
@@ -349,7 +343,7 @@ class QuantizedAverage(Sync):
 
 
 def _rate(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
-    """A parameter's sum of learning rates. fragments: that of each parameter, by id."""
+    """A parameter's sum of learning rates; fragments by the id of the parameter."""
     sums = rates[fragments[id(p)]]
     return sums[p.position] if p.position < len(sums) else 0.0
 
