@@ -34,13 +34,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 
 class GroupedOptimizer(Optimizer):
-    """A torch optimizer with a gate and a sync, on every rank of every replica.
-
-    Attributes:
-        gate: decides when replicas synchronise. sync: how they do.
-        progress: how far the run has come: ``steps``, ``local_steps`` and more.
-        report: what happened at the last step.
-    """
+    """A torch optimizer with a gate and a sync, on every rank of every replica."""
 
     # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
     _step_supports_amp_scaling = True
@@ -70,7 +64,7 @@ class GroupedOptimizer(Optimizer):
     def _construct(
         self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
     ) -> None:
-        """The common end of constructors; keys: defaults of the group keys but ``algorithm``."""
+        """The common end of constructors; keys: defaults of group keys."""
         self.gate, self._sync = gate, sync
         self._first_memory = sync.state_dict()
         self.progress = Progress()
@@ -123,6 +117,12 @@ class GroupedOptimizer(Optimizer):
         moved = self.progress.local_steps > 0 or self.sync.fragments_drifted > 0
         return moved and self._replicas.size > 1
 
+    @property
+    def _states_differ(self) -> bool:
+        """Whether replicas hold different states: weights differ, or codes owe them something."""
+        owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
+        return self.drifted or (owes and self._replicas.size > 1)
+
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -165,8 +165,8 @@ class GroupedOptimizer(Optimizer):
         if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
             self._unknown_keys |= found
             warnings.warn(
-                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept for the "
-                f"tool that wrote them, without effect here.",
+                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept, "
+                f"without effect here.",
                 stacklevel=3,
             )
 
@@ -196,7 +196,7 @@ class GroupedOptimizer(Optimizer):
             self._verified = False
 
     def _check_settings(self) -> None:
-        """Raise ValueError for a group's value that is impossible; cheap where none has changed."""
+        """Raise ValueError for an impossible value of a group; cheap where none has changed."""
         if not self._settings.changed(self.param_groups):
             return
         if wrong := check.settings(self.param_groups):
@@ -234,8 +234,7 @@ class GroupedOptimizer(Optimizer):
             if id(p.X) in kept and not p.X.requires_grad:
                 raise RuntimeError(
                     f"{p.name} was frozen while replicas have drifted, so that each would keep "
-                    f"weights of its own: set requires_grad_(True), call synchronize() and freeze "
-                    f"it then."
+                    f"weights of its own: set requires_grad_(True), and synchronize() first."
                 )
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
@@ -254,9 +253,9 @@ class GroupedOptimizer(Optimizer):
     # ---------------------------------------------------------------- around a step
 
     def _create_state(self, plan: Plan) -> list[Parameter]:
-        """Give every parameter its state, with or without a gradient; return those without any.
+        """Give every parameter its state; return the new ones, which all are before a first step.
 
-        Before the first step all are new: frameworks move, cast and load weights until then.
+        (Frameworks move, cast and load weights until then.)
         """
         new = [p for p in plan.parameters if not (self.progress.steps and p.state)]
         for p in new:
@@ -289,19 +288,16 @@ class GroupedOptimizer(Optimizer):
         """As torch's; every group also holds ``progress``: what the run, gate and sync remember.
 
         Replicas hold momenta and, after local steps, weights of their own. A file that one rank
-        writes keeps those of one replica: call ``synchronize(exact=True)`` before. A warning says
-        so if weights differ, or if codes owe them something. Ignore it if each rank saves and
-        loads its own state, which loses nothing. ``torch.distributed.checkpoint.save`` would mix
-        the replicas' states then.
+        writes keeps those of one replica, and ``torch.distributed.checkpoint.save`` mixes them:
+        call ``synchronize(exact=True)`` before. A warning says so if states differ. Ignore it if
+        each rank saves and loads its own.
         """
-        owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
-        if self._replicas.size > 1 and (self.drifted or owes):
+        if self._states_differ:
             warnings.warn(
                 f"state_dict() while the replicas' states differ, "
                 f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
-                f"of one replica loses what the others hold. Call "
-                f"optimizer.synchronize(exact=True) on all ranks before, or let each rank save and "
-                f"load its own.",
+                f"of one replica loses what the others hold. Call synchronize(exact=True) on all "
+                f"ranks before, or let each rank save and load its own.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
@@ -310,26 +306,25 @@ class GroupedOptimizer(Optimizer):
         return super().state_dict()
 
     def _record(self) -> str:
-        return record(self.progress, self.gate, self.sync, self._replicas.replica)
+        saved_by = self._replicas.replica if self._states_differ else None
+        return record(self.progress, self.gate, self.sync, saved_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every tensor keeps the dtype it was saved with.
 
         From the saved state come momenta, right factors, moments, counters and the groups' values,
-        learning rates among them. The arguments of this optimizer decide on the gate, the sync, the
-        direction and the rank: right factors take the new rank, of which the first columns stay and
-        others are initial. The saved memory of a gate or sync counts for one of the same class.
-        Under another sync, what that one keeps begins anew, right_factor and look_ahead are those
-        of this optimizer's groups, and a warning says so.
+        learning rates among them. This optimizer decides on the gate, the sync, the direction and
+        the rank: right factors keep their first columns, and others are initial. A gate or sync of
+        another class begins anew. Under another sync right_factor and look_ahead are those of this
+        optimizer's groups, and a warning says so.
 
         Raises:
             TypeError: if this is no state_dict.
-            ValueError: if the groups or parameters do not match, come from another optimizer, the
-                state is damaged, missing or another rank's shard, or anchors are wanted of weights
-                that were saved after replicas had drifted.
+            ValueError: if groups or parameters do not match, the state is another optimizer's,
+                damaged, missing or another rank's shard, or drifted weights would be an anchor.
         """
         held = read_record(state_dict)
-        same_sync, here = held.is_of(self.sync), self._replicas.replica
+        same_sync, here = held.sync_class == type(self.sync).__name__, self._replicas.replica
         fitting = convert(state_dict, held, self.param_groups, self.sync, here)
         before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
         try:

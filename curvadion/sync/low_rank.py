@@ -26,10 +26,8 @@ class LowRank(Sync):
         P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
         M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
 
-    (Dion, arXiv 2504.05295, algorithm 1.) Matrices with direction="polar" have no factors to share.
-    They take the polar factor of the momentum with the replicas' mean gradients, as parameters that
-    are not matrices take AdamW or Lion with these: dense, as many elements as the gradient has.
-    ``.grad`` then holds the mean. A gradient that is None on some replica counts as zero.
+    (Dion, arXiv 2504.05295, algorithm 1.) Polar directions, AdamW and Lion take the mean gradient,
+    sent whole; ``.grad`` then holds it. A gradient that is None on some replica counts as zero.
 
     Args:
         average_weights: whether replicas that took local steps first average their weights and
