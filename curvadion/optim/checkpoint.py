@@ -25,7 +25,7 @@ def fit_to_checkpoint(
 ) -> None:
     """Prepare ``state`` to load a checkpoint that was saved under other arguments. In place.
 
-    ``torch.distributed.checkpoint.load`` wants the sizes and the keys that were saved: right factors
+    ``torch.distributed.checkpoint.load`` wants the sizes and keys that were saved. Right factors
     get their saved number of columns, and what another gate, sync, direction or rank did not save
     is left out. ``load_state_dict`` then converts what was read. For a checkpoint of the same
     arguments this changes nothing::
@@ -40,7 +40,8 @@ def fit_to_checkpoint(
 
     Args:
         state: as it is given to ``load``, with what get_optimizer_state_dict returned in it.
-        checkpoint_id, storage_reader: as they are given to ``load``.
+        checkpoint_id: as it is given to ``load``.
+        storage_reader: as it is given to ``load``.
 
     Raises:
         ValueError: if neither of the two is given.

@@ -35,36 +35,34 @@ class CurvaDion(Dion):
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a step of its own, and replicas send each other the
-    meeting's 24 bytes, or nothing if the gate follows a schedule, which each knows beforehand.
-    Parameters that are not matrices take AdamW or Lion under the same gate.
+    meeting's 24 bytes, or nothing if the gate follows a schedule. Parameters that are not matrices
+    take AdamW or Lion under the same gate.
 
     Args:
         params, lr, replicas: as of :class:`curvadion.Dion`.
-        gate: when replicas synchronise. By default RMMC(0.3), and AlwaysOpen() with
-            CodedGradients().
-        sync: how they synchronise. By default LowRank(), and QuantizedAverage() with a gate that
-            counts bytes. The optimizer takes a copy, ``optimizer.sync``.
-        wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
-            (0, 1], that the replicas may send. Short for gate=ByteBudget(wire_budget).
+        gate: RMMC(0.3) by default, and AlwaysOpen() with CodedGradients().
+        sync: LowRank() by default, and QuantizedAverage() with a gate that counts bytes. The
+            optimizer takes a copy, ``optimizer.sync``.
+        wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
+            all-reduce of all float32 gradients at every step.
         threshold: tau, short for gate=RMMC(threshold).
         local_step: what a matrix does while the gate is closed: "dion", a step along its direction
             inside the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
         local_lr: learning rate of the "gradient" local step; None takes lr.
-        max_local_steps: longest run of local steps; None for no bound. A byte budget that keeps or
-            pays something back may take twice as many.
+        max_local_steps: longest run of local steps, which a byte budget may double; None for no
+            bound.
         warmup_steps: that many first steps are always synchronised.
         momentum, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims,
             row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps, gather,
             exchange_dtype, update_scale, momentum_dtype, q_dtype and stochastic_rounding.
         look_ahead, direction, rank_fraction, right_factor: as of Dion; None takes the sync's
             default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6
-            times the root of the number of steps from one agreement on a weight to the next, as the
-            gate can afford it for the parameters given here (3.9 for six steps), "polar", 1 and
-            "qr"; with a rank_fraction below 1 the direction is "low_rank". CodedGradients: the
-            same, and 2 for look_ahead. ``repr(optimizer)`` shows them.
+            times the root of the steps from one agreement on a weight to the next (3.9 for six
+            steps), "polar", 1 and "qr"; with a rank_fraction below 1 the direction is "low_rank".
+            CodedGradients: the same, and 2 for look_ahead. ``repr(optimizer)`` shows them.
 
-    Of the arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the
-    others are defaults of group keys.
+    The arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the others
+    are defaults of group keys.
 
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.
@@ -109,10 +107,14 @@ class CurvaDion(Dion):
         stochastic_rounding: bool = False,
     ) -> None:
         keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
-        _check_local_steps(local_step, max_local_steps, warmup_steps)
+        checks.one_of("local_step", local_step, ("dion", "gradient"))
+        checks.integer("warmup_steps", warmup_steps, 0)
+        if max_local_steps is not None:
+            checks.integer("max_local_steps", max_local_steps, 1)
         self.local_step: str = local_step
         self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
-        gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if _every_step(sync) else RMMC(0.3))
+        every_step = isinstance(sync, Sync) and sync.every_step
+        gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if every_step else RMMC(0.3))
         sync = _sync(sync, gate)
         check_kinds(gate, sync)
         if gate.share is None:  # a budget knows later what openings cost
@@ -126,25 +128,20 @@ class CurvaDion(Dion):
     def synchronize(self, *, exact: bool | None = None) -> None:
         """Synchronise replicas, so that they hold the same weights; collective.
 
-        For before an evaluation or a checkpoint, and before parameters are frozen.
+        For before an evaluation or a checkpoint, and before parameters are frozen. A byte budget
+        counts it, and opens the gate less often until it is paid back.
 
         Args:
-            exact: True averages weights, momenta and moments exactly. It sends several times as
-                much as an all-reduce of all gradients: twice with direction="polar", for weights
-                and momenta, and up to 2.6 times with right factors of full rank. All state is then
-                the same on every replica, that of frozen parameters too, whose weights stay as
-                they are. Averaged momenta change nothing in what later
-                synchronised steps compute, which depend on their mean only; local steps go on from
-                it.
+            exact: True averages weights, momenta and moments exactly, as a checkpoint needs it that
+                keeps one replica's state for all. It sends twice as much as an all-reduce of all
+                gradients with direction="polar", and up to 2.6 times with right factors of full
+                rank. All state is then the same on every replica, that of frozen parameters too,
+                whose weights stay as they are.
                 False needs a sync that sends codes, such as QuantizedAverage. It sends those of the
                 fragments that have moved since replicas agreed on them (0.065 times in 2 bits, if
-                all have), and nothing if none has. Weights are then the same on every replica;
-                momenta, moments and residuals remain its own.
+                all have). Weights are then the same on every replica; momenta, moments and
+                residuals remain its own.
                 None takes False with such a sync, and True without.
-
-        A byte budget counts either, and opens the gate less often until it is paid back. A
-        checkpoint that keeps one replica's state for all needs ``exact=True``: every replica would
-        send the residual of that one, and none those of the others.
 
         Raises:
             ValueError: if ``exact`` is False with a sync that sends no codes.
@@ -157,17 +154,6 @@ class CurvaDion(Dion):
             with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
                 self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))
         self.progress.local_steps = 0
-
-
-def _check_local_steps(local_step: str, max_local_steps: int | None, warmup_steps: int) -> None:
-    checks.one_of("local_step", local_step, ("dion", "gradient"))
-    checks.integer("warmup_steps", warmup_steps, 0)
-    if max_local_steps is not None:
-        checks.integer("max_local_steps", max_local_steps, 1)
-
-
-def _every_step(sync: object) -> bool:
-    return isinstance(sync, Sync) and sync.every_step
 
 
 def _gate(gate: Any, threshold: float | None, wire_budget: float | None, default: Gate) -> Gate:
@@ -198,8 +184,8 @@ def _sync(given: Any, gate: Gate) -> Sync:
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: a budget of bytes needs a sync that knows what an "
-            f"opening sends, such as QuantizedAverage()."
+            f"sync={sync!r} with gate={gate!r}: a budget needs a sync that knows what an opening "
+            f"sends, such as QuantizedAverage()."
         )
     sync.choose_defaults(gate.share)
     return sync

@@ -13,7 +13,7 @@ from curvadion.update.plan import Plan
 
 
 def check_kinds(gate: Gate, sync: Sync) -> None:
-    """Raise if the gate may close where replicas must synchronise at every step, and the like."""
+    """Raise if the gate may close, or opens too often, for the sync."""
     checks.integer("sync.delay", sync.delay, 0)
     if sync.every_step and not (gate.always_open or gate.share is not None):
         raise ValueError(
@@ -37,8 +37,8 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
     elif gate.share and gate.open_cost and gate.open_cost > gate.share:
         raise ValueError(
             f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-            f"({gate.open_cost:.2%} of dense gradients, whose blocks of 256 numbers are filled "
-            f"up): pass a larger budget, fewer bits (1 takes 3.3%) or sync=QuantizedAverage()."
+            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits (1 takes "
+            f"3.3%) or sync=QuantizedAverage()."
         )
 
 
@@ -48,8 +48,8 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
     if between and plan.inside is not None and replicas.size == 1:
         raise ValueError(
             f"gate={gate!r} and sync={sync!r} with one replica, which is sharded over "
-            f"{group_size(plan.inside)} ranks: there is nothing to synchronise, and shards send "
-            f"their factors at every step. Use Dion, or pass replicas= if there are several."
+            f"{group_size(plan.inside)} ranks: there is nothing to synchronise. Use Dion, or pass "
+            f"replicas= if there are several."
         )
     if replicas.single or plan.all_ranks is not None:
         return
@@ -60,9 +60,7 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         raise ValueError(
             f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
             f"{dist.get_world_size()} processes, each with whole parameters, and none of them "
-            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD (which "
-            f"is None until init_process_group has been called) with keep_gradients_local, or "
-            f"replicas='single' if each process trains by itself or something else averages the "
-            f"gradients. If the model is to be sharded, make the optimizer's groups after "
-            f"fully_shard."
+            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD after "
+            f"init_process_group, or replicas='single' if something else averages the gradients; "
+            f"to shard the model, make the optimizer's groups after fully_shard."
         )

@@ -25,7 +25,6 @@ from curvadion.sync.base import Step
 from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
 from curvadion.update.gradients import Gradients
-from curvadion.update.inner_step import InnerStep
 from curvadion.update.momentum import MomentumNorms, momentum_norms
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
@@ -50,14 +49,10 @@ class ReplicaOptimizer(GroupedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One optimizer step; collective over the replicas.
 
-        Args:
-            closure: reevaluates the model and returns the loss.
-
         Raises:
             ValueError: if a group holds an impossible value.
-            RuntimeError: on every replica, if the replicas' gradients are identical although this
-                optimizer synchronises them, or if their optimizers differ; at the tenth step in a
-                row that a gradient which is not finite has left out.
+            RuntimeError: on every replica, if gradients are identical on all of them, or if their
+                optimizers differ; at the tenth step in a row left out for a bad gradient.
         """
         loss = None
         if closure is not None:
@@ -67,8 +62,8 @@ class ReplicaOptimizer(GroupedOptimizer):
         plan = self._present_plan()
         if plan.device.type == "meta":
             raise ValueError(
-                f"{plan.parameters[0].name} is on the meta device, and has no elements to step: "
-                f"call model.to_empty(device=...), initialise it, and build the optimizer then."
+                f"{plan.parameters[0].name} is on the meta device: call "
+                f"model.to_empty(device=...), initialise it, and build the optimizer then."
             )
         scaled = self._unscale(plan.device)
         with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
@@ -114,15 +109,22 @@ class ReplicaOptimizer(GroupedOptimizer):
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._told.append((self.progress.steps + self.sync.delay, words))
 
-        norms, directed = None if momenta is None else momenta.after, self.local_step == "dion"
-        steps, rests = self.progress.steps, not met.finite
-        inner = InnerStep(plan, gradients, steps, norms=norms, directed=directed, rests=rests)
+        step = Step(
+            plan,
+            gradients,
+            self.progress.steps,
+            norms=None if momenta is None else momenta.after,
+            directed=self.local_step == "dion",
+            rests=not met.finite,
+            replicas=self._replicas.process_group,
+            local_steps=self.progress.local_steps,
+            background=partial(self._background, plan.device),
+        )
         with ops.only_if(moves):
-            self._take(inner, opened=reason is not None)
-        self.progress.count(opened=reason is not None)
-        self._report(met, reason, skipped=rests, heard=heard)
+            self._take(step, opened=reason is not None)
+        self._report(met, reason, skipped=step.rests, heard=heard)
         if not ahead:
-            self._count_skips(skipped=rests, tolerate=scaled)
+            self._count_skips(skipped=step.rests, tolerate=scaled)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may hear later whether gradients are finite, as no replica waits."""
@@ -145,18 +147,16 @@ class ReplicaOptimizer(GroupedOptimizer):
             first=self.progress.steps == 0,
         )
 
-    def _take(self, inner: InnerStep, *, opened: bool) -> None:
-        step = Step(
-            inner,
-            self._replicas.process_group,
-            self.progress.local_steps,
-            partial(self._background, inner.plan.device),
-        )
+    def _take(self, step: Step, *, opened: bool) -> None:
+        progress = self.progress
         if opened:
             self.gate.spend(1)
             self.sync.open_step(step)
         else:
             self.sync.closed_step(step)
+        progress.steps += 1
+        progress.local_steps = 0 if opened else progress.local_steps + 1
+        progress.steps_since_exact += 1
 
     def _unscale(self, device: torch.device) -> bool:
         """Divide the gradients by a GradScaler's scale; whether one drives this step."""
@@ -214,7 +214,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         self._verified = True
 
     def _background(self, device: torch.device) -> Background:
-        """Exchanges beside the training; the first call is collective over the replicas."""
+        """Exchanges beside the training; the first call is collective."""
         wire.install_kernels()  # a meter may be entered while they communicate
         assert self._replicas.process_group is not None
         return background_of(self._replicas.process_group, device)
@@ -222,11 +222,9 @@ class ReplicaOptimizer(GroupedOptimizer):
     # ---------------------------------------------------------------- what is noted of it
 
     def skip_step(self, *, tolerate: bool) -> None:
-        """Count a step at which some replica had a non-finite gradient; touch nothing else.
+        """Count a step that a bad gradient leaves out, for frameworks that do not call ``step``.
 
-        For frameworks that see such gradients before ``step`` and do not call it. tolerate: raise
-        no error however many steps in a row are skipped, as a loss scaler that looks for its scale
-        wants it.
+        tolerate: raise no error however many are skipped, as a loss scaler's search wants it.
         """
         self.progress.steps += 1
         self._report(None, None, skipped=True)
@@ -247,8 +245,8 @@ class ReplicaOptimizer(GroupedOptimizer):
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
             raise RuntimeError(
                 f"{progress.consecutive_skips} steps in a row had a NaN, an Inf or a norm above "
-                f"1e15 in a gradient (last: step {progress.steps}), and were left out. Lower the learning rate or "
-                f"look for the cause in the model, then load the last checkpoint."
+                f"1e15 in a gradient (last: step {progress.steps}), and were left out. Lower the "
+                f"learning rate or look for the cause in the model, then load the last checkpoint."
             )
 
     def _report(
@@ -279,8 +277,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         """Synchronise replicas, so that they hold the same weights and state; collective.
 
         Averages weights, momenta and moments exactly, for before a checkpoint; of frozen parameters
-        the state only. Averaged momenta change nothing in what later synchronised steps compute,
-        which depend on their mean only.
+        the state only. Later synchronised steps depend on the mean of momenta only.
 
         Args:
             exact: there is no other way here, so None and True mean the same.
@@ -290,8 +287,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         """
         if exact is False:
             raise ValueError(
-                f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
-                f"{self.sync!r}: leave exact out."
+                f"exact=False needs a sync that sends codes, but it is {self.sync!r}: leave it out."
             )
         with explain_lost_ranks("optimizer.synchronize()"):
             self._average_everything()
@@ -312,12 +308,10 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def broadcast_weights(self, source: int = 0) -> None:
-        """Give all replicas the weights of one; collective, for before the first step.
+        """Give all replicas the weights of one, frozen ones too; collective, before a first step.
 
         Args:
             source: the replica, as a rank of the process group ``replicas``.
-
-        Frozen parameters are taken along, buffers are not.
         """
         group = self._replicas.process_group
         if group is None:
@@ -345,8 +339,7 @@ class ReplicaOptimizer(GroupedOptimizer):
     def eval(self) -> None:
         """Synchronise the replicas if they have drifted, as for an evaluation or a checkpoint.
 
-        Collective: call it on every rank, or on none. It does nothing if the replicas agree or
-        there is one. Trainer and Accelerate call it if an optimizer has it.
+        Collective: call it on every rank, or on none. Trainer and Accelerate call it.
         """
         if self.drifted:
             self.synchronize()

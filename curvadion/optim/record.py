@@ -23,12 +23,6 @@ class Progress:
     consecutive_skips: int = 0  # for a gradient that is not finite
     steps_since_exact: int = 0  # since all state was last the same on all replicas
 
-    def count(self, *, opened: bool) -> None:
-        """Count a step that was taken."""
-        self.steps += 1
-        self.local_steps = 0 if opened else self.local_steps + 1
-        self.steps_since_exact += 1
-
     @property
     def shared(self) -> tuple[int, ...]:
         """What is the same on all replicas."""
