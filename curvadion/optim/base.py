@@ -140,25 +140,22 @@ class GroupedOptimizer(Optimizer):
         if "params" not in param_group:
             raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
         super().add_param_group(check.with_direction(param_group))
+        group = self.param_groups[-1]
         try:
-            self._check_last_group()
+            X, X_names = group["params"], names(group, len(self.param_groups) - 1)
+            if len(X) != len(X_names):
+                raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
+            for x, name in zip(X, X_names, strict=True):
+                check_parameter(x, name, group)
+            for key in ("lr", "local_lr"):
+                group[key] = check.without_dimensions(group[key])
+            for key in check.DTYPE_KEYS:
+                group[key] = check.dtype_name(key, group[key])
         except ValueError:
             self.param_groups.pop()
             raise
-        self._warn_unknown_keys(self.param_groups[-1:])
+        self._warn_unknown_keys([group])
         self._verified = False
-
-    def _check_last_group(self) -> None:
-        group = self.param_groups[-1]
-        X, X_names = group["params"], names(group, len(self.param_groups) - 1)
-        if len(X) != len(X_names):
-            raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
-        for x, name in zip(X, X_names, strict=True):
-            check_parameter(x, name, group)
-        for key in ("lr", "local_lr"):
-            group[key] = check.without_dimensions(group[key])
-        for key in check.DTYPE_KEYS:
-            group[key] = check.dtype_name(key, group[key])
 
     def _warn_unknown_keys(self, groups: Iterable[dict[str, Any]]) -> None:
         """Name the keys that have no effect here, each once."""

@@ -66,9 +66,10 @@ def convert(
     anchored = not same_sync and saved["state"] and ANCHOR in of_sync
     if anchored and drifted and record.replica is not None:
         raise ValueError(
-            f"state_dict was saved after its replicas had drifted ({_how_long(record)}), but "
-            f"sync={sync!r} needs weights on which they agree to start from: call "
-            f"synchronize(exact=True) before saving, or load it with sync=LowRank() first."
+            f"state_dict was saved after its replicas had drifted "
+            f"({record.progress.steps_since_exact} steps), but sync={sync!r} needs weights on "
+            f"which they agree to start from: call synchronize(exact=True) before saving, or load "
+            f"it with sync=LowRank() first."
         )
     dropped = set() if same_sync else {*record.sync_keys, *of_sync}
     states = dict(saved["state"])
@@ -95,15 +96,12 @@ def _warn(record: Record, sync: Sync, here: Replica, *, anew: bool) -> None:
         number, total = record.replica or here
         warnings.warn(
             f"state_dict was saved by replica {number} of {total} while their states differed "
-            f"({_how_long(record)}), and is loaded by replica {here.number} of {here.total}: what "
-            f"the other {total - 1} held is lost. Call optimizer.synchronize(exact=True) before "
-            f"saving, or let each replica load what it saved itself.",
+            f"({record.progress.steps_since_exact} steps after they were the same), and is loaded "
+            f"by replica {here.number} of {here.total}: what the other {total - 1} held is lost. "
+            f"Call optimizer.synchronize(exact=True) before saving, or let each replica load what "
+            f"it saved itself.",
             stacklevel=checks.user_stacklevel(),
         )
-
-
-def _how_long(record: Record) -> str:
-    return f"{record.progress.steps_since_exact} steps after they were the same"
 
 
 def _check_groups(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int) -> None:
@@ -198,7 +196,8 @@ def _misfit(
     for key, held in state.items():
         if is_right_factor(key) and key not in shapes:
             return f"a {key!r}"
-        if reads and (key in shapes or key == SPECTRUM) and not _is_finite(held):
+        read = reads and (key in shapes or key == SPECTRUM)
+        if read and not (held.is_floating_point() and bool(local(held).isfinite().all())):
             return f"a {key!r} with a NaN or an Inf, or of dtype {held.dtype},"
     for key in ("step", "exp_avg_sq"):
         if reads and key in shapes and bool((local(state[key]) < 0).any()):
@@ -225,10 +224,6 @@ def _shapes(
     if any(key.name in state for key in like_X):
         shapes |= {k.name: whole for k in like_X if not k.passing or k.name in state}
     return shapes
-
-
-def _is_finite(x: Tensor) -> bool:
-    return x.is_floating_point() and bool(local(x).isfinite().all())
 
 
 def _placements(tensor: Tensor) -> tuple[object, ...] | None:

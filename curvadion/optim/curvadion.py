@@ -107,14 +107,10 @@ class CurvaDion(Dion):
         stochastic_rounding: bool = False,
     ) -> None:
         keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
-        checks.one_of("local_step", local_step, ("dion", "gradient"))
-        checks.integer("warmup_steps", warmup_steps, 0)
-        if max_local_steps is not None:
-            checks.integer("max_local_steps", max_local_steps, 1)
+        _check_local_steps(local_step, max_local_steps, warmup_steps)
         self.local_step: str = local_step
         self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
-        every_step = isinstance(sync, Sync) and sync.every_step
-        gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if every_step else RMMC(0.3))
+        gate = _gate(gate, threshold, wire_budget, sync)
         sync = _sync(sync, gate)
         check_kinds(gate, sync)
         if gate.share is None:  # a budget knows later what openings cost
@@ -156,15 +152,24 @@ class CurvaDion(Dion):
         self.progress.local_steps = 0
 
 
-def _gate(gate: Any, threshold: float | None, wire_budget: float | None, default: Gate) -> Gate:
+def _check_local_steps(local_step: str, max_local_steps: int | None, warmup_steps: int) -> None:
+    checks.one_of("local_step", local_step, ("dion", "gradient"))
+    checks.integer("warmup_steps", warmup_steps, 0)
+    if max_local_steps is not None:
+        checks.integer("max_local_steps", max_local_steps, 1)
+
+
+def _gate(gate: Any, threshold: float | None, wire_budget: float | None, sync: object) -> Gate:
     ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
     given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: each is a gate; pass one of them.")
     if wire_budget is not None:
         return ByteBudget(wire_budget)
+    if gate is None and threshold is None and isinstance(sync, Sync) and sync.every_step:
+        return AlwaysOpen()
     if gate is None:
-        return default if threshold is None else RMMC(threshold)
+        return RMMC(0.3 if threshold is None else threshold)
     if not isinstance(gate, Gate):
         raise TypeError(
             f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"

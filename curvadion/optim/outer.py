@@ -109,22 +109,12 @@ class ReplicaOptimizer(GroupedOptimizer):
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._told.append((self.progress.steps + self.sync.delay, words))
 
-        step = Step(
-            plan,
-            gradients,
-            self.progress.steps,
-            norms=None if momenta is None else momenta.after,
-            directed=self.local_step == "dion",
-            rests=not met.finite,
-            replicas=self._replicas.process_group,
-            local_steps=self.progress.local_steps,
-            background=partial(self._background, plan.device),
-        )
+        rests = not met.finite
         with ops.only_if(moves):
-            self._take(step, opened=reason is not None)
-        self._report(met, reason, skipped=step.rests, heard=heard)
+            self._take(plan, gradients, momenta, rests=rests, opened=reason is not None)
+        self._report(met, reason, skipped=rests, heard=heard)
         if not ahead:
-            self._count_skips(skipped=step.rests, tolerate=scaled)
+            self._count_skips(skipped=rests, tolerate=scaled)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may hear later whether gradients are finite, as no replica waits."""
@@ -147,8 +137,27 @@ class ReplicaOptimizer(GroupedOptimizer):
             first=self.progress.steps == 0,
         )
 
-    def _take(self, step: Step, *, opened: bool) -> None:
+    def _take(
+        self,
+        plan: Plan,
+        gradients: Gradients,
+        momenta: MomentumNorms | None,
+        *,
+        rests: bool,
+        opened: bool,
+    ) -> None:
         progress = self.progress
+        step = Step(
+            plan,
+            gradients,
+            progress.steps,
+            norms=None if momenta is None else momenta.after,
+            directed=self.local_step == "dion",
+            rests=rests,
+            replicas=self._replicas.process_group,
+            local_steps=progress.local_steps,
+            background=partial(self._background, plan.device),
+        )
         if opened:
             self.gate.spend(1)
             self.sync.open_step(step)
@@ -290,10 +299,9 @@ class ReplicaOptimizer(GroupedOptimizer):
                 f"exact=False needs a sync that sends codes, but it is {self.sync!r}: leave it out."
             )
         with explain_lost_ranks("optimizer.synchronize()"):
-            self._average_everything()
+            self._average_everything(self._present_plan())
 
-    def _average_everything(self) -> None:
-        plan = self._present_plan()
+    def _average_everything(self, plan: Plan) -> None:
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self.state.get(X)))
         # Weights that were frozen while replicas agreed are still the same.
         differ = self.drifted and not self.sync.ends_drift
@@ -330,11 +338,8 @@ class ReplicaOptimizer(GroupedOptimizer):
     def drift(self) -> float:
         """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
         plan = self._present_plan()
-        return exact_average.drift(
-            [(p.local, plan.copies_inside(p)) for p in plan.parameters],
-            self._replicas.process_group,
-            plan.inside,
-        )
+        shards = [(p.local, plan.copies_inside(p)) for p in plan.parameters]
+        return exact_average.drift(shards, self._replicas.process_group, plan.inside)
 
     def eval(self) -> None:
         """Synchronise the replicas if they have drifted, as for an evaluation or a checkpoint.

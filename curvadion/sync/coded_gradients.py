@@ -79,8 +79,6 @@ class CodedGradients(Sync):
         # step. False after the state of another sync was loaded.
         self._agree: bool | None = None
 
-    # ---------------------------------------------------------------- what it costs
-
     def choose_defaults(self, budget: float | None) -> None:
         self._budget = budget
         chosen = self.UNBUDGETED_BITS if budget is None else bits_within(budget)
@@ -93,8 +91,6 @@ class CodedGradients(Sync):
             left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
             self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
         return Costs(message_bytes(each, self.bits), openings_per_full_sync=0)
-
-    # ---------------------------------------------------------------- around steps
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:
@@ -120,8 +116,6 @@ class CodedGradients(Sync):
         average_everything_(plan, replicas, self)
         self._agree, self.fragments_drifted = True, 0
         return 0
-
-    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "agree": bool(self._agree)}

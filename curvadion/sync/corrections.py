@@ -68,11 +68,6 @@ SHORTEST = 1e-10
 Rate = Callable[[Parameter], float]
 
 
-def weights_of(p: Parameter) -> Tensor:
-    """X; shards held here."""
-    return p.local
-
-
 def anchor_of(p: Parameter) -> Tensor:
     """What replicas last agreed on; shards held here."""
     return local(p.state[ANCHOR])
@@ -116,9 +111,6 @@ def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor
     return factor / size.clamp_min(limit).clamp_min(TINY)
 
 
-# -------------------------------------------------------------------- momentum alignment
-
-
 @record_function("curvadion.align_momenta")
 def align_momenta_(
     taken: Taken, missing: Sequence[Tensor], spectrum_decay: float, rate: Rate
@@ -139,18 +131,14 @@ def align_momenta_(
     taken.turn_momenta_(missing, shares, spectrum_decay)
 
 
-def place_spectra(parameters: Sequence[Parameter]) -> None:
-    """Make place for the sums of S of directions that keep them, where there is none."""
+def place_spectra(parameters: Sequence[Parameter], *, kept: bool) -> None:
+    """Make place for the sums of S of directions that keep them; give it up if they go."""
     for p in parameters:
-        if p.matrices and DIRECTIONS[p.direction].keeps_spectrum:
+        if not kept:
+            p.state.pop(SPECTRUM, None)
+            p.state.pop(SPECTRUM_WEIGHT, None)
+        elif p.matrices and DIRECTIONS[p.direction].keeps_spectrum:
             p.create_spectra()
-
-
-def drop_spectra(parameters: Sequence[Parameter]) -> None:
-    """Give up the sums of S, and their place."""
-    for p in parameters:
-        for key in (SPECTRUM, SPECTRUM_WEIGHT):
-            p.state.pop(key, None)
 
 
 def forget_spectra(parameters: Sequence[Parameter]) -> None:
@@ -159,9 +147,6 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
         if SPECTRUM in p.state:
             local(p.state[SPECTRUM]).zero_()
             p.state[SPECTRUM_WEIGHT] = 0.0
-
-
-# -------------------------------------------------------------------- polar correction
 
 
 @record_function("curvadion.correct_polar")

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from curvadion import checks
 from curvadion.comm.collectives import checksum, divide, group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
+from curvadion.sync import corrections
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
@@ -36,18 +38,7 @@ from curvadion.sync.coded_mean import (
     coded_together,
     message_bytes,
 )
-from curvadion.sync.corrections import (
-    Rate,
-    align_momenta_,
-    anchor_of,
-    copies_of,
-    correct_polar_,
-    drop_spectra,
-    forget_spectra,
-    place_spectra,
-    subtract_from_,
-    weights_of,
-)
+from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
 from curvadion.update.inner_step import Batch
 from curvadion.update.momentum import measure_momenta
@@ -169,7 +160,7 @@ class QuantizedAverage(Sync):
                 p.state[ANCHOR] = X.to(wide, copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
         # Where there are none, those of a run that was loaded go.
-        (place_spectra if self._keeps_spectra else drop_spectra)(parameters)
+        corrections.place_spectra(parameters, kept=self._keeps_spectra)
 
     def closed_step(self, step: Step) -> None:
         self._step(step, None)
@@ -262,12 +253,12 @@ class QuantizedAverage(Sync):
         arrived = dict(zip(map(id, plan.parameters), landed, strict=True))
         if rate is not None and taken is not None and self.align_momentum:
             missing = copies_of(taken.stacks, lambda p: arrived[id(p)].missing)
-            align_momenta_(taken, missing, self.spectrum_decay, rate)
+            corrections.align_momenta_(taken, missing, self.spectrum_decay, rate)
             del missing
         batch.taken = taken = None
         if rate is not None and self.polar_correction:
             D = copies_of(plan.stacks, lambda p: arrived[id(p)].mean)
-            correct_polar_(plan, D, rate, together=False)
+            corrections.correct_polar_(plan, D, rate, together=False)
 
     def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
         """Take in what is under way, without corrections."""
@@ -279,21 +270,21 @@ class QuantizedAverage(Sync):
         if group_size(replicas) == 1:
             self._anchor(plan.parameters)
             return
-        taken = batch.taken if self.align_momentum else None
+        taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
         batch.taken = None  # directions take memory, and are used once
-        own = [] if taken is None else copies_of(taken.stacks, weights_of)
+        own = [] if taken is None else copies_of(taken.stacks, weights)
         corrected = rate is not None and self.polar_correction
         before = copies_of(plan.stacks, anchor_of) if corrected else []
         for run in coded_together(plan.parameters, self.bits):
             anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
             add_coded_mean_([p.local for p in run], anchors, residuals, self.bits, replicas)
         if rate is not None and taken is not None:
-            subtract_from_(taken.stacks, weights_of, own)
-            align_momenta_(taken, own, self.spectrum_decay, rate)
+            corrections.subtract_from_(taken.stacks, weights, own)
+            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
         del taken, own
         if rate is not None and corrected:
-            subtract_from_(plan.stacks, anchor_of, before)
-            correct_polar_(plan, before, rate)
+            corrections.subtract_from_(plan.stacks, anchor_of, before)
+            corrections.correct_polar_(plan, before, rate)
 
     # ---------------------------------------------------------------- exact averages
 
@@ -308,7 +299,7 @@ class QuantizedAverage(Sync):
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         self._under_way.drop(parameters)
         self._anchor(parameters)
-        forget_spectra(parameters)
+        corrections.forget_spectra(parameters)
         self._rates = [[] for _ in self._rates]
 
     def _anchor(self, parameters: Sequence[Parameter]) -> None:

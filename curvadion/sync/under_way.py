@@ -77,7 +77,7 @@ class UnderWay:
     def land_(self, parameters: Sequence[Parameter]) -> list[Arrived]:
         """Add the means to weights and anchors of parameters that have something under way."""
         wanted = {id(p.X) for p in parameters if MEAN not in p.state}
-        self._settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
+        self.settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
         return [_landed(p) for p in parameters]
 
     def drop(self, parameters: Sequence[Parameter]) -> None:
@@ -88,12 +88,9 @@ class UnderWay:
             for key in (SENT, MEAN, DUE):
                 p.state.pop(key, None)
 
-    def settle(self) -> None:
-        """Wait for all that is under way, so that states hold it."""
-        self._settle(self._sent)
-
-    def _settle(self, some: Sequence[_Sent]) -> None:
-        for sent in list(some):
+    def settle(self, some: Sequence[_Sent] | None = None) -> None:
+        """Wait for what is under way, by default all, so that states hold it."""
+        for sent in list(self._sent if some is None else some):
             with self.waiting:
                 sent.exchange.result()
             self._sent.remove(sent)
