@@ -59,8 +59,7 @@ class Gate(ABC):
             signal: the largest signal of any matrix on any replica (0 without signals).
             local_steps: steps taken since the replicas last synchronised.
 
-        May depend only on these and on earlier calls, which are the same on every replica:
-        anything else lets replicas wait for each other forever.
+        May depend only on these and on earlier calls: else replicas wait for each other forever.
         """
 
     def spend(self, openings: float) -> None:
@@ -92,11 +91,8 @@ class RMMC(Gate):
 
     A first gradient on a zero momentum is an infinite change; no change of a zero momentum is none.
 
-    Args:
-        threshold: tau >= 0.
-
     Raises:
-        TypeError: if ``threshold`` is not a number. ValueError: if it is negative or NaN.
+        TypeError: if ``threshold``, tau, is not a number. ValueError: if it is negative or NaN.
     """
 
     reason = "threshold"
@@ -211,7 +207,7 @@ class ByteBudget(Gate):
         return self.share / self.open_cost
 
     def longest_run(self, bound: int | None) -> int | None:
-        """Twice as long while it keeps something back or pays something back."""
+        """Twice as long while it keeps or pays something back."""
         return bound if bound is None or self._credit >= 1 else 2 * bound + 1
 
     def expected_period(self, open_cost: float) -> float:

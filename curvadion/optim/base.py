@@ -6,18 +6,19 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import checks
 from curvadion.comm.background import Exchange
+from curvadion.comm.collectives import group_size
 from curvadion.comm.replicas import ReplicaGroup, Replicas
-from curvadion.gates import Gate
+from curvadion.gates import AlwaysOpen, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.conversion import convert, restore_dtypes, wrong_state
-from curvadion.optim.feasible import check_costs, check_one_replica
 from curvadion.optim.record import Progress, load_memory, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
@@ -131,8 +132,7 @@ class GroupedOptimizer(Optimizer):
         Keys of other tools are kept without effect, and a warning names them.
 
         Raises:
-            ValueError, TypeError: for keys that look misspelt, impossible values, and parameters
-                that the group's algorithm cannot take.
+            ValueError, TypeError: for misspelt keys, and for impossible values and parameters.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
@@ -178,19 +178,14 @@ class GroupedOptimizer(Optimizer):
                 raise ValueError(wrong)
             plan = self._make_plan()
             self._check_plan(plan)
-            if self._plan is not None:
-                self._follow(self._plan, plan)
+            if self._plan is not None:  # replicas compare what is new in it
+                known = {id(p.X) for p in self._plan.parameters}
+                thawed = [p for p in plan.parameters if id(p.X) not in known]
+                for p in thawed:
+                    p.state.pop(ANCHOR, None)  # its weights may be others since
+                self._verified &= not thawed and self._made_of[1] is self.gate
             self._plan, self._made_of = plan, made_of
         return self._plan
-
-    def _follow(self, before: Plan, plan: Plan) -> None:
-        """Let replicas compare what a plan has that the one before had not, or another gate."""
-        known = {id(p.X) for p in before.parameters}
-        thawed = [p for p in plan.parameters if id(p.X) not in known]
-        for p in thawed:
-            p.state.pop(ANCHOR, None)  # its weights may be others since
-        if thawed or self._made_of[1] is not self.gate:
-            self._verified = False
 
     def _check_settings(self) -> None:
         """Raise ValueError for an impossible value of a group; cheap where none has changed."""
@@ -201,7 +196,7 @@ class GroupedOptimizer(Optimizer):
             raise ValueError(wrong)
 
     def _make_plan(self, **wanted: Any) -> Plan:
-        """wanted: as :meth:`Plan.of` takes it. Process groups of the plan before are used again."""
+        """As :meth:`Plan.of`; process groups of the plan before are used again."""
         unions = None if self._plan is None else self._plan.unions
         group = self._replicas.process_group
         return Plan.of(self.param_groups, self.state, group, unions=unions, **wanted)
@@ -250,10 +245,8 @@ class GroupedOptimizer(Optimizer):
     # ---------------------------------------------------------------- around a step
 
     def _create_state(self, plan: Plan) -> list[Parameter]:
-        """Give every parameter its state; return the new ones, which all are before a first step.
-
-        (Frameworks move, cast and load weights until then.)
-        """
+        """Give every parameter its state; return the new ones."""
+        # Before a first step all are: frameworks move, cast and load weights until then.
         new = [p for p in plan.parameters if not (self.progress.steps and p.state)]
         for p in new:
             create_state(p)
@@ -355,7 +348,7 @@ class GroupedOptimizer(Optimizer):
             self._forget()
 
     def _forget(self) -> None:
-        """Drop what is derived from the groups; it is made again at the next use."""
+        """Drop what is derived from the groups, and is made again at the next use."""
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since
         self._settings = Settings()
@@ -367,3 +360,60 @@ class GroupedOptimizer(Optimizer):
         lines = super().__repr__()[:-1].splitlines()
         groups = "\n".join(line for line in lines if not line.startswith("    progress: "))
         return f"{groups}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"
+
+
+# ---------------------------------------------------------------- gates and syncs together
+
+
+def check_kinds(gate: Gate, sync: Sync) -> None:
+    """Raise if the gate may close, or opens too often, for the sync."""
+    checks.integer("sync.delay", sync.delay, 0)
+    if sync.every_step and not (gate.always_open or gate.share is not None):
+        raise ValueError(
+            f"gate={gate!r} may close, but with sync={sync!r} replicas synchronise at every "
+            f"step: pass gate=AlwaysOpen(), a ByteBudget (wire_budget=) or no gate."
+        )
+    if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= (
+        period := gate.expected_period(1.0)
+    ):
+        raise ValueError(
+            f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening. Pass a "
+            f"delay below {period}, or a longer period."
+        )
+
+
+def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
+    """Raise ValueError if the gate, which knows what openings cost, cannot do its work."""
+    check_kinds(gate, sync)
+    if not sync.every_step:
+        gate.check_feasible(max_local_steps)
+    elif gate.share and gate.open_cost and gate.open_cost > gate.share:
+        raise ValueError(
+            f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
+            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits (1 takes "
+            f"3.3%) or sync=QuantizedAverage()."
+        )
+
+
+def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
+    """Raise ValueError if processes with whole weights would never synchronise."""
+    between = gate.share is not None or sync.every_step
+    if between and plan.inside is not None and replicas.size == 1:
+        raise ValueError(
+            f"gate={gate!r} and sync={sync!r} with one replica, which is sharded over "
+            f"{group_size(plan.inside)} ranks: there is nothing to synchronise. Use Dion, or pass "
+            f"replicas= if there are several."
+        )
+    if replicas.single or plan.all_ranks is not None:
+        return
+    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
+    if averaged or replicas.process_group is not None:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
+            f"{dist.get_world_size()} processes, each with whole parameters, and none of them "
+            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD after "
+            f"init_process_group, or replicas='single' if something else averages the gradients; "
+            f"to shard the model, make the optimizer's groups after fully_shard."
+        )

@@ -25,10 +25,9 @@ def fit_to_checkpoint(
 ) -> None:
     """Prepare ``state`` to load a checkpoint that was saved under other arguments. In place.
 
-    ``torch.distributed.checkpoint.load`` wants the sizes and keys that were saved. Right factors
-    get their saved number of columns, and what another gate, sync, direction or rank did not save
-    is left out. ``load_state_dict`` then converts what was read. For a checkpoint of the same
-    arguments this changes nothing::
+    ``torch.distributed.checkpoint.load`` wants the sizes and keys that were saved: right factors
+    get their saved columns, and what was not saved is left out. ``load_state_dict`` converts it
+    then. For a checkpoint of the same arguments this changes nothing::
 
         weights, held = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": held}

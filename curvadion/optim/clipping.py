@@ -36,14 +36,13 @@ def clip_grad_norm_(
     summands. For one replica that is not sharded it does what torch's function does. With a
     GradScaler call ``scaler.unscale_(optimizer)`` first.
 
-    If a gradient on any rank holds a NaN or an Inf, all ranks skip the optimizer's next step, and
-    no gradient is scaled. Under a schedule, where replicas do not hear of each other's NaN before
-    the step, all gradients become NaN instead.
+    If a gradient on any rank holds a NaN or an Inf, no gradient is scaled, and all ranks skip the
+    next step. Under a schedule all gradients become NaN for that.
 
     Args:
         optimizer: a CurvaDion or Dion, whose parameters' gradients are clipped.
         max_norm: >= 0; ``math.inf`` only measures.
-        norm_type: 2, no other norm.
+        norm_type: 2, no other.
         error_if_nonfinite: raise an error if the norm is NaN or Inf; waits for the device.
         foreach: accepted because torch's function has it; without effect.
 

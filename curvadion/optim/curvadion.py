@@ -13,9 +13,8 @@ from curvadion import checks
 from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.replicas import Replicas
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate
-from curvadion.optim.base import Params
+from curvadion.optim.base import Params, check_costs, check_kinds
 from curvadion.optim.dion import Dion, DirectionName
-from curvadion.optim.feasible import check_costs, check_kinds
 from curvadion.optim.outer import full_precision
 from curvadion.sync.base import Sync
 from curvadion.sync.low_rank import LowRank
@@ -29,9 +28,8 @@ class CurvaDion(Dion):
     Three choices compose (CurvaDion, arXiv 2512.13728):
 
         gate        when replicas synchronise: RMMC, every k steps, a byte budget, always
-        sync        how they synchronise: LowRank, the papers' step; QuantizedAverage, the mean
-                    of what weights have moved, in a few bits; CodedGradients, the mean of
-                    gradients, in a few bits at every step
+        sync        how they do: LowRank, the papers' step; QuantizedAverage, the mean of what
+                    weights have moved, CodedGradients, that of gradients, in a few bits
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a step of its own, and replicas send each other the
@@ -49,8 +47,7 @@ class CurvaDion(Dion):
         local_step: what a matrix does while the gate is closed: "dion", a step along its direction
             inside the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
         local_lr: learning rate of the "gradient" local step; None takes lr.
-        max_local_steps: longest run of local steps, which a byte budget may double; None for no
-            bound.
+        max_local_steps: longest run of local steps, which a byte budget may double; None: no bound.
         warmup_steps: that many first steps are always synchronised.
         momentum, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims,
             row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps, gather,
@@ -129,14 +126,12 @@ class CurvaDion(Dion):
 
         Args:
             exact: True averages weights, momenta and moments exactly, as a checkpoint needs it that
-                keeps one replica's state for all. It sends twice as much as an all-reduce of all
-                gradients with direction="polar", and up to 2.6 times with right factors of full
-                rank. All state is then the same on every replica, that of frozen parameters too,
-                whose weights stay as they are.
+                keeps one replica's state for all. It sends 2 (direction="polar") to 2.6 times as
+                much as an all-reduce of all gradients. All state is then the same on every
+                replica, that of frozen parameters too, whose weights stay as they are.
                 False needs a sync that sends codes, such as QuantizedAverage. It sends those of the
-                fragments that have moved since replicas agreed on them (0.065 times in 2 bits, if
-                all have). Weights are then the same on every replica; momenta, moments and
-                residuals remain its own.
+                fragments that have drifted (0.065 times in 2 bits, if all have). Weights are then
+                the same on every replica; momenta, moments and residuals remain its own.
                 None takes False with such a sync, and True without.
 
         Raises:

@@ -31,9 +31,8 @@ class Dion(ReplicaOptimizer):
     Parameters that are not matrices take AdamW or Lion with the mean gradient.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups, as for any torch optimizer;
-            ``curvadion.param_groups(model)`` makes groups of a model. A group's ``algorithm`` is
-            "dion" (2-D parameters), "adamw" or "lion". Each group has its own lr, betas, decay.
+        params: parameters, (name, parameter) pairs or groups, such as
+            ``curvadion.param_groups(model)``. A group's ``algorithm`` is "dion", "adamw" or "lion".
         lr: learning rate, a number or a tensor of one element.
         replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
             DeviceMesh, whose gradients must reach ``step`` unaveraged. None for one replica,
@@ -54,8 +53,7 @@ class Dion(ReplicaOptimizer):
             experts). Of the others the first are rows and all further ones together columns.
         row_blocks: how many equal blocks of rows are matrices of their own (3 for a fused QKV
             weight), or the sizes of such blocks.
-        input_first: whether matrices are stored as (in, out), as transformers' Conv1D does. Rows,
-            as in ``row_blocks``, are outputs either way.
+        input_first: whether matrices are stored as (in, out); rows are outputs either way.
         momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G. The same for "polar".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
         newton_schulz: the iterations of "polar". "polar_express" has the best coefficients for

@@ -231,10 +231,7 @@ class ReplicaOptimizer(GroupedOptimizer):
     # ---------------------------------------------------------------- what is noted of it
 
     def skip_step(self, *, tolerate: bool) -> None:
-        """Count a step that a bad gradient leaves out, for frameworks that do not call ``step``.
-
-        tolerate: raise no error however many are skipped, as a loss scaler's search wants it.
-        """
+        """Count a step that a framework has left out; tolerate: raise no error if many are."""
         self.progress.steps += 1
         self._report(None, None, skipped=True)
         self._count_skips(skipped=True, tolerate=tolerate)
@@ -342,10 +339,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         return exact_average.drift(shards, self._replicas.process_group, plan.inside)
 
     def eval(self) -> None:
-        """Synchronise the replicas if they have drifted, as for an evaluation or a checkpoint.
-
-        Collective: call it on every rank, or on none. Trainer and Accelerate call it.
-        """
+        """Synchronise replicas that have drifted; collective. Trainer and Accelerate call it."""
         if self.drifted:
             self.synchronize()
 

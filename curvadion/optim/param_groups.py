@@ -80,8 +80,8 @@ def param_groups(
 
     Raises:
         TypeError: if ``model`` is not a module, or options of a kind are no dict.
-        ValueError: for an unknown kind, a pattern that matches nothing or asks for more dimensions
-            than a parameter has, undeclared flat weights, or a model without trainable parameters.
+        ValueError: for unknown kinds, patterns that match nothing or no such shape, undeclared flat
+            weights, or a model without trainable parameters.
 
     Warns:
         UserWarning: names large tensors that take ``elementwise`` though they may be matrices, and
@@ -256,10 +256,7 @@ def _kinds(model: nn.Module) -> Iterator[_Parameter]:
 
 
 def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Group keys of the ``gate_up_proj`` and ``down_proj`` of a module's E experts.
-
-    Of h inputs and i hidden features: (E, 2i, h) and (E, h, i), or input first the transposes.
-    """
+    """Keys of a module's (E, 2i, h) ``gate_up_proj`` and (E, h, i) ``down_proj``, or transposes."""
     names = ("gate_up_proj", "down_proj")
     weights = [getattr(module, name, None) for name in names]
     shapes = [global_shape(X) for X in weights if isinstance(X, Tensor)]

@@ -93,8 +93,6 @@ class Sync(ABC):
         """How long steps have waited so far for what was under way."""
         return 0.0
 
-    # ---------------------------------------------------------------- what it costs
-
     def choose_defaults(self, budget: float | None) -> None:
         """Set what None stands for in the constructor's arguments.
 
@@ -112,8 +110,6 @@ class Sync(ABC):
         """The default of look_ahead; period: steps from one agreement on a weight to the next."""
         return 0.0
 
-    # ---------------------------------------------------------------- around steps
-
     def begin(self, parameters: Sequence[Parameter]) -> None:
         """Create what this kind keeps of parameters, where it is missing; weights agree then."""
 
@@ -126,8 +122,6 @@ class Sync(ABC):
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         """Note that replicas now hold the same weights."""
-
-    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold to continue: numbers, strings, lists of these."""

@@ -61,10 +61,9 @@ def check_residual_dtype(residual_dtype: ResidualDtype) -> str:
 
 
 def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[Parameter]]:
-    """Runs of parameters whose codes are one bucket, in an order that ranks share.
+    """Runs of parameters, sharded over the same ranks, whose codes are one bucket.
 
-    A run is sharded over the same ranks: which replica averages a block depends on the blocks
-    before it, and ranks that hold the same shard of a parameter must get the same.
+    Which replica averages a block depends on the blocks before it.
     """
     by_ranks: dict[tuple[int, ...], list[Parameter]] = {}
     for p in parameters:
@@ -164,10 +163,7 @@ class Message:
 
     @record_function("curvadion.exchange")
     def exchange_(self, group: dist.ProcessGroup) -> None:
-        """Replace codes of what is here by those of the means, what is owned by what these lose.
-
-        An owner keeps what the code of their mean loses, times the number of ranks.
-        """
+        """Replace codes by those of the means, ``own`` by what these lose, times the ranks."""
         ranks, rank = group.size(), group.rank()
         counts = shares(len(self.codes), ranks)
         received = self.codes.new_empty(ranks, *self.codes[: counts[rank]].shape)

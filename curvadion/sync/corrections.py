@@ -1,12 +1,10 @@
 """Two corrections when replicas have agreed on weights; neither sends a byte between replicas.
 
-Since replicas last agreed, over steps of learning rates lr (with the shape's scale) that add up to
-L, replica i has moved by
+Over steps whose lr (with the shape's scale) add up to L, replica i has moved by
 
     D_i = X_i - anchor = -sum over steps of lr U_i,
 
-where U_i is the direction of its momentum, P Q^T or the polar factor, and all have now agreed on
-the mean D of the D_i.
+where U_i is the direction of its momentum, P Q^T or the polar factor. D is the mean of the D_i.
 
 **Momentum alignment.** The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i. Its
 average direction was -D_i / L, and the mean direction is -D / L. The momentum takes the mean
@@ -15,20 +13,16 @@ direction and keeps its own S_i:
     M_i <- M_i - (D - D_i) S_i / L.
 
 If S_i were the same on all replicas, the mean of their momenta would stay what it is. But the S_i
-of one opening holds the same noise as D_i, and the mean of D_i S_i is not D times that of S_i:
-momenta lose some of their mean at each opening. With a ``spectrum_decay`` the S_i of polar
-directions are means over openings, which share less noise with D_i.
+of one opening holds the same noise as D_i: momenta lose some of their mean at each opening. With a
+``spectrum_decay`` the S_i of polar directions are means over openings, which share less noise.
 
-M_i is the momentum after the last step: after its gradient and the error feedback (under the plain
-rule, after its gradient), without the look-ahead. P and Q are that step's factors, of the momentum
-before the error feedback and with the look-ahead. At full rank without a look-ahead the momentum
-before was P R^T, and M_i is mu times it. Noise in M_i, which differs between replicas, gives way to
-its mean, as if momenta had been averaged.
+M_i is the momentum after the last step, with its gradient and error feedback but without the
+look-ahead. P and Q are that step's factors, of the momentum before the error feedback and with the
+look-ahead. Noise in M_i gives way to its mean, as if momenta had been averaged.
 
-**Polar correction.** Each replica moved along orthonormal directions. A singular value of D / L is
-1 where replicas took the same direction, and less where noise made them differ. A synchronised step
-goes its full length along every direction of the mean momentum. One step of Newton and Schulz's
-iteration for the polar factor,
+**Polar correction.** A singular value of D / L is 1 where replicas took the same direction, and
+less where noise made them differ. A synchronised step goes its full length along every direction of
+the mean momentum. One step of Newton and Schulz's iteration for the polar factor,
 
     D <- D + L (V - V V^T V) / 2,                V = D / L,
 
@@ -103,11 +97,7 @@ def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
 
 
 def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor:
-    """factor / max(limit, size): corrections keep their length up to a limit and shrink beyond.
-
-    Codes move weights further than the steps since the last agreement did if the learning rate has
-    fallen: they make up for what they lost when steps were longer.
-    """
+    """factor / max(limit, size), which is beyond its limit if lr has fallen since codes lost it."""
     return factor / size.clamp_min(limit).clamp_min(TINY)
 
 
@@ -151,10 +141,7 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 
 @record_function("curvadion.correct_polar")
 def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: bool = True) -> None:
-    """Move weights and anchors by a Newton-Schulz step of D. Collective inside the replica.
-
-    D: what anchors have moved by, by stack; overwritten. together: whether X is the anchor.
-    """
+    """Move weights and anchors by a Newton-Schulz step of D; together: X is the anchor."""
     stacks = plan.stacks
     if not stacks:
         return

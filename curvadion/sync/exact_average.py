@@ -83,10 +83,7 @@ def drift(
     replicas: dist.ProcessGroup | None,
     inside: dist.ProcessGroup | None,
 ) -> float:
-    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||, over all parameters; dense.
-
-    X: the shards held here, each with the number of ranks of the replica that hold it.
-    """
+    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||; X: shards, and holders of each."""
     if group_size(replicas) == 1:
         return 0.0
     squares: Tensor | None = None

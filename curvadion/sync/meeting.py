@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,45 +42,40 @@ class Met(NamedTuple):
     all_zero: bool  # whether all gradients are zero; told at a first step only
 
 
+@dataclass
 class Meeting:
     """A meeting that has been held; the host reads what it told, at once or after more steps."""
 
-    def __init__(
-        self,
-        words: Tensor,  # (3,) int64 on the device, or (1,) of one rank alone
-        plan: Plan,
-        listing: Callable[[], Listing],
-        group: dist.ProcessGroup | None,
-        *,
-        first: bool,
-    ) -> None:
-        self._words, self._plan, self._listing = words, plan, listing
-        self._group, self._first = group, first
-        self._arrived: torch.cuda.Event | None = None
+    words: Tensor  # (3,) int64 on the device, or (1,) of one rank alone
+    plan: Plan
+    listing: Callable[[], Listing]
+    group: dist.ProcessGroup | None
+    first: bool
+    arrived: torch.cuda.Event | None = None
 
     def send(self) -> Tensor:
         """Let what was told come to the host; return on the device if all gradients are finite."""
-        words = self._words
+        words = self.words
         if words.device.type == "cuda":
-            self._words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
-            self._words.copy_(words, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(words.device))
+            self.words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
+            self.words.copy_(words, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(words.device))
         return (words[0] >> 32) != _NAN_BITS
 
     def read(self) -> Met:
         """What was told, for which the host waits; raise on all ranks if their words differ."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        number, *told = self._words.tolist()
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        number, *told = self.words.tolist()
         if told:
-            compare(told, self._listing, self._group)
+            compare(told, self.listing, self.group)
         bits = number >> 32
         return Met(
             signal=struct.unpack("f", struct.pack("i", bits))[0],
-            parameter=self._plan.parameters[number & _PARAMETER].name if self._plan.dion else None,
+            parameter=self.plan.parameters[number & _PARAMETER].name if self.plan.dion else None,
             finite=bits != _NAN_BITS,
-            all_zero=self._first and number >> 31 == 0,
+            all_zero=self.first and number >> 31 == 0,
         )
 
 
@@ -116,7 +112,7 @@ def meet(
         own = word()
         words = torch.stack([largest, *(torch.full_like(largest, w) for w in (own, -own))])
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    return Meeting(words, plan, listing, group, first=first)
+    return Meeting(words, plan, listing, group, first)
 
 
 def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:

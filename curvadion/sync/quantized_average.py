@@ -5,8 +5,7 @@ pseudo-gradient, what its weights have moved since, in codes, and all move to th
 
     anchor <- anchor + mean over replicas of (X_i - anchor),   X_i <- anchor
 
-What the codes lose is each replica's residual: it is sent with the next pseudo-gradient (error
-feedback). Parameters may be synchronised in fragments, one at each opening.
+What the codes lose, the residual, is sent with the next pseudo-gradient (error feedback).
 """
 
 from __future__ import annotations
@@ -60,14 +59,13 @@ class QuantizedAverage(Sync):
             for 0.1), 2 at least, but 1 below 0.3 %.
         fragments: how many parts of about equal size parameters are divided into. Each opening
             synchronises one, in rotation; a byte budget then opens as many times more often.
-        align_momentum: whether momenta follow the mean direction, for no bytes
-            (curvadion.sync.corrections). For local_step="dion"; copies a batch's weights.
-        polar_correction: whether replicas restore, for no bytes, the length that the mean of their
-            directions has lost to noise. For local_step="dion"; copies a batch's anchors.
+        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections), for
+            no bytes. For local_step="dion"; copies a batch's weights.
+        polar_correction: whether to restore the length that means of directions lose to noise, for
+            no bytes. For local_step="dion"; copies a batch's anchors.
         residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
-        delay: how many steps later means are added, and momenta and weights corrected, less than
-            the gate's period; 0 waits for each exchange. Codes travel meanwhile over a process
-            group and in a thread of their own. A step waits for late means.
+        delay: how many steps later means are added, less than the gate's period; 0 waits for each
+            exchange. Codes travel meanwhile in a thread of their own. A step waits for late means.
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
             alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, shared by ranks.
 
@@ -128,8 +126,6 @@ class QuantizedAverage(Sync):
         """How many fragments there are: fewer than asked for if parameters are few."""
         return max(self._fragment_of, default=-1) + 1
 
-    # ---------------------------------------------------------------- what it costs
-
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
@@ -148,8 +144,6 @@ class QuantizedAverage(Sync):
     def look_ahead(self, period: float) -> float:
         """1.6 sqrt(period), 4.1 at most (benchmarks/results/convergence)."""
         return round(min(1.6 * math.sqrt(period), LONGEST_LOOK_AHEAD), 1)
-
-    # ---------------------------------------------------------------- around steps
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
         """Anchor the weights as they are."""
@@ -239,8 +233,6 @@ class QuantizedAverage(Sync):
     def waited_seconds(self) -> float:
         return self._under_way.waiting.seconds
 
-    # ---------------------------------------------------------------- means that arrive later
-
     def _send(self, plan: Plan, step: Step) -> None:
         self._expecting = True
         for run in coded_together(plan.parameters, self.bits):
@@ -286,8 +278,6 @@ class QuantizedAverage(Sync):
             corrections.subtract_from_(plan.stacks, anchor_of, before)
             corrections.correct_polar_(plan, before, rate)
 
-    # ---------------------------------------------------------------- exact averages
-
     def before_average(self, parameters: Sequence[Parameter]) -> None:
         self._arrive_all(parameters)
         for p in parameters:
@@ -306,8 +296,6 @@ class QuantizedAverage(Sync):
         for p in parameters:
             if ANCHOR in p.state:
                 anchor_of(p).copy_(p.local)
-
-    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         own = {"next_fragment": self.next_fragment, "dealt": self._dealt}

@@ -175,7 +175,7 @@ def _answers(signal: float) -> dict[str, Answer]:
     bits = struct.unpack("i", struct.pack("f", signal))[0]
 
     def read(local: Mapping[str, Any]) -> list[int]:
-        several = len(local["self"]._words) > 1
+        several = len(local["self"].words) > 1
         return [bits << 32, 0, 0] if several else [bits << 32]
 
     def verify(local: Mapping[str, Any]) -> list[float]:
