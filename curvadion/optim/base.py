@@ -285,9 +285,9 @@ class GroupedOptimizer(Optimizer):
         if self._states_differ:
             warnings.warn(
                 f"state_dict() while the replicas' states differ, "
-                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
-                f"of one replica loses what the others hold. Call optimizer.synchronize(exact=True)"
-                f" on all ranks before, or let each rank save and load its own.",
+                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint of "
+                f"one replica loses what the others hold. Call optimizer.synchronize(exact=True) "
+                f"on all ranks before, or let each rank save and load its own.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
@@ -413,7 +413,8 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         raise ValueError(
             f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
             f"{dist.get_world_size()} processes, each with whole parameters, and none of them "
-            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD after "
-            f"init_process_group, or replicas='single' if something else averages the gradients; "
-            f"to shard the model, make the optimizer's groups after fully_shard."
+            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD (after "
+            f"init_process_group) with keep_gradients_local, or replicas='single' if each trains "
+            f"by itself or something else averages the gradients; to shard the model, make the "
+            f"groups after fully_shard."
         )

@@ -28,8 +28,8 @@ class CurvaDion(Dion):
     Three choices compose (CurvaDion, arXiv 2512.13728):
 
         gate        when replicas synchronise: RMMC, every k steps, a byte budget, always
-        sync        how they do: LowRank, the papers' step; QuantizedAverage, the mean of what
-                    weights have moved, CodedGradients, that of gradients, in a few bits
+        sync        how they do: LowRank, the papers' step; in a few bits, QuantizedAverage, the
+                    mean of what weights have moved, or CodedGradients, that of gradients
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a step of its own, and replicas send each other the

@@ -20,7 +20,7 @@ from curvadion.update.state import StateKey
 class Step(InnerStep):
     """A step that ranks have agreed to take; :meth:`batches` takes this replica's own."""
 
-    replicas: dist.ProcessGroup | None = None  # their process group; None for one replica
+    replicas: dist.ProcessGroup | None = None  # None for one replica
     local_steps: int = 0  # that replicas took by themselves since they last synchronised
     background: Callable[[], Background] = no_background  # does exchanges beside the training
 
@@ -114,7 +114,7 @@ class Sync(ABC):
         """Create what this kind keeps of parameters, where it is missing; weights agree then."""
 
     def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
-        """Synchronise weights, if it ``sends_codes``; return how many openings that was worth."""
+        """Synchronise weights, for ``sends_codes``; collective. Returns openings it was worth."""
         raise NotImplementedError
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
