@@ -285,9 +285,9 @@ class GroupedOptimizer(Optimizer):
         if self._states_differ:
             warnings.warn(
                 f"state_dict() while the replicas' states differ, "
-                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint of "
-                f"one replica loses what the others hold. Call optimizer.synchronize(exact=True) "
-                f"on all ranks before, or let each rank save and load its own.",
+                f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
+                f"of one replica loses what the others hold. Call optimizer.synchronize(exact="
+                f"True) on all ranks before, or let each rank save and load its own.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()

@@ -97,7 +97,7 @@ def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
 
 
 def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor:
-    """factor / max(limit, size): where codes make up for losses at a larger lr, size is larger."""
+    """factor / max(limit, size): codes that make up for losses at a larger lr exceed limit."""
     return factor / size.clamp_min(limit).clamp_min(TINY)
 
 
