@@ -1,7 +1,6 @@
 """What is installed and whether it works: ``python -m curvadion.info``.
 
-Prints versions and backends, and encodes and decodes known numbers. The exit status is 0 if all of
-this works, else 1.
+Prints versions and backends, and codes known numbers. The exit status is 0 if all works, else 1.
 """
 
 from __future__ import annotations

@@ -73,11 +73,7 @@ class Exchange(Generic[Result]):
 
 
 class Background:
-    """Does exchanges one after the other, in the order in which they begin, the same on all ranks.
-
-    Its group has the ranks of ``like``, but connections of its own: what the training sends neither
-    waits for the exchanges nor gets between them. device: of the tensors that are sent.
-    """
+    """Does exchanges one after the other, in the same order on all ranks, over its own group."""
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
         ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)

@@ -28,8 +28,7 @@ def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch
     number = checksum(said)
     bounds = torch.tensor([number, -number], device=device)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = bounds.tolist()
-    return bool(largest == -smallest)
+    return int(bounds.sum()) == 0
 
 
 def checksum(said: object) -> int:
@@ -53,9 +52,8 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{call} is a call of all ranks, and another rank has ended or did not make it within "
-            f"the timeout of its process group. Look for the first error in the output of the "
-            f"other ranks, make the call on every rank, and start again from the last checkpoint. "
-            f"({error})"
+            f"the timeout of its process group. Look for the first error of the other ranks, make "
+            f"the call on every rank, and start again from the last checkpoint. ({error})"
         ) from error
 
 
@@ -69,10 +67,7 @@ class Slot(NamedTuple):
 
 
 class Buckets:
-    """One flat buffer for each process group, dtype and device, and in ``views`` a part per slot.
-
-    Write this rank's summands there, then call all_reduce_. Groups of one rank send nothing.
-    """
+    """A flat buffer for each group, dtype and device, and in ``views`` a part for each slot."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         lengths: dict[Slot, int] = {}
@@ -107,10 +102,7 @@ class Buckets:
 
 
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its mean over ``group``, with the same bits on every rank.
-
-    Sums are taken in float32 at least, in buckets that :func:`chunks` makes.
-    """
+    """Replace each tensor by its mean over ``group``, in float32 or wider: the same bits on all."""
     size = group_size(group)
     if size == 1:
         return
@@ -124,10 +116,7 @@ def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
 def chunks(
     tensors: Sequence[Tensor], most_bytes: int = DENSE_BUCKET_BYTES
 ) -> Iterator[list[Tensor]]:
-    """Split a list into runs of at most ``most_bytes``, or of one tensor that is larger.
-
-    Tensors narrower than float32 count as float32.
-    """
+    """Split a list into runs of at most ``most_bytes`` in float32, or of one larger tensor."""
     chunk: list[Tensor] = []
     held = 0
     for tensor in tensors:
@@ -147,24 +136,11 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 def all_to_all(
     to: Sequence[Sequence[Tensor]],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],  # of the tensors that each rank sends here
     group: dist.ProcessGroup,
-    like: Tensor,
-) -> list[list[Tensor]]:
-    """Send each rank of a group some tensors; what each has sent here, as views of one buffer.
-
-    shapes: of the tensors that each rank sends here. like: a tensor of their dtype and device.
-    """
-    return begin_all_to_all(to, shapes, group, like)()
-
-
-def begin_all_to_all(
-    to: Sequence[Sequence[Tensor]],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
-    group: dist.ProcessGroup,
-    like: Tensor,
+    like: Tensor,  # of their dtype and device
 ) -> Callable[[], list[list[Tensor]]]:
-    """Begin :func:`all_to_all`; what is returned waits for it, and has its result."""
+    """Begin to send each rank some tensors; call the result for what each has sent here."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     expected = [[math.prod(shape) for shape in each] for each in shapes]
     received = list(map(sum, expected))
@@ -190,10 +166,7 @@ def shares(count: int, ranks: int) -> list[int]:
 
 
 def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide things of these sizes into ``count`` parts of about equal size; each one's part.
-
-    The largest goes first, each to the smallest part so far. Few things make few parts, none empty.
-    """
+    """Which of ``count`` parts of about equal size each thing is in; few make fewer, none empty."""
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         parts[i] = min(range(len(filled)), key=filled.__getitem__)

@@ -1,4 +1,4 @@
-"""Looking up process groups, and groups that span the ranks of several others."""
+"""Process groups: of replicas, of any ranks, and of the ranks of several others."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.collectives import group_size
 
 Group = dist.ProcessGroup
+Replicas = Group | DeviceMesh | Literal["single"] | None
 
 BACKGROUND = "curvadion background"  # the description of groups that a thread of ours uses
 # By default group: how often a group of some ranks was made. Their members count the same.
@@ -23,16 +25,12 @@ _made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = weakref.Weak
 
 def new_group(
     ranks: Iterable[int],
-    like: Sequence[Group] = (),
+    like: Sequence[Group] = (),  # groups whose longest timeout it gets; else the default group's
     *,
-    backend: str | None = None,
+    backend: str | None = None,  # None for the default group's
     description: str = "curvadion",
 ) -> Group:
-    """A new process group of these global ranks, which must all call this at the same point.
-
-    like: groups whose longest timeout it gets; by default the default group. backend: as of torch's
-    ``new_group``; None for the default group's.
-    """
+    """A new process group of these global ranks, which must all call this at the same point."""
     # dist.new_group is a call of all ranks of the world, of which some have no optimizer, or step
     # at other moments. With use_local_synchronization=True members suffice, but derive the group's
     # name from the number of groups that each is in. With init_process_group(device_id=...) both
@@ -75,10 +73,7 @@ def timeout_of(groups: Sequence[Group]) -> timedelta:
 
 
 def group_of_ranks(ranks: Iterable[int], like: Sequence[Group] = ()) -> Group | None:
-    """A process group of these global ranks, an existing one or a new one; None for one rank.
-
-    Every rank of the group must call this function at the same point. like: as for new_group.
-    """
+    """An existing or a :func:`new_group` of these global ranks; collective; None for one rank."""
     wanted = sorted(set(ranks))
     if len(wanted) == 1:
         return None
@@ -99,11 +94,7 @@ def existing_group(ranks: Iterable[int]) -> Group | None:
 
 
 class Unions:
-    """Looks up or creates groups of all ranks that can be reached through several groups.
-
-    A rank knows its own groups only, so members tell each other which ranks they reach. Every rank
-    must ask for the same unions in the same order. Answers are remembered.
-    """
+    """Groups of all ranks reached through several groups; all ranks ask for them in one order."""
 
     def __init__(self) -> None:
         self._known: dict[frozenset[Group], Group | None] = {}
@@ -128,3 +119,61 @@ def _reachable(groups: Sequence[Group]) -> set[int]:
             dist.all_gather_object(told, ranks, group=group)
             ranks = set().union(*told)
     return ranks
+
+
+class Replica(NamedTuple):
+    """One of several replicas."""
+
+    number: int
+    total: int
+
+
+class ReplicaGroup:
+    """The ranks that hold replicas of the same weights; copies share it, pickles name it."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.single = isinstance(replicas, str) and replicas == "single"  # as the user has said
+        self.process_group = None if self.single else _process_group(replicas)
+
+    @property
+    def size(self) -> int:
+        return group_size(self.process_group)
+
+    @property
+    def replica(self) -> Replica:
+        return Replica(0 if self.process_group is None else self.process_group.rank(), self.size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = None if self.process_group is None else self.process_group.group_name
+        return _replica_group_by_name, (name, self.single)
+
+
+def _process_group(replicas: object) -> Group | None:
+    if isinstance(replicas, DeviceMesh):
+        if replicas.ndim != 1:
+            raise ValueError(
+                f"replicas={replicas!r} has {replicas.ndim} dimensions: pass the one along which "
+                f"weights are replicated, e.g. mesh['replicate']."
+            )
+        replicas = replicas.get_group()
+    if replicas is not None and not isinstance(replicas, Group):
+        raise TypeError(
+            f"replicas={replicas!r} must be a ProcessGroup that this rank is in, a one-dimensional "
+            f"DeviceMesh, 'single' or None: pass torch.distributed.group.WORLD for all ranks."
+        )
+    return replicas
+
+
+def _replica_group_by_name(name: str | None, single: bool) -> ReplicaGroup:
+    if name is None:
+        return ReplicaGroup("single" if single else None)
+    for group in c10d._world.pg_map:
+        if group.group_name == name:
+            return ReplicaGroup(group)
+    raise RuntimeError(
+        f"The optimizer was pickled with the process group {name!r}, which this process does not "
+        f"have: call torch.distributed.init_process_group before unpickling."
+    )

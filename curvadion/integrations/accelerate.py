@@ -36,15 +36,12 @@ def attach(accelerator: Accelerator) -> Accelerator:
 
     A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
     not tell of it; ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
-
-    Returns:
-        ``accelerator`` itself. Attached ones are left as they are.
+    Returns ``accelerator`` itself; to attach it again changes nothing.
 
     Raises:
-        TypeError: if it is not an Accelerator.
         ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate takes each of several
-            processes for the only one; from ``prepare``, if several replicas leave a parameter's
-            gradient to nobody, and if an optimizer has stepped before FSDP2 shards its parameters.
+            processes for the only one; from ``prepare``, if replicas leave a parameter's gradient
+            to nobody, and if an optimizer has stepped before FSDP2 shards its parameters.
         RuntimeError: from ``join_uneven_inputs``, because replicas step together.
     """
     from accelerate import Accelerator
@@ -83,8 +80,8 @@ def _check_kind(accelerator: Any) -> None:
     if accelerator.num_processes == 1 and int(world) > 1:
         raise ValueError(
             f"accelerator.num_processes=1, but WORLD_SIZE={world}: without a GPU Accelerate trains "
-            f"in each process by itself unless told to use the CPU. Pass use_cpu=True to "
-            f"TrainingArguments or cpu=True to Accelerator, or set ACCELERATE_USE_CPU=true."
+            f"in each process by itself. Pass use_cpu=True to TrainingArguments or cpu=True to "
+            f"Accelerator, or set ACCELERATE_USE_CPU=true."
         )
 
 
@@ -95,8 +92,8 @@ def _prepared(accelerator: Any, result: Any) -> None:
             if optimizer.state and not any(id(X) in own for X in optimizer.state):
                 raise ValueError(
                     f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and "
-                    f"FSDP2 has given it other parameters, without their state: call accelerator."
-                    f"prepare(model, optimizer) before the first step and before loading a state."
+                    f"FSDP2 has given it other parameters: call accelerator.prepare(model, "
+                    f"optimizer) before the first step and before loading a state."
                 )
             if not optimizer.progress.steps:
                 optimizer._forget()  # it would keep the whole weights alive
@@ -134,15 +131,14 @@ def _replicated_models(accelerator: Any) -> list[nn.Module]:
 
 def shards_have_replicas(accelerator: Any) -> bool:
     """Whether its mesh has several replicas of FSDP2's shards."""
-    parallelism = accelerator.parallelism_config
-    return parallelism is not None and bool(parallelism.dp_replicate_enabled)
+    return bool(getattr(accelerator.parallelism_config, "dp_replicate_enabled", False))
 
 
 def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
     """Raise ValueError if nothing would average gradients; own: of the model."""
     if optimizer._replicas.process_group is None:
-        hybrid = accelerator.is_fsdp2
-        where = 'accelerator.torch_device_mesh["dp_replicate"]' if hybrid else "dist.group.WORLD"
+        mesh = 'accelerator.torch_device_mesh["dp_replicate"]'
+        where = mesh if accelerator.is_fsdp2 else "dist.group.WORLD"
         raise ValueError(
             f"replicas=None in {type(optimizer).__name__}, but accelerator runs several replicas: "
             f"pass replicas={where} once the Accelerator has been made (before, dist.group.WORLD "
@@ -152,15 +148,13 @@ def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
         if own & _ids(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
             raise ValueError(
                 f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of one "
-                f"model, of which only the latter synchronises its own: give it all of them "
-                f"(curvadion.param_groups has AdamW and Lion for what is no matrix), or both the "
-                f"same replicas=."
+                f"model, of which only the latter synchronises its own: give it all of them by "
+                f"curvadion.param_groups, or both the same replicas=."
             )
 
 
 def _optimizers(accelerator: Any) -> list[Dion]:
-    each = map(unwrapped, accelerator._optimizers)
-    return [optimizer for optimizer in each if isinstance(optimizer, Dion)]
+    return [one for one in map(unwrapped, accelerator._optimizers) if isinstance(one, Dion)]
 
 
 def _ids(optimizer: Any) -> set[int]:
@@ -177,15 +171,15 @@ def _clip_grad_norm_(
 ) -> Any:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     given = {id(p) for p in parameters}
-    several = [each for each in _optimizers(accelerator) if each._replicas.size > 1]
-    asked = [each for each in several if given & _ids(each)]
+    each = _optimizers(accelerator)
+    asked = [one for one in each if one._replicas.size > 1 and given & _ids(one)]
     if not asked:
         return theirs(parameters, max_norm, norm_type=norm_type)
     if len(asked) > 1 or not _ids(asked[0]) <= given:
         raise ValueError(
             f"clip_grad_norm_ got parameters of {len(asked)} optimizers with replicas, or not all "
-            f"of one, but replicas need one norm over all of an optimizer's: pass all of one, or "
-            f"call curvadion.clip_grad_norm_(optimizer, max_norm) for each."
+            f"of one, and replicas need one norm over all of an optimizer's: pass all of one, or "
+            f"call curvadion.clip_grad_norm_(optimizer, max_norm)."
         )
     accelerator.unscale_gradients(asked[0])
     return clip_grad_norm_(asked[0], max_norm, norm_type)

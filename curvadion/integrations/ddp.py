@@ -14,30 +14,21 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(ddp: Model) -> Model:
     """Stop DDP from reducing gradients, for optimizers that communicate themselves.
 
-    Curvadion's then want ``replicas``, the ranks of the DistributedDataParallel. ``p.grad`` is this
-    replica's own gradient, neither summed nor divided; gradient accumulation needs no
-    ``no_sync()``. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
+    ``ddp``, which is returned, is a DistributedDataParallel, or ``torch.compile`` of one, before
+    its first backward. Optimizers then want its ranks as ``replicas``. ``p.grad`` is this replica's
+    own gradient, neither summed nor divided; gradient accumulation needs no ``no_sync()``. To clip
+    gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
     DDP goes on reducing the map of used parameters, 4 bytes per parameter: in every backward with
     ``find_unused_parameters=True``, in the first with ``static_graph=True``. A parameter that only
     other replicas used gets a gradient of zeros.
 
-    DDP broadcasts the buffers of its first rank before every forward. This ends if all of them are
+    DDP broadcasts its first rank's buffers before every forward. This ends if all of them are
     non-persistent, such as tables of rotary embeddings. Persistent ones may be state, such as
-    BatchNorm's running statistics, and are broadcast as before, at each forward: build the
-    DistributedDataParallel with ``broadcast_buffers=False`` if each replica may keep its own.
+    BatchNorm's running statistics, and are broadcast as before: build the DistributedDataParallel
+    with ``broadcast_buffers=False`` if each replica may keep its own.
 
-    Args:
-        ddp: a DistributedDataParallel, or what ``torch.compile`` makes of one, before its first
-            backward. It may wrap a compiled module.
-
-    Returns:
-        ``ddp`` itself, as it was given.
-
-    Raises:
-        TypeError: if ``ddp`` is not a DistributedDataParallel.
-        RuntimeError: if it has another communication hook (DDP's own mixed precision counts
-            as one).
+    TypeError if ``ddp`` is none. RuntimeError if it has another hook, as DDP's mixed precision has.
     """
     wrapper: Any = ddp
     while isinstance(wrapper, nn.Module) and "_orig_mod" in wrapper._modules:
@@ -54,18 +45,11 @@ def keep_gradients_local(ddp: Model) -> Model:
             wrapper._comm_hooks = [each for each in wrapper._comm_hooks if each[0] is not noop_hook]
             raise RuntimeError(
                 "ddp already has a communication hook, which reduces gradients, and DDP takes only "
-                "one: build the DistributedDataParallel without it (nor DDP mixed_precision) and "
-                "call keep_gradients_local instead."
+                "one: build the DistributedDataParallel without it and without mixed_precision."
             ) from error
-        if not _keeps_buffers(wrapper.module):
-            wrapper.broadcast_buffers = False
+        wrapper.broadcast_buffers &= any(
+            name not in module._non_persistent_buffers_set  # a checkpoint keeps it
+            for module in wrapper.module.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        )
     return ddp
-
-
-def _keeps_buffers(model: nn.Module) -> bool:
-    """Whether a checkpoint keeps any buffer."""
-    return any(
-        name not in module._non_persistent_buffers_set
-        for module in model.modules()
-        for name, _ in module.named_buffers(recurse=False)
-    )

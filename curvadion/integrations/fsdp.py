@@ -20,22 +20,14 @@ def keep_gradients_local(model: Model) -> Model:
     does: ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is the mean over the shards of
     this replica. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
-    Args:
-        model: a module that contains modules of ``torch.distributed.fsdp.fully_shard``, between
-            two steps. One on a mesh without replicas is left as it is.
-
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        TypeError: if nothing in ``model`` was sharded by fully_shard.
+    Call it between two steps; it returns ``model``. A mesh without replicas is left as it is.
+    TypeError if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
-            f"{type(model).__name__} has no module of FSDP2: call torch.distributed.fsdp."
-            f"fully_shard(model, mesh=...) first. (FullyShardedDataParallel, FSDP1: build it with "
-            f"process_group= the shards of one replica, and it keeps to them.)"
+            f"{type(model).__name__} has no module of FSDP2: call fully_shard(model, mesh=...) "
+            f"first, or build FSDP1 with process_group= the shards of one replica."
         )
     for module in sharded:
         for group in _parameter_groups(module):
@@ -47,18 +39,9 @@ def declare_flat_shards(model: Model) -> Model:
     """Tell optimizers which part of each parameter of FSDP1 a rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would look like a vector.
-
-    Args:
-        model: a module that contains FullyShardedDataParallel modules, between two steps.
-
-    Returns:
-        ``model`` itself.
-
-    Raises:
-        TypeError: if nothing in ``model`` is a FullyShardedDataParallel.
-        ValueError: if one was built with use_orig_params=False, or holds a parameter that is not
-            contiguous.
+    would look like a vector. Call this between two steps; it returns ``model``. TypeError if
+    nothing in ``model`` is a FullyShardedDataParallel; ValueError if one was built with
+    use_orig_params=False, or holds a parameter that is not contiguous.
     """
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:
@@ -105,21 +88,14 @@ def _declare_handle(handle: Any) -> None:
     flat = handle.flat_param
     if flat._params is None:
         raise ValueError(
-            "model was built with use_orig_params=False: its parameters are flattened together "
-            "and no matrix can be found in them. Build it with use_orig_params=True."
+            "model was built with use_orig_params=False, which flattens parameters together: build "
+            "it with use_orig_params=True."
         )
-    for parameter, name, shape, contiguous, info in zip(
-        flat._params,
-        flat._fqns,
-        flat._shapes,
-        flat._contiguities,
-        flat._shard_param_infos,
-        strict=True,
-    ):
+    facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
+    for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
         if not contiguous:
             raise ValueError(
-                f"{name} of shape {tuple(shape)} is not contiguous: make it so before the model is "
-                f"wrapped."
+                f"{name} of shape {tuple(shape)} is not contiguous: make it so before wrapping."
             )
         start, stop = 0, 0
         if info.in_shard:

@@ -32,38 +32,22 @@ _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any) -> Trainer:
     """Let a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
 
-    Call it before ``train()``::
-
-        trainer = Trainer(model=model, args=args, train_dataset=data)
-        attach(trainer, wire_budget=0.01)
-        trainer.train()
+    Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``; it returns ``trainer``.
 
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
     of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
     under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is
-    attached, so that gradients stay in their replica and ``max_grad_norm`` takes one factor for all
-    replicas. Replicas agree on weights before an evaluation and at the end of ``train()``, and on
-    all state before a checkpoint; before a ``save_model()`` in between call
-    ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get what
-    :meth:`curvadion.Summary.scalars` tells of the steps since the last one, as
-    ``curvadion/wire_bytes`` and so on.
+    attached, and ``max_grad_norm`` takes one factor for all replicas. Replicas agree on weights
+    before an evaluation and at the end of ``train()``, and on all state before a checkpoint; before
+    a ``save_model()`` in between call ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get
+    :meth:`curvadion.Summary.scalars` since the last one, as ``curvadion/wire_bytes`` and so on.
 
-    With DeepSpeed's JSON the optimizer is built there: give no settings.
+    ``settings`` are arguments of the optimizer, CurvaDion or Dion (the one to take for one replica
+    in shards, FSDP2 alone), and of :func:`curvadion.param_groups`. Give none with DeepSpeed's JSON,
+    and to a trainer that was given ``optimizers=(curvadion's, None)``, which it keeps.
 
-    Args:
-        trainer: a Trainer. One that was given ``optimizers=(curvadion's, None)`` keeps it.
-        optimizer: CurvaDion or Dion. For one replica in shards, FSDP2 alone, take Dion.
-        settings: arguments of the optimizer and of :func:`curvadion.param_groups`.
-
-    Returns:
-        ``trainer`` itself.
-
-    Raises:
-        TypeError: if it is not a Trainer, or ``optimizer`` is no class of ours; from ``train()``,
-            for an unknown setting.
-        ValueError: if settings are given where the optimizer exists already or is DeepSpeed's, and
-            what :func:`curvadion.integrations.accelerate.attach` raises.
-        RuntimeError: if it is attached already.
+    TypeError for another class or, from ``train()``, an unknown setting; ValueError for settings
+    where the optimizer exists already; RuntimeError if the trainer is attached already.
     """
     from transformers import Trainer
 
@@ -105,19 +89,17 @@ def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
         )
     if settings:
         raise ValueError(
-            f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer and "
-            f"its arguments, or trainer has one already: write them under optimizer.params of the "
-            f"JSON, give them to that optimizer, or leave optimizers= out."
+            f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer, or "
+            f"trainer has one already: give them to it, or leave optimizers= out."
         )
 
 
 def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
-            f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW. "
-            f"It becomes that of the matrices, for which Dion's default is 0.02: set "
-            f"TrainingArguments(learning_rate=...), or attach(trainer, lr=...) to keep "
-            f"{TRAINERS_RATE}.",
+            f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW; "
+            f"Dion's default for matrices is 0.02: set TrainingArguments(learning_rate=...), or "
+            f"attach(trainer, lr=...) to keep {TRAINERS_RATE}.",
             stacklevel=3,
         )
 

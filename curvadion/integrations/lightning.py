@@ -36,18 +36,9 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a RuntimeError
     with FSDPStrategy (FSDP1) and DeepSpeedStrategy, and if only some optimizers have replicas.
+    log: whether to log, and to count bytes for it. As in::
 
-    Example::
-
-        class Model(lightning.LightningModule):
-            def configure_optimizers(self):
-                groups = curvadion.param_groups(self)
-                return curvadion.CurvaDion(groups, replicas=dist.group.WORLD, wire_budget=0.01)
-
-        lightning.Trainer(strategy="ddp", callbacks=[Replicas()]).fit(Model(), data)
-
-    Args:
-        log: whether to log, and to count bytes for it.
+        lightning.Trainer(strategy="ddp", callbacks=[Replicas()]).fit(model, data)
     """
 
     def __init__(self, *, log: bool = True) -> None:
@@ -118,8 +109,7 @@ def _ours(optimizer: Optimizer) -> Dion:
         return optimizer
     raise TypeError(
         f"configure_optimizers returned {type(optimizer).__name__}, but with the callback Replicas "
-        f"every optimizer must be a CurvaDion or Dion: gradients are no longer averaged. Give "
-        f"CurvaDion's groups algorithm='adamw' where AdamW is wanted."
+        f"every optimizer must be a CurvaDion or Dion, whose groups take algorithm='adamw'."
     )
 
 

@@ -56,10 +56,7 @@ def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None
 
 
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``owner.name`` by ``around``, which gets the method before, and its arguments.
-
-    Returns the method before.
-    """
+    """Replace ``owner.name`` by ``around``, which gets the method before; return the latter."""
     theirs: Callable[..., Any] = getattr(owner, name)
 
     @wraps(theirs)

@@ -31,10 +31,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
     Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
     replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
     multiplied by the number of replicas: their mean over replicas is the whole gradient. A trainer
-    must be told of it, with :func:`attach`; :class:`Trainer` does it.
-
-    Raises:
-        ValueError, TypeError: for a wrong configuration.
+    must be told of it, with :func:`attach`; :class:`Trainer` does it. ValueError or TypeError for a
+    wrong configuration.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -72,9 +70,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         """Clip gradients and take a step; collective. RuntimeError before :func:`attach`."""
         if self.max_norm is None:
             raise RuntimeError(
-                "no trainer knows of these optimizers, so it would save replicas that differ: take "
-                "the configuration from curvadion.integrations.torchtitan.with_curvadion, or call "
-                "attach(trainer)."
+                "no trainer knows of these optimizers, so it would save replicas that differ: call "
+                "curvadion.integrations.torchtitan.attach(trainer)."
             )
         if self.max_norm != math.inf:
             for optimizer in self.optimizers:
@@ -108,16 +105,10 @@ def _replicas(part: nn.Module) -> DeviceMesh | None:
 
 
 def attach(trainer: Any) -> None:
-    """Let a trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
+    """Let a torchtitan Trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
 
-    Args:
-        trainer: a torchtitan Trainer, or one of a subclass, before ``train``. Its own clipping only
-            measures afterwards.
-
-    Raises:
-        TypeError: if its optimizers are others.
-        RuntimeError: if it is attached already; under pipeline parallelism, where each stage would
-            have a norm and a gate of its own.
+    Call it before ``train``. The trainer's own clipping only measures afterwards. TypeError if its
+    optimizers are others; RuntimeError under pipeline parallelism, and if it is attached already.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
@@ -169,25 +160,15 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer's configuration with CurvaDion or Dion in place of its optimizers.
+    """A :class:`Trainer.Config` with CurvaDion or Dion, the ``kind``, in place of the optimizers.
 
-    Args:
-        config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``.
-        kind: "CurvaDion" or "Dion".
-        groups: keyword arguments of ``curvadion.param_groups``.
-        options: keyword arguments of the optimizer, such as ``lr`` and ``wire_budget``.
-
-    Returns:
-        A :class:`Trainer.Config`.
-
-    Raises:
-        TypeError: if ``config`` is that of a subclass of torchtitan's trainer.
+    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for that of
+    a subclass. groups: keyword arguments of ``curvadion.param_groups``. options: of the optimizer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(
             f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: give "
-            f"another trainer optimizer=ReplicaOptimizers.Config(...), and call "
-            f"curvadion.integrations.torchtitan.attach(self) at the end of its constructor."
+            f"another trainer optimizer=ReplicaOptimizers.Config(...), and attach it."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})

@@ -1,8 +1,7 @@
 """How the options of a parameter group divide a parameter into matrices.
 
-The leading ``stack_dims`` dimensions enumerate matrices. ``row_blocks`` splits each of these into
-blocks of rows, and every block is a matrix of its own. ``input_first`` says that the parameter
-holds the transposes.
+The leading ``stack_dims`` dimensions enumerate matrices, ``row_blocks`` splits each into matrices
+of their own, and ``input_first`` says that the parameter holds the transposes.
 """
 
 from __future__ import annotations
@@ -81,11 +80,6 @@ class BlockedTensor:
     def flattened(self, indices: range) -> range:
         """The columns that these indices of the dimension after the rows make."""
         return range(indices.start * self.width, indices.stop * self.width)
-
-    @property
-    def held_columns(self) -> range:
-        """The columns held here."""
-        return self.flattened(self.columns.held)
 
 
 def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:

@@ -54,10 +54,7 @@ def is_shard(placement: Placement) -> bool:
 
 
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
-    """The group of ranks whose mesh coordinates differ from this rank's along ``axes`` only.
-
-    None if this rank is the only one. Creating a group is collective.
-    """
+    """The ranks whose mesh coordinates differ from this one's along ``axes`` only; collective."""
     if (coordinate := mesh.get_coordinate()) is None:
         raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
     return group_of_ranks(_ranks_along(mesh, tuple(coordinate), tuple(axes)))
@@ -90,8 +87,7 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
             f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
-            f"rank {dist.get_rank()} where {expected} was expected: shard uneven sizes as "
-            f"torch.chunk does."
+            f"rank {dist.get_rank()}, not {expected}: shard uneven sizes as torch.chunk does."
         )
     return shards
 
@@ -121,10 +117,7 @@ def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence
 
 
 def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int, ...]:
-    """Mesh axes that shard a dimension, in the order in which they do.
-
-    A _StridedShard comes after axes to its right: they have made ``split_factor`` shards already.
-    """
+    """Mesh axes that shard a dimension, in order: a _StridedShard after axes to its right."""
     order = []
     for axis, placement in enumerate(placements):
         if is_shard(placement) and getattr(placement, "dim", None) == dimension:
@@ -148,6 +141,25 @@ def _on_dimension(placement: Placement, dimension: int) -> Placement:
     return Shard(dimension)
 
 
+def from_local(
+    like: DTensor,
+    shard: Tensor,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor of a global shape and stride on the mesh of another, of which this is the shard."""
+    whole: DTensor = like.from_local(
+        shard,
+        like.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )
+    return whole
+
+
 def swapped(X: Tensor, dimension: int) -> Tensor:
     """A view of X in which ``dimension`` and the next one have changed places."""
     other = {dimension: dimension + 1, dimension + 1: dimension}
@@ -163,27 +175,16 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
     shape, stride = list(X.shape), list(X.stride())
     for sizes in (shape, stride):
         sizes[dimension], sizes[dimension + 1] = sizes[dimension + 1], sizes[dimension]
-    view: Tensor = X.from_local(
-        local(X).transpose(dimension, dimension + 1),
-        X.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
-    return view
+    return from_local(X, local(X).transpose(dimension, dimension + 1), placements, shape, stride)
 
 
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
-    """Placements for a state tensor of shape (*stack, d, ...) that is sharded as X is.
-
-    dimension: the dimension of X that is d in the state, if any; X's others are replicated there.
-    """
-    placements: list[Placement] = []
+    """Placements for a state (*stack, d, ...) sharded as X is, whose ``dimension`` is d if any."""
     if not is_dtensor(X):
-        return placements
+        return []
     from torch.distributed.tensor import Replicate
 
+    placements: list[Placement] = []
     for placement in X.placements:
         sharded = getattr(placement, "dim", None)
         if sharded is not None and sharded < stack_dims:
@@ -206,12 +207,6 @@ def zeros(
         for d, size in enumerate(shape)
     ]
     # Not torch's own zeros of DTensors, which lie on the mesh's device: X may be offloaded.
-    whole: Tensor = X.from_local(
-        torch.zeros(held, dtype=dtype, device=local(X).device),
-        X.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(tuple(shape), device="meta").stride(),
-    )
-    return whole
+    shard = torch.zeros(held, dtype=dtype, device=local(X).device)
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return from_local(X, shard, placements, shape, stride)

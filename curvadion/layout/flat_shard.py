@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,23 +36,13 @@ def declare_flat_shard(
 ) -> None:
     """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Every rank of ``group`` declares its own range, which may be empty. Together the ranges cover
-    the tensor exactly once; this is checked at the first step. All replicas hold the same ranges.
+    Elements count in row-major order. Every rank of ``group`` (None if all elements are here)
+    declares its own range, which may be empty. Together the ranges cover the tensor exactly once;
+    this is checked at the first step. All replicas hold the same ranges.
 
     The optimizer's state is sharded in the same way. Each rank saves and loads its own state_dict
-    with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it.
-
-    Args:
-        parameter: the flat shard.
-        shape: global shape of the tensor.
-        start: the first element held here, counted in row-major order.
-        stop: the one after the last.
-        group: the ranks that hold the other elements; None if all are here.
-
-    Raises:
-        TypeError: if the parameter is a DTensor, or the group is not a ProcessGroup.
-        ValueError: if the parameter is not 1-D, or if the range lies outside the tensor or has
-            another length than the parameter.
+    with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it. TypeError
+    for a DTensor and a group that is none; ValueError if shapes and range do not fit.
     """
     if is_dtensor(parameter):
         raise TypeError(
@@ -79,23 +69,16 @@ def flat_shard(parameter: Tensor) -> FlatShard | None:
 
 def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
     """State that tells this rank's flat shard from the others'; {} for other parameters."""
-    declared = flat_shard(parameter)
-    if declared is None:
+    if (declared := flat_shard(parameter)) is None:
         return {}
     # A tensor is the form that torch.distributed.checkpoint and FSDP1 change least.
     return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
 
 
-class FlatMatrix(NamedTuple):
-    """One matrix (m, n) of a flat shard's tensor: its first element, and those held here."""
-
-    first: int
-    shape: tuple[int, int]
-    view: FlatRange
-
-
-def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[FlatMatrix]:
-    """The matrices of the whole tensor, in the order of their elements."""
+def flat_matrices(
+    shard: FlatShard, options: Mapping[str, Any]
+) -> Iterator[tuple[int, tuple[int, int], FlatRange]]:
+    """In order, each matrix' first element, its shape (m, n), and what is held here of it."""
     stack_dims, input_first = options["stack_dims"], options["input_first"]
     row_blocks, shape = options["row_blocks"], shard.shape
     n = math.prod(shape[stack_dims + 1 :])
@@ -106,17 +89,16 @@ def flat_matrices(shard: FlatShard, options: Mapping[str, Any]) -> Iterator[Flat
     else:
         raise ValueError(
             f"row_blocks={row_blocks!r} with input_first=True splits a flat shard of shape {shape} "
-            f"along its last dimension. No block is then contiguous in a flat shard (ZeRO 1 to 3, "
-            f"FSDP1): leave row_blocks out, or use FSDP2, whose parameters are DTensors."
+            f"along its last dimension, where no block is contiguous: leave row_blocks out, or use "
+            f"FSDP2, whose parameters are DTensors."
         )
     sizes = sizes * math.prod(shape[:stack_dims])
     for first, size in zip(starts([size * n for size in sizes]), sizes, strict=True):
         inside = within(range(shard.start, shard.stop), first, size * n)
         offset = first + inside.start - shard.start if inside else 0
-        view = FlatRange(
-            *((inside.start, inside.stop) if inside else (0, 0)), n, offset, input_first
-        )
-        yield FlatMatrix(first, (n, size) if input_first else (size, n), view)
+        held = (inside.start, inside.stop) if inside else (0, 0)
+        view = FlatRange(*held, n, offset, input_first)
+        yield first, (n, size) if input_first else (size, n), view
 
 
 def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:

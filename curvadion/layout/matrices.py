@@ -13,12 +13,7 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
-from curvadion.layout.blocks import (
-    BlockedTensor,
-    blocked,
-    rank_of,
-    within,
-)
+from curvadion.layout.blocks import BlockedTensor, blocked, rank_of, within
 from curvadion.layout.dtensor import (
     DimensionShard,
     group_over,
@@ -52,12 +47,8 @@ class MatrixShard:
 def matrices_of(
     X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
 ) -> list[MatrixShard]:
-    """The matrices of a parameter, as far as this rank holds them; collective if it is sharded.
-
-    ValueError if the options, its group's, do not fit it, or no update is written for its sharding.
-    """
-    declared = flat_shard(X)
-    if declared is not None:
+    """The matrices of a parameter, as far as this rank holds them; collective if it is sharded."""
+    if (declared := flat_shard(X)) is not None:
         return list(_of_flat_shard(declared, X, options, replicas, unions))
     return list(_of_tensor(X, options, replicas, unions))
 
@@ -70,7 +61,7 @@ def _of_tensor(
     rows_group, rows_by_rank = _by_rank(matrices.X, dimension, matrices.rows)
     columns_group, columns_by_rank = _by_rank(matrices.X, dimension + 1, matrices.columns)
     flattened = tuple(map(matrices.flattened, columns_by_rank))
-    columns = Extent(matrices.held_columns, columns_group, by_rank=flattened)
+    columns = Extent(matrices.flattened(matrices.columns.held), columns_group, by_rank=flattened)
     mesh = X.device_mesh if is_dtensor(X) else None
     facts = tuple(matrices.X.shape), placements_of(matrices.X), mesh
     parts = _parts(matrices, dimension, unions.of([rows_group, columns_group]))
@@ -108,13 +99,11 @@ def _parts(
     held_rows = held_along(matrices.X, dimension, rows, along)
     held_columns = held_along(matrices.X, dimension + 1, columns, along)
     ranks = dist.get_process_group_ranks(shards)
+    flattened = [matrices.flattened(held_columns[rank]) for rank in ranks]
     return [
         [
-            (
-                within(held_rows[rank], block.start, block.size),
-                matrices.flattened(held_columns[rank]),
-            )
-            for rank in ranks
+            (within(held_rows[rank], block.start, block.size), columns)
+            for rank, columns in zip(ranks, flattened, strict=True)
         ]
         for block in matrices.blocks
     ]
@@ -155,14 +144,13 @@ def _flat_extent(
 
 def _layout(
     shape: tuple[int, int],
-    X_rows: Extent,
-    X_columns: Extent,
+    rows: Extent,
+    columns: Extent,
     replicas: Group | None,
     unions: Unions,
     parts: Sequence[tuple[range, range]],
 ) -> MatrixLayout:
-    """The layout of the oriented matrix; parts: X's rows and columns that each shard holds."""
-    rows, columns = X_rows, X_columns
+    """The layout of X's oriented matrix; rows, columns: X's; parts: those of each shard."""
     if shape[0] < shape[1]:
         rows, columns = columns, rows
         parts = [(held_columns, held_rows) for held_rows, held_columns in parts]

@@ -1,9 +1,8 @@
 """Which part of a matrix this rank holds, and which process groups hold the rest.
 
-A matrix is sharded in at most two ways, its rows over one group and its columns over another,
-and may be replicated over a third. Whatever decides a trajectory (orientation, rank, initial right
-factor, completing directions) follows from the GLOBAL shape and from global indices. So it does not
-depend on how the matrix is sharded.
+Its rows may be sharded over one group, its columns over another, and it may be replicated over a
+third. Whatever decides a trajectory (orientation, rank, initial right factor, completing
+directions) follows from the GLOBAL shape and from global indices, and not from the sharding.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from curvadion.comm.groups import Group
 
 # The factor of the orthonormal update of a matrix (m, n): of Dion (section 2), Muon and Moonlight
 # (arXiv 2502.16982).
@@ -27,24 +27,13 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """The rows (or columns) of a matrix that this rank holds.
+    """The rows (or columns) of a matrix that this rank holds; indices are global."""
 
-    Attributes:
-        indices: global indices held here, contiguous; may be empty.
-        group: the ranks among which the dimension is sharded; None if all of it is here.
-        shared: global indices of the rows that several ranks of the group hold in part, ascending.
-            Shards that begin in the middle of a row (ZeRO, FSDP1) have such rows.
-        borrowed: whether the first row held here is shared and begins on another rank. Sums over
-            the group count the row on that rank.
-        by_rank: of columns, the indices that each rank of the group holds, by its rank in the
-            group; () without a group. Of rows nobody asks for them.
-    """
-
-    indices: range
-    group: dist.ProcessGroup | None = None
-    shared: tuple[int, ...] = ()
-    borrowed: bool = False
-    by_rank: tuple[range, ...] = ()
+    indices: range  # held here; may be empty
+    group: Group | None = None  # over which the dimension is sharded; None if it is not
+    shared: tuple[int, ...] = ()  # rows that several ranks hold in part (ZeRO, FSDP1), ascending
+    borrowed: bool = False  # the first row here begins on another rank, where sums count it
+    by_rank: tuple[range, ...] = ()  # the columns of each rank of the group; () without one
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -64,28 +53,20 @@ class Extent:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """Orientation and sharding of one matrix.
+    """Orientation and sharding of a matrix; B, the ORIENTED one, is (max(m, n), min(m, n)).
 
-    Attributes:
-        shape: global shape (m, n), output features first.
-        rows, columns: of the ORIENTED matrix B, which is the matrix or its transpose and has the
-            global shape (max(m, n), min(m, n)).
-        replicas: the ranks that hold the same shard in other replicas; None for one replica.
-        rows_and_replicas, columns_and_replicas: the unions of these groups. Over a union, one
-            collective takes the sum over shards and the mean over replicas. Must be given where
-            both groups exist, and so must ``shards``.
-        shards: the ranks that hold the shards of this replica's matrix; None if it is whole.
-        parts: the rows and columns of B that each rank of ``shards`` holds, in whole or in part.
+    Over a union of groups, one collective takes the sum over shards and the mean over replicas.
     """
 
-    shape: tuple[int, int]
-    rows: Extent
-    columns: Extent
-    replicas: dist.ProcessGroup | None = None
-    rows_and_replicas: dist.ProcessGroup | None = None
-    columns_and_replicas: dist.ProcessGroup | None = None
-    shards: dist.ProcessGroup | None = None
-    parts: tuple[tuple[range, range], ...] = ()
+    shape: tuple[int, int]  # the global (m, n), output features first
+    rows: Extent  # of B
+    columns: Extent  # of B
+    replicas: Group | None = None  # ranks with the same shard; None for one replica
+    # Unions of these groups, to be given where both exist.
+    rows_and_replicas: Group | None = None
+    columns_and_replicas: Group | None = None
+    shards: Group | None = None  # over which this replica's matrix is sharded
+    parts: tuple[tuple[range, range], ...] = ()  # rows and columns of B that each of these holds
 
     def __post_init__(self) -> None:
         rows, columns = self.rows.group, self.columns.group
@@ -98,9 +79,7 @@ class MatrixLayout:
                 object.__setattr__(self, name, one or other)
 
     @classmethod
-    def whole(
-        cls, shape: tuple[int, int], replicas: dist.ProcessGroup | None = None
-    ) -> MatrixLayout:
+    def whole(cls, shape: tuple[int, int], replicas: Group | None = None) -> MatrixLayout:
         """The layout of a matrix that every replica holds unsharded."""
         return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))), replicas)
 
@@ -133,15 +112,11 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class Block:
-    """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...).
+    """Whole rows of one matrix in a local tensor of shape (*stack, rows, ...)."""
 
-    stack: index into the leading dimensions, which enumerate matrices. rows: the block's rows in
-    the local tensor. input_first: whether the tensor holds the transpose of each matrix.
-    """
-
-    stack: tuple[int, ...]
-    rows: slice
-    input_first: bool = False
+    stack: tuple[int, ...]  # index into the leading dimensions, which enumerate matrices
+    rows: slice  # in the local tensor
+    input_first: bool = False  # whether the tensor holds the transpose of each matrix
 
     is_view = True
 
@@ -164,17 +139,14 @@ class Block:
 class FlatRange:
     """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor.
 
-    This rank may hold only a part of the first and of the last row. :meth:`read` fills these rows
-    up with zeros; a product with such a shard is this rank's summand of the whole product.
-
-    columns: n. input_first: whether the tensor holds transposes; shards are of the matrix itself.
+    :meth:`read` fills up rows held in part with zeros: a product is this rank's summand of it.
     """
 
     start: int
     stop: int
-    columns: int
+    columns: int  # n
     offset: int = 0
-    input_first: bool = False
+    input_first: bool = False  # whether the tensor holds transposes
 
     @property
     def rows(self) -> range:

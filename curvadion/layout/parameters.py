@@ -15,6 +15,7 @@ from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
 from curvadion.layout.dtensor import (
     dimension_shards,
+    from_local,
     group_over,
     held_along,
     is_dtensor,
@@ -35,13 +36,8 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shard_sizes(X: Tensor) -> list[int]:
-    """Numbers in each shard of the parameter, the same on all ranks.
-
-    A rank knows where its own flat shard ends, and no other's. So the worst is assumed: one shard
-    holds nearly all numbers, and each other shard one.
-    """
-    declared = flat_shard(X)
-    if declared is not None:
+    """Numbers in each shard, the same on all ranks: of flat shards, one has nearly all at worst."""
+    if (declared := flat_shard(X)) is not None:
         numbers = math.prod(declared.shape)
         small = max(min(group_size(declared.group), numbers) - 1, 0)
         return [numbers - small, *[1] * small]
@@ -56,12 +52,11 @@ def shard_sizes(X: Tensor) -> list[int]:
 
 def groups_of(X: Tensor) -> list[Group]:
     """The groups over which the parameter is sharded, one per sharded dimension."""
-    declared = flat_shard(X)
-    if declared is not None:
+    if (declared := flat_shard(X)) is not None:
         return [declared.group] if declared.group is not None else []
     if not is_dtensor(X):
         return []
-    groups = [group_over(X.device_mesh, d.axes) for d in dimension_shards(X)]
+    groups = (group_over(X.device_mesh, d.axes) for d in dimension_shards(X))
     return [group for group in groups if group is not None]
 
 
@@ -74,8 +69,7 @@ def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
         if len(members.intersection(dist.get_process_group_ranks(group))) > 1:
             raise ValueError(
                 f"replicas is the process group of ranks {sorted(members)}, over which {name} of "
-                f"shape {global_shape(X)} is sharded: pass the group that replicates it, such as "
-                f"mesh['replicate'], or None."
+                f"shape {global_shape(X)} is sharded: pass mesh['replicate'], or None."
             )
 
 
@@ -90,15 +84,8 @@ def check_placements(X: Tensor, name: str) -> None:
 
 
 def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
-    """Give every gradient the placements of its parameter; collective where one has others.
-
-    Backward gives some gradients of tensor-parallel models other placements. Gradients of norms
-    under sequence parallelism are partial sums (Partial) that still have to be added up, and the
-    gradient of a sharded embedding may be whole. ``DTensor.redistribute`` brings them in place.
-
-    A gradient whose partial sums lie on the replicas themselves becomes this replica's own
-    gradient, which is its partial sum times the number of replicas. That takes no collective.
-    """
+    """Give every gradient the placements of its parameter; collective where one has others."""
+    # Such as norms' under sequence parallelism, which are partial sums.
     for X in parameters:
         gradient = X.grad
         if is_dtensor(gradient) and is_dtensor(X) and gradient.placements != X.placements:
@@ -108,26 +95,16 @@ def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | 
 
 
 def _own(gradient: DTensor, replicas: dist.ProcessGroup | None) -> DTensor:
-    """The gradient, with partial sums on the replicas replaced by this replica's own gradient.
-
-    The sum of these partial sums would be the mean of the replicas' own gradients.
-    """
+    """The gradient, with partial sums over the replicas replaced by this replica's own gradient."""
     from torch.distributed.tensor import Partial, Replicate
 
-    mesh, placements = gradient.device_mesh, list(gradient.placements)
+    placements = list(gradient.placements)
     for axis, placement in enumerate(gradient.placements):
         if type(placement) is Partial and placement.reduce_op == "sum" and replicas is not None:
-            along = dist.get_process_group_ranks(mesh.get_group(axis))
+            along = dist.get_process_group_ranks(gradient.device_mesh.get_group(axis))
             if set(along) == set(dist.get_process_group_ranks(replicas)):
                 placements[axis] = Replicate()
     if placements == list(gradient.placements):
         return gradient
-    own: DTensor = gradient.from_local(
-        local(gradient) * group_size(replicas),
-        mesh,
-        placements,
-        run_check=False,
-        shape=gradient.shape,
-        stride=gradient.stride(),
-    )
-    return own
+    shard = local(gradient) * group_size(replicas)
+    return from_local(gradient, shard, placements, gradient.shape, gradient.stride())

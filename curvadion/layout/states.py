@@ -1,10 +1,9 @@
 """States of a parameter's matrices, sharded as they are: right factors, squares, one number each.
 
-An n x n square for each oriented matrix (m x n) is sharded evenly over the matrix' ranks. The
-squares of a parameter lie flat, one after the other. Of a whole tensor or a DTensor they are a
-state of shape (*stack dimensions, N), N the sum of n^2 over the row blocks: stack dimensions are
-sharded as the parameter's are, and N over all ranks of the matrices. Of a flat shard they are the
-numbers that this rank holds of N, the sum of n^2 over the tensor's matrices.
+The n x n squares of a parameter's oriented matrices (m x n) lie flat, one after the other. Of a
+whole tensor or a DTensor they are a state of shape (*stack dimensions, N), N the sum of n^2 over
+the row blocks: stack dimensions are sharded as the parameter's are, and N evenly over all ranks of
+the matrices. Of a flat shard they are what this rank holds of N, the sum over all matrices.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ class QSlot:
 class QSlots:
     """Where the right factors of a parameter's row blocks lie in its state.
 
-    Q's of upright blocks, whose rows are the parameter's columns, stand side by side in one tensor
-    (n, sum of ranks). Q's of transposed blocks, whose rows are the block's, stand below each other
-    in a tensor (m, largest rank), sharded as the parameter's rows are. Both can be DTensors.
+    Those of upright blocks stand side by side, (n, sum of ranks); those of transposed ones below
+    each other, (m, largest rank), sharded as the parameter's rows are. Both can be DTensors.
     """
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
@@ -115,19 +113,17 @@ def create_right_factors(
 ) -> dict[str, Tensor]:
     """The state tensors that hold right factors, by key, filled with the initial Q's."""
     if (shard := flat_shard(X)) is not None:
-        return {
-            key: whole.initial_q(rank_of(whole, options))[held.start : held.stop].to(
-                device=X.device,
-                dtype=dtype,
-                copy=True,  # not a view that keeps all of Q alive
-            )
-            for key, whole, held in _flat_right_factors(shard, options)
-        }
+        found = {}
+        for key, whole, held in _flat_right_factors(shard, options):
+            initial = whole.initial_q(rank_of(whole, options))[held.start : held.stop]
+            # Not a view, which would keep all of Q alive.
+            found[key] = initial.to(device=X.device, dtype=dtype, copy=True)
+        return found
     matrices, slots = blocked(X, options), QSlots(X, options)
     tensors = {key: zeros(X, *form, dtype) for key, form in slots.forms().items()}
     for b, (block, layout) in enumerate(zip(matrices.blocks, slots.layouts, strict=True)):
         slot = slots.of(b, (slice(None),) * options["stack_dims"], block.local)
-        held = block.held if layout.transposed else matrices.held_columns
+        held = block.held if layout.transposed else matrices.flattened(matrices.columns.held)
         initial = layout.initial_q(slots.ranks[b])[held.start : held.stop]
         # All matrices of a stack have the same shape, and so the same initial Q.
         local(tensors[slot.key])[slot.index].copy_(initial)
@@ -137,12 +133,9 @@ def create_right_factors(
 def resize_right_factors(
     X: Tensor, saved: Mapping[str, Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Right factors for other rank options: the first columns are kept, new ones are initial.
-
-    The first columns of Q are the ones to keep. P is orthonormalised column by column, so the first
-    k columns alone are a power iteration of rank k on the largest singular values. saved: the state
-    tensors under the options ``before``, which differ in the keys of ranks only.
-    """
+    """Right factors for other rank options: the first columns are kept, new ones are initial."""
+    # P is orthonormalised column by column, so the first k columns alone are a power iteration of
+    # rank k on the largest singular values.
     tensors = create_right_factors(X, after, next(iter(saved.values())).dtype)
     if flat_shard(X) is not None:
         for key, tensor in tensors.items():
@@ -194,10 +187,7 @@ def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Seque
 def squares_held(
     X: Tensor, squares: Tensor, sides: Sequence[int]
 ) -> Iterator[tuple[Tensor, slice]]:
-    """For each matrix, what this rank holds of its square: a view, and where it is in the flat one.
-
-    sides: n of the matrices that are held here, in their order.
-    """
+    """For each matrix of side n held here: a view of its square's part, and the part's place."""
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
@@ -220,10 +210,9 @@ def _held_of_flat(shard: FlatShard, total: int) -> range:
 
 
 def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """A zero for each matrix: shape (*stack dimensions, row blocks), without row blocks of one.
+    """A zero for each matrix: (*stack dimensions, row blocks if several), float32 or wider.
 
-    For a flat shard the shape is (matrices,), or () for one matrix. float32 or wider; sharded as
-    the parameter's stack dimensions are.
+    For a flat shard the shape is (matrices,), or () for one matrix.
     """
     dtype = torch.promote_types(X.dtype, torch.float32)
     if (shard := flat_shard(X)) is not None:

@@ -15,33 +15,28 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
-        step: number of the step, counted from 1; skipped steps count.
-        gate_open: whether replicas synchronised.
         reason: why the gate opened ("threshold", "period", "always", "warm-up", "longest local
             run", or what a user's gate says), "closed", or "non-finite gradient".
         rmmc: the gate's largest signal over all matrices and replicas: the relative maximum
             momentum change (arXiv 2512.13728). None if the gate reads no momentum, or at a skip.
-        rmmc_parameter: name of the parameter with this signal.
-        local_steps: local steps since the replicas last synchronised, including this one.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where
             replicas hear each other before the step, any replica's. On a GPU the host does not wait
             for that where no other replica does: then, whether it skipped the step before.
         wire_bytes: payload in bytes of all collectives of this process since the last report, the
             optimizer's and others'. None if no WireMeter is active.
-        wire_bytes_by_ranks: the same by the ranks that shared them, as {"0-7": 1024, "0, 8": 16}.
-        waited_seconds: how long the step waited for an exchange beside the training that was late
-            (QuantizedAverage with a delay). Other exchanges do not count.
+        waited_seconds: how long the step waited for a late exchange of a sync with a delay.
     """
 
-    step: int
-    gate_open: bool
+    step: int  # counted from 1; skipped steps count
+    gate_open: bool  # whether replicas synchronised
     reason: str
     rmmc: float | None
-    rmmc_parameter: str | None
-    local_steps: int
+    rmmc_parameter: str | None  # the name of the parameter with this signal
+    local_steps: int  # since the replicas last synchronised, including this one
     skipped: bool
     wire_bytes: int | None
     waited_seconds: float = 0.0
+    # The same by the ranks that shared them, as {"0-7": 1024, "0, 8": 16}.
     wire_bytes_by_ranks: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,23 +51,14 @@ class StepReport:
 
 @dataclass
 class Summary:
-    """Running totals over reports; a few numbers, however long the training runs.
+    """Running totals over reports; a few numbers, however long the training runs."""
 
-    Attributes:
-        steps: how many reports were added; skipped steps count.
-        open_steps: steps at which replicas synchronised.
-        skipped_steps: steps that this replica skipped for a non-finite gradient.
-        wire_bytes: payload in bytes, as far as a WireMeter was active.
-        longest_local_run: the most local steps in a row.
-        waited_seconds: how long steps waited for late exchanges; 0 without a delay.
-    """
-
-    steps: int = 0
-    open_steps: int = 0
-    skipped_steps: int = 0
-    wire_bytes: int = 0
-    longest_local_run: int = 0
-    waited_seconds: float = 0.0
+    steps: int = 0  # reports added; skipped steps count
+    open_steps: int = 0  # at which replicas synchronised
+    skipped_steps: int = 0  # for a non-finite gradient
+    wire_bytes: int = 0  # payload, as far as a WireMeter was active
+    longest_local_run: int = 0  # the most local steps in a row
+    waited_seconds: float = 0.0  # for late exchanges; 0 without a delay
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -88,11 +74,7 @@ class Summary:
         return self.open_steps / self.steps if self.steps else 0.0
 
     def scalars(self, last: StepReport) -> dict[str, float]:
-        """What a framework's log gets of several steps; numbers that are not finite are left out.
-
-        Of all steps, ``wire_bytes`` (the mean of a step), ``open_gate_share``, ``skipped_steps``
-        and ``waited_seconds``; of the last, ``rmmc`` and ``local_steps``.
-        """
+        """What a log gets, if finite: the mean ``wire_bytes`` of a step, and the last ``rmmc``."""
         return _finite(
             {
                 "wire_bytes": self.wire_bytes / self.steps if self.steps else 0.0,
@@ -119,8 +101,5 @@ def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
 
 
 def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if value is not None and math.isfinite(value)
-    }
+    known = {name: float(value) for name, value in values.items() if value is not None}
+    return {name: value for name, value in known.items() if math.isfinite(value)}

@@ -4,8 +4,8 @@ Every ``torch.distributed`` collective, called from Python or from C++ (DDP's re
 functional collectives), reaches its backend through a dispatcher operator such as
 ``c10d::allreduce_``. While a meter is active, these operators count each call and pass it on.
 
-A meter does not see what bypasses process groups: a backend called directly, symmetric memory, the
-store, and what an interface sends beside payloads (benchmarks/headers.py measures it).
+A meter does not see what bypasses process groups (a backend called directly, symmetric memory, the
+store), nor what an interface sends beside payloads (benchmarks/headers.py measures it).
 """
 
 from __future__ import annotations
@@ -46,11 +46,9 @@ class WireCount:
 class WireMeter:
     """Context manager that counts what this process communicates, by group and collective.
 
-    The payload is the logical message of a call; it does not depend on the algorithm that moves
-    it. The bytes sent are a rank's share of the least traffic with which n ranks can do the call; a
-    ring achieves that. Compare payloads between calls of one kind, and bytes sent between calls of
-    different kinds: an all-reduce moves as much as a reduce-scatter and an all-gather of the same
-    tensor together.
+    The payload is the logical message of a call, whichever algorithm moves it. The bytes sent are a
+    rank's share of the least traffic with which n ranks can do the call, as a ring does. Compare
+    payloads between calls of one kind, and bytes sent between calls of different kinds.
 
     ==================  ===================================================  ===================
     collective          payload                                              sent, of the payload
@@ -69,13 +67,9 @@ class WireMeter:
     call with the sum of its tensors. A call that raises is not counted.
 
     Meters nest, and each one counts everything while it is active. They can be left in any order
-    and entered again; then they go on counting. Counting is thread-safe. Enter the first meter only
-    while no thread of your own is inside a collective, because this replaces kernels, for good.
-
-    Raises:
-        RuntimeError: on entering a meter that is already active.
-
-    Example::
+    and entered again; then they go on counting. Entering an active one is a RuntimeError. Counting
+    is thread-safe. Enter the first meter only while no thread of your own is inside a collective,
+    because this replaces kernels, for good::
 
         with WireMeter() as meter:
             train_step()
@@ -135,10 +129,9 @@ class WireMeter:
         return {name: count.calls for name, count in self._by_collective().items()}
 
     def between(self, replica_size: int) -> WireCount:
-        """The count of groups with ranks of several replicas, which are so many ranks in a row.
+        """The count of groups, also destroyed ones, with ranks of several replicas.
 
-        Groups that were destroyed since are counted too. TypeError or ValueError if replica_size is
-        no integer of at least 1.
+        Replicas are so many ranks in a row; TypeError or ValueError if that is no positive integer.
         """
         checks.integer("replica_size", replica_size, 1)
         ranks = _ranks_by_group()
@@ -180,10 +173,7 @@ class Reading:
             self._before = dict(_counted)
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last reading by the ranks that shared them; None without a meter.
-
-        Ranks are named as "0, 8", "0-7" or "0-56 by 8"; of a destroyed group by the group's name.
-        """
+        """Payload bytes since the last reading, by ranks as :func:`_named`; None without a meter."""
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)
         if not metered:
@@ -197,6 +187,7 @@ class Reading:
 
 
 def _named(ranks: list[int]) -> str:
+    """As "0, 8", "0-7" or "0-56 by 8"."""
     strides = {b - a for a, b in pairwise(ranks)}
     if len(ranks) <= 2 or len(strides) > 1:
         return ", ".join(map(str, ranks))
@@ -234,10 +225,10 @@ class _Operator(NamedTuple):
         """Bytes that a rank must send for a payload in bytes, on average over the group."""
         if self.collective == "send":
             return payload
-        others = (group_size - 1) / group_size
+        others = payload * (group_size - 1) / group_size
         if self.times_group_size:
-            return payload * others / group_size
-        return payload * others * (2 if self.collective == "all_reduce" else 1)
+            return others / group_size
+        return others * (2 if self.collective == "all_reduce" else 1)
 
 
 _OPERATORS = {

@@ -28,17 +28,10 @@ _forced: str | None = None
 
 
 class use_backend:
-    """Force a backend from now on, or inside a ``with`` block only.
+    """Force a backend, from now on or, as in ``with use_backend("cpu"):``, inside a block only.
 
-        curvadion.ops.use_backend("torch")
-        with curvadion.ops.use_backend("cpu"): ...
-
-    Args:
-        name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again.
-
-    Raises:
-        ValueError: if there is no backend of this name.
-        RuntimeError: if the backend is not available; the message says what it lacks.
+    name: "torch", "cpu", "cuda" or "triton"; None lets the device decide again. ValueError for
+    another name; RuntimeError if the backend is not available: the message says what it lacks.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -59,9 +52,8 @@ class use_backend:
 def backend_for(device: torch.device) -> str:
     """The backend for tensors on ``device``.
 
-    Raises:
-        ValueError: if the forced backend (CURVADION_BACKEND or :class:`use_backend`) is unknown.
-        RuntimeError: if it is not available, or does not take tensors on this device.
+    Of a forced one (CURVADION_BACKEND or :class:`use_backend`): ValueError if it is unknown,
+    RuntimeError if it is not available or does not take tensors on this device.
     """
     name = _forced or os.environ.get("CURVADION_BACKEND")
     if not name:
@@ -78,8 +70,7 @@ def backend_for(device: torch.device) -> str:
 def _check_available(name: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r} must be one of {tuple(BACKENDS)}")
-    lacks = lacking(name)
-    if lacks is not None:
+    if (lacks := lacking(name)) is not None:
         raise RuntimeError(f"backend {name!r} is forced but not available: {lacks}")
 
 
@@ -117,8 +108,7 @@ def _automatic(device_type: str) -> str:
     candidates = {"cpu": ["cpu"], "cuda": [] if torch.version.hip else ["triton", "cuda"]}
     reasons = []
     for name in candidates.get(device_type, []):
-        lacks = lacking(name)
-        if lacks is None:
+        if (lacks := lacking(name)) is None:
             return name
         reasons.append(f"{name}: {lacks}")
     if reasons:
@@ -129,10 +119,7 @@ def _automatic(device_type: str) -> str:
 
 
 def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = ()) -> Any:
-    """What a backend makes of these arguments: its result, or True for none.
-
-    None if plain PyTorch has to do it. writes: the arguments that the operation changes.
-    """
+    """A backend's result, or True for none; None if plain PyTorch has to do it."""
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():
         return None
@@ -146,7 +133,7 @@ def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = (
     except Unsupported:
         return None
     if not first.is_inference():
-        for written in writes:
+        for written in writes:  # the arguments that the operation changes
             # Autograd must notice if a weight changes between forward and backward.
             torch.autograd.graph.increment_version(written)
     return True if result is None else result

@@ -74,10 +74,8 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 @lru_cache
 def levels(bits: int) -> Tensor:
-    """The 2^bits levels that represent a standard normal number with the least mean square error.
-
-    (2^bits,) float32, ascending (Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982).
-    """
+    """Levels of least mean square error for a normal number, (2^bits,) float32, ascending."""
+    # Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982.
     if bits not in BITS:
         raise ValueError(f"bits={bits!r} must be one of {BITS}")
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)

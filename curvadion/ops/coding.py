@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.codes import (
-    BLOCK,
-    PLANE_BYTES,
-    block_bytes,
-    blocks_of,
-    constants,
-    part,
-    rows_of,
-)
+from curvadion.ops.codes import BLOCK, PLANE_BYTES, block_bytes, blocks_of, constants, part, rows_of
 
 Lists = Sequence[Tensor]
 CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
@@ -44,10 +36,8 @@ def encode_difference_(
     codes: (rows, block_bytes(bits)) uint8, the rows of each tensor of X after those of the one
     before it. X: tensors. anchors: float32 or wider, and residuals: of X's shapes; () stands for
     zeros, and without residuals what codes lose is dropped. bits: of a code, one of ``codes.BITS``.
-    owned: (k, 256) float32, gets z of k rows from row ``first`` on; None for none.
-
-    Raises:
-        ValueError: if codes have another shape or dtype.
+    owned: (k, 256) float32, gets z of k rows from row ``first`` on; None for none. ValueError if
+    codes have another shape or dtype.
     """
     _check(codes, bits, X)
     owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
@@ -135,10 +125,8 @@ def _chunks(rows: slice) -> Iterator[tuple[slice, slice]]:
         yield chunk, slice((start - rows.start) * BLOCK, (chunk.stop - rows.start) * BLOCK)
 
 
-# ---------------------------------------------------------------- blocks, (k, 256) float32
-
-
 def _encode(x: Tensor, bits: int) -> Tensor:
+    """The rows of codes of blocks, (k, 256) float32."""
     signs, midpoints, _ = constants(bits, x.device)
     y = _hadamard(x * signs)
     up, down = _powers(y)
@@ -164,10 +152,7 @@ def _hadamard(y: Tensor) -> Tensor:
 
 
 def _powers(y: Tensor) -> tuple[Tensor, Tensor]:
-    """The powers of two up and down, (k, 1), from the exponent of the largest number.
-
-    Both are normal: blocks of subnormal numbers stay below 1.
-    """
+    """The powers of two up and down, (k, 1); both are normal: subnormal blocks stay below 1."""
     largest = (y.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True)
     exponent = (largest >> 23).clamp(1, 253)
     return ((254 - exponent) << 23).view(torch.float32), (exponent << 23).view(torch.float32)

@@ -1,8 +1,7 @@
 """Momentum, norms and the local step on NVIDIA GPUs, in CUDA C++ (csrc/cuda).
 
-:mod:`curvadion.ops.operations` documents what each one computes. The addresses of a list are kernel
-parameters, so nothing is copied to the device and CUDA graphs can capture the launches. The
-operations raise Unsupported for what only plain PyTorch takes.
+The addresses of a list are kernel parameters, so nothing is copied to the device and CUDA graphs
+can capture the launches. Operations raise Unsupported for what only plain PyTorch takes.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def local_step_(
         code = load().curvadion_cuda_local_step(
             len(X), *counted(x), *addressed(g), *kept, floats(step), floats(decay),
             floats(mu) if M else None, noise, None if moves is None else moves.data_ptr(),
-            device.index,
-            torch.cuda.current_stream(device).cuda_stream,
+            device.index, torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
     _check(code)
 

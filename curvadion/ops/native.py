@@ -110,9 +110,6 @@ def _path_with_ninja() -> Iterator[None]:
         os.environ["PATH"] = before
 
 
-# ---------------------------------------------------------------- arguments of C functions
-
-
 def declare(library: ctypes.CDLL, signatures: Mapping[str, list[Any]], result: Any) -> ctypes.CDLL:
     """Declare the argument types of a library's functions, and their common result type."""
     for name, types in signatures.items():

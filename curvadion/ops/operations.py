@@ -1,10 +1,9 @@
 """The fused operations of an optimizer step, each with its plain PyTorch.
 
-Each one works on lists of tensors, which may differ in size and alignment. Data may be bfloat16,
-float32 or float64. Sums are taken in float32 or wider, and sums of squares in float64. What changes
-weights or momenta heeds :func:`curvadion.ops.only_if`. Plain PyTorch runs on any device and takes
-any floating dtype, any strides, and learning rates that are tensors: it does what backends cannot,
-and is their reference.
+Each one works on lists of tensors, which may differ in size and alignment. Sums are taken in
+float32 or wider, and sums of squares in float64. What changes weights or momenta heeds
+:func:`curvadion.ops.only_if`. Plain PyTorch, the reference, runs on any device and takes any
+floating dtype, any strides, and learning rates that are tensors.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def norms(X: Lists) -> Tensor:
 def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     """Frobenius norms of mu M + G, rounded to M's dtype: (len(M),), float32 or wider.
 
-    M: momenta. G: gradients, of the same shapes. mu: a number per tensor. This writes nothing, so
-    that a step that is skipped for a norm leaves nothing to undo.
+    M: momenta. G: gradients, of the same shapes. mu: a number per tensor.
     """
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
@@ -86,27 +84,16 @@ def local_step_(
     ):
         return
     with put_back(X):
-        _local_step_(X, G, step, decay, seeds)
-    if M:
-        accumulate_(M, G, mu)
-
-
-def _local_step_(
-    X: Lists,
-    G: Lists,
-    step: NumbersOrTensors,
-    decay: NumbersOrTensors,
-    seeds: Sequence[int] | None,
-) -> None:
-    for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
-        wide = _wide(x)
-        if wide is x:
-            if isinstance(eta, Tensor):
+        for t, (x, g, eta, beta) in enumerate(zip(X, G, step, decay, strict=True)):
+            wide = _wide(x)
+            if wide is not x:
+                _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
+            elif isinstance(eta, Tensor):
                 x.mul_(beta).sub_(g.to(x.dtype) * eta)
             else:
                 x.mul_(beta).sub_(g.to(x.dtype), alpha=eta)
-        else:
-            _write(x, wide * beta - g.to(wide.dtype) * eta, None if seeds is None else seeds[t])
+    if M:
+        accumulate_(M, G, mu)
 
 
 def column_sum_of_squares(R: Tensor) -> Tensor:
@@ -249,11 +236,7 @@ def memory_offsets(x: Tensor) -> Tensor:
 
 
 def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
-    """Round to bfloat16, up or down at random; the mean over seeds is the value.
-
-    The direction depends on the seed and the offset alone, so replicas that hold the same value
-    round it to the same bits.
-    """
+    """Round to bfloat16, up or down as seed and offset say; the mean over seeds is the value."""
     noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
     bits = value.float().view(torch.int32).long()
     rounded = ((bits + noise) & 0xFFFF0000).to(torch.int32).view(torch.float32)

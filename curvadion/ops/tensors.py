@@ -48,17 +48,16 @@ def check_supported(*lists: Sequence[Tensor]) -> None:
 def elementwise(
     written: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]] = ()
 ) -> list[Sequence[Tensor]]:
-    """Lists of equal shapes as a compiled elementwise operation takes them: with equal strides.
-
-    A tensor that is only read and has others is replaced by a copy. (Autograd rarely makes such
-    gradients.) Raises Unsupported for dtypes, devices, gaps, and other strides of what is written.
-    """
+    """Lists of equal shapes with equal strides, by copies of what is only read; or Unsupported."""
     check_supported(*written, *read)
     first = written[0]
     for x, *others in zip(*written, strict=True):
         if not _dense(x) or any((y.shape, y.stride()) != (x.shape, x.stride()) for y in others):
             raise Unsupported
-    return [*written, *(_with_strides_of(first, list_) for list_ in read)]
+    return [
+        *written,
+        *([_with_strides_of(x, y) for x, y in zip(first, list_, strict=True)] for list_ in read),
+    ]
 
 
 def _dense(x: Tensor) -> bool:
@@ -66,10 +65,6 @@ def _dense(x: Tensor) -> bool:
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def _with_strides_of(X: Sequence[Tensor], Y: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        y
-        if (y.shape, y.stride()) == (x.shape, x.stride())
-        else torch.empty_like(x, dtype=y.dtype).copy_(y)
-        for x, y in zip(X, Y, strict=True)
-    ]
+def _with_strides_of(x: Tensor, y: Tensor) -> Tensor:
+    same = (y.shape, y.stride()) == (x.shape, x.stride())
+    return y if same else torch.empty_like(x, dtype=y.dtype).copy_(y)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from curvadion import checks
 from curvadion.comm.background import Exchange
 from curvadion.comm.collectives import group_size
-from curvadion.comm.replicas import ReplicaGroup, Replicas
+from curvadion.comm.groups import ReplicaGroup, Replicas
 from curvadion.gates import AlwaysOpen, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.replicas import Replica
+from curvadion.comm.groups import Replica
 from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.layout.flat_shard import FLAT_SHARD_START, flat_shard
 from curvadion.layout.parameters import global_shape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvadion import checks
 from curvadion.comm.collectives import explain_lost_ranks
-from curvadion.comm.replicas import Replicas
+from curvadion.comm.groups import Replicas
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate
 from curvadion.optim.base import Params, check_costs, check_kinds
 from curvadion.optim.dion import Dion, DirectionName

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from curvadion.comm.replicas import Replicas
+from curvadion.comm.groups import Replicas
 from curvadion.gates import AlwaysOpen
 from curvadion.optim.base import Params
 from curvadion.optim.outer import ReplicaOptimizer

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from curvadion import checks
-from curvadion.comm.replicas import Replica
+from curvadion.comm.groups import Replica
 from curvadion.gates import Gate
 from curvadion.sync.base import Sync
 from curvadion.update.hyperparameters import RECORD

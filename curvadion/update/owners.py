@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import all_to_all, begin_all_to_all
+from curvadion.comm.collectives import all_to_all
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 
@@ -46,7 +46,7 @@ class Owners:
         to = [[B[runs[r]] for B, runs in zip(packed, self._runs, strict=True)] for r in ranks]
         shapes = [self._shapes(owner=self._group.rank(), holder=rank) for rank in ranks]
         kinds = [B.new_empty(0) for B in shards]
-        end = begin_all_to_all(to, shapes, self._group, kinds[0].to(dtype))
+        end = all_to_all(to, shapes, self._group, kinds[0].to(dtype))
 
         def whole() -> list[Tensor]:
             each = zip(zip(*end(), strict=True), kinds, self._layouts, strict=True)
@@ -72,7 +72,7 @@ class Owners:
         for rank in ranks:
             held = self._shapes(owner=rank, holder=self._group.rank())
             shapes.append([*held, *((k * w,) for (k, *_), w in zip(held, wider, strict=True))])
-        received = all_to_all(to, shapes, self._group, whole[0].new_empty(0, dtype=dtype))
+        received = all_to_all(to, shapes, self._group, whole[0].new_empty(0, dtype=dtype))()
         joined = [torch.cat(blocks) for blocks in zip(*received, strict=True)]
         shards = [U.to(W.dtype) for U, W in zip(joined, whole, strict=False)]
         return shards, [b.view(n.dtype) for b, n in zip(joined[len(whole) :], numbers, strict=True)]

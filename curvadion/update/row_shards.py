@@ -70,9 +70,8 @@ def _exchanged(
                 received.append((len(B), len(rows), len(width)))
             to.append(sent)
             shapes.append(received)
-        for i, *blocks in zip(
-            chosen, *all_to_all(to, shapes, group, stacks[chosen[0]]), strict=True
-        ):
+        received_by_rank = all_to_all(to, shapes, group, stacks[chosen[0]])()
+        for i, *blocks in zip(chosen, *received_by_rank, strict=True):
             yield i, blocks
 
 

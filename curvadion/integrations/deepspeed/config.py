@@ -122,10 +122,7 @@ def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> li
 
 
 def declare_shapes(module: nn.Module) -> None:
-    """Say what the parameters of a model built under ``deepspeed.zero.Init`` are shards of.
-
-    They look empty; ``curvadion.param_groups`` then knows their shapes. A JSON needs no such call.
-    """
+    """Tell ``curvadion.param_groups`` the shapes of a model built under ``deepspeed.zero.Init``."""
     for p in module.parameters():
         shape = getattr(p, "ds_shape", None)
         if shape is not None and p.shape != shape:
@@ -149,6 +146,6 @@ def check_replicas(engine: Any, optimizer: Dion) -> None:
     if between is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
             f"local_step={local_step!r} and sync={optimizer.sync!r} with {where}: one replica is "
-            f"sharded over all ranks, so nothing drifts. Give neither codes nor a budget, and "
+            f"sharded over all ranks, so nothing drifts. Give no codes, no budget and "
             f"local_step='gradient', or divide the ranks by optimizer.params.{REPLICA_SIZE}."
         )

@@ -2,7 +2,7 @@
 
 DeepSpeed tells the ranks that read data of their own, which batch sizes count, from those over
 which it shards and averages gradients (``engine.seq_data_parallel_group``): here one replica.
-``deepspeed.zero.Init`` shards over it, too; gathered weights are those of all replicas.
+``deepspeed.zero.Init`` shards over it, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from curvadion import checks
 from curvadion.comm.collectives import all_ranks_equal
-from curvadion.comm.groups import existing_group, new_group
+from curvadion.comm.groups import Group, existing_group, new_group
 from curvadion.integrations.shared import KINDS, wrap_method
 from curvadion.optim.dion import Dion
 
@@ -30,8 +30,8 @@ _BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
 _inside: list[list[int]] = []  # the ranks of this rank's replica, wherever there are several
 # DeepSpeed shards a whole model by itself, and does not tell Init the engine's group.
 _engines: list[dist.ProcessGroup | None] = []
-_on_cpu: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]
-_on_cpu = weakref.WeakKeyDictionary()  # gloo groups over the ranks of others
+# Groups of gloo over the ranks of others.
+_on_cpu: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 
 
 def replica_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -71,7 +71,7 @@ def divided(engine: Any) -> bool:
 def between_replicas(engine: Any) -> dist.ProcessGroup | None:
     """The ranks with which the optimizer synchronises; None if all ranks are one replica."""
     whole = None if engine.zero_optimization_stage() else engine.seq_data_parallel_group
-    group: dist.ProcessGroup | None = getattr(engine, _BETWEEN, whole)
+    group: Group | None = getattr(engine, _BETWEEN, whole)
     return group
 
 
@@ -94,14 +94,16 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     setattr(engine, _BETWEEN, between)
     _average_inside(engine)
     _check_shards(engine)
-    if stage == 3:
-        _start_with_the_first(engine, between)
+    if stage == 3:  # zero.Init has shared weights inside each replica only: take the first's
+        for p in engine.module.parameters():
+            if (shard := getattr(p, "ds_tensor", None)) is not None:
+                for held in [shard, p] if p.ds_status.name == "AVAILABLE" else [shard]:
+                    dist.broadcast(held.data, group=reaching(between, held.device), group_src=0)
 
 
 def size_in(params: Any, world: int) -> int | None:
     """Ranks of a replica by ``optimizer.params``; None leaves it to DeepSpeed."""
-    size = (params or {}).get(REPLICA_SIZE)
-    if size is None:
+    if (size := (params or {}).get(REPLICA_SIZE)) is None:
         return None
     checks.integer(KEY, size, 1)
     if world % size:
@@ -129,9 +131,8 @@ def _check_shards(engine: Any) -> None:
         if held_by is not None and (found := dist.get_process_group_ranks(held_by)) != wanted:
             raise ValueError(
                 f"{name} was sharded over the ranks {found} under deepspeed.zero.Init, but the "
-                f"engine shards over {wanted}: import curvadion.deepspeed first, and build the "
-                f"model under zero.Init(config_dict_or_path=...) with the engine's configuration, "
-                f"or zero.Init(data_parallel_group=...) of these ranks."
+                f"engine shards over {wanted}: import curvadion.deepspeed, and build the model "
+                f"under zero.Init(config_dict_or_path=...) with the engine's configuration."
             )
 
 
@@ -145,17 +146,6 @@ def _average_inside(engine: Any) -> None:
 
     for name in ("allreduce_no_retain", "sparse_allreduce_no_retain"):
         wrap_method(engine, name, reduce)
-
-
-def _start_with_the_first(engine: Any, between: dist.ProcessGroup) -> None:
-    """Give all replicas the weights of the first, which zero.Init has shared inside each only."""
-    for p in engine.module.parameters():
-        if (shard := getattr(p, "ds_tensor", None)) is not None:
-            for held in [shard, p] if p.ds_status.name == "AVAILABLE" else [shard]:
-                dist.broadcast(held.data, group=reaching(between, held.device), group_src=0)
-
-
-# -------------------------------------------------------------------- zero.Init
 
 
 @contextmanager
@@ -250,9 +240,6 @@ def _on_gathered(function: Any) -> Any:
 
     setattr(on_gathered, "wrapped", True)  # noqa: B010
     return on_gathered
-
-
-# -------------------------------------------------------------------- modes that are refused
 
 
 def check_engine(engine: Any) -> None:

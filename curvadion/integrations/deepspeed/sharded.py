@@ -1,12 +1,9 @@
 """ZeRO 1, 2 and 3: ZeRO hands over partitions and gradients, and one optimizer step takes them.
 
 ZeRO gives the optimizer flat partitions, and calls its step once for each of them. Every range of a
-parameter in a partition is a flat shard: here it becomes a parameter of its own, a view of the
-partition that knows what it is a part of. The optimizer steps on these, once ZeRO has handed over
-the last partition with its gradient, scaled and clipped. Padding is in no range, and so in no norm.
-
-Several replicas decide as one what ZeRO would decide for each: by which norm gradients are
-clipped, and whether a step is left out.
+parameter in a partition becomes a parameter of its own here: a flat shard, and a view of the
+partition. The optimizer steps on these, once ZeRO has handed over the last partition with its
+gradient. Several replicas decide as one how to clip, and whether to leave out a step.
 """
 
 from __future__ import annotations
@@ -36,20 +33,6 @@ def attach(engine: Any, optimizer: Dion) -> None:
     zero = engine.optimizer
     partitions = partitions_of(zero)
     shards = Shards(optimizer, partitions, engine.param_names)
-    _give_methods(optimizer, shards)
-    if optimizer._replicas.process_group is None:
-        _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
-        return
-    if engine.fp16_enabled():
-        setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler looks for its scale
-    for name in ("synchronize", "broadcast_weights"):
-        run_after(optimizer, name, lambda _: publish(zero, partitions))
-    _decide_with_all_replicas(zero, shards, partitions)
-    zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
-
-
-def _give_methods(optimizer: Dion, shards: Shards) -> None:
-    """Let the optimizer's methods work on the shards."""
 
     def on_shards(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with shards.in_place():
@@ -59,6 +42,15 @@ def _give_methods(optimizer: Dion, shards: Shards) -> None:
     setattr(optimizer, "step", step)  # noqa: B010
     for name in ("drift", "state_dict", "load_state_dict", "synchronize", "broadcast_weights"):
         wrap_method(optimizer, name, on_shards)
+    if optimizer._replicas.process_group is None:
+        _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
+        return
+    if engine.fp16_enabled():
+        setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler looks for its scale
+    for name in ("synchronize", "broadcast_weights"):
+        run_after(optimizer, name, lambda _: publish(zero, partitions))
+    _decide_with_all_replicas(zero, shards, partitions)
+    zero.eval, zero.train = optimizer.eval, optimizer.train  # Accelerate calls them
 
 
 def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
@@ -105,8 +97,7 @@ class Shards:
     def __init__(
         self, optimizer: Dion, partitions: list[Partition], names: dict[Tensor, str]
     ) -> None:
-        self.optimizer = optimizer
-        self.stepped = False
+        self.optimizer, self.stepped = optimizer, False
         self._before_step: Callable[[], object] | None = None
         self._partitions = partitions
         self._zero_groups = list(optimizer.param_groups)
@@ -195,9 +186,6 @@ def _shards(partition: Partition) -> list[nn.Parameter]:
 def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     for given, taken in zip(source, target, strict=True):
         taken.update({k: v for k, v in given.items() if k not in NOT_HYPERPARAMETERS})
-
-
-# -------------------------------------------------------------------- partitions
 
 
 @dataclass(frozen=True)
