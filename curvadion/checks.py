@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# Whose code a user of an optimizer does not look at: ours, and that of installed frameworks.
+# Ours, and that of installed frameworks.
 _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(str(torch.__file__)).parents[1]))
 
 
@@ -50,7 +50,7 @@ def boolean(key: str, value: object) -> None:
 
 
 def user_stacklevel() -> int:
-    """The stack level of a warning that is to name the user's line, wherever it is given."""
+    """The stack level of a warning that is to name the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back

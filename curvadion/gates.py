@@ -1,9 +1,8 @@
 """Gates decide at which steps replicas synchronise. The answer is the same on every replica.
 
-A gate turns what this replica knows into one number, its signal. The optimizer takes the
-maximum over replicas, together with everything else the replicas must agree on, in one collective
-of 24 bytes, and hands it back to every replica's gate. A gate that needs no signal is a schedule:
-every replica knows its answer beforehand, and they agree at openings only.
+A gate turns what this replica knows into one number, its signal. The optimizer takes the maximum
+over replicas in one collective of 24 bytes, and hands it to every replica's gate. A gate that needs
+no signal is a schedule: every replica knows its answer beforehand.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ class Gate(ABC):
         reason: why the gate opened, for reports.
         reads_momentum: whether :meth:`signal` is wanted. If not, no momentum norm is taken.
         always_open: whether it opens at every step.
-        follows_schedule: whether :meth:`opens` depends on no signal. Replicas then know each
-            opening beforehand, and tell each other nothing while the gate is closed. Without effect
-            if it reads momenta.
+        follows_schedule: whether :meth:`opens` depends on no signal. Replicas then tell each other
+            nothing while the gate is closed. Without effect if it reads momenta.
 
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-        open_cost: what an open step sends, as such a share. The optimizer sets it, if it knows it,
-            before it asks.
+        open_cost: what an open step sends, as such a share; the optimizer sets it, if it knows it.
         openings_per_full_sync: how many openings synchronise all weights; set likewise.
     """
 
@@ -46,13 +43,11 @@ class Gate(ABC):
     openings_per_full_sync: int = 1
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
-        """What this replica brings to the decision, one number >= 0 per matrix parameter.
+        """One number >= 0 per matrix, of which :meth:`opens` gets the largest of all replicas.
 
         Args:
             before: Frobenius norms of the momenta before this step's gradient, (k,).
-            after: the same with this step's gradient, (k,).
-
-        Must stay on the device; the largest entry over all replicas reaches :meth:`opens`.
+            after: the same with this step's gradient, (k,). All stay on their device.
         """
         return torch.zeros_like(after)
 
@@ -64,18 +59,14 @@ class Gate(ABC):
             signal: the largest signal of any matrix on any replica (0 without signals).
             local_steps: steps taken since the replicas last synchronised.
 
-        May depend only on these and on what earlier calls left behind, which is the same on every
-        replica; anything else lets replicas disagree and wait for each other forever.
+        May depend only on these and on earlier calls: else replicas wait for each other forever.
         """
 
     def spend(self, openings: float) -> None:
         """Note that as much was sent as so many open steps send."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
-        """Raise ValueError if the gate cannot do its work within this bound on local runs.
-
-        Called when the optimizer is built, and again when it knows the costs.
-        """
+        """Raise ValueError if the gate cannot do its work within this bound on local runs."""
 
     def longest_run(self, bound: int | None) -> int | None:
         """The longest run of local steps at present, if ``max_local_steps`` is ``bound``."""
@@ -100,11 +91,8 @@ class RMMC(Gate):
 
     A first gradient on a zero momentum is an infinite change; no change of a zero momentum is none.
 
-    Args:
-        threshold: tau >= 0.
-
     Raises:
-        TypeError: if ``threshold`` is not a number. ValueError: if it is negative or NaN.
+        TypeError: if ``threshold``, tau, is not a number. ValueError: if it is negative or NaN.
     """
 
     reason = "threshold"
@@ -176,21 +164,18 @@ class AlwaysOpen(Gate):
 class ByteBudget(Gate):
     """Open as often as a budget of bytes allows.
 
-    Every step earns what the budget allows it to send, an open step spends its cost, and the gate
-    opens as soon as that is earned.
-
-    The gate keeps back what the last agreement of a run will send, so that a run which ends with
-    ``synchronize()`` ends within its budget. What was sent beyond the budget (by an exact
-    synchronisation, or during a warm-up) is paid back. Both take at most half of what steps earn:
-    openings are at most twice as rare as the budget allows. So the first comes after two periods,
-    and a run that ends before it has paid all back has sent too much.
+    Every step earns what the budget allows it to send, and the gate opens as soon as the cost of an
+    opening is earned. The gate keeps back what the last agreement of a run will send, so that a run
+    which ends with ``synchronize()`` ends within its budget, and pays back what was sent beyond it
+    (by an exact synchronisation, or during a warm-up). Both take at most half of what steps earn:
+    openings are at most twice as rare as the budget allows, and the first comes after two periods.
 
     Args:
         share: of the bytes of an all-reduce of all gradients in float32 at every step, in (0, 1].
 
     Raises:
-        TypeError, ValueError: if ``share`` is none of these. RuntimeError: when it is asked to open
-            but the optimizer cannot tell what that costs.
+        TypeError, ValueError: if ``share`` is none of these.
+        RuntimeError: when it is asked to open but the optimizer cannot tell what that costs.
     """
 
     reason = "budget"
@@ -203,8 +188,7 @@ class ByteBudget(Gate):
         if not 0 < share <= 1:
             raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
         self.share = float(share)
-        # In openings: what was earned and not spent, below 0 if more was spent; and how much of it
-        # is for the next opening. The rest is kept back, or missing there.
+        # In openings: what was earned less what was spent; and how much is for the next opening.
         self._balance = self._credit = 0.0
         self._counted_in: float | None = None  # what such an opening costs; None if unknown
 
@@ -218,13 +202,12 @@ class ByteBudget(Gate):
         """Openings that a step pays for; more than one if the budget is ample."""
         if self.open_cost is None:
             raise RuntimeError(
-                f"gate={self!r} must know what an open step sends: use it with "
-                f"sync=QuantizedAverage()."
+                f"gate={self!r} must know what an open step sends: use sync=QuantizedAverage()."
             )
         return self.share / self.open_cost
 
     def longest_run(self, bound: int | None) -> int | None:
-        """Twice as long while it keeps something back or pays something back."""
+        """Twice as long while it keeps or pays something back."""
         return bound if bound is None or self._credit >= 1 else 2 * bound + 1
 
     def expected_period(self, open_cost: float) -> float:
@@ -261,11 +244,8 @@ class ByteBudget(Gate):
         self._credit -= min(openings, self._credit)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "balance": self._balance,
-            "credit": self._credit,
-            "open_cost": self._counted_in,
-        }
+        memory = {"balance": self._balance, "credit": self._credit}
+        return {**memory, "open_cost": self._counted_in}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._balance, self._credit = state["balance"], state["credit"]

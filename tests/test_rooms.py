@@ -9,7 +9,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each room imports from itself and from those before it.
 ROOMS = [
     "checks",  # of arguments; needs no other room
-    "hints",  # texts; needs no other room
     "comm", "ops", "metering", "gates", "layout", "update", "sync", "optim", "integrations",
 ]  # fmt: skip
 # These import nothing from the rooms that know parameters and matrices.

@@ -173,7 +173,7 @@ class Reading:
             self._before = dict(_counted)
 
     def take(self) -> dict[str, int] | None:
-        """Payload bytes since the last one, by ranks as _named has them; None without a meter."""
+        """Payload bytes since the last reading, by ranks (:func:`_named`); None without a meter."""
         with _lock:
             before, self._before, metered = self._before, dict(_counted), bool(_active)
         if not metered:

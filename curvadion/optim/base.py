@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import checks
 from curvadion.comm.background import Exchange
+from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import ReplicaGroup, Replicas
-from curvadion.gates import Gate
+from curvadion.gates import AlwaysOpen, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
 from curvadion.optim.conversion import convert, restore_dtypes, wrong_state
-from curvadion.optim.feasible import check_costs, check_one_replica
 from curvadion.optim.record import Progress, load_memory, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
@@ -25,7 +27,6 @@ from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES, Meeting
 from curvadion.sync.verify import Listing, Settings, listing
 from curvadion.update import hyperparameters as check
 from curvadion.update.directions import create_state
-from curvadion.update.gradients import same
 from curvadion.update.parameter import Parameter, check_parameter, names
 from curvadion.update.plan import Plan, plan_ingredients
 from curvadion.update.state import ANCHOR
@@ -34,13 +35,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 
 
 class GroupedOptimizer(Optimizer):
-    """A torch optimizer with a gate and a sync, on every rank of every replica.
-
-    Attributes:
-        gate: decides when replicas synchronise. sync: how they do.
-        progress: how far the run has come: ``steps``, ``local_steps`` and more.
-        report: what happened at the last step.
-    """
+    """A torch optimizer with a gate and a sync, on every rank of every replica."""
 
     # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
     _step_supports_amp_scaling = True
@@ -70,7 +65,7 @@ class GroupedOptimizer(Optimizer):
     def _construct(
         self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
     ) -> None:
-        """The common end of constructors; keys: defaults of the group keys but ``algorithm``."""
+        """The common end of constructors; keys: defaults of group keys."""
         self.gate, self._sync = gate, sync
         self._first_memory = sync.state_dict()
         self.progress = Progress()
@@ -123,6 +118,12 @@ class GroupedOptimizer(Optimizer):
         moved = self.progress.local_steps > 0 or self.sync.fragments_drifted > 0
         return moved and self._replicas.size > 1
 
+    @property
+    def _states_differ(self) -> bool:
+        """Whether replicas hold different states: weights differ, or codes owe them something."""
+        owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
+        return self.drifted or (owes and self._replicas.size > 1)
+
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -131,8 +132,7 @@ class GroupedOptimizer(Optimizer):
         Keys of other tools are kept without effect, and a warning names them.
 
         Raises:
-            ValueError, TypeError: for keys that look misspelt, impossible values, and parameters
-                that the group's algorithm cannot take.
+            ValueError, TypeError: for misspelt keys, and for impossible values and parameters.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
@@ -140,33 +140,31 @@ class GroupedOptimizer(Optimizer):
         if "params" not in param_group:
             raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
         super().add_param_group(check.with_direction(param_group))
+        group = self.param_groups[-1]
         try:
-            self._check_last_group()
+            X, X_names = group["params"], names(group, len(self.param_groups) - 1)
+            if len(X) != len(X_names):
+                raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
+            for x, name in zip(X, X_names, strict=True):
+                check_parameter(x, name, group)
+            for key in ("lr", "local_lr"):
+                if isinstance(group[key], Tensor):
+                    group[key] = group[key].view(())  # which promotes no dtype
+            for key in check.DTYPE_KEYS:
+                group[key] = check.dtype_name(key, group[key])
         except ValueError:
             self.param_groups.pop()
             raise
-        self._warn_unknown_keys(self.param_groups[-1:])
+        self._warn_unknown_keys([group])
         self._verified = False
-
-    def _check_last_group(self) -> None:
-        group = self.param_groups[-1]
-        X, X_names = group["params"], names(group, len(self.param_groups) - 1)
-        if len(X) != len(X_names):
-            raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
-        for x, name in zip(X, X_names, strict=True):
-            check_parameter(x, name, group)
-        for key in ("lr", "local_lr"):
-            group[key] = check.without_dimensions(group[key])
-        for key in check.DTYPE_KEYS:
-            group[key] = check.dtype_name(key, group[key])
 
     def _warn_unknown_keys(self, groups: Iterable[dict[str, Any]]) -> None:
         """Name the keys that have no effect here, each once."""
         if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
             self._unknown_keys |= found
             warnings.warn(
-                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept for the "
-                f"tool that wrote them, without effect here.",
+                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept, "
+                f"without effect here.",
                 stacklevel=3,
             )
 
@@ -175,28 +173,24 @@ class GroupedOptimizer(Optimizer):
     def _present_plan(self) -> Plan:
         """The plan of the groups as they are now; made again if anything in them has changed."""
         made_of = [self.state, self.gate, *plan_ingredients(self.param_groups)]
-        if self._plan is None or not same(self._made_of, made_of):
+        same = len(made_of) == len(self._made_of) and all(map(is_, made_of, self._made_of))
+        if self._plan is None or not same:
             self._check_settings()
             if self.progress.steps and (wrong := wrong_state(self.param_groups, self.state)):
                 raise ValueError(wrong)
             plan = self._make_plan()
             self._check_plan(plan)
-            if self._plan is not None:
-                self._follow(self._plan, plan)
+            if self._plan is not None:  # replicas compare what is new in it
+                known = {id(p.X) for p in self._plan.parameters}
+                thawed = [p for p in plan.parameters if id(p.X) not in known]
+                for p in thawed:
+                    p.state.pop(ANCHOR, None)  # its weights may be others since
+                self._verified &= not thawed and self._made_of[1] is self.gate
             self._plan, self._made_of = plan, made_of
         return self._plan
 
-    def _follow(self, before: Plan, plan: Plan) -> None:
-        """Let replicas compare what a plan has that the one before had not, or another gate."""
-        known = {id(p.X) for p in before.parameters}
-        thawed = [p for p in plan.parameters if id(p.X) not in known]
-        for p in thawed:
-            p.state.pop(ANCHOR, None)  # its weights may be others since
-        if thawed or self._made_of[1] is not self.gate:
-            self._verified = False
-
     def _check_settings(self) -> None:
-        """Raise ValueError for a group's value that is impossible; cheap where none has changed."""
+        """Raise ValueError for an impossible value of a group; cheap where none has changed."""
         if not self._settings.changed(self.param_groups):
             return
         if wrong := check.settings(self.param_groups):
@@ -204,7 +198,7 @@ class GroupedOptimizer(Optimizer):
             raise ValueError(wrong)
 
     def _make_plan(self, **wanted: Any) -> Plan:
-        """wanted: as :meth:`Plan.of` takes it. Process groups of the plan before are used again."""
+        """As :meth:`Plan.of`; process groups of the plan before are used again."""
         unions = None if self._plan is None else self._plan.unions
         group = self._replicas.process_group
         return Plan.of(self.param_groups, self.state, group, unions=unions, **wanted)
@@ -234,8 +228,7 @@ class GroupedOptimizer(Optimizer):
             if id(p.X) in kept and not p.X.requires_grad:
                 raise RuntimeError(
                     f"{p.name} was frozen while replicas have drifted, so that each would keep "
-                    f"weights of its own: set requires_grad_(True), call synchronize() and freeze "
-                    f"it then."
+                    f"weights of its own: set requires_grad_(True), and synchronize() first."
                 )
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
@@ -254,10 +247,8 @@ class GroupedOptimizer(Optimizer):
     # ---------------------------------------------------------------- around a step
 
     def _create_state(self, plan: Plan) -> list[Parameter]:
-        """Give every parameter its state, with or without a gradient; return those without any.
-
-        Before the first step all are new: frameworks move, cast and load weights until then.
-        """
+        """Give every parameter its state; return the new ones."""
+        # Before a first step all are: frameworks move, cast and load weights until then.
         new = [p for p in plan.parameters if not (self.progress.steps and p.state)]
         for p in new:
             create_state(p)
@@ -289,19 +280,16 @@ class GroupedOptimizer(Optimizer):
         """As torch's; every group also holds ``progress``: what the run, gate and sync remember.
 
         Replicas hold momenta and, after local steps, weights of their own. A file that one rank
-        writes keeps those of one replica: call ``synchronize(exact=True)`` before. A warning says
-        so if weights differ, or if codes owe them something. Ignore it if each rank saves and
-        loads its own state, which loses nothing. ``torch.distributed.checkpoint.save`` would mix
-        the replicas' states then.
+        writes keeps those of one replica, and ``torch.distributed.checkpoint.save`` mixes them:
+        call ``synchronize(exact=True)`` before. A warning says so if states differ. Ignore it if
+        each rank saves and loads its own.
         """
-        owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
-        if self._replicas.size > 1 and (self.drifted or owes):
+        if self._states_differ:
             warnings.warn(
                 f"state_dict() while the replicas' states differ, "
                 f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
-                f"of one replica loses what the others hold. Call "
-                f"optimizer.synchronize(exact=True) on all ranks before, or let each rank save and "
-                f"load its own.",
+                f"of one replica loses what the others hold. Call optimizer.synchronize(exact="
+                f"True) on all ranks before, or let each rank save and load its own.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
@@ -310,26 +298,25 @@ class GroupedOptimizer(Optimizer):
         return super().state_dict()
 
     def _record(self) -> str:
-        return record(self.progress, self.gate, self.sync, self._replicas.replica)
+        saved_by = self._replicas.replica if self._states_differ else None
+        return record(self.progress, self.gate, self.sync, saved_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but every tensor keeps the dtype it was saved with.
 
         From the saved state come momenta, right factors, moments, counters and the groups' values,
-        learning rates among them. The arguments of this optimizer decide on the gate, the sync, the
-        direction and the rank: right factors take the new rank, of which the first columns stay and
-        others are initial. The saved memory of a gate or sync counts for one of the same class.
-        Under another sync, what that one keeps begins anew, right_factor and look_ahead are those
-        of this optimizer's groups, and a warning says so.
+        learning rates among them. This optimizer decides on the gate, the sync, the direction and
+        the rank: right factors keep their first columns, and others are initial. A gate or sync of
+        another class begins anew. Under another sync right_factor and look_ahead are those of this
+        optimizer's groups, and a warning says so.
 
         Raises:
             TypeError: if this is no state_dict.
-            ValueError: if the groups or parameters do not match, come from another optimizer, the
-                state is damaged, missing or another rank's shard, or anchors are wanted of weights
-                that were saved after replicas had drifted.
+            ValueError: if groups or parameters do not match, the state is another optimizer's,
+                damaged, missing or another rank's shard, or drifted weights would be an anchor.
         """
         held = read_record(state_dict)
-        same_sync, here = held.is_of(self.sync), self._replicas.replica
+        same_sync, here = held.sync_class == type(self.sync).__name__, self._replicas.replica
         fitting = convert(state_dict, held, self.param_groups, self.sync, here)
         before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
         try:
@@ -363,7 +350,7 @@ class GroupedOptimizer(Optimizer):
             self._forget()
 
     def _forget(self) -> None:
-        """Drop what is derived from the groups; it is made again at the next use."""
+        """Drop what is derived from the groups, and is made again at the next use."""
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since
         self._settings = Settings()
@@ -375,3 +362,61 @@ class GroupedOptimizer(Optimizer):
         lines = super().__repr__()[:-1].splitlines()
         groups = "\n".join(line for line in lines if not line.startswith("    progress: "))
         return f"{groups}\n    gate: {self.gate!r}\n    sync: {self.sync!r}\n)"
+
+
+# ---------------------------------------------------------------- gates and syncs together
+
+
+def check_kinds(gate: Gate, sync: Sync) -> None:
+    """Raise if the gate may close, or opens too often, for the sync."""
+    checks.integer("sync.delay", sync.delay, 0)
+    if sync.every_step and not (gate.always_open or gate.share is not None):
+        raise ValueError(
+            f"gate={gate!r} may close, but with sync={sync!r} replicas synchronise at every "
+            f"step: pass gate=AlwaysOpen(), a ByteBudget (wire_budget=) or no gate."
+        )
+    if isinstance(gate, (AlwaysOpen, FixedPeriod)) and sync.delay >= (
+        period := gate.expected_period(1.0)
+    ):
+        raise ValueError(
+            f"sync={sync!r} with gate={gate!r}: means would arrive after the next opening. Pass a "
+            f"delay below {period}, or a longer period."
+        )
+
+
+def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
+    """Raise ValueError if the gate, which knows what openings cost, cannot do its work."""
+    check_kinds(gate, sync)
+    if not sync.every_step:
+        gate.check_feasible(max_local_steps)
+    elif gate.share and gate.open_cost and gate.open_cost > gate.share:
+        raise ValueError(
+            f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
+            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits (1 takes "
+            f"3.3%) or sync=QuantizedAverage()."
+        )
+
+
+def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
+    """Raise ValueError if processes with whole weights would never synchronise."""
+    between = gate.share is not None or sync.every_step
+    if between and plan.inside is not None and replicas.size == 1:
+        raise ValueError(
+            f"gate={gate!r} and sync={sync!r} with one replica, which is sharded over "
+            f"{group_size(plan.inside)} ranks: there is nothing to synchronise. Use Dion, or pass "
+            f"replicas= if there are several."
+        )
+    if replicas.single or plan.all_ranks is not None:
+        return
+    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
+    if averaged or replicas.process_group is not None:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
+            f"{dist.get_world_size()} processes, each with whole parameters, and none of them "
+            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD (after "
+            f"init_process_group) with keep_gradients_local, or replicas='single' if each trains "
+            f"by itself or something else averages the gradients; to shard the model, make the "
+            f"groups after fully_shard."
+        )

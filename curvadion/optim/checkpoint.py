@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,12 +25,9 @@ def fit_to_checkpoint(
 ) -> None:
     """Prepare ``state`` to load a checkpoint that was saved under other arguments. In place.
 
-    ``torch.distributed.checkpoint.load`` reads into tensors of the sizes that were saved, and
-    demands every key. Another gate, sync kind, direction or rank asks for other ones: right factors
-    get the saved number of columns here, and what was not saved of them, of anchors and of the keys
-    of groups is left out.
-    ``load_state_dict`` then converts what was read. A checkpoint of the same arguments needs
-    nothing of this, and is left as it is::
+    ``torch.distributed.checkpoint.load`` wants the sizes and keys that were saved: right factors
+    get their saved columns, and what was not saved is left out. ``load_state_dict`` converts it
+    then. For a checkpoint of the same arguments this changes nothing::
 
         weights, held = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": held}
@@ -61,7 +57,7 @@ def fit_to_checkpoint(
     dispensable = _keys_of_syncs(Sync) | {ROW_SECOND_MOMENT}
     _, paths = flatten_state_dict(state)
     for key, path in paths.items():
-        parent = _at(state, path[:-1])
+        parent = functools.reduce(lambda held, part: held[part], path[:-1], cast(Any, state))
         # A flattened optimizer state has keys like "state.linear.weight.Q".
         name, target = str(path[-1]).rpartition(".")[2], parent[path[-1]]
         if key not in saved:
@@ -77,10 +73,6 @@ def _keys_of_syncs(kind: Any) -> set[str]:
     """The state keys of a sync kind and all kinds that build on it, a user's included."""
     own = {key.name for key in kind.state_keys}
     return own.union(*(_keys_of_syncs(one) for one in kind.__subclasses__()))
-
-
-def _at(state: dict[str, Any], path: Sequence[Any]) -> Any:
-    return functools.reduce(lambda held, step: held[step], path, cast(Any, state))
 
 
 def _with_columns(Q: Tensor, columns: int) -> Tensor:

@@ -27,30 +27,27 @@ def clip_grad_norm_(
 
         norm = sqrt( mean over replicas of ||G_i||^2 ),   G_i <- G_i min(1, max_norm / norm)
 
-    G_i is replica i's own gradient, of all parameters and all shards together. The norm is at least
-    that of the mean gradient. All replicas take the same factor, so clipping keeps the direction of
-    their mean gradient. ``torch.nn.utils.clip_grad_norm_`` does not, where each replica has a
-    gradient of its own: it divides each by its own norm.
+    G_i is replica i's own gradient, of all parameters and all shards together. All replicas take
+    the same factor, so clipping keeps the direction of their mean gradient, whose norm is at most
+    this one. ``torch.nn.utils.clip_grad_norm_`` would divide each by its own norm.
 
-    Collective: call it on all ranks of all replicas, after backward and before ``step``. It
-    sends one all-reduce of 8 bytes over these ranks. Under sequence parallelism it also adds up the
-    gradients that are still summands, which ``step`` then does not repeat. Nothing is sent if there
-    is one replica that is not sharded; the result is then that of torch's function. With a
+    Collective: call it on all ranks of all replicas, after backward and before ``step``. It sends
+    one all-reduce of 8 bytes, and under sequence parallelism adds up gradients that are still
+    summands. For one replica that is not sharded it does what torch's function does. With a
     GradScaler call ``scaler.unscale_(optimizer)`` first.
 
-    If a gradient on any rank holds a NaN or an Inf, all ranks skip the optimizer's next step, and
-    no gradient is scaled. Under a schedule, where replicas do not hear of each other's NaN before
-    the step, all gradients become NaN instead.
+    If a gradient on any rank holds a NaN or an Inf, no gradient is scaled, and all ranks skip the
+    next step. Under a schedule all gradients become NaN for that.
 
     Args:
         optimizer: a CurvaDion or Dion, whose parameters' gradients are clipped.
         max_norm: >= 0; ``math.inf`` only measures.
-        norm_type: 2, no other norm.
+        norm_type: 2, no other.
         error_if_nonfinite: raise an error if the norm is NaN or Inf; waits for the device.
         foreach: accepted because torch's function has it; without effect.
 
     Returns:
-        The norm before clipping, a float64 tensor without dimensions, the same on all ranks.
+        The norm before clipping, a float64 scalar tensor, the same on all ranks.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -72,10 +69,10 @@ def clip_grad_norm_(
             f"The norm of the gradients is {norm.item()}: some rank has a NaN or an Inf. Pass "
             f"error_if_nonfinite=False to leave gradients as they are and let step() skip."
         )
-    factor = _factor(norm, max_norm)
-    if optimizer.scheduled:
-        # Replicas would step with what nobody has clipped: they do not hear of each other's NaN.
-        factor = torch.where(norm.isfinite(), factor, torch.nan)
+    # Under a schedule replicas would step with what nobody has clipped: they do not hear of each
+    # other's NaN. No host read.
+    otherwise = torch.nan if optimizer.scheduled else 1.0
+    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), otherwise)
     for (_, device, dtype), gradients in batches.items():
         wide = torch.promote_types(dtype, torch.float32)
         torch._foreach_mul_(gradients, factor.to(device, wide))
@@ -87,9 +84,8 @@ def _check_arguments(
 ) -> None:
     if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} must be a CurvaDion or Dion: pass the optimizer "
-            f"itself, not its parameters nor a wrapper. For others there is "
-            f"torch.nn.utils.clip_grad_norm_."
+            f"optimizer={type(optimizer).__name__} must be a CurvaDion or Dion itself, not its "
+            f"parameters nor a wrapper: for others there is torch.nn.utils.clip_grad_norm_."
         )
     if max_norm != math.inf:
         checks.number("max_norm", max_norm)
@@ -98,17 +94,8 @@ def _check_arguments(
     checks.boolean("error_if_nonfinite", error_if_nonfinite)
 
 
-def _factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / norm), and 1 for a norm that is not finite; without a host read."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(norm.isfinite(), factor, torch.ones_like(factor))
-
-
 def _batches(plan: Plan) -> dict[tuple[int, torch.device, torch.dtype], list[Tensor]]:
-    """The gradients held here by the number of ranks of this replica that hold the same.
-
-    And by device and dtype, as operations on lists want them.
-    """
+    """The gradients held here by how many ranks of this replica hold them, device and dtype."""
     batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for p in plan.parameters:
         if (G := p.G) is not None:

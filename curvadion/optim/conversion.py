@@ -51,14 +51,9 @@ def convert(
     """A saved state that fits the optimizer which loads it; warns of what does not come from it.
 
     record: what the saved groups hold of the run. here: the replica that loads.
-
-    Raises:
-        ValueError: naming the group or the parameter, if the state is another optimizer's or
-            damaged, or if weights that differ between replicas would have to serve as an anchor.
     """
-    _check_groups(param_groups, saved["param_groups"])
-    _check_complete(param_groups, saved["state"], record.progress.steps)
-    same_sync = record.is_of(sync)
+    _check_groups(param_groups, saved, record.progress.steps)
+    same_sync = record.sync_class == type(sync).__name__
     own = OF_STATES if same_sync else (*OF_STATES, *OF_SYNCS)
     groups = [
         {**held, **{key: live[key] for key in own}}
@@ -66,9 +61,16 @@ def convert(
     ]
     if wrong := check.settings(saved["param_groups"]) or check.settings(groups):
         raise ValueError(f"state_dict holds an impossible value: {wrong}")
-    if not same_sync and saved["state"]:
-        _check_agreed(record, sync)
     of_sync = [key.name for key in sync.state_keys]
+    drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
+    anchored = not same_sync and saved["state"] and ANCHOR in of_sync
+    if anchored and drifted and record.replica is not None:
+        raise ValueError(
+            f"state_dict was saved after its replicas had drifted "
+            f"({record.progress.steps_since_exact} steps), but sync={sync!r} needs weights on "
+            f"which they agree to start from: call synchronize(exact=True) before saving, or load "
+            f"it with sync=LowRank() first."
+        )
     dropped = set() if same_sync else {*record.sync_keys, *of_sync}
     states = dict(saved["state"])
     for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
@@ -94,19 +96,21 @@ def _warn(record: Record, sync: Sync, here: Replica, *, anew: bool) -> None:
         number, total = record.replica or here
         warnings.warn(
             f"state_dict was saved by replica {number} of {total} while their states differed "
-            f"({_how_far(record)}), and is loaded by replica {here.number} of {here.total}: what "
-            f"the other {total - 1} held is lost. Call optimizer.synchronize(exact=True) before "
-            f"saving, or let each replica load what it saved itself.",
+            f"({record.progress.steps_since_exact} steps after they were the same), and is loaded "
+            f"by replica {here.number} of {here.total}: what the other {total - 1} held is lost. "
+            f"Call optimizer.synchronize(exact=True) before saving, or let each replica load what "
+            f"it saved itself.",
             stacklevel=checks.user_stacklevel(),
         )
 
 
-def _check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]]) -> None:
+def _check_groups(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], steps: int) -> None:
+    there = saved["param_groups"]
     if len(here) != len(there):
         raise ValueError(
             f"state_dict has a different number of parameter groups: {len(there)} instead of "
-            f"{len(here)}. Make the optimizer as it was made when it was saved: from the same "
-            f"model with param_groups(model), or attach(trainer, ...), and the same arguments."
+            f"{len(here)}. Make the optimizer as it was made when it was saved, such as by "
+            f"param_groups(model) or attach(trainer, ...)."
         )
     for g, (live, held) in enumerate(zip(here, there, strict=True)):
         if len(held["params"]) != len(live["params"]):
@@ -122,26 +126,15 @@ def _check_groups(here: Sequence[dict[str, Any]], there: Sequence[dict[str, Any]
         if live["algorithm"] != held["algorithm"]:
             raise ValueError(
                 f"state_dict has algorithm={held['algorithm']!r} in param group {g}, which has "
-                f"{live['algorithm']!r} here: give the groups in the order in which they were "
-                f"saved."
+                f"{live['algorithm']!r} here: give groups in the order in which they were saved."
             )
-
-
-def _check_complete(
-    param_groups: Sequence[dict[str, Any]], states: Mapping[int, Any], steps: int
-) -> None:
-    """Raise ValueError if a run of some steps left no state: torch saves and loads none silently.
-
-    torch.distributed.checkpoint makes an optimizer create its state only while no parameter has a
-    gradient.
-    """
-    trained = any(X.requires_grad for group in param_groups for X in group["params"])
-    if steps and trained and not states:
+    # torch.distributed.checkpoint silently saves and loads none while there are gradients.
+    trained = any(X.requires_grad for group in here for X in group["params"])
+    if steps and trained and not saved["state"]:
         raise ValueError(
             f"state_dict holds no state of any parameter, although it was saved after {steps} "
-            f"steps. If it comes from torch.distributed.checkpoint, call optimizer.zero_grad() "
-            f"before get_state_dict: a new optimizer has no state to load while there are "
-            f"gradients."
+            f"steps. With torch.distributed.checkpoint call optimizer.zero_grad() before "
+            f"get_state_dict."
         )
 
 
@@ -153,10 +146,7 @@ def _fitting(
     after: Mapping[str, Any],
     of_sync: Sequence[StateKey],
 ) -> dict[str, Any]:
-    """A state for the group's direction and rank; before, after: the group as saved and here.
-
-    Of another rank the first columns of right factors stay, and others are initial.
-    """
+    """A state for the group's direction and rank; before, after: the group as saved and here."""
     _check_flat_shard(name, X, state.get(FLAT_SHARD_START))
     turns = after["algorithm"] == "dion" and before["direction"] != after["direction"]
     if turns:  # then what the saved direction has of its own may be missing, too
@@ -192,10 +182,7 @@ def _misfit(
     *,
     reads: bool = True,
 ) -> str | None:
-    """What is in a state that steps of the group cannot go on from, in words; else None.
-
-    of_sync: the keys of the sync kind. reads: whether to look at the elements, too.
-    """
+    """What in a state the group cannot go on from, in words; reads: look at elements, too."""
     shapes = _shapes(X, group, state, of_sync)
     for key, shape in shapes.items():
         held = state.get(key)
@@ -209,7 +196,8 @@ def _misfit(
     for key, held in state.items():
         if is_right_factor(key) and key not in shapes:
             return f"a {key!r}"
-        if reads and (key in shapes or key == SPECTRUM) and not _is_finite(held):
+        read = reads and (key in shapes or key == SPECTRUM)
+        if read and not (held.is_floating_point() and bool(local(held).isfinite().all())):
             return f"a {key!r} with a NaN or an Inf, or of dtype {held.dtype},"
     for key in ("step", "exp_avg_sq"):
         if reads and key in shapes and bool((local(state[key]) < 0).any()):
@@ -238,26 +226,20 @@ def _shapes(
     return shapes
 
 
-def _is_finite(x: Tensor) -> bool:
-    return x.is_floating_point() and bool(local(x).isfinite().all())
-
-
 def _placements(tensor: Tensor) -> tuple[object, ...] | None:
     """None for a tensor that is no DTensor."""
     return tuple(tensor.placements) if is_dtensor(tensor) else None
 
 
 def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
-    declared = flat_shard(X)
-    held = None if start is None else int(start)
+    declared, held = flat_shard(X), None if start is None else int(start)
     here = None if declared is None else declared.start
     if held != here:
         raise ValueError(
             f"state_dict holds the flat shard from element {held} of {name} of shape "
             f"{global_shape(X)}, but this rank has the one from element {here} (None: no flat "
-            f"shard). Flat shards move to no other rank and no other layout, nor through "
-            f"torch.distributed.checkpoint: let each rank torch.save and load its own "
-            f"optimizer.state_dict()."
+            f"shard). Flat shards move to no other rank or layout, nor through "
+            f"torch.distributed.checkpoint: let each rank torch.save and load its own."
         )
 
 
@@ -281,8 +263,8 @@ def wrong_state(
                     f"direction={group['direction']!r}, rank_fraction={group['rank_fraction']!r}, "
                     f"rank_multiple_of={group['rank_multiple_of']!r}, "
                     f"stack_dims={group['stack_dims']!r} or row_blocks={group['row_blocks']!r} was "
-                    f"changed after the first step. Set it back, or build an optimizer with it and "
-                    f"load this one's state_dict()."
+                    f"changed after the first step. Set it back, or load this state_dict() into a "
+                    f"new optimizer."
                 )
     return None
 
@@ -292,10 +274,7 @@ def restore_dtypes(
     states: Mapping[Tensor, dict[str, Any]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Give loaded states the dtypes they were saved with: torch casts them to the parameter's.
-
-    Moments of AdamW stay cast: its kernels take them in the parameter's dtype.
-    """
+    """Undo torch's casts of loaded states, but for moments of AdamW: its kernels want them."""
     for group, held in zip(param_groups, saved["param_groups"], strict=True):
         cast = group["algorithm"] == "adamw"
         for i, X in zip(held["params"], group["params"], strict=True):
@@ -304,23 +283,3 @@ def restore_dtypes(
                     continue
                 if isinstance(value, Tensor) and value.dtype != states[X][key].dtype:
                     states[X][key] = value.detach().clone().to(states[X][key].device)
-
-
-def _check_agreed(record: Record, sync: Sync) -> None:
-    """Raise ValueError unless the saved weights can serve as the anchor that the sync wants."""
-    anchored = any(key.name == ANCHOR for key in sync.state_keys)
-    if anchored and record.drifted and record.replica is not None:
-        raise ValueError(
-            f"state_dict was saved after its replicas had drifted ({_how_far(record)}), but "
-            f"sync={sync!r} needs weights on which they agree to start from: call "
-            f"optimizer.synchronize(exact=True) before saving, or load it with sync=LowRank() "
-            f"first."
-        )
-
-
-def _how_far(record: Record) -> str:
-    if not record.drifted:
-        return f"{record.progress.steps_since_exact} steps after they were the same"
-    count = record.fragments_drifted
-    fragments = f", {count} fragment{'s' * (count > 1)} of the weights" if count else ""
-    return f"{record.progress.local_steps} local steps{fragments}"

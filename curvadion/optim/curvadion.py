@@ -13,9 +13,8 @@ from curvadion import checks
 from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.groups import Replicas
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate
-from curvadion.optim.base import Params
+from curvadion.optim.base import Params, check_costs, check_kinds
 from curvadion.optim.dion import Dion, DirectionName
-from curvadion.optim.feasible import check_costs, check_kinds
 from curvadion.optim.outer import full_precision
 from curvadion.sync.base import Sync
 from curvadion.sync.low_rank import LowRank
@@ -29,42 +28,38 @@ class CurvaDion(Dion):
     Three choices compose (CurvaDion, arXiv 2512.13728):
 
         gate        when replicas synchronise: RMMC, every k steps, a byte budget, always
-        sync        how they synchronise: LowRank, the papers' step; QuantizedAverage, the mean
-                    of what weights have moved, in a few bits; CodedGradients, the mean of
-                    gradients, in a few bits at every step
+        sync        how they do: LowRank, the papers' step; in a few bits, QuantizedAverage, the
+                    mean of what weights have moved, or CodedGradients, that of gradients
         group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a step of its own, and replicas send each other the
-    meeting's 24 bytes, or nothing if the gate follows a schedule, which each knows beforehand.
-    Parameters that are not matrices take AdamW or Lion under the same gate.
+    meeting's 24 bytes, or nothing if the gate follows a schedule. Parameters that are not matrices
+    take AdamW or Lion under the same gate.
 
     Args:
         params, lr, replicas: as of :class:`curvadion.Dion`.
-        gate: when replicas synchronise. By default RMMC(0.3), and AlwaysOpen() with
-            CodedGradients().
-        sync: how they synchronise. By default LowRank(), and QuantizedAverage() with a gate that
-            counts bytes. The optimizer takes a copy, ``optimizer.sync``.
-        wire_budget: share of the bytes of an all-reduce of all float32 gradients at every step, in
-            (0, 1], that the replicas may send. Short for gate=ByteBudget(wire_budget).
+        gate: RMMC(0.3) by default, and AlwaysOpen() with CodedGradients().
+        sync: LowRank() by default, and QuantizedAverage() with a gate that counts bytes. The
+            optimizer takes a copy, ``optimizer.sync``.
+        wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
+            all-reduce of all float32 gradients at every step.
         threshold: tau, short for gate=RMMC(threshold).
         local_step: what a matrix does while the gate is closed: "dion", a step along its direction
             inside the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
         local_lr: learning rate of the "gradient" local step; None takes lr.
-        max_local_steps: longest run of local steps; None for no bound. A byte budget that keeps or
-            pays something back may take twice as many.
+        max_local_steps: longest run of local steps, which a byte budget may double; None: no bound.
         warmup_steps: that many first steps are always synchronised.
         momentum, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims,
             row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps, gather,
             exchange_dtype, update_scale, momentum_dtype, q_dtype and stochastic_rounding.
         look_ahead, direction, rank_fraction, right_factor: as of Dion; None takes the sync's
             default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6
-            times the root of the number of steps from one agreement on a weight to the next, as the
-            gate can afford it for the parameters given here (3.9 for six steps), "polar", 1 and
-            "qr"; with a rank_fraction below 1 the direction is "low_rank". CodedGradients: the
-            same, and 2 for look_ahead. ``repr(optimizer)`` shows them.
+            times the root of the steps from one agreement on a weight to the next (3.9 for six
+            steps), "polar", 1 and "qr"; with a rank_fraction below 1 the direction is "low_rank".
+            CodedGradients: the same, and 2 for look_ahead. ``repr(optimizer)`` shows them.
 
-    Of the arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the
-    others are defaults of group keys.
+    The arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the others
+    are defaults of group keys.
 
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.
@@ -112,7 +107,7 @@ class CurvaDion(Dion):
         _check_local_steps(local_step, max_local_steps, warmup_steps)
         self.local_step: str = local_step
         self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
-        gate = _gate(gate, threshold, wire_budget, AlwaysOpen() if _every_step(sync) else RMMC(0.3))
+        gate = _gate(gate, threshold, wire_budget, sync)
         sync = _sync(sync, gate)
         check_kinds(gate, sync)
         if gate.share is None:  # a budget knows later what openings cost
@@ -126,25 +121,18 @@ class CurvaDion(Dion):
     def synchronize(self, *, exact: bool | None = None) -> None:
         """Synchronise replicas, so that they hold the same weights; collective.
 
-        For before an evaluation or a checkpoint, and before parameters are frozen.
+        For before an evaluation or a checkpoint, and before parameters are frozen. A byte budget
+        counts it, and opens the gate less often until it is paid back.
 
         Args:
-            exact: True averages weights, momenta and moments exactly. It sends several times as
-                much as an all-reduce of all gradients: twice with direction="polar", for weights
-                and momenta, and up to 2.6 times with right factors of full rank. All state is then
-                the same on every replica, that of frozen parameters too, whose weights stay as
-                they are. Averaged momenta change nothing in what later
-                synchronised steps compute, which depend on their mean only; local steps go on from
-                it.
+            exact: True averages weights, momenta and moments exactly, as a checkpoint needs it that
+                keeps one replica's state for all. It sends 2 (direction="polar") to 2.6 times as
+                much as an all-reduce of all gradients. All state is then the same on every
+                replica, that of frozen parameters too, whose weights stay as they are.
                 False needs a sync that sends codes, such as QuantizedAverage. It sends those of the
-                fragments that have moved since replicas agreed on them (0.065 times in 2 bits, if
-                all have), and nothing if none has. Weights are then the same on every replica;
-                momenta, moments and residuals remain its own.
+                fragments that have drifted (0.065 times in 2 bits, if all have). Weights are then
+                the same on every replica; momenta, moments and residuals remain its own.
                 None takes False with such a sync, and True without.
-
-        A byte budget counts either, and opens the gate less often until it is paid back. A
-        checkpoint that keeps one replica's state for all needs ``exact=True``: every replica would
-        send the residual of that one, and none those of the others.
 
         Raises:
             ValueError: if ``exact`` is False with a sync that sends no codes.
@@ -166,19 +154,17 @@ def _check_local_steps(local_step: str, max_local_steps: int | None, warmup_step
         checks.integer("max_local_steps", max_local_steps, 1)
 
 
-def _every_step(sync: object) -> bool:
-    return isinstance(sync, Sync) and sync.every_step
-
-
-def _gate(gate: Any, threshold: float | None, wire_budget: float | None, default: Gate) -> Gate:
+def _gate(gate: Any, threshold: float | None, wire_budget: float | None, sync: object) -> Gate:
     ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
     given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: each is a gate; pass one of them.")
     if wire_budget is not None:
         return ByteBudget(wire_budget)
+    if gate is None and threshold is None and isinstance(sync, Sync) and sync.every_step:
+        return AlwaysOpen()
     if gate is None:
-        return default if threshold is None else RMMC(threshold)
+        return RMMC(0.3 if threshold is None else threshold)
     if not isinstance(gate, Gate):
         raise TypeError(
             f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
@@ -198,8 +184,8 @@ def _sync(given: Any, gate: Gate) -> Sync:
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: a budget of bytes needs a sync that knows what an "
-            f"opening sends, such as QuantizedAverage()."
+            f"sync={sync!r} with gate={gate!r}: a budget needs a sync that knows what an opening "
+            f"sends, such as QuantizedAverage()."
         )
     sync.choose_defaults(gate.share)
     return sync

@@ -25,10 +25,8 @@ from curvadion.sync.base import Step
 from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
 from curvadion.update.gradients import Gradients
-from curvadion.update.inner_step import InnerStep
-from curvadion.update.momentum import MomentumNorms, momentum_norms
 from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
+from curvadion.update.plan import MomentumNorms, Plan
 from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -50,14 +48,10 @@ class ReplicaOptimizer(GroupedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One optimizer step; collective over the replicas.
 
-        Args:
-            closure: reevaluates the model and returns the loss.
-
         Raises:
             ValueError: if a group holds an impossible value.
-            RuntimeError: on every replica, if the replicas' gradients are identical although this
-                optimizer synchronises them, or if their optimizers differ; at the tenth step in a
-                row that a gradient which is not finite has left out.
+            RuntimeError: on every replica, if gradients are identical on all of them, or if their
+                optimizers differ; at the tenth step in a row left out for a bad gradient.
         """
         loss = None
         if closure is not None:
@@ -67,8 +61,8 @@ class ReplicaOptimizer(GroupedOptimizer):
         plan = self._present_plan()
         if plan.device.type == "meta":
             raise ValueError(
-                f"{plan.parameters[0].name} is on the meta device, and has no elements to step: "
-                f"call model.to_empty(device=...), initialise it, and build the optimizer then."
+                f"{plan.parameters[0].name} is on the meta device: call "
+                f"model.to_empty(device=...), initialise it, and build the optimizer then."
             )
         scaled = self._unscale(plan.device)
         with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
@@ -83,7 +77,7 @@ class ReplicaOptimizer(GroupedOptimizer):
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         gradients = plan.gradients()
         reads = self.gate.reads_momentum and plan.dion
-        momenta = momentum_norms(plan, gradients) if reads else None
+        momenta = plan.momentum_norms(gradients) if reads else None
 
         # A schedule is known beforehand: then ranks meet where replicas wait for each other.
         reason = self._reason_to_open(0.0) if self.scheduled else None
@@ -114,12 +108,9 @@ class ReplicaOptimizer(GroupedOptimizer):
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._told.append((self.progress.steps + self.sync.delay, words))
 
-        norms, directed = None if momenta is None else momenta.after, self.local_step == "dion"
-        steps, rests = self.progress.steps, not met.finite
-        inner = InnerStep(plan, gradients, steps, norms=norms, directed=directed, rests=rests)
+        rests = not met.finite
         with ops.only_if(moves):
-            self._take(inner, opened=reason is not None)
-        self.progress.count(opened=reason is not None)
+            self._take(plan, gradients, momenta, rests=rests, opened=reason is not None)
         self._report(met, reason, skipped=rests, heard=heard)
         if not ahead:
             self._count_skips(skipped=rests, tolerate=scaled)
@@ -145,18 +136,35 @@ class ReplicaOptimizer(GroupedOptimizer):
             first=self.progress.steps == 0,
         )
 
-    def _take(self, inner: InnerStep, *, opened: bool) -> None:
+    def _take(
+        self,
+        plan: Plan,
+        gradients: Gradients,
+        momenta: MomentumNorms | None,
+        *,
+        rests: bool,
+        opened: bool,
+    ) -> None:
+        progress = self.progress
         step = Step(
-            inner,
-            self._replicas.process_group,
-            self.progress.local_steps,
-            partial(self._background, inner.plan.device),
+            plan,
+            gradients,
+            progress.steps,
+            norms=None if momenta is None else momenta.after,
+            directed=self.local_step == "dion",
+            rests=rests,
+            replicas=self._replicas.process_group,
+            local_steps=progress.local_steps,
+            background=partial(self._background, plan.device),
         )
         if opened:
             self.gate.spend(1)
             self.sync.open_step(step)
         else:
             self.sync.closed_step(step)
+        progress.steps += 1
+        progress.local_steps = 0 if opened else progress.local_steps + 1
+        progress.steps_since_exact += 1
 
     def _unscale(self, device: torch.device) -> bool:
         """Divide the gradients by a GradScaler's scale; whether one drives this step."""
@@ -214,7 +222,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         self._verified = True
 
     def _background(self, device: torch.device) -> Background:
-        """Exchanges beside the training; the first call is collective over the replicas."""
+        """Exchanges beside the training; the first call is collective."""
         wire.install_kernels()  # a meter may be entered while they communicate
         assert self._replicas.process_group is not None
         return background_of(self._replicas.process_group, device)
@@ -222,12 +230,7 @@ class ReplicaOptimizer(GroupedOptimizer):
     # ---------------------------------------------------------------- what is noted of it
 
     def skip_step(self, *, tolerate: bool) -> None:
-        """Count a step at which some replica had a non-finite gradient; touch nothing else.
-
-        For frameworks that see such gradients before ``step`` and do not call it. tolerate: raise
-        no error however many steps in a row are skipped, as a loss scaler that looks for its scale
-        wants it.
-        """
+        """Count a step that a framework has left out; tolerate: raise no error if many are."""
         self.progress.steps += 1
         self._report(None, None, skipped=True)
         self._count_skips(skipped=True, tolerate=tolerate)
@@ -279,8 +282,7 @@ class ReplicaOptimizer(GroupedOptimizer):
         """Synchronise replicas, so that they hold the same weights and state; collective.
 
         Averages weights, momenta and moments exactly, for before a checkpoint; of frozen parameters
-        the state only. Averaged momenta change nothing in what later synchronised steps compute,
-        which depend on their mean only.
+        the state only. Later synchronised steps depend on the mean of momenta only.
 
         Args:
             exact: there is no other way here, so None and True mean the same.
@@ -290,14 +292,12 @@ class ReplicaOptimizer(GroupedOptimizer):
         """
         if exact is False:
             raise ValueError(
-                f"exact=False needs a sync that sends codes, such as QuantizedAverage(), but it is "
-                f"{self.sync!r}: leave exact out."
+                f"exact=False needs a sync that sends codes, but it is {self.sync!r}: leave it out."
             )
         with explain_lost_ranks("optimizer.synchronize()"):
-            self._average_everything()
+            self._average_everything(self._present_plan())
 
-    def _average_everything(self) -> None:
-        plan = self._present_plan()
+    def _average_everything(self, plan: Plan) -> None:
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self.state.get(X)))
         # Weights that were frozen while replicas agreed are still the same.
         differ = self.drifted and not self.sync.ends_drift
@@ -312,12 +312,10 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def broadcast_weights(self, source: int = 0) -> None:
-        """Give all replicas the weights of one; collective, for before the first step.
+        """Give all replicas the weights of one, frozen ones too; collective, before a first step.
 
         Args:
             source: the replica, as a rank of the process group ``replicas``.
-
-        Frozen parameters are taken along, buffers are not.
         """
         group = self._replicas.process_group
         if group is None:
@@ -336,18 +334,11 @@ class ReplicaOptimizer(GroupedOptimizer):
     def drift(self) -> float:
         """Root mean square over replicas of ||X_i - mean|| / ||mean||; collective, dense."""
         plan = self._present_plan()
-        return exact_average.drift(
-            [(p.local, plan.copies_inside(p)) for p in plan.parameters],
-            self._replicas.process_group,
-            plan.inside,
-        )
+        shards = [(p.local, plan.copies_inside(p)) for p in plan.parameters]
+        return exact_average.drift(shards, self._replicas.process_group, plan.inside)
 
     def eval(self) -> None:
-        """Synchronise the replicas if they have drifted, as for an evaluation or a checkpoint.
-
-        Collective: call it on every rank, or on none. It does nothing if the replicas agree or
-        there is one. Trainer and Accelerate call it if an optimizer has it.
-        """
+        """Synchronise replicas that have drifted; collective. Trainer and Accelerate call it."""
         if self.drifted:
             self.synchronize()
 

@@ -50,32 +50,27 @@ def param_groups(
             Conv1D have ``input_first``.
         "stack": 3-D weights (E, m, n) of E experts, which are E matrices; algorithm "dion",
             ``stack_dims=1``. Known are a module's ``gate_up_proj`` and ``down_proj``
-            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others); their shapes tell whether they
-            have ``input_first``. A fused ``gate_up_proj`` is one matrix an expert.
+            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others), ``input_first`` or not.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an output
             head or has as many outputs as an embedding has entries.
         "vector": all others: norms, biases, convolutions, parameters of their own.
 
-    "matrix" and "stack" have no ``lr`` here and take the optimizer's. The other kinds take
-    ``elementwise`` without weight decay, at rates of their own, whatever the optimizer's ``lr`` is:
-    AdamW at 0.01, its head at 0.003; Lion at 0.003, its head at 0.001. Where you lower ``lr``, for
-    fine-tuning say, lower ``elementwise_lr`` as well. A scheduler multiplies all of them.
+    "matrix" and "stack" take the optimizer's ``lr``. The other kinds take ``elementwise`` without
+    weight decay, at rates of their own: AdamW at 0.01, its head at 0.003; Lion at 0.003, its head
+    at 0.001. Where you lower ``lr``, lower ``elementwise_lr`` as well.
 
     Skinny matrices, of which one side is 4 to 64 long and the other at least 8 times as long, such
-    as LoRA's, have ``rank_fraction=1.0`` whatever the optimizer's is: a quarter of rank 8 would be
-    2. A ``rank_fraction`` in ``options`` is for all matrices of the kind, skinny or not.
-
-    Parameters of one kind share a group if they share all keys.
+    as LoRA's, have ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in
+    ``options`` is for all matrices of the kind, skinny or not.
 
     Args:
         model: the module to optimize.
         elementwise: "adamw" or "lion", for all that is no matrix.
         elementwise_lr: one learning rate for all that is no matrix, instead of those above.
         options: group keys by kind, over all of the above, e.g. ``{"head": {"lr": 1e-3}}``.
-        patterns: shell-style patterns of parameter names to kinds, over the rules above; the
-            first that matches counts, e.g. ``{"*.router.weight": "vector"}``. A dict gives a kind
-            and further group keys, over those of ``options``:
+        patterns: shell-style patterns of parameter names to kinds, of which the first that matches
+            counts, e.g. ``{"*.router.weight": "vector"}``; or to a kind and further group keys:
             ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
         verbose: print what went where, with the groups' keys.
 
@@ -85,14 +80,12 @@ def param_groups(
 
     Raises:
         TypeError: if ``model`` is not a module, or options of a kind are no dict.
-        ValueError: for an unknown kind, a pattern that matches nothing, a pattern that makes a
-            matrix of a vector or a stack of a matrix, flat weights whose shapes nobody has
-            declared, or a model without trainable parameters.
+        ValueError: for unknown kinds, patterns that match nothing or no such shape, undeclared flat
+            weights, or a model without trainable parameters.
 
     Warns:
-        UserWarning: names large tensors of two dimensions or more that no rule and no pattern
-            knows, and which therefore take ``elementwise`` though they may be matrices. Names
-            weights of embeddings and heads if, without patterns, nothing is left for Dion.
+        UserWarning: names large tensors that take ``elementwise`` though they may be matrices, and
+            embeddings and heads if, without patterns, nothing is left for Dion.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -160,21 +153,15 @@ def _described(kind: str, group: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A trainable parameter and where it goes.
-
-    Attributes:
-        stored: group keys that follow from how its matrices are stored and shaped.
-        given, pattern: group keys of the pattern that took it, and that pattern.
-        unknown: whether nothing but being none of the other kinds makes it a vector.
-    """
+    """A trainable parameter and where it goes."""
 
     name: str
     X: Tensor
     kind: str
-    stored: dict[str, Any] = field(default_factory=dict)
-    given: Mapping[str, Any] = field(default_factory=dict)
+    stored: dict[str, Any] = field(default_factory=dict)  # group keys of how matrices are stored
+    given: Mapping[str, Any] = field(default_factory=dict)  # those of the pattern that took it
     pattern: str | None = None
-    unknown: bool = False
+    unknown: bool = False  # a vector because it is nothing else
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -269,11 +256,7 @@ def _kinds(model: nn.Module) -> Iterator[_Parameter]:
 
 
 def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Group keys of a module's ``gate_up_proj`` and ``down_proj``, the weights of all its experts.
-
-    Experts of h inputs and i hidden features have (E, 2i, h) and (E, h, i), or, input first,
-    (E, h, 2i) and (E, i, h). No shapes are both.
-    """
+    """Keys of a module's (E, 2i, h) ``gate_up_proj`` and (E, h, i) ``down_proj``, or transposes."""
     names = ("gate_up_proj", "down_proj")
     weights = [getattr(module, name, None) for name in names]
     shapes = [global_shape(X) for X in weights if isinstance(X, Tensor)]
@@ -288,11 +271,9 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
-    """Outside the numbered blocks, and named like an output head or as wide as a vocabulary.
-
-    Inside them a width may equal the number of entries of a table of positions.
-    """
+    """Outside the numbered blocks, and named like an output head or as wide as a vocabulary."""
     *parents, last = prefix.split(".")
+    # In blocks a width may equal the number of entries of a table of positions.
     if any(part.isdigit() for part in parents):
         return False
     return last in HEAD_NAMES or getattr(module, "out_features", None) in vocabularies
@@ -314,10 +295,9 @@ def _warn_of_large(routed: Sequence[_Parameter], elementwise: str) -> None:
     kind = "stack" if len(these[0].shape) > 2 else "matrix"
     warnings.warn(
         f"param_groups leaves {share:.0%} of the model's elements to {elementwise} though they may "
-        f"be matrices: {named}. To give them to Dion pass for example patterns={{{pattern!r}: "
-        f"{kind!r}}}, or {{'kind': {kind!r}, 'input_first': True}} in place of {kind!r} if they "
-        f"are (..., in, out) and not (..., out, in). To leave them, and end this warning, pass "
-        f"patterns={{{pattern!r}: 'vector'}}.",
+        f"be matrices: {named}. For Dion pass for example patterns={{{pattern!r}: {kind!r}}}, or "
+        f"{{'kind': {kind!r}, 'input_first': True}} for {kind!r} if they are (..., in, out); to "
+        f"leave them patterns={{{pattern!r}: 'vector'}}.",
         stacklevel=checks.user_stacklevel(),
     )
 
@@ -328,9 +308,8 @@ def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> No
     if tables and not any(p.kind in ("matrix", "stack") for p in routed):
         warnings.warn(
             f"param_groups finds no matrix for Dion, so all parameters take {elementwise}: "
-            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one of them "
-            f"is a hidden layer's weight, pass for example "
-            f"patterns={{{tables[-1].name!r}: 'matrix'}}.",
+            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one is a "
+            f"hidden layer's, pass for example patterns={{{tables[-1].name!r}: 'matrix'}}.",
             stacklevel=checks.user_stacklevel(),
         )
 

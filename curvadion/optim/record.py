@@ -16,26 +16,12 @@ from curvadion.update.hyperparameters import RECORD
 
 @dataclass
 class Progress:
-    """How far a run has come; the same on every replica, unless said otherwise.
+    """How far a run has come; the same on every replica, but for skips under a schedule."""
 
-    Attributes:
-        steps: steps taken, skipped ones included.
-        local_steps: steps since the replicas last synchronised.
-        consecutive_skips: steps skipped for a non-finite gradient since the last that was not;
-            each replica's own under a schedule.
-        steps_since_exact: steps since all state was last the same on all replicas.
-    """
-
-    steps: int = 0
-    local_steps: int = 0
-    consecutive_skips: int = 0
-    steps_since_exact: int = 0
-
-    def count(self, *, opened: bool) -> None:
-        """Count a step that was taken."""
-        self.steps += 1
-        self.local_steps = 0 if opened else self.local_steps + 1
-        self.steps_since_exact += 1
+    steps: int = 0  # skipped ones included
+    local_steps: int = 0  # since the replicas last synchronised
+    consecutive_skips: int = 0  # for a gradient that is not finite
+    steps_since_exact: int = 0  # since all state was last the same on all replicas
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -45,40 +31,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint holds besides groups and tensors.
-
-    gate, sync: their memories (``state_dict()``), and the names of their classes. sync_keys: the
-    state keys that only this sync kind knows. fragments_drifted: how many fragments of the weights
-    had moved since replicas agreed on them. replica: the one that saved it, if it cannot stand for
-    all; else None.
-    """
+    """What a checkpoint holds besides groups and tensors."""
 
     progress: Progress
-    gate: dict[str, Any]
+    gate: dict[str, Any]  # its memory, state_dict()
     sync: dict[str, Any]
     gate_class: str
     sync_class: str
-    sync_keys: list[str]
+    sync_keys: list[str]  # of the state, which only this sync kind knows
     fragments_drifted: int
-    replica: Replica | None
-
-    @property
-    def drifted(self) -> bool:
-        """Whether replicas, if there were several, held different weights."""
-        return self.progress.local_steps > 0 or self.fragments_drifted > 0
-
-    def is_of(self, sync: Sync) -> bool:
-        """Whether it was saved with a sync of this class."""
-        return self.sync_class == type(sync).__name__
+    replica: Replica | None  # the one that saved it, if it cannot stand for all
 
 
-def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica) -> str:
-    """A :class:`Record` as JSON text: one leaf, which checkpoint tools keep whole.
-
-    (They flatten dictionaries, lose empty ones, and load only the keys that exist already.)
-    """
-    drifted = progress.local_steps > 0 or sync.fragments_drifted > 0
-    owes = sync.sends_codes and progress.steps_since_exact > 0
+def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) -> str:
+    """A :class:`Record` as JSON text: one leaf, as checkpoint tools lose parts of dictionaries."""
     held = {
         "progress": asdict(progress),
         "gate": gate.state_dict(),
@@ -87,7 +53,7 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica) -> str:
         "sync_class": type(sync).__name__,
         "sync_keys": [key.name for key in sync.state_keys],
         "fragments_drifted": sync.fragments_drifted,
-        "replica": list(replica) if replica.total > 1 and (drifted or owes) else None,
+        "replica": replica,
     }
     try:
         return json.dumps(held, sort_keys=True)
@@ -111,12 +77,7 @@ def load_memory(name: str, choice: Gate | Sync, memory: Mapping[str, Any]) -> No
 
 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
-    """The inverse of :func:`record`, of the one that a state_dict's groups hold.
-
-    Raises:
-        TypeError: if this is no state_dict at all.
-        ValueError: if the state was saved by an optimizer that is not ours, or is damaged.
-    """
+    """The record that a state_dict's groups hold; raise if it is another optimizer's or damaged."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError(f"state_dict={state_dict!r} must be what state_dict() returned")
     groups, states = state_dict["param_groups"], state_dict["state"]

@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
 
 from curvadion.comm.background import Background, no_background
-from curvadion.update.inner_step import Batch, InnerStep
+from curvadion.update.inner_step import InnerStep
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import StateKey
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step that ranks have agreed to take.
+class Step(InnerStep):
+    """A step that ranks have agreed to take; :meth:`batches` takes this replica's own."""
 
-    Attributes:
-        inner: the step of this replica's own, which :meth:`batches` takes.
-        replicas: the process group of the replicas; None for one replica.
-        local_steps: how many steps replicas took by themselves since they last synchronised.
-        background: does exchanges beside the training.
-    """
-
-    inner: InnerStep
-    replicas: dist.ProcessGroup | None
-    local_steps: int = 0
-    background: Callable[[], Background] = no_background
-
-    @property
-    def plan(self) -> Plan:
-        """The parameters."""
-        return self.inner.plan
-
-    @property
-    def number(self) -> int:
-        """How many steps were taken before."""
-        return self.inner.number
-
-    def batches(
-        self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: Any
-    ) -> Iterator[Batch]:
-        """See :meth:`InnerStep.batches`."""
-        return self.inner.batches(*parts, gradients=gradients, **how)
+    replicas: dist.ProcessGroup | None = None  # None for one replica
+    local_steps: int = 0  # that replicas took by themselves since they last synchronised
+    background: Callable[[], Background] = no_background  # does exchanges beside the training
 
     def take(self, **how: Any) -> None:
         """Take all batches, where nothing is to be done with each; how: as of :meth:`batches`."""
@@ -56,13 +31,9 @@ class Step:
 
 
 class Costs(NamedTuple):
-    """What openings send, and how many of them synchronise all weights.
+    """What openings send, and how many of them synchronise all weights."""
 
-    opening_bytes: of one, on average: bytes of an all-reduce of float32 elements that sends as
-    much. So a mean in codes counts its codes once.
-    """
-
-    opening_bytes: float
+    opening_bytes: float  # of one, on average: those of an all-reduce that sends as much
     openings_per_full_sync: int = 1
 
 
@@ -72,23 +43,20 @@ class Sync(ABC):
     Each optimizer works with a copy, which remembers how far its run has come.
 
     Class attributes:
-        group_defaults: what None stands for in group keys under this kind. Without the key
-            "look_ahead" :meth:`look_ahead` tells that one. "direction" is for full rank: groups of
-            another rank_fraction take "low_rank".
+        group_defaults: what None stands for in group keys. Without "look_ahead"
+            :meth:`look_ahead` tells that one. "direction" is for full rank: groups of another
+            rank_fraction take "low_rank".
         state_keys: what it keeps of each parameter, beside the table of curvadion.update.state.
-        sends_codes: whether weights can be synchronised for fewer bytes than an exact average, by
-            :meth:`sync_weights`. Codes lose something, so one replica's state cannot stand for
-            all, even if weights agree.
-        every_step: whether replicas must synchronise at every step. Gates that would close are
-            refused.
+        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Codes lose
+            something, so one replica's state cannot stand for all, even if weights agree.
+        every_step: whether replicas must synchronise at every step: gates may not close.
         message_format: a number that replicas must have in common to read each other's messages.
 
     Attributes:
-        fragments_drifted: how many fragments of the weights have moved since replicas agreed on
-            them; the weights are one fragment unless the kind divides them. A kind that sends
-            codes sets it in its steps.
-        delay: how many steps after an opening its result arrives. If there is one, openings do not
-            wait for other replicas, and a replica whose gradient is not finite takes part.
+        fragments_drifted: how many fragments of the weights (one, unless the kind divides them)
+            have moved since replicas agreed on them. A kind that sends codes sets it in its steps.
+        delay: how many steps after an opening its result arrives. Above 0 openings do not wait for
+            other replicas, and a replica whose gradient is not finite takes part.
         ends_drift: whether openings end the replicas' drift.
     """
 
@@ -125,19 +93,16 @@ class Sync(ABC):
         """How long steps have waited so far for what was under way."""
         return 0.0
 
-    # ---------------------------------------------------------------- what it costs
-
     def choose_defaults(self, budget: float | None) -> None:
         """Set what None stands for in the constructor's arguments.
 
-        budget: what the gate allows replicas to send, as a share of dense gradients; None if it
-        counts no bytes.
+        budget: the gate's, as a share of dense gradients; None if it counts no bytes.
         """
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
-        """Learn which parameters there are; return what openings send, None if that is unknown.
+        """Learn how many elements each shard of every parameter has, in the order of a plan.
 
-        shards: elements of each shard of every parameter, in the order of a plan.
+        Returns what openings send, None if that is unknown.
         """
         return None
 
@@ -145,19 +110,11 @@ class Sync(ABC):
         """The default of look_ahead; period: steps from one agreement on a weight to the next."""
         return 0.0
 
-    # ---------------------------------------------------------------- around steps
-
     def begin(self, parameters: Sequence[Parameter]) -> None:
-        """Create what this kind keeps of parameters, where it is missing.
-
-        All replicas hold the same weights when this is called for a parameter the first time.
-        """
+        """Create what this kind keeps of parameters, where it is missing; weights agree then."""
 
     def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
-        """Synchronise the weights without a step; return how many openings that was worth.
-
-        Only for kinds that have ``sends_codes``. Collective.
-        """
+        """Synchronise weights, for ``sends_codes``; collective. Returns openings it was worth."""
         raise NotImplementedError
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
@@ -165,8 +122,6 @@ class Sync(ABC):
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         """Note that replicas now hold the same weights."""
-
-    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold to continue: numbers, strings, lists of these."""

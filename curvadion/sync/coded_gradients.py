@@ -41,13 +41,11 @@ from curvadion.update.state import RESIDUAL, Owner, StateKey
 class CodedGradients(Sync):
     """One step of all replicas with the mean of their gradients, in codes of a few bits.
 
-    Replicas never differ: there is nothing to align, to correct or to synchronise, and every
-    direction and every algorithm works as with dense gradients. They synchronise at every step,
-    so the gate must always be open, or be a byte budget that pays for every step. Codes of 1, 2, 3,
-    4 and 8 bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more where many
-    parameters, or their shards, have less than 256 numbers. Exact synchronisations come on top of a
-    budget. So does the first step after the checkpoint of another sync: it averages weights and all
-    state exactly.
+    Replicas never differ, and every direction and algorithm works as with dense gradients. The gate
+    must always be open, or be a byte budget that pays for every step. Codes of 1, 2, 3, 4 and 8
+    bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more where many parameters, or
+    their shards, have less than 256 numbers. Exact synchronisations come on top of a budget. So
+    does the first step after the checkpoint of another sync: it averages weights and all state.
 
     Args:
         bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step, 2 at
@@ -81,8 +79,6 @@ class CodedGradients(Sync):
         # step. False after the state of another sync was loaded.
         self._agree: bool | None = None
 
-    # ---------------------------------------------------------------- what it costs
-
     def choose_defaults(self, budget: float | None) -> None:
         self._budget = budget
         chosen = self.UNBUDGETED_BITS if budget is None else bits_within(budget)
@@ -95,8 +91,6 @@ class CodedGradients(Sync):
             left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
             self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
         return Costs(message_bytes(each, self.bits), openings_per_full_sync=0)
-
-    # ---------------------------------------------------------------- around steps
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:
@@ -122,8 +116,6 @@ class CodedGradients(Sync):
         average_everything_(plan, replicas, self)
         self._agree, self.fragments_drifted = True, 0
         return 0
-
-    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "agree": bool(self._agree)}

@@ -26,7 +26,7 @@ ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
 
 
 def check_bits(bits: int | None) -> None:
-    """Raise TypeError or ValueError for bits that codes cannot have; None is for a budget."""
+    """Raise for bits that codes cannot have; None is for a budget."""
     if bits is not None:
         checks.integer("bits", bits, 1)
         checks.one_of("bits", bits, BITS)
@@ -38,21 +38,16 @@ def coded_share(bits: int) -> float:
 
 
 def bits_within(share: float) -> int:
-    """Bits of a code that this share of float32 bytes pays for at every step; 2 at least.
-
-    Fewer bits than that would synchronise nothing more often.
-    """
+    """Bits of a code that this share of float32 bytes pays for at every step; 2 at least."""
     return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
 
 
 def bits_of_weights(budget: float, fragments: int) -> int:
     """Bits of a code that suit averages of weights under a byte budget.
 
-    As many as it pays for at every opening, 2 at least. Below 0.3 %, where 2 bits would synchronise
-    a weight at every 22nd step or less often, 1 bit ended lower with the larger of two models
-    (benchmarks/results/convergence), unless fragments are so many that 2 bits fit into every step.
-
-    budget: share of float32 bytes; 0 if there is none. fragments: openings of one agreement.
+    As many as it pays for at every opening, 2 at least. Below 0.3 % 1 bit ended lower with the
+    larger of two models (benchmarks/results/convergence), unless fragments are so many that 2 bits
+    fit into every step. budget: share of float32 bytes; 0 if there is none.
     """
     share = budget * fragments
     return 1 if 0 < budget < ONE_BIT_BELOW and share < coded_share(2) else bits_within(share)
@@ -66,10 +61,9 @@ def check_residual_dtype(residual_dtype: ResidualDtype) -> str:
 
 
 def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[Parameter]]:
-    """Runs of parameters whose codes are one bucket, in an order that ranks share.
+    """Runs of parameters, sharded over the same ranks, whose codes are one bucket.
 
-    A run is sharded over the same ranks: which replica averages a block depends on the blocks
-    before it, and ranks that hold the same shard of a parameter must get the same.
+    Which replica averages a block depends on the blocks before it.
     """
     by_ranks: dict[tuple[int, ...], list[Parameter]] = {}
     for p in parameters:
@@ -88,18 +82,10 @@ def coded_mean_(
 
     Every rank is the owner of an equal share of all numbers. Each sends its codes to the owners,
     which sum them in float32, so that no sum can overflow, and send the codes of the means back.
-    The residuals hold what these codes have lost, and are added to what is sent next: summed over
-    calls, means differ from true means by no more than the last call's residuals, and the roundings
-    of residuals if these are bfloat16.
-
-    Args:
-        X: tensors of any floating dtype, of the same shapes on every rank; updated.
-        residuals: float32 or bfloat16, of X's shapes, zero before the first call; updated.
-        bits: of a code, one of ``curvadion.ops.codes.BITS``.
-        group: the ranks; None stands for this process alone.
-
-    Sends: 2 (n - 1) / n times the codes of all numbers, as :func:`message_bytes` gives them, on
-    average over the n ranks.
+    The residuals, float32 or bfloat16 and zero before the first call, hold what these codes have
+    lost, and are added to what is sent next: summed over calls, means differ from true means by no
+    more than the last call's residuals and their roundings. n ranks send 2 (n - 1) / n times
+    :func:`message_bytes`, on average.
     """
     codes = _exchanged(X, (), residuals, bits, group)
     if codes is None:
@@ -124,10 +110,9 @@ def add_coded_mean_(
     bits: int,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """anchor <- anchor + mean over the group of (X - anchor), X <- anchor.
+    """anchor <- anchor + mean over the group of (X - anchor), X <- anchor; as :func:`coded_mean_`.
 
-    As :func:`coded_mean_` of the differences. anchors: float32 or wider, of X's shapes, the same
-    bits on every rank; updated.
+    anchors: float32 or wider, of X's shapes, the same bits on every rank.
     """
     codes = _exchanged(X, anchors, residuals, bits, group)
     if codes is None:
@@ -169,28 +154,16 @@ def _exchanged(
 
 @dataclass(frozen=True)
 class Message:
-    """Numbers of this rank in codes, and after the exchange those of their means.
+    """Numbers of this rank in codes, and after the exchange those of their means."""
 
-    Attributes:
-        codes: (rows, block_bytes(bits)) uint8; :meth:`exchange_` replaces them.
-        own: (k, 256) float32, the numbers of the rows that this rank owns, then what codes of their
-            means have lost.
-        first: the first of these rows.
-        bits: of a code.
-    """
-
-    codes: Tensor
-    own: Tensor
-    first: int
-    bits: int
+    codes: Tensor  # (rows, block_bytes(bits)) uint8; :meth:`exchange_` replaces them
+    own: Tensor  # (k, 256) float32, the rows that this rank owns, then what their codes have lost
+    first: int  # of these rows
+    bits: int  # of a code
 
     @record_function("curvadion.exchange")
     def exchange_(self, group: dist.ProcessGroup) -> None:
-        """Replace codes of what is here by those of the means, what is owned by what these lose.
-
-        An owner needs no code of its own numbers. What the code of their mean loses it keeps, times
-        the number of ranks, where others keep what the code they sent it has lost.
-        """
+        """Replace codes by those of the means, ``own`` by what these lose, times the ranks."""
         ranks, rank = group.size(), group.rank()
         counts = shares(len(self.codes), ranks)
         received = self.codes.new_empty(ranks, *self.codes[: counts[rank]].shape)
@@ -205,8 +178,15 @@ class Message:
         """Give the residuals what the codes of means have lost here; after the exchange."""
         for residual, rows in zip(residuals, rows_of(residuals), strict=True):
             mine = part(rows, self.first, len(self.own))
+            lost = self.own[mine].view(-1)
+            if not len(lost):
+                continue
             start = (self.first + mine.start - rows.start) * BLOCK
-            _store_(residual, start, self.own[mine].view(-1))
+            numbers = residual.reshape(-1)
+            target = numbers[start : start + len(lost)]
+            target.copy_(lost[: len(target)])  # the last block may be longer than the residual
+            if numbers.data_ptr() != residual.data_ptr():  # reshape had to copy
+                residual.copy_(numbers.view_as(residual))
 
 
 @record_function("curvadion.encode")
@@ -224,14 +204,3 @@ def encode(
     own = torch.empty(counts[rank], BLOCK, dtype=torch.float32, device=device)
     ops.encode_difference_(codes, X, anchors, residuals, bits=bits, owned=own, first=first)
     return Message(codes, own, first, bits)
-
-
-def _store_(residual: Tensor, start: int, lost: Tensor) -> None:
-    """Copy whole blocks to a residual from a number on; the last block may be longer than it."""
-    if not len(lost):
-        return
-    numbers = residual.reshape(-1)
-    target = numbers[start : start + len(lost)]
-    target.copy_(lost[: len(target)])
-    if numbers.data_ptr() != residual.data_ptr():  # reshape had to copy
-        residual.copy_(numbers.view_as(residual))

@@ -1,12 +1,10 @@
 """Two corrections when replicas have agreed on weights; neither sends a byte between replicas.
 
-Since replicas last agreed, over steps of learning rates lr (with the shape's scale) that add up to
-L, replica i has moved by
+Over steps whose lr (with the shape's scale) add up to L, replica i has moved by
 
     D_i = X_i - anchor = -sum over steps of lr U_i,
 
-where U_i is the direction of its momentum, P Q^T or the polar factor, and all have now agreed on
-the mean D of the D_i.
+where U_i is the direction of its momentum, P Q^T or the polar factor. D is the mean of the D_i.
 
 **Momentum alignment.** The part of M_i in the space of U_i is U_i S_i with S_i = U_i^T M_i. Its
 average direction was -D_i / L, and the mean direction is -D / L. The momentum takes the mean
@@ -15,20 +13,16 @@ direction and keeps its own S_i:
     M_i <- M_i - (D - D_i) S_i / L.
 
 If S_i were the same on all replicas, the mean of their momenta would stay what it is. But the S_i
-of one opening holds the same noise as D_i, and the mean of D_i S_i is not D times that of S_i:
-momenta lose some of their mean at each opening. With a ``spectrum_decay`` the S_i of polar
-directions are means over openings, which share less noise with D_i.
+of one opening holds the same noise as D_i: momenta lose some of their mean at each opening. With a
+``spectrum_decay`` the S_i of polar directions are means over openings, which share less noise.
 
-M_i is the momentum after the last step: after its gradient and the error feedback (under the plain
-rule, after its gradient), without the look-ahead. P and Q are that step's factors, of the momentum
-before the error feedback and with the look-ahead. At full rank without a look-ahead the momentum
-before was P R^T, and M_i is mu times it. Noise in M_i, which differs between replicas, gives way to
-its mean, as if momenta had been averaged.
+M_i is the momentum after the last step, with its gradient and error feedback but without the
+look-ahead. P and Q are that step's factors, of the momentum before the error feedback and with the
+look-ahead. Noise in M_i gives way to its mean, as if momenta had been averaged.
 
-**Polar correction.** Each replica moved along orthonormal directions. A singular value of D / L is
-1 where replicas took the same direction, and less where noise made them differ. A synchronised step
-goes its full length along every direction of the mean momentum. One step of Newton and Schulz's
-iteration for the polar factor,
+**Polar correction.** A singular value of D / L is 1 where replicas took the same direction, and
+less where noise made them differ. A synchronised step goes its full length along every direction of
+the mean momentum. One step of Newton and Schulz's iteration for the polar factor,
 
     D <- D + L (V - V V^T V) / 2,                V = D / L,
 
@@ -49,13 +43,7 @@ from curvadion.layout.dtensor import local
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Taken
 from curvadion.update.directions import DIRECTIONS
-from curvadion.update.parameter import (
-    Matrix,
-    Parameter,
-    open_shards,
-    product_dtype,
-    stacked,
-)
+from curvadion.update.parameter import Matrix, Parameter, open_shards, product_dtype, stacked
 from curvadion.update.plan import Plan
 from curvadion.update.row_shards import (
     cut_columns,
@@ -70,15 +58,8 @@ TINY = torch.finfo(torch.float32).tiny
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 # Below this L, D holds only what codes made up for, and the cube of D / L could overflow.
 SHORTEST = 1e-10
-
-
 # The sum of lr over all steps since the last agreement on a parameter.
 Rate = Callable[[Parameter], float]
-
-
-def weights_of(p: Parameter) -> Tensor:
-    """For :func:`copies_of`."""
-    return p.local
 
 
 def anchor_of(p: Parameter) -> Tensor:
@@ -104,10 +85,7 @@ def subtract_from_(
 
 
 def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
-    """L, a sum of lr times the shape's scale, one a matrix, (k,) by stack.
-
-    The distance that the steps since the last agreement go if all have one direction.
-    """
+    """L, the sum of lr times the shape's scale, one a matrix, (k,) by stack."""
     return [
         from_host(
             [rate(m.parameter) * m.update_scale for m in stack],
@@ -119,15 +97,8 @@ def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
 
 
 def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor:
-    """factor / max(limit, size): corrections keep their length up to a limit and shrink beyond.
-
-    Codes move weights further than the steps since the last agreement did if the learning rate has
-    fallen: they make up for what they lost when steps were longer.
-    """
+    """factor / max(limit, size): codes that make up for losses at a larger lr exceed limit."""
     return factor / size.clamp_min(limit).clamp_min(TINY)
-
-
-# -------------------------------------------------------------------- momentum alignment
 
 
 @record_function("curvadion.align_momenta")
@@ -136,11 +107,9 @@ def align_momenta_(
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
-    missing: D - D_i of the matrices, by stack; overwritten. spectrum_decay: weight of the S_i of
-    earlier openings.
-
-    The share of D - D_i is 1 / L. Directions differ by no more than sqrt(r) in Frobenius norm; if
-    it is longer than L sqrt(r), the share falls with the square of the length.
+    missing: D - D_i of the matrices, by stack; overwritten. Its share is 1 / L. Directions differ
+    by no more than sqrt(r) in Frobenius norm; if it is longer than L sqrt(r), the share falls with
+    the square of the length.
     """
     if not taken.stacks:
         return
@@ -152,18 +121,14 @@ def align_momenta_(
     taken.turn_momenta_(missing, shares, spectrum_decay)
 
 
-def place_spectra(parameters: Sequence[Parameter]) -> None:
-    """Make place for the sums of S of directions that keep them, where there is none."""
+def place_spectra(parameters: Sequence[Parameter], *, kept: bool) -> None:
+    """Make place for the sums of S of directions that keep them; give it up if they go."""
     for p in parameters:
-        if p.matrices and DIRECTIONS[p.direction].keeps_spectrum:
+        if not kept:
+            p.state.pop(SPECTRUM, None)
+            p.state.pop(SPECTRUM_WEIGHT, None)
+        elif p.matrices and DIRECTIONS[p.direction].keeps_spectrum:
             p.create_spectra()
-
-
-def drop_spectra(parameters: Sequence[Parameter]) -> None:
-    """Give up the sums of S, and their place."""
-    for p in parameters:
-        for key in (SPECTRUM, SPECTRUM_WEIGHT):
-            p.state.pop(key, None)
 
 
 def forget_spectra(parameters: Sequence[Parameter]) -> None:
@@ -174,16 +139,9 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
             p.state[SPECTRUM_WEIGHT] = 0.0
 
 
-# -------------------------------------------------------------------- polar correction
-
-
 @record_function("curvadion.correct_polar")
 def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: bool = True) -> None:
-    """Move weights and anchors by a Newton-Schulz step of D. Collective inside the replica.
-
-    D: what the anchors of the plan's matrices have moved by, by stack, the same on every replica;
-    overwritten. together: whether weights are what the anchors are.
-    """
+    """Move weights and anchors by a Newton-Schulz step of D; together: X is the anchor."""
     stacks = plan.stacks
     if not stacks:
         return
@@ -201,8 +159,8 @@ def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: boo
 def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
-    Singular values of V are 1 or less, unless the learning rate has fallen. V is divided by d, the
-    root of their mean square if that is more, so that products stay in the range of float16.
+    V is divided by d, the root of its singular values' mean square if that is above 1 (the learning
+    rate has fallen), so that products stay in the range of float16.
     """
     stacks = plan.stacks
     layouts = [stack[0].layout for stack in stacks]
@@ -222,10 +180,7 @@ def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
-    """anchor <- anchor + change, X <- anchor if they were equal, else X + change.
-
-    changes: (k, m_i, n_j); overwritten.
-    """
+    """anchor <- anchor + change, (k, m_i, n_j), X <- anchor if they were equal, else X + change."""
     moved, weights = list(changes), [m.parameter.local for m in matrices]
     with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (anchors, X):
         torch._foreach_add_(anchors, moved)

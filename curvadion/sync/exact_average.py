@@ -13,7 +13,6 @@ from curvadion.comm.collectives import group_size, mean_
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import global_shape
 from curvadion.sync.base import Sync
-from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import averaged
@@ -22,10 +21,7 @@ from curvadion.update.state import averaged
 def average_(
     tensors: Sequence[Tensor], counters: Sequence[Tensor], replicas: dist.ProcessGroup | None
 ) -> None:
-    """Replace tensors and scalar counters by their means over the replicas: the same bits on each.
-
-    Counters (one number each, on the CPU or the GPU) travel together as one tensor.
-    """
+    """Replace tensors and counters of one number by their means over the replicas."""
     if group_size(replicas) == 1:
         return
     mean_(tensors, replicas)
@@ -46,10 +42,7 @@ def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
 def average_everything_(
     plan: Plan, replicas: dist.ProcessGroup | None, sync: Sync, kept: Sequence[Parameter] = ()
 ) -> None:
-    """Replace weights and all state that replicas have of their own by their means. Collective.
-
-    kept: the parameters whose weights, equal on all replicas, stay as they are.
-    """
+    """Replace weights, but for those of ``kept``, and replicas' own state by their means."""
     before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
@@ -59,14 +52,11 @@ def average_everything_(
     for X, weights in before:
         X.copy_(weights)
     sync.after_average(ready.parameters)
-    measure_momenta(ready)
+    ready.measure_momenta()
 
 
 def _counters(plan: Plan) -> list[Tensor]:
     return [x for p in plan.elementwise for x in averaged(p.state, counters=True).values()]
-
-
-# -------------------------------------------------------------------- bytes
 
 
 def sizes(X: Sequence[Tensor]) -> list[int]:
@@ -87,19 +77,12 @@ def bytes_of_everything(plan: Plan, sync: Sync) -> int:
     return int(total)
 
 
-# -------------------------------------------------------------------- drift
-
-
 def drift(
     X: Iterable[tuple[Tensor, int]],
     replicas: dist.ProcessGroup | None,
     inside: dist.ProcessGroup | None,
 ) -> float:
-    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||, over all parameters; collective.
-
-    X: the shards held here, each with the number of ranks of the replica that hold it. Dense: as
-    many numbers cross the replicas as there are parameters.
-    """
+    """sqrt( mean over replicas of ||X_i - mean||^2 ) / ||mean||; X: shards, and holders of each."""
     if group_size(replicas) == 1:
         return 0.0
     squares: Tensor | None = None

@@ -26,15 +26,12 @@ class LowRank(Sync):
         P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
         M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
 
-    (Dion, arXiv 2504.05295, algorithm 1.) Matrices with direction="polar" have no factors to share.
-    They take the polar factor of the momentum with the replicas' mean gradients, as parameters that
-    are not matrices take AdamW or Lion with these: dense, as many elements as the gradient has.
-    ``.grad`` then holds the mean. A gradient that is None on some replica counts as zero.
+    (Dion, arXiv 2504.05295, algorithm 1.) Polar directions, AdamW and Lion take the mean gradient,
+    sent whole; ``.grad`` then holds it. A gradient that is None on some replica counts as zero.
 
     Args:
         average_weights: whether replicas that took local steps first average their weights and
-            the moments of AdamW and Lion, exactly. If not, they stay different until
-            ``synchronize()``, as in the published experiments.
+            the moments of AdamW and Lion. If not, they stay different until ``synchronize()``.
 
     Raises:
         TypeError: if ``average_weights`` is not a boolean.
@@ -66,10 +63,7 @@ class LowRank(Sync):
         step.take(remember=False)
 
     def _average_momenta(self, step: Step) -> None:
-        """Let the momenta of polar matrices agree, if something has let them differ.
-
-        Low-rank products are means of what momenta hold; polar factors need the mean itself.
-        """
+        """Let the momenta of polar matrices agree: their factors need the mean itself."""
         if step.number and not self._momenta_agree:  # before, all momenta are zero
             dense = [p for p in step.plan.dion if not _shares_factors(p)]
             own = [p.state[key] for key in OWN for p in dense if key in p.state]

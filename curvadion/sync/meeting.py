@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,7 @@ from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
 from curvadion.sync.verify import Listing, raise_different
 from curvadion.update.gradients import Gradients
-from curvadion.update.momentum import MomentumNorms
-from curvadion.update.plan import Plan
+from curvadion.update.plan import MomentumNorms, Plan
 
 MEETING_BYTES, WORDS_BYTES = 24, 16
 # Gradients and momenta of this norm or more count as not finite: squares of others fit float32.
@@ -33,70 +33,48 @@ _NAN_BITS, _PARAMETER = 0x7FC00000, 0x7FFFFFFF
 
 
 class Met(NamedTuple):
-    """What the ranks of a meeting know.
+    """What the ranks of a meeting know."""
 
-    signal: the largest gate signal of any matrix on any of them. parameter: the name of the
-    parameter that had it; None if there are no matrices. finite: whether all gradients on all of
-    them are, and shorter than LARGEST_NORM. all_zero: whether all of these are zero; told at a
-    first step only.
-    """
-
-    signal: float
-    parameter: str | None
-    finite: bool
-    all_zero: bool
+    signal: float  # the largest gate signal of any matrix on any of them
+    parameter: str | None  # the name of the parameter that had it; None without matrices
+    finite: bool  # whether all gradients are, and shorter than LARGEST_NORM
+    all_zero: bool  # whether all gradients are zero; told at a first step only
 
 
+@dataclass
 class Meeting:
-    """A meeting that has been held; the host reads what it told, at once or after more steps.
+    """A meeting that has been held; the host reads what it told, at once or after more steps."""
 
-    words: (3,) int64 on the device, or (1,) of one rank alone. own: this rank's w.
-    """
-
-    def __init__(
-        self,
-        words: Tensor,
-        plan: Plan,
-        listing: Callable[[], Listing],
-        group: dist.ProcessGroup | None,
-        *,
-        own: int,
-        first: bool,
-    ) -> None:
-        self._words, self._plan, self._listing = words, plan, listing
-        self._group, self._own, self._first = group, own, first
-        self._arrived: torch.cuda.Event | None = None
+    words: Tensor  # (3,) int64 on the device, or (1,) of one rank alone
+    plan: Plan
+    listing: Callable[[], Listing]
+    group: dist.ProcessGroup | None
+    first: bool
+    arrived: torch.cuda.Event | None = None
 
     def send(self) -> Tensor:
-        """Let what was told come to the host, which does not wait for it.
-
-        Returns whether all gradients are finite, a bool on the device.
-        """
-        words = self._words
+        """Let what was told come to the host; return on the device if all gradients are finite."""
+        words = self.words
         if words.device.type == "cuda":
-            self._words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
-            self._words.copy_(words, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(words.device))
+            self.words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
+            self.words.copy_(words, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(words.device))
         return (words[0] >> 32) != _NAN_BITS
 
     def read(self) -> Met:
-        """What was told; the host waits for it.
-
-        Raises:
-            RuntimeError: on all ranks, if their words differ.
-        """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        number, *told = self._words.tolist()
+        """What was told, for which the host waits; raise on all ranks if their words differ."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        number, *told = self.words.tolist()
         if told:
-            compare(told, self._listing, self._group)
+            compare(told, self.listing, self.group)
         bits = number >> 32
         return Met(
             signal=struct.unpack("f", struct.pack("i", bits))[0],
-            parameter=self._plan.parameters[number & _PARAMETER].name if self._plan.dion else None,
+            parameter=self.plan.parameters[number & _PARAMETER].name if self.plan.dion else None,
             finite=bits != _NAN_BITS,
-            all_zero=self._first and number >> 31 == 0,
+            all_zero=self.first and number >> 31 == 0,
         )
 
 
@@ -112,18 +90,11 @@ def meet(
     group: dist.ProcessGroup | None,
     first: bool = False,
 ) -> Meeting:
-    """One collective, which nobody waits for until :meth:`Meeting.read`.
-
-    momenta: norms, if the gate reads them. word: gives w. listing: what w is of, for the error.
-    group: the ranks that meet; None for this process alone. first: whether to tell if all gradients
-    are zero.
+    """One collective, which nobody waits for until :meth:`Meeting.read`; word gives w.
 
     Non-negative floats sort like their bits, and NaN sorts above infinity. So the largest word is
     that of the largest signal, or says that a gradient is not finite. Its lower 31 bits hold the
-    index of the parameter. The bit above them says that a norm is positive.
-
-    Raises:
-        ValueError: if the gate's signals are not one per matrix.
+    index of the parameter. The bit above them says, at a first step, that a norm is positive.
     """
     norms = _norms(plan, momenta)
     signals = _signals(gate, plan, gradients, momenta)
@@ -135,12 +106,12 @@ def meet(
     largest = (bits << 32) | owner
     if first:
         largest = largest | ((norms > 0).any().long() << 31)
-    words, own = largest.view(1), 0
+    words = largest.view(1)
     if group_size(group) > 1:
         own = word()
         words = torch.stack([largest, *(torch.full_like(largest, w) for w in (own, -own))])
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    return Meeting(words, plan, listing, group, own=own, first=first)
+    return Meeting(words, plan, listing, group, first)
 
 
 def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:

@@ -5,8 +5,7 @@ pseudo-gradient, what its weights have moved since, in codes, and all move to th
 
     anchor <- anchor + mean over replicas of (X_i - anchor),   X_i <- anchor
 
-What the codes lose is each replica's residual: it is sent with the next pseudo-gradient (error
-feedback). Parameters may be synchronised in fragments, one at each opening.
+What the codes lose, the residual, is sent with the next pseudo-gradient (error feedback).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from curvadion import checks
 from curvadion.comm.collectives import checksum, divide, group_size
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
+from curvadion.sync import corrections
 from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
@@ -36,21 +37,9 @@ from curvadion.sync.coded_mean import (
     coded_together,
     message_bytes,
 )
-from curvadion.sync.corrections import (
-    Rate,
-    align_momenta_,
-    anchor_of,
-    copies_of,
-    correct_polar_,
-    drop_spectra,
-    forget_spectra,
-    place_spectra,
-    subtract_from_,
-    weights_of,
-)
+from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
 from curvadion.update.inner_step import Batch
-from curvadion.update.momentum import measure_momenta
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
@@ -67,24 +56,17 @@ class QuantizedAverage(Sync):
     Args:
         bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step (3
             for 0.1), 2 at least, but 1 below 0.3 %.
-        fragments: parameters are divided into so many fragments of about equal size. At each
-            opening one is synchronised, in rotation; under a byte budget the gate opens as many
-            times more often. At 1 % of the bytes and less 3 ended a little lower with the smaller
-            of two models, and no lower with the larger (benchmarks/results/convergence).
-        align_momentum: whether momenta follow the mean direction that the agreement on weights
-            tells, for no bytes (curvadion.sync.corrections). For local_step="dion"; holds a copy
-            of a batch's weights meanwhile (docs/guide.md#memory).
+        fragments: how many parts of about equal size parameters are divided into. Each opening
+            synchronises one, in rotation; a byte budget then opens as many times more often.
+        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections), for
+            no bytes. For local_step="dion"; copies a batch's weights.
+        polar_correction: whether to restore the length that means of directions lose to noise, for
+            no bytes. For local_step="dion"; copies a batch's anchors.
+        residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
+        delay: how many steps later means are added, less than the gate's period; 0 waits for each
+            exchange. Codes travel meanwhile in a thread of their own. A step waits for late means.
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
             alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, shared by ranks.
-        polar_correction: whether replicas restore, for no bytes, the length that the mean of their
-            directions has lost to noise (curvadion.sync.corrections). For local_step="dion";
-            holds a copy of a batch's anchors meanwhile.
-        residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
-            Codes of 2 bits lose a third of a pseudo-gradient, those of 1 bit 0.6 of it. bfloat16
-            loses a 500th of that.
-        delay: how many steps later the means are added, and momenta and weights corrected; 0 waits
-            for each exchange. It must be less than the gate's period. Codes travel meanwhile, over
-            a process group and in a thread of their own. A step waits for late means.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -143,8 +125,6 @@ class QuantizedAverage(Sync):
         """How many fragments there are: fewer than asked for if parameters are few."""
         return max(self._fragment_of, default=-1) + 1
 
-    # ---------------------------------------------------------------- what it costs
-
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
@@ -164,8 +144,6 @@ class QuantizedAverage(Sync):
         """1.6 sqrt(period), 4.1 at most (benchmarks/results/convergence)."""
         return round(min(1.6 * math.sqrt(period), LONGEST_LOOK_AHEAD), 1)
 
-    # ---------------------------------------------------------------- around steps
-
     def begin(self, parameters: Sequence[Parameter]) -> None:
         """Anchor the weights as they are."""
         for p in parameters:
@@ -175,7 +153,7 @@ class QuantizedAverage(Sync):
                 p.state[ANCHOR] = X.to(wide, copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
         # Where there are none, those of a run that was loaded go.
-        (place_spectra if self._keeps_spectra else drop_spectra)(parameters)
+        corrections.place_spectra(parameters, kept=self._keeps_spectra)
 
     def closed_step(self, step: Step) -> None:
         self._step(step, None)
@@ -200,14 +178,14 @@ class QuantizedAverage(Sync):
             step.take()
             return
         # Corrections change momenta, whose norms are therefore measured at the end.
-        measures = step.inner.norms is not None
-        step = replace(step, inner=replace(step.inner, norms=None))
+        measures = step.norms is not None
+        step = replace(step, norms=None)
         arriving = [id(p) in due for p in plan.parameters]
         staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
         stay, arrive, go = map(plan.select, (staying, arriving, going))
         fragments = dict(zip(map(id, plan.parameters), of, strict=True))
         rate, sent_rate = (
-            partial(_rate, sums, fragments) if step.inner.directed else None
+            partial(_rate, sums, fragments) if step.directed else None
             for sums in (self._rates, self._sent_rates)
         )
         for batch in step.batches(*(part for part in (stay, arrive, go) if part.parameters)):
@@ -220,7 +198,7 @@ class QuantizedAverage(Sync):
         if sending is not None:
             self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
         if measures:
-            measure_momenta(plan)
+            plan.measure_momenta()
 
     def _count_rates(self, plan: Plan) -> None:
         """Add the step's learning rates to what each fragment has taken since its anchor."""
@@ -254,26 +232,24 @@ class QuantizedAverage(Sync):
     def waited_seconds(self) -> float:
         return self._under_way.waiting.seconds
 
-    # ---------------------------------------------------------------- means that arrive later
-
     def _send(self, plan: Plan, step: Step) -> None:
         self._expecting = True
         for run in coded_together(plan.parameters, self.bits):
             self._under_way.send(run, self.bits, step.background(), step.number + self.delay)
 
     def _arrive(self, batch: Batch, rate: Rate | None) -> None:
-        """Take in the means of a batch, then correct momenta and weights."""
+        """Take in the means of a batch, then correct."""
         plan, taken = batch.plan, batch.taken
         landed = self._under_way.land_(plan.parameters)
         arrived = dict(zip(map(id, plan.parameters), landed, strict=True))
         if rate is not None and taken is not None and self.align_momentum:
             missing = copies_of(taken.stacks, lambda p: arrived[id(p)].missing)
-            align_momenta_(taken, missing, self.spectrum_decay, rate)
+            corrections.align_momenta_(taken, missing, self.spectrum_decay, rate)
             del missing
         batch.taken = taken = None
         if rate is not None and self.polar_correction:
             D = copies_of(plan.stacks, lambda p: arrived[id(p)].mean)
-            correct_polar_(plan, D, rate, together=False)
+            corrections.correct_polar_(plan, D, rate, together=False)
 
     def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
         """Take in what is under way, without corrections."""
@@ -285,23 +261,21 @@ class QuantizedAverage(Sync):
         if group_size(replicas) == 1:
             self._anchor(plan.parameters)
             return
-        taken = batch.taken if self.align_momentum else None
+        taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
         batch.taken = None  # directions take memory, and are used once
-        own = [] if taken is None else copies_of(taken.stacks, weights_of)
+        own = [] if taken is None else copies_of(taken.stacks, weights)
         corrected = rate is not None and self.polar_correction
         before = copies_of(plan.stacks, anchor_of) if corrected else []
         for run in coded_together(plan.parameters, self.bits):
             anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
             add_coded_mean_([p.local for p in run], anchors, residuals, self.bits, replicas)
         if rate is not None and taken is not None:
-            subtract_from_(taken.stacks, weights_of, own)
-            align_momenta_(taken, own, self.spectrum_decay, rate)
+            corrections.subtract_from_(taken.stacks, weights, own)
+            corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
         del taken, own
         if rate is not None and corrected:
-            subtract_from_(plan.stacks, anchor_of, before)
-            correct_polar_(plan, before, rate)
-
-    # ---------------------------------------------------------------- exact averages
+            corrections.subtract_from_(plan.stacks, anchor_of, before)
+            corrections.correct_polar_(plan, before, rate)
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
         self._arrive_all(parameters)
@@ -314,15 +288,13 @@ class QuantizedAverage(Sync):
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         self._under_way.drop(parameters)
         self._anchor(parameters)
-        forget_spectra(parameters)
+        corrections.forget_spectra(parameters)
         self._rates = [[] for _ in self._rates]
 
     def _anchor(self, parameters: Sequence[Parameter]) -> None:
         for p in parameters:
             if ANCHOR in p.state:
                 anchor_of(p).copy_(p.local)
-
-    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         own = {"next_fragment": self.next_fragment, "dealt": self._dealt}
@@ -349,7 +321,7 @@ class QuantizedAverage(Sync):
 
 
 def _rate(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
-    """A parameter's sum of learning rates. fragments: that of each parameter, by id."""
+    """A parameter's sum of learning rates; fragments by the id of the parameter."""
     sums = rates[fragments[id(p)]]
     return sums[p.position] if p.position < len(sums) else 0.0
 

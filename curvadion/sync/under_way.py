@@ -1,7 +1,7 @@
 """Pseudo-gradients whose means arrive some steps after they were sent.
 
-At the sending step a replica remembers what it sent, D_i = X_i - anchor, and goes on with steps of
-its own. When the mean D of the D_i arrives,
+A replica remembers what it sent, D_i = X_i - anchor, and goes on with steps of its own. When the
+mean D of the D_i arrives,
 
     X_i <- X_i + D - D_i,   anchor <- anchor + D,
 
@@ -27,8 +27,7 @@ from curvadion.sync.coded_mean import Message, encode, moved_since
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-# State while something is under way: D_i; D once it is known and not yet added; and the step at
-# which it is added.
+# State while something is under way: D_i; D once it is known; the step at which that is added.
 SENT, MEAN, DUE = "sent", "mean", "due"
 
 
@@ -40,32 +39,25 @@ class _Sent:
 
 
 class Arrived(NamedTuple):
-    """What a parameter has moved by at an arrival: D, and D - D_i; shards held here."""
+    """What a parameter has moved by at an arrival; shards held here."""
 
-    mean: Tensor
-    missing: Tensor
+    mean: Tensor  # D
+    missing: Tensor  # D - D_i
 
 
 class UnderWay:
-    """The pseudo-gradients of this replica that are under way.
-
-    Attributes:
-        waiting: measures how long arrivals were waited for.
-    """
+    """The pseudo-gradients of this replica that are under way."""
 
     def __init__(self) -> None:
         self._sent: list[_Sent] = []
-        self.waiting = Stopwatch()
+        self.waiting = Stopwatch()  # how long arrivals were waited for
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnderWay:
         """Nothing: what is under way belongs to one optimizer."""
         return UnderWay()
 
     def send(self, parameters: Sequence[Parameter], bits: int, to: Background, due: int) -> None:
-        """Send what parameters, sharded over the same ranks, have moved since their anchors.
-
-        due: the step at which the mean is to be added.
-        """
+        """Send what parameters of the same ranks have moved; due: the step that adds the mean."""
         for p in parameters:
             p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
             local(p.state[SENT]).copy_(moved_since(local(p.state[ANCHOR]), p.local))
@@ -85,7 +77,7 @@ class UnderWay:
     def land_(self, parameters: Sequence[Parameter]) -> list[Arrived]:
         """Add the means to weights and anchors of parameters that have something under way."""
         wanted = {id(p.X) for p in parameters if MEAN not in p.state}
-        self._settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
+        self.settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
         return [_landed(p) for p in parameters]
 
     def drop(self, parameters: Sequence[Parameter]) -> None:
@@ -96,12 +88,9 @@ class UnderWay:
             for key in (SENT, MEAN, DUE):
                 p.state.pop(key, None)
 
-    def settle(self) -> None:
-        """Wait for all that is under way, so that states hold it: for copies and checkpoints."""
-        self._settle(self._sent)
-
-    def _settle(self, some: Sequence[_Sent]) -> None:
-        for sent in list(some):
+    def settle(self, some: Sequence[_Sent] | None = None) -> None:
+        """Wait for what is under way, by default all, so that states hold it."""
+        for sent in list(self._sent if some is None else some):
             with self.waiting:
                 sent.exchange.result()
             self._sent.remove(sent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import all_ranks_equal, checksum, group_size
-from curvadion.hints import how_to_keep_gradients_local
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import global_shape
 from curvadion.ops.tensors import norm_and_sum
@@ -33,17 +33,26 @@ OTHER_WEIGHTS = (
     "weights (the same seed, or the same checkpoint), or call optimizer.broadcast_weights() on "
     "every rank before the first step."
 )
-
 OTHER_GRADIENTS = (
     "The ranks of one replica lack gradients of different parameters: let each of them use the "
     "same parameters, and multiply by zero what one shall not contribute."
 )
+# How to keep gradients on their replica, by the module whose import tells of the framework.
+FRAMEWORKS = {
+    "torchtitan": "build its optimizers with curvadion.integrations.torchtitan",
+    "lightning.pytorch": "add the callback curvadion.integrations.lightning.Replicas()",
+    "pytorch_lightning": "add the callback curvadion.integrations.lightning.Replicas()",
+    "transformers.trainer": "call curvadion.integrations.huggingface.attach(trainer)",
+    "accelerate": "call curvadion.integrations.accelerate.attach(accelerator) before prepare",
+    "deepspeed": "import curvadion.deepspeed, and name the optimizer in the JSON",
+}
+TORCH_ALONE = (
+    "with DDP call curvadion.integrations.ddp.keep_gradients_local(model), with FSDP that of "
+    "curvadion.integrations.fsdp"
+)
 
 Listing = list[tuple[str, str]]
 _MISSING = "missing"
-
-
-# -------------------------------------------------------------------- settings
 
 
 class Settings:
@@ -51,13 +60,10 @@ class Settings:
 
     def __init__(self) -> None:
         self._values: list[object] = []
-        self.checksum = 0
+        self.checksum = 0  # below 2**32
 
     def changed(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether one has another value than at the last call, or is missing.
-
-        ``checksum``, below 2**32, is equal where values are.
-        """
+        """Whether one has another value than at the last call, or is missing."""
         keys = (*SETTINGS, "maximize")  # the latter may be there, and is refused then
         values = [_plain(group.get(key, _MISSING)) for group in param_groups for key in keys]
         if values == self._values:
@@ -111,9 +117,8 @@ def raise_different(own: Listing, group: dist.ProcessGroup) -> None:
     raise RuntimeError(
         f"The replicas' optimizers differ: {'; '.join(found[:SHOWN])}{more}. Build the optimizer "
         f"from the same arguments, parameters and names on every rank, load the same checkpoint on "
-        f"all of them or on none, and change settings on all of them at the same step. (A "
-        f"scheduler that follows a replica's own loss, such as ReduceLROnPlateau, needs the mean "
-        f"over replicas.)"
+        f"all or none, and change settings on all at one step (a scheduler such as "
+        f"ReduceLROnPlateau needs the mean loss over replicas)."
     )
 
 
@@ -122,15 +127,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-# -------------------------------------------------------------------- replicas
-
-
 def lack_the_same_gradients(plan: Plan) -> bool:
-    """Whether all ranks of this replica lack the gradients of the same parameters, or of none.
-
-    A collective of 16 bytes inside the replica. A flat shard counts a missing gradient as zero,
-    whoever lacks it.
-    """
+    """Whether all ranks of this replica lack the gradients of the same parameters; 16 bytes."""
     resting = [p.name for p in plan.parameters if p.rests]
     return all_ranks_equal(resting, plan.inside, plan.device)
 
@@ -140,13 +138,10 @@ def verify_replicas(
 ) -> bool:
     """Raise on every rank if the replicas cannot work together; whether gradients could tell.
 
-    They cannot if their weights differ, if the shards of one replica lack the gradients of
-    different parameters, or if the gradients of the matrices (of all parameters where none is a
-    matrix) are the same on all replicas up to rounding: then something else has averaged them, or
-    every replica reads the same batch, and nothing would be saved.
-
-    plan: its gradients here are finite. comparable: the parameters of which replicas should hold
-    the same weights now. replicas: the ranks that hold the same shards; more than one.
+    They cannot if the weights of ``comparable`` parameters differ, if the shards of one replica
+    lack the gradients of different parameters, or if the gradients of the matrices (of all
+    parameters where none is a matrix), which are finite, are the same on all replicas up to
+    rounding: then something else has averaged them, or every replica reads the same batch.
 
     A collective of 48 bytes over the replicas and, where replicas are sharded, one of 16 bytes
     inside the replica and one of 16 over all ranks.
@@ -177,12 +172,14 @@ def verify_replicas(
     if other_weights:
         raise RuntimeError(OTHER_WEIGHTS)
     if identical and not different:
+        used = [name for name in FRAMEWORKS if name in sys.modules]
+        advice = [f"with {name.partition('.')[0]} {FRAMEWORKS[name]}" for name in used]
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
-            f"on all replicas, but this optimizer was told to synchronise them itself: something "
-            f"else has already averaged them. To stop it, {how_to_keep_gradients_local()}; with "
-            f"anything else switch its gradient all-reduce off; or pass replicas='single' to leave "
-            f"the averaging to it. If every replica reads the same batch, give each its own."
+            f"on all replicas: something else has already averaged them, or every replica reads "
+            f"the same batch. To stop the averaging, {'; '.join([*advice, TORCH_ALONE])}; with "
+            f"anything else switch its gradient all-reduce off, or pass replicas='single' to leave "
+            f"the averaging to it."
         )
     # So few never tell anything. All ranks count the same.
     few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS
@@ -190,10 +187,7 @@ def verify_replicas(
 
 
 def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
-    """A float64 number that is the same where replicas hold, or have agreed on, the same weights.
-
-    Of what was agreed on if something was: weights may have moved since.
-    """
+    """A float64 number, the same where replicas have agreed on, or else hold, the same weights."""
     held = [local(p.state[ANCHOR]) if ANCHOR in p.state else p.local for p in parameters]
     if not held:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -205,10 +199,7 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
 
 
 def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
-    """Of the gradients that tell, norm and sum of projections, (2,) float64.
-
-    Zeros where those that tell have too few numbers to be told apart.
-    """
+    """Of gradients, norm and sum of projections, (2,) float64; zeros if these are too short."""
     telling = [G for p in told_by if (G := p.G) is not None]
     result = torch.zeros(2, dtype=torch.float64, device=plan.device)
     if sum(G.numel() for G in telling) >= FEWEST_NUMBERS:

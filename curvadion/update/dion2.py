@@ -14,17 +14,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent, MatrixLayout
-from curvadion.update.direction import Taken
+from curvadion.update.direction import How, Taken
 from curvadion.update.gradients import Gradients
-from curvadion.update.normuon import NorMuon, rescaled_rows
+from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Matrix, open_shards, remember_scales
 from curvadion.update.plan import Plan
 from curvadion.update.polar import (
@@ -35,14 +33,10 @@ from curvadion.update.polar import (
     looking_ahead,
     move,
 )
+from curvadion.update.row_shards import sums
 
-
-class _Chosen(NamedTuple):
-    """By stack: U (k, m_i, n_j), zero but for the chosen columns; scales (k,); columns (k, r)."""
-
-    U: list[Tensor]
-    scales: list[Tensor]
-    columns: Sequence[Tensor]
+# By stack: U (k, m_i, n_j), zero but for the chosen columns; scales (k,); columns (k, r).
+_Chosen = tuple[list[Tensor], list[Tensor], Sequence[Tensor]]
 
 
 class Dion2(Polar):
@@ -50,71 +44,43 @@ class Dion2(Polar):
 
     keeps_spectrum = False  # other columns are chosen at each step
 
-    def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], Any]:
+    def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], _Chosen]:
         stacks, B = batch.stacks, looking_ahead(batch.stacks, gradients)
         return _begin_directions_of_chosen(stacks, B, _largest_columns(stacks, B))
 
     def step(
-        self,
-        batch: Plan,
-        gradients: Gradients,
-        begun: Callable[[], Any],
-        *,
-        step: int,
-        inside_replica: bool,
-        remember: bool,
+        self, batch: Plan, gradients: Gradients, begun: Callable[[], _Chosen], how: How
     ) -> Taken:
         stacks, (U, scales, chosen) = batch.stacks, begun()
-        masks = [_held_mask(matrices, K) for matrices, K in zip(stacks, chosen, strict=True)]
-        move(stacks, self._rescaled_chosen(stacks, U, masks), step)
+        masks = []  # which of the columns that are held here are chosen, (k, n_j)
+        for (m, *_), K in zip(stacks, chosen, strict=True):
+            held = m.layout.columns.indices
+            mask = K.new_zeros(len(K), min(m.layout.shape), dtype=torch.bool)
+            masks.append(mask.scatter_(1, K, value=True)[:, held.start : held.stop])
+        move(stacks, self.rescaled(stacks, U, masks), how.number)
         _feed_back_(stacks, masks)
-        if remember:
+        if how.remember:
             remember_scales(stacks, scales)
         return PolarTaken(batch, list(map(Directions, U)), [K.shape[1] for K in chosen])
-
-    def _rescaled_chosen(
-        self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor], masks: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """What weights move along; masks: which columns held here are chosen, (k, n_j)."""
-        return U
 
 
 class NorDion2(Dion2, NorMuon):
     """Dion2 with NorMuon's rows: those of X that are chosen, or what is chosen of every row."""
 
-    def _rescaled_chosen(
-        self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor], masks: Sequence[Tensor]
-    ) -> list[Tensor]:
-        widths = [
-            [m.layout.shape[1] if m.layout.transposed else m.shard.rank for m in matrices]
-            for matrices in stacks
-        ]
-        rows = [
-            mask if matrices[0].layout.transposed else None
-            for matrices, mask in zip(stacks, masks, strict=True)
-        ]
-        return rescaled_rows(stacks, U, widths, rows)
-
 
 def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) -> list[Tensor]:
     """Which columns are largest, ascending, (k, r) by stack, the same on all ranks; collective."""
-    buckets = Buckets(
-        [
-            Slot((len(b), min(s[0].layout.shape)), s[0].layout.shards, b.dtype, b.device)
-            for s, b in zip(stacks, B, strict=True)
-        ]
-    )
-    for matrices, b, norms in zip(stacks, B, buckets.views, strict=True):
-        held = matrices[0].layout.columns.indices
-        norms.zero_()[:, held.start : held.stop] = b.abs().sum(1)
-    buckets.all_reduce_()
+    norms = []
+    for (m, *_), b in zip(stacks, B, strict=True):
+        held = m.layout.columns.indices
+        norms.append(b.new_zeros(len(b), min(m.layout.shape)))
+        norms[-1][:, held.start : held.stop] = b.abs().sum(1)
+    norms = sums(norms, [m.layout.shards for m, *_ in stacks])
+    # Stable, because ranks must choose the same among equal ones.
+    order = [each.sort(dim=1, descending=True, stable=True).indices for each in norms]
     return [
-        # Stable, because ranks must choose the same among equal ones.
-        norms.sort(dim=1, descending=True, stable=True)
-        .indices[:, : matrices[0].shard.rank]
-        .sort(dim=1)
-        .values
-        for matrices, norms in zip(stacks, buckets.views, strict=True)
+        each[:, : m.shard.rank].sort(dim=1).values
+        for (m, *_), each in zip(stacks, order, strict=True)
     ]
 
 
@@ -135,12 +101,12 @@ def _begin_directions_of_chosen(
             whole = []
             for i, columns in enumerate(K.tolist()):
                 layouts.append(_of_columns(layout, columns))
-                here = [c - layout.columns.indices.start for c in columns]
-                here = [c for c in here if 0 <= c < len(layout.columns)]
-                held = torch.tensor([here], dtype=torch.int64, device=b.device)
-                whole.append(([matrices[i]], b[i : i + 1], held))
-        for these, where, columns in whole:
-            index = columns[:, None, :].expand(-1, b.shape[1], -1)
+                held = layout.columns.indices
+                here = [[c - held.start for c in columns if c in held]]
+                index = torch.tensor(here, dtype=torch.int64, device=b.device)
+                whole.append(([matrices[i]], b[i : i + 1], index))
+        for these, where, index in whole:
+            index = index[:, None, :].expand(-1, b.shape[1], -1)
             some.append(these)
             parts.append(where.gather(2, index))
             places.append((where, index))
@@ -153,7 +119,7 @@ def _begin_directions_of_chosen(
         for (where, index), part in zip(places, U, strict=True):
             where.scatter_(2, index, part.shards.to(where.dtype))
         by_stack = torch.cat(scales).split([len(K) for K in chosen]) if scales else ()
-        return _Chosen(B, list(by_stack), chosen)
+        return B, list(by_stack), chosen
 
     return end
 
@@ -175,15 +141,6 @@ def _of_columns(layout: MatrixLayout, columns: Sequence[int]) -> MatrixLayout:
     parts = tuple((rows, places(held)) for rows, held in layout.parts)
     shape = max(layout.shape), len(columns)
     return replace(layout, shape=shape, columns=new, parts=parts)
-
-
-def _held_mask(matrices: Sequence[Matrix], chosen: Tensor) -> Tensor:
-    """Which of the columns that are held here are chosen, (k, n_j) of bool."""
-    layout = matrices[0].layout
-    whole = torch.zeros(
-        len(chosen), min(layout.shape), dtype=torch.bool, device=chosen.device
-    ).scatter_(1, chosen, value=True)
-    return whole[:, layout.columns.indices.start : layout.columns.indices.stop]
 
 
 def _feed_back_(stacks: Sequence[Sequence[Matrix]], masks: Sequence[Tensor]) -> None:

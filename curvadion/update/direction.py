@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -15,11 +15,16 @@ from curvadion.update.gradients import Gradients
 from curvadion.update.plan import Plan
 
 
-class Taken(ABC):
-    """What the last step of a batch was made of: U_i, the direction that each of its matrices took.
+class How(NamedTuple):
+    """How a step is taken."""
 
-    plan: the batch. stacks: its matrices.
-    """
+    number: int  # of steps before, which seeds a stochastic rounding
+    inside_replica: bool  # whether the other replicas are left out of all means
+    remember: bool  # as of InnerStep.batches
+
+
+class Taken(ABC):
+    """The directions U_i that the matrices of a batch took in its last step."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.stacks = plan, plan.stacks
@@ -34,31 +39,25 @@ class Taken(ABC):
     ) -> None:
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
-        If U_i + share C is another direction, the part of M_i in the space of U_i takes it. It can
-        be called once: the directions are given up, and C, (k, m_i, n_j) by stack, is overwritten.
-
-        decay: a direction that keeps S_i (polar) takes a mean over calls: U_i^T M_i of a call
-        weighs decay times as much as that of the next one.
+        If U_i + share C is another direction, the part of M_i in the space of U_i takes it. Only
+        once: directions are given up, and C, (k, m_i, n_j) by stack, is overwritten. A direction
+        that keeps S_i takes a mean over calls, in which earlier ones weigh ``decay`` times as much.
         """
 
 
 class Direction(ABC):
-    """What the step of a matrix is made of.
+    """What the step of a matrix is made of."""
 
-    Class attributes:
-        shares_factors: whether it can take means over replicas inside its products, for the papers'
-            open step. Other directions get the replicas' mean gradient there.
-        keeps_spectrum: whether momentum alignment keeps S over openings for it.
-    """
-
+    # Whether it can take means over replicas inside its products, for the papers' open step. Other
+    # directions get the replicas' mean gradient there.
     shares_factors: ClassVar[bool] = False
+    # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the direction remembers of a parameter, before the first step.
+        """What it remembers of a parameter, before the first step; options: the group.
 
-        Each key must be in the table of curvadion.update.state, which says what an exact
-        synchronisation does with it. options: the parameter's group.
+        Each key must be in the table of curvadion.update.state.
         """
         return {}
 
@@ -73,19 +72,5 @@ class Direction(ABC):
         """
 
     @abstractmethod
-    def step(
-        self,
-        batch: Plan,
-        gradients: Gradients,
-        begun: Any,
-        *,
-        step: int,
-        inside_replica: bool,
-        remember: bool,
-    ) -> Taken:
-        """Update X, and M beyond the gradient that it holds already; collective over the shards.
-
-        begun: what :meth:`begin` has returned. step: how many steps were taken before, which seeds
-        a stochastic rounding. inside_replica: leave the other replicas out of all means. remember:
-        as of :meth:`InnerStep.batches`.
-        """
+    def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
+        """Update X, and M beyond the gradient that it holds already; collective over the shards."""

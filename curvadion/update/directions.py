@@ -1,7 +1,4 @@
-"""The directions there are, by the name that a group's ``direction`` gives them.
-
-Another direction is one more file, and a line here.
-"""
+"""The directions there are, by the name that a group's ``direction`` gives them."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """The gradients of a step, in lists as the fused operations take them.
 
-A gradient that is None is zeros here: where replicas step together, others may have one. In a
-replica's own step such a parameter rests (:class:`curvadion.update.inner_step.InnerStep`).
+A gradient that is None is zeros here: other replicas may have one. In a replica's own step such a
+parameter rests (:class:`curvadion.update.inner_step.InnerStep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import is_
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -39,28 +38,18 @@ class Gradients:
         """Those of these parameters, which are some of this one's."""
         if len(parameters) == len(self.parameters):
             return self
-        each = zip(self.parameters, self.X, self.M, self.G, strict=True)
-        known = {id(p): (x, m, g) for p, x, m, g in each}
-        X, M, G = ([known[id(p)][i] for p in parameters] for i in range(3))
+        place = {p: i for i, p in enumerate(self.parameters)}
+        X, M, G = ([own[place[p]] for p in parameters] for own in (self.X, self.M, self.G))
         return Gradients(parameters, X, M, G, self.complete)
-
-    def replaced_by(self, G: Sequence[Tensor]) -> Gradients:
-        """The same parameters with other gradients, of which none is missing."""
-        return replace(self, G=G, complete=True)
-
-
-def same(these: Sequence[object], those: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def filled(G: Sequence[Tensor | None], X: Sequence[Tensor]) -> list[Tensor]:
     """The gradients, with zeros like X in place of the missing ones: views of one buffer."""
-    most: dict[tuple[torch.device, torch.dtype], int] = {}
-    for g, x in zip(G, X, strict=True):
-        if g is None:
-            most[x.device, x.dtype] = max(x.numel(), most.get((x.device, x.dtype), 0))
-    zeros = {key: torch.zeros(n, device=key[0], dtype=key[1]) for key, n in most.items()}
+    zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    missing = [x for g, x in zip(G, X, strict=True) if g is None]
+    for x in sorted(missing, key=Tensor.numel):
+        zeros[x.device, x.dtype] = x  # the largest
+    zeros = {key: x.new_zeros(x.numel()) for key, x in zeros.items()}
     return [
         zeros[x.device, x.dtype][: x.numel()].view(x.shape) if g is None else g
         for g, x in zip(G, X, strict=True)

@@ -13,8 +13,6 @@ from curvadion.checks import boolean, integer, number, one_of
 from curvadion.layout.matrix import UPDATE_SCALES
 from curvadion.update.directions import DIRECTIONS
 
-ALGORITHMS = ("dion", "adamw", "lion")
-MOST_NEWTON_SCHULZ_STEPS = 20
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -34,8 +32,8 @@ RECORD = "progress"  # what the optimizer itself writes into its groups
 def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
     """Raise ValueError or TypeError for a key or a value that a parameter group cannot have.
 
-    Keys of other tools may stand in a group (:func:`unknown_keys`), but not what looks like a
-    misspelt key of ours, nor one of the optimizer's ``arguments`` that concerns all groups.
+    Keys of other tools may stand in a group, but no misspelt key of ours, nor one of the
+    optimizer's ``arguments`` that concerns all groups.
     """
     for key in group:
         if not isinstance(key, str):
@@ -44,16 +42,14 @@ def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None
             continue
         if key in arguments:
             raise ValueError(
-                f"{key}={group[key]!r} in a parameter group: it concerns all groups, so pass it "
-                f"to the optimizer itself."
+                f"{key}={group[key]!r} concerns all parameter groups: pass it to the optimizer."
             )
         close = difflib.get_close_matches(key, _CHECKS, n=1, cutoff=0.75)
         if close and f"_{close[0]}_" in f"_{key}_":
             close = []  # another tool's, such as weight_decay_mult
         if meant := _OTHER_NAMES.get(key, close[0] if close else None):
             raise ValueError(
-                f"Unknown key {key!r} (={group[key]!r}) in a parameter group: did you mean "
-                f"{meant!r}?"
+                f"Unknown group key {key!r} (={group[key]!r}): did you mean {meant!r}?"
             )
     _check_values(group)
 
@@ -90,14 +86,11 @@ def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def dtype_name(key: str, value: object) -> str | None:
+def dtype_name(key: str, value: Any) -> str | None:
     """A floating dtype, given as torch.dtype or by name, as a name; None stays None."""
-    if value is None:
-        return None
+    name: str | None
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    if not isinstance(name, str):
-        raise TypeError(f"{key}={value!r} must be a torch.dtype, its name or None")
-    if name not in DTYPES:
+    if name is not None and name not in DTYPES:
         raise ValueError(f"{key}={value!r} must be one of {DTYPES} or None (the parameter's own)")
     return name
 
@@ -106,18 +99,11 @@ def learning_rate(key: str, value: object) -> None:
     """Raise unless it is a number >= 0 or a tensor of one, not read if on an accelerator."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(
-                f"{key} is a tensor of shape {tuple(value.shape)}: give it one element"
-            )
+            raise ValueError(f"{key} has shape {tuple(value.shape)}: give it one element")
         if value.device.type != "cpu":
             return
         value = value.item()
     number(key, value)
-
-
-def without_dimensions(value: Any) -> Any:
-    """A tensor of one element as a zero-dimensional view, which promotes no dtype; else as is."""
-    return value.view(()) if isinstance(value, Tensor) else value
 
 
 def _betas(key: str, value: object) -> None:
@@ -127,27 +113,9 @@ def _betas(key: str, value: object) -> None:
         number(f"{key}[{i}]", beta, below=1.0)
 
 
-# Ranks are computed from nine decimals of the fraction of a matrix' side.
-_LEAST_FRACTION = 1e-9
-
-
-def _rank_fraction(key: str, value: object) -> None:
-    number(key, value, most=1.0)
-    if isinstance(value, (int, float)) and value < _LEAST_FRACTION:
-        raise ValueError(f"{key}={value!r} must be > 0, at least {_LEAST_FRACTION}, and <= 1")
-
-
 def _newton_schulz_steps(key: str, value: object) -> None:
     integer(key, value, 1)
-    if isinstance(value, int) and value > MOST_NEWTON_SCHULZ_STEPS:
-        raise ValueError(
-            f"{key}={value!r} must be at most {MOST_NEWTON_SCHULZ_STEPS}: 4 or 5 are usual"
-        )
-
-
-def _exchange_dtype(key: str, value: object) -> None:
-    if (name := dtype_name(key, value)) not in (None, "float32", "bfloat16"):
-        raise ValueError(f"{key}={name!r} must be 'float32', 'bfloat16' or None")
+    number(key, value, least=1, most=20)
 
 
 def _row_blocks(key: str, value: object) -> None:
@@ -161,7 +129,7 @@ def _row_blocks(key: str, value: object) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    "algorithm": lambda k, v: one_of(k, v, ALGORITHMS),
+    "algorithm": lambda k, v: one_of(k, v, ("dion", "adamw", "lion")),
     "lr": learning_rate,
     "local_lr": lambda k, v: None if v is None else learning_rate(k, v),
     "momentum": lambda k, v: number(k, v, below=1.0),
@@ -169,7 +137,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "betas": _betas,
     "eps": number,
     "weight_decay": number,
-    "rank_fraction": _rank_fraction,
+    # Ranks are computed from nine decimals of the fraction of a matrix' side.
+    "rank_fraction": lambda k, v: number(k, v, least=1e-9, most=1.0),
     "rank_multiple_of": lambda k, v: integer(k, v, 1),
     "stack_dims": lambda k, v: integer(k, v, 0),
     "row_blocks": _row_blocks,
@@ -178,7 +147,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "newton_schulz": lambda k, v: one_of(k, v, ("polar_express", "muon")),
     "newton_schulz_steps": _newton_schulz_steps,
     "gather": lambda k, v: one_of(k, v, ("auto", "never")),
-    "exchange_dtype": _exchange_dtype,
+    "exchange_dtype": lambda k, v: one_of(k, dtype_name(k, v), (None, "float32", "bfloat16")),
     "update_scale": lambda k, v: one_of(k, v, tuple(UPDATE_SCALES)),
     "momentum_rule": lambda k, v: one_of(k, v, ("error_feedback", "plain")),
     "right_factor": lambda k, v: one_of(k, v, ("column_normalized", "qr")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -13,13 +13,12 @@ from torch.profiler import record_function
 
 from curvadion import ops
 from curvadion.layout.dtensor import local
-from curvadion.update.direction import Taken
+from curvadion.update.direction import How, Taken
 from curvadion.update.directions import DIRECTIONS
 from curvadion.update.gradients import Gradients
-from curvadion.update.momentum import accumulate_momenta, measure_momenta
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
-from curvadion.update.scalar import elementwise_step, place_counter_
+from curvadion.update.scalar import counter_device, elementwise_step
 
 
 @dataclass
@@ -59,11 +58,13 @@ class InnerStep:
         steps; steps that share products with other replicas need the same notes on all of them.
         """
         parts, directed = parts or (self.plan,), self.directed if directed is None else directed
-        moving = None if self.rests else self._moving(gradients)
+        given = gradients or {}
+        moving = None if self.rests else self._moving(given)
         if moving is not None:
-            self._step_without_directions(*moving, gradients, directed)
+            self._step_without_directions(*moving, given, directed)
         each = [(part, chosen) for part in parts for chosen in part.batches]
-        begin = partial(self._begin, moving if directed else None, over_replicas, remember)
+        how = How(self.number, not over_replicas, remember)
+        begin = partial(self._begin, moving if directed else None, how)
         following = begin(each[0][1]) if each else lambda: None
         for i, (part, chosen) in enumerate(each):
             take = following
@@ -74,44 +75,42 @@ class InnerStep:
             yield batch
             batch.taken = None  # before the next batch's directions take memory
         if moving is not None and self.norms is not None and self.plan.matrices:
-            own = not any(id(p) in (gradients or {}) for p in self.plan.dion)
+            own = not any(id(p) in given for p in self.plan.dion)
             fed_back = directed and any(p.feedback for p in self.plan.dion)
             if own and moving[0] is self.plan and not fed_back:
                 self.plan.store_norms(self.norms)
             else:
-                measure_momenta(moving[0])
+                moving[0].measure_momenta()
 
-    def _moving(self, given: Mapping[int, Tensor] | None) -> tuple[Plan, Gradients]:
+    def _moving(self, given: Mapping[int, Tensor]) -> tuple[Plan, Gradients]:
         """The plan of the parameters that move, and the gradients of its matrices."""
-        gradients, given = self.gradients, given or {}
+        gradients = self.gradients
         if given:
             G = [given.get(id(p), own) for p, own in zip(self.plan.dion, gradients.G, strict=True)]
-            gradients = gradients.replaced_by(G)
+            gradients = replace(gradients, G=G, complete=True)
         plan = self.plan.select([id(p) in given or not p.rests for p in self.plan.parameters])
         return plan, gradients.among(plan.dion)
 
     def _step_without_directions(
-        self,
-        plan: Plan,
-        gradients: Gradients,
-        given: Mapping[int, Tensor] | None,
-        directed: bool,
+        self, plan: Plan, gradients: Gradients, given: Mapping[int, Tensor], directed: bool
     ) -> None:
         """What concerns each element alone, of all parameters at once."""
         if directed:
-            accumulate_momenta(gradients)
+            # M <- M + G (error feedback) or M <- mu M + G (plain)
+            decays = gradients.each(attrgetter("momentum_decay"))
+            ops.accumulate_(gradients.M, gradients.G, decays)
         else:
-            gradient_step(gradients, self.number)
+            _gradient_step(gradients, self.number)
         by_group: dict[int, list[Parameter]] = {}
         for p in plan.elementwise:
-            place_counter_(p.state, p.local)
+            # A checkpoint may hold it elsewhere.
+            p.state["step"] = p.state["step"].to(counter_device(p.local))
             by_group.setdefault(id(p.group), []).append(p)
-        own = given or {}
         for parameters in by_group.values():
             elementwise_step(
                 parameters[0].group["algorithm"],
                 [p.local for p in parameters],
-                [own.get(id(p), p.gradient_or_zeros) for p in parameters],
+                [given.get(id(p), p.gradient_or_zeros) for p in parameters],
                 [
                     {key: local(t) for key, t in p.state.items() if torch.is_tensor(t)}
                     for p in parameters
@@ -120,16 +119,12 @@ class InnerStep:
             )
 
     def _begin(
-        self,
-        moving: tuple[Plan, Gradients] | None,
-        over_replicas: bool,
-        remember: bool,
-        batch: Plan,
+        self, moving: tuple[Plan, Gradients] | None, how: How, batch: Plan
     ) -> Callable[[], Taken | None]:
         """Begin the step of a batch along its momenta, which hold the gradients already."""
         if moving is not None and moving[0] is not self.plan:
-            moves = set(map(id, moving[0].parameters))
-            batch = batch.select([id(p) in moves for p in batch.parameters])
+            moves = set(moving[0].parameters)
+            batch = batch.select([p in moves for p in batch.parameters])
         if moving is None or not batch.dion:
             return lambda: None
         gradients, name = moving[1].among(batch.dion), batch.dion[0].direction
@@ -138,19 +133,12 @@ class InnerStep:
 
         def take() -> Taken:
             with record_function(f"curvadion.{name}"):
-                return direction.step(
-                    batch,
-                    gradients,
-                    begun,
-                    step=self.number,
-                    inside_replica=not over_replicas,
-                    remember=remember,
-                )
+                return direction.step(batch, gradients, begun, how)
 
         return take
 
 
-def gradient_step(gradients: Gradients, number: int) -> None:
+def _gradient_step(gradients: Gradients, number: int) -> None:
     """X <- (1 - lr wd) X - local_lr G; the momentum keeps the gradient for later (CurvaDion)."""
     parameters = gradients.parameters
     for random in sorted({p.stochastic_rounding for p in parameters}):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.states import create_right_factors, right_factor_shapes
-from curvadion.update.direction import Direction, Taken
+from curvadion.update.direction import Direction, How, Taken
 from curvadion.update.gradients import Gradients
-from curvadion.update.momentum import look_ahead_
 from curvadion.update.parameter import (
     Matrix,
+    Parameter,
     dtype_of,
     open_shards,
     product_dtype,
     remember_scales,
+    rounding_seeds,
     scale_before,
 )
 from curvadion.update.plan import Plan
@@ -49,28 +50,19 @@ class PowerIteration(Direction):
     def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return right_factor_shapes(X, options)
 
-    def step(
-        self,
-        batch: Plan,
-        gradients: Gradients,
-        begun: Any,
-        *,
-        step: int,
-        inside_replica: bool,
-        remember: bool,
-    ) -> Taken:
+    def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         stacks = batch.stacks
-        look_ahead_(gradients, lambda p: p.look_ahead)
-        factors = power_iteration([_as_stack(s, inside_replica=inside_replica) for s in stacks])
-        _update(stacks, factors, step)
-        if remember:
+        _look_ahead_(gradients, lambda p: float(p.group["look_ahead"]))
+        factors = power_iteration([_as_stack(s, how.inside_replica) for s in stacks])
+        _update(stacks, factors, how.number)
+        if how.remember:
             remember_scales(stacks, [of_stack.scale for of_stack in factors])
-        look_ahead_(gradients, lambda p: -p.look_ahead * (1 - p.feedback))
+        _look_ahead_(gradients, lambda p: -p.group["look_ahead"] * (1 - p.feedback))
         return LowRankTaken(batch, factors)
 
 
 class LowRankTaken(Taken):
-    """A step along U = P Q^T. The factors take as much memory as 2 r / n of the momenta."""
+    """A step along U = P Q^T."""
 
     def __init__(self, plan: Plan, factors: list[LowRank]) -> None:
         super().__init__(plan)
@@ -82,14 +74,10 @@ class LowRankTaken(Taken):
     def turn_momenta_(
         self, changes: Sequence[Tensor], shares: Sequence[Tensor], decay: float = 0.0
     ) -> None:
-        momenta = [_as_stack(stack, inside_replica=True) for stack in self.stacks]
+        momenta = [_as_stack(stack, True) for stack in self.stacks]
         right = right_products(momenta, [factors.P for factors in self._factors])
-        left = left_products(
-            [
-                replace(stack, B=list(C), Q=list(factors.Q))
-                for stack, factors, C in zip(momenta, self._factors, changes, strict=True)
-            ]
-        )
+        each = zip(momenta, self._factors, changes, strict=True)
+        left = left_products([replace(s, B=list(C), Q=list(f.Q)) for s, f, C in each])
         for matrices, T, share, R in zip(self.stacks, left, shares, right, strict=True):
             # C U^T M = (C Q) (M^T P)^T: (m_i, r) = (m_i, n_j) (n_j, r), then (m_i, r) (r, n_j)
             T = T * -share[:, None, None]
@@ -98,8 +86,14 @@ class LowRankTaken(Taken):
                 ops.low_rank_update_(M, list(T), list(R), ones, ones)
 
 
-def _as_stack(matrices: Sequence[Matrix], *, inside_replica: bool) -> Stack:
-    """What a power iteration needs to know of matrices that form a stack."""
+def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> None:
+    """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
+    shares = gradients.each(share)
+    if any(shares):
+        ops.local_step_(gradients.M, gradients.G, [-s for s in shares], [1.0] * len(shares))
+
+
+def _as_stack(matrices: Sequence[Matrix], inside_replica: bool) -> Stack:
     layout, parameter = matrices[0].layout, matrices[0].parameter
     return Stack(
         layout=layout.inside_replica() if inside_replica else layout,
@@ -120,13 +114,11 @@ def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step
     P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
     for found, stack in zip(factors, stacks, strict=True):
         ops.copy_([m.Q for m in stack], found.Q)
-    weights = [m.parameter.local for m in matrices]
     # The plain rule feeds nothing back: its momenta need not be read again.
     feeds_back = any(m.parameter.feedback for m in matrices)
     fed_back = matrices if feeds_back else ()
-    random = matrices[0].parameter.stochastic_rounding
     with (
-        open_shards(matrices, weights) as (X,),
+        open_shards(matrices, [m.parameter.local for m in matrices]) as (X,),
         open_shards(fed_back, [m.parameter.M for m in fed_back]) as (M,),
     ):
         ops.low_rank_update_(
@@ -138,5 +130,5 @@ def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step
             M,
             R if feeds_back else (),
             [m.parameter.feedback for m in fed_back],
-            [m.rounding_seed(step) for m in matrices] if random else None,
+            rounding_seeds(matrices, step),
         )

@@ -35,8 +35,7 @@ TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # How far from 1 few iterations may leave singular values that are not too small.
 TOLERANCE = 0.2
-# The smallest singular value, with 1 the largest, that float32 still tells from the rounding errors
-# of a Gram matrix. More iterations than reach it bring all larger ones closer to 1.
+# The smallest singular value, 1 being the largest, above rounding errors of a float32 Gram matrix.
 SMALLEST = 1e-3
 SMALLEST_IN_HALF = 3e-3
 # Intervals shorter than this share of their end are too narrow for Remez' equations in float64.
@@ -47,14 +46,12 @@ SAFETY = 1.01
 
 @lru_cache
 def polar_express(steps: int, least: float = SMALLEST) -> tuple[Coefficients, ...]:
-    """The best coefficients of so many iterations; no singular value below ``least`` counts.
+    """The best coefficients of so many iterations for singular values from ``least`` on.
 
-    Singular values from :func:`smallest` to 1 come out in [1 - TOLERANCE, 1 + TOLERANCE] or closer
-    to 1: within 0.12 with 5 iterations, 0.001 with 6, where rounding in float32 may add 0.05.
-    Smaller ones grow by about the factor that brings the smallest of these to 1.
+    Those from :func:`smallest` to 1 come out within TOLERANCE of 1: within 0.12 with 5 iterations,
+    0.001 with 6, where rounding in float32 may add 0.05. Smaller ones grow as the smallest does.
     """
-    coefficients, _ = _compose(max(least, smallest(steps)), steps)
-    return tuple(coefficients)
+    return tuple(_compose(max(least, smallest(steps)), steps)[0])
 
 
 @lru_cache
@@ -69,26 +66,22 @@ def smallest(steps: int) -> float:
 
 
 class Bound(Enum):
-    """What bounds the largest eigenvalue of G, by which G is divided before the iterations.
+    """What bounds the largest eigenvalue of G, by which G is divided before the iterations."""
 
-    TIGHT: with f the Frobenius norm of G, f times the square root of the norm of (G / f)^2. This is
-    at most n^(1/4) times the eigenvalue. Small singular values then begin larger, for no product
-    that is not needed anyway. TRACE: the trace of G, the square of B's norm, as Muon has it. ONE:
-    earlier iterations have brought the eigenvalue to about 1.
-    """
-
+    # With f the Frobenius norm of G, f times the square root of the norm of (G / f)^2: at most
+    # n^(1/4) times the eigenvalue, without another product. Small singular values begin larger.
     TIGHT = auto()
-    TRACE = auto()
-    ONE = auto()
+    TRACE = auto()  # the square of B's norm, as Muon has it
+    ONE = auto()  # earlier iterations have brought the eigenvalue to about 1
 
 
 def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coefficients, ...], ...]:
     """Iterations in passes for float16, whose Gram matrices show singular values from 1/40 on.
 
-    The first pass makes the smallest ones grow about thirtyfold. Beyond the end of its interval a
-    polynomial rises steeply: each but the last takes singular values a little smaller than they
-    are, so that roundings stay within it (Polar Express, section 3.4).
+    The first pass makes the smallest ones grow about thirtyfold.
     """
+    # Beyond the end of its interval a polynomial rises steeply: each but the last takes singular
+    # values a little smaller than they are, so that roundings stay within it (section 3.4).
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
@@ -97,27 +90,21 @@ def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coeffi
 def inverse_root(
     G: Tensor,
     coefficients: Sequence[Coefficients],
-    bound: Bound = Bound.TIGHT,
+    kind: Bound = Bound.TIGHT,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Z with which B Z is close to the polar factor of B, from G = B^T B, (k, n, n).
+    """Z (k, n, n) with which B Z is close to the polar factor of B, from G = B^T B, and the bounds.
 
     The squares of numbers of G must be finite in float32; zeros give a finite Z. dtype: of the
-    products; None takes G's. The second result are the bounds, (k,), float32 or wider, or () if
-    they are one.
+    products; None takes G's. Bounds are (k,), float32 or wider, or (0,) if they are one.
     """
     n = G.shape[-1]
     count = max(1, most_together(G.device).squares // max(1, n * n))
-    if len(G) <= count:
-        return _inverse_root(G, coefficients, bound, dtype or G.dtype)
-    roots = (_inverse_root(some, coefficients, bound, dtype or G.dtype) for some in G.split(count))
-    Z, bounds = map(torch.cat, zip(*roots, strict=True))
-    return Z, bounds
-
-
-def _inverse_root(
-    G: Tensor, coefficients: Sequence[Coefficients], kind: Bound, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    if len(G) > count:
+        roots = (inverse_root(some, coefficients, kind, dtype) for some in G.split(count))
+        Z, bounds = map(torch.cat, zip(*roots, strict=True))
+        return Z, bounds
+    dtype = dtype or G.dtype
     if kind is Bound.ONE:
         bound, G = G.new_empty(0), G.to(dtype, copy=True)
     else:
@@ -151,9 +138,6 @@ def _norm(G: Tensor) -> Tensor:
     dtype = torch.promote_types(G.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=dtype)
     return norm
-
-
-# -------------------------------------------------------------------- the best polynomials
 
 
 def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:

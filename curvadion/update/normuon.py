@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.collectives import Buckets, Slot
-from curvadion.comm.groups import Group
 from curvadion.layout.blocks import output_first
 from curvadion.layout.dtensor import local, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
@@ -25,6 +23,7 @@ from curvadion.layout.matrix import Block, Extent
 from curvadion.ops.tensors import from_host
 from curvadion.update.parameter import Matrix, product_dtype
 from curvadion.update.polar import Polar
+from curvadion.update.row_shards import sums
 from curvadion.update.state import ROW_SECOND_MOMENT
 
 TINY = torch.finfo(torch.float32).tiny
@@ -36,59 +35,47 @@ class NorMuon(Polar):
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         return {ROW_SECOND_MOMENT: _zeros_of_rows(X, options)}
 
-    def rescaled(self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor]) -> list[Tensor]:
-        widths = [[m.layout.shape[1] for m in matrices] for matrices in stacks]
-        return rescaled_rows(stacks, U, widths)
-
-
-def rescaled_rows(
-    stacks: Sequence[Sequence[Matrix]],
-    U: Sequence[Tensor],
-    widths: Sequence[Sequence[int]],
-    chosen: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """U with rows divided by their second moments, which are updated; collective over the shards.
-
-    U: shards (k, m_i, n_j) by stack; a row that several ranks hold is whole on each. widths: of
-    each matrix, how many elements of a row of X its U has. chosen: by stack, which rows of X held
-    here have any, (k, rows) of bool; None for all.
-    """
-    if not stacks:  # this rank holds none of the experts
-        return []
-    rows, columns = zip(*(_rows_and_columns(matrices[0]) for matrices in stacks), strict=True)
-    by_row = [
-        u.mT if matrices[0].layout.transposed else u for matrices, u in zip(stacks, U, strict=True)
-    ]
-    # (k, columns, rows) -> (k, rows)
-    squares = _sums(
-        [
+    def rescaled(
+        self,
+        stacks: Sequence[Sequence[Matrix]],
+        U: Sequence[Tensor],
+        masks: Sequence[Tensor] | None = None,
+    ) -> Sequence[Tensor]:
+        if not stacks:  # this rank holds none of the experts
+            return []
+        rows, columns = zip(*(_rows_and_columns(m) for m, *_ in stacks), strict=True)
+        by_row = [u.mT if m.layout.transposed else u for (m, *_), u in zip(stacks, U, strict=True)]
+        # (k, columns, rows) -> (k, rows)
+        squares = [
             held.counted(u.mT).to(product_dtype(u)).square().sum(-2)
             for held, u in zip(columns, by_row, strict=True)
-        ],
-        [held.group for held in columns],
-    )
-    scales, energies = [], []
-    for i, matrices in enumerate(stacks):
-        moments = [_moments(m) for m in matrices]
-        now = squares[i] / _column(widths[i], squares[i])
-        beta2 = _column([m.group["betas"][1] for m in matrices], now)
-        eps = _column([m.group["eps"] for m in matrices], now)
-        before = torch.stack(moments).to(now.dtype)
-        v = torch.lerp(now, before, beta2)
-        if chosen is not None and (kept := chosen[i]) is not None:
-            v = torch.where(kept, v, before)
-        ops.copy_(moments, v)
-        scales.append(1 / (v.sqrt() + eps))
-        # A row that begins on another rank is counted there: (k, rows, 2) -> (k, 2)
-        both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)
-        energies.append(rows[i].counted(both).sum(1))
-    energies = _sums(energies, [held.group for held in rows])
-    result = []
-    for u, scale, energy, matrices in zip(by_row, scales, energies, stacks, strict=True):
-        length = (energy[:, :1] / energy[:, 1:].clamp_min(TINY)).sqrt()
-        moved = u * (scale * length).to(u.dtype).unsqueeze(-1)
-        result.append(moved.mT if matrices[0].layout.transposed else moved)
-    return result
+        ]
+        squares = sums(squares, [held.group for held in columns])
+        scales, energies = [], []
+        for i, matrices in enumerate(stacks):
+            layout, moments = matrices[0].layout, [_moments(m) for m in matrices]
+            # What is chosen of a stack are rows of X, or as many elements of every row.
+            elements = masks is not None and not layout.transposed
+            width = matrices[0].shard.rank if elements else layout.shape[1]
+            now = squares[i] / _column([width] * len(matrices), squares[i])
+            beta2 = _column([m.group["betas"][1] for m in matrices], now)
+            eps = _column([m.group["eps"] for m in matrices], now)
+            before = torch.stack(moments).to(now.dtype)
+            v = torch.lerp(now, before, beta2)
+            if masks is not None and layout.transposed:
+                v = torch.where(masks[i], v, before)
+            ops.copy_(moments, v)
+            scales.append(1 / (v.sqrt() + eps))
+            # A row that begins on another rank is counted there: (k, rows, 2) -> (k, 2)
+            both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)
+            energies.append(rows[i].counted(both).sum(1))
+        result = []
+        energies = sums(energies, [held.group for held in rows])
+        for u, scale, energy, (m, *_) in zip(by_row, scales, energies, stacks, strict=True):
+            length = (energy[:, :1] / energy[:, 1:].clamp_min(TINY)).sqrt()
+            moved = u * (scale * length).to(u.dtype).unsqueeze(-1)
+            result.append(moved.mT if m.layout.transposed else moved)
+        return result
 
 
 def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
@@ -100,19 +87,6 @@ def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
     """One number a matrix, (k, 1)."""
     return from_host([float(x) for x in numbers], like.dtype, like.device).unsqueeze(-1)
-
-
-def _sums(summands: Sequence[Tensor], groups: Sequence[Group | None]) -> list[Tensor]:
-    """The sums of tensors over the ranks of their groups."""
-    buckets = Buckets(
-        [
-            Slot(tuple(each.shape), group, each.dtype, each.device)
-            for each, group in zip(summands, groups, strict=True)
-        ]
-    )
-    torch._foreach_copy_(buckets.views, list(summands))
-    buckets.all_reduce_()
-    return buckets.views
 
 
 def _moments(m: Matrix) -> Tensor:

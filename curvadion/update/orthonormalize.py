@@ -3,9 +3,14 @@
 The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
 number: in float32 the method would fail near a condition of 1e4, and float64 leaves room.
 
-Only r x r numbers cross the row group. The triangular factor has a positive diagonal, so the result
-is the unique QR factor. It does not depend on the sharding, nor on the signs that a Householder QR
-chooses.
+Only r (r + 1) / 2 float64 numbers a matrix cross the row group in each pass. The triangular factor
+has a positive diagonal, so the result is the unique QR factor, whatever the sharding is.
+
+A column is dependent on those before it if its part outside their span is not longer than rounding
+errors there. Their estimate follows from the root mean square length of all columns, and from how
+much of the others is subtracted: a float32 column may be 1e5 times shorter than that length, a
+product with a bfloat16 factor some hundred times. A column is also dependent if its length is zero
+or not finite, or if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations
@@ -20,10 +25,10 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.collectives import Buckets, Slot
 from curvadion.layout.matrix import Extent
+from curvadion.update.row_shards import sums
 from curvadion.update.sizes import most_together
-from curvadion.update.symmetric import pack, packed_size, unpack
+from curvadion.update.symmetric import pack, unpack
 
 # Added to the diagonal of a float64 Gram matrix, which is one, so that the Cholesky factorisation
 # does not fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
@@ -53,28 +58,14 @@ class Orthonormal(NamedTuple):
 def orthonormal_columns(
     matrices: Sequence[Tensor],
     rows: Sequence[Extent],
+    floors: Sequence[Floor] | None = None,
     *,
     complete: bool = True,
-    floors: Sequence[Floor] | None = None,
 ) -> list[Orthonormal]:
-    """Orthonormalise the columns of each matrix: the Q of its QR factorisation with diag(R) > 0.
+    """Orthonormalise stacks (k, m_i, r): Q of the QR factorisation with diag(R) > 0; collective.
 
-    A column counts as dependent on those before it if its part outside their span is not longer
-    than the rounding errors there. The estimate of these errors follows from the root mean square
-    length of all columns (not from the column's own length), and from how much of the other columns
-    is subtracted. If the directions are well conditioned, a float32 column is still used when it is
-    1e5 times shorter than that length. If the columns are products with a bfloat16 factor, it may
-    be some hundred times shorter. In any dtype a column is dependent if its length is zero or not
-    finite, or if the condition of the columns' directions is above 1e6.
-
-    Each of two passes takes one collective per row group: r (r + 1) / 2 float64 numbers per matrix.
-
-    Args:
-        matrices: stacks of shape (k, m_i, r), float32 or float64, where m = sum of m_i >= r.
-        rows: of each stack, those held here.
-        complete: whether directions that follow from global row indices, orthogonal to all others,
-            replace dependent columns. If False, these become zero.
-        floors: of each stack; by default for entries with the rounding errors of a product.
+    Directions from global row indices replace dependent columns, or zeros if not ``complete``. By
+    default, floors are for entries with the rounding errors of a product.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
@@ -85,15 +76,11 @@ def orthonormal_columns(
     first = _cholesky_qr(parts, extents, part_floors)
     columns = _completed(first, extents) if complete else [one.columns for one in first]
     second = _cholesky_qr(columns, extents, [None] * len(parts), [one.dependent for one in first])
-    found = iter(
-        Orthonormal(
-            again.columns,
-            one.dependent,
-            torch.where(one.dependent, again.error, one.error),
-            one.lengths,
-        )
-        for one, again in zip(first, second, strict=True)
-    )
+    results = []
+    for one, again in zip(first, second, strict=True):
+        error = torch.where(one.dependent, again.error, one.error)
+        results.append(one._replace(columns=again.columns, error=error))
+    found = iter(results)
     return [_joined(list(islice(found, len(each)))) for each in slices]
 
 
@@ -116,14 +103,10 @@ def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) 
 
 @dataclass(frozen=True)
 class Floor:
-    """Tells which columns of a stack are too short to hold a signal.
-
-    scale: (k,), an earlier length of the longest column: if all are shorter than ``FALLEN`` times
-    this, none holds a signal.
-    """
+    """Tells which columns of a stack are too short to hold a signal."""
 
     roundoff: float  # relative error of the entries
-    scale: Tensor | None = None
+    scale: Tensor | None = None  # an earlier length of the longest column, (k,)
     left: Orthonormal | None = None  # for the columns of R = B^T P, the result that P comes from
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,15 +145,8 @@ def _cholesky_qr(
 ) -> list[Orthonormal]:
     """One pass of Cholesky QR over stacks (k, m_i, r); columns of ``last`` come after others."""
     sharded = [i for i, extent in enumerate(rows) if extent.group is not None]
-    slots = []
-    for i in sharded:
-        k, _, r = matrices[i].shape
-        slots.append(Slot((k, packed_size(r)), rows[i].group, torch.float64, matrices[i].device))
-    buckets = Buckets(slots)
-    for i, view in zip(sharded, buckets.views, strict=True):
-        view.copy_(pack(_gram(matrices[i], rows[i])))
-    buckets.all_reduce_()
-    summed = dict(zip(sharded, buckets.views, strict=True))
+    packed = [pack(_gram(matrices[i], rows[i])) for i in sharded]
+    summed = dict(zip(sharded, sums(packed, [rows[i].group for i in sharded]), strict=True))
     results = []
     for i, p in enumerate(matrices):
         gram = unpack(summed[i], p.shape[2]) if i in summed else _gram(p, rows[i])
@@ -212,19 +188,13 @@ def _inverse_triangle(
 ) -> tuple[Tensor, Tensor]:
     """W such that P W has orthonormal columns, and which columns depend on those before them.
 
-    gram: P^T P, (k, r, r) float64. lengths: the roots of its diagonal. floor: what a column must be
-    longer than, and so must its part outside the span of those before it. shift: added to the
-    diagonal of the scaled Gram matrix. last: columns that come after all others.
-
-    W (k, r, r) is upper triangular except for the columns that come last, and dependent ones are
-    zero.
+    gram: P^T P (k, r, r) float64, with the roots ``lengths`` of its diagonal. W (k, r, r) is upper
+    triangular except for columns that come ``last``; dependent ones are zero.
     """
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
-        sorted_lengths, sorted_floor = lengths.gather(-1, order), floor.gather(-1, order)
-        factor, dependent = _inverse_triangle(
-            _permuted(gram, order), sorted_lengths, sorted_floor, shift, None
-        )
+        each = _permuted(gram, order), lengths.gather(-1, order), floor.gather(-1, order)
+        factor, dependent = _inverse_triangle(*each, shift, None)
         back = order.argsort(dim=-1)
         return _permuted(factor, back), dependent.gather(-1, back)
     short = ~(lengths > floor)

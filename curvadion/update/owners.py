@@ -26,16 +26,13 @@ OPERATIONS_A_BYTE = 8000
 
 
 class Owners:
-    """Which rank of a group owns which matrices of several stacks, and their ways there and back.
-
-    mine: the matrices of each stack that this rank owns.
-    """
+    """Which rank of a group owns which matrices of stacks, and their ways there and back."""
 
     def __init__(self, layouts: Sequence[MatrixLayout], counts: Sequence[int], group: Group):
         """layouts, counts: of each stack, the common layout and the number of its matrices."""
         self._layouts, self._group = layouts, group
-        self._runs = runs_of([matrix_cost(layout) for layout in layouts], counts, group.size())
-        self.mine = [runs[group.rank()] for runs in self._runs]
+        self._runs = runs_of(list(map(matrix_cost, layouts)), counts, group.size())
+        self.mine = [runs[group.rank()] for runs in self._runs]  # of each stack
 
     def begin_gather(
         self, shards: Sequence[Tensor], dtype: torch.dtype
@@ -47,13 +44,7 @@ class Owners:
         ranks = range(self._group.size())
         packed = [B.to(dtype).contiguous() for B in shards]  # a run of it is one piece of memory
         to = [[B[runs[r]] for B, runs in zip(packed, self._runs, strict=True)] for r in ranks]
-        shapes = [
-            [
-                (_count(mine), len(rows), len(columns))
-                for mine, (rows, columns) in zip(self.mine, self._parts(rank), strict=True)
-            ]
-            for rank in ranks
-        ]
+        shapes = [self._shapes(owner=self._group.rank(), holder=rank) for rank in ranks]
         kinds = [B.new_empty(0) for B in shards]
         end = all_to_all(to, shapes, self._group, kinds[0].to(dtype))
 
@@ -71,28 +62,28 @@ class Owners:
         (k_mine, m, n) and (k_mine,) -> (k, m_i, n_j) and (k,), by stack. Numbers are not narrower
         than ``dtype``.
         """
-        size = self._group.size()
-        parts = [
-            _divided(U.to(dtype), layout) for U, layout in zip(whole, self._layouts, strict=True)
-        ]
-        also = [each.view(dtype) for each in numbers]
-        to = [[*(part[rank] for part in parts), *also] for rank in range(size)]
-        here = self._parts(self._group.rank())
-        wider = [each.dtype.itemsize // dtype.itemsize for each in numbers]
+        ranks = range(self._group.size())
+        each = zip(whole, self._layouts, strict=True)
+        parts = [_divided(U.to(dtype), layout) for U, layout in each]
+        also = [n.view(dtype) for n in numbers]
+        to = [[*(part[rank] for part in parts), *also] for rank in ranks]
+        wider = [n.dtype.itemsize // dtype.itemsize for n in numbers]
         shapes: list[list[tuple[int, ...]]] = []
-        for rank in range(size):
-            counts = [_count(runs[rank]) for runs in self._runs]
-            held = [(k, len(r), len(c)) for k, (r, c) in zip(counts, here, strict=True)]
-            shapes.append([*held, *((k * w,) for k, w in zip(counts, wider, strict=True))])
+        for rank in ranks:
+            held = self._shapes(owner=rank, holder=self._group.rank())
+            shapes.append([*held, *((k * w,) for (k, *_), w in zip(held, wider, strict=True))])
         received = all_to_all(to, shapes, self._group, whole[0].new_empty(0, dtype=dtype))()
-        each = [torch.cat(blocks) for blocks in zip(*received, strict=True)]
-        stacks = len(whole)
-        shards = [U.to(W.dtype) for U, W in zip(each[:stacks], whole, strict=True)]
-        return shards, [e.view(n.dtype) for e, n in zip(each[stacks:], numbers, strict=True)]
+        joined = [torch.cat(blocks) for blocks in zip(*received, strict=True)]
+        shards = [U.to(W.dtype) for U, W in zip(joined, whole, strict=False)]
+        return shards, [b.view(n.dtype) for b, n in zip(joined[len(whole) :], numbers, strict=True)]
 
-    def _parts(self, rank: int) -> list[tuple[range, range]]:
-        """Rows and columns of each stack's matrices that a rank holds."""
-        return [layout.parts[rank] for layout in self._layouts]
+    def _shapes(self, owner: int, holder: int) -> list[tuple[int, int, int]]:
+        """By stack, the shape of what one rank holds of the matrices that another one owns."""
+        shapes = []
+        for layout, runs in zip(self._layouts, self._runs, strict=True):
+            rows, columns = layout.parts[holder]
+            shapes.append((runs[owner].stop - runs[owner].start, len(rows), len(columns)))
+        return shapes
 
 
 def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
@@ -157,7 +148,3 @@ def _divided(U: Tensor, layout: MatrixLayout) -> Sequence[Tensor]:
             by_rank: Tensor = U.unflatten(dimension, (count, size)).movedim(dimension, 0)
             return list(by_rank.contiguous())
     return [U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts]
-
-
-def _count(run: slice) -> int:
-    return int(run.stop - run.start)

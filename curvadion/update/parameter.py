@@ -30,18 +30,17 @@ TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X with its group's hyperparameters, all states and its name in reports.
+    """A parameter X, its group and its state; ``local``, ``G`` and ``M`` are the shards held here.
 
-    Tensors are handed out as the shards held here: ``local`` of X, ``G``, ``M``. ``number`` is the
-    place among all that take Dion, the same on every rank; ``position`` is the group's.
+    ``number`` is the place among all that take Dion, the same on every rank.
     """
 
     X: Tensor
     group: dict[str, Any]
     states: States
-    name: str
+    name: str  # in reports
     number: int = 0
-    position: int = 0
+    position: int = 0  # of the group
     matrices: list[Matrix] = field(default_factory=list)
 
     @property
@@ -55,9 +54,7 @@ class Parameter:
         if gradient is None:
             return None
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"{self.name} has a sparse gradient: pass sparse=False to its module"
-            )
+            raise RuntimeError(f"{self.name} has a sparse gradient: its module needs sparse=False")
         return local(gradient)
 
     @property
@@ -80,34 +77,24 @@ class Parameter:
 
     @property
     def M(self) -> Tensor:
-        """Momentum, of X's shape."""
         return local(self.state[MOMENTUM])
 
     @property
     def direction(self) -> str:
-        """What a matrix's step is made of: a key of curvadion.update.directions.DIRECTIONS."""
         return str(self.group["direction"])
-
-    @property
-    def error_feedback(self) -> bool:
-        """Whether what the step was made of is taken out of M; the polar factor takes all of M."""
-        rule = self.group["momentum_rule"]
-        return bool(rule == "error_feedback") and self.direction in FEEDING_BACK
 
     @property
     def momentum_decay(self) -> float:
         """What M is multiplied by before it takes the gradient: error feedback decays it later."""
-        return 1.0 if self.error_feedback else float(self.group["momentum"])
+        return 1.0 if self.feedback else float(self.group["momentum"])
 
     @property
     def feedback(self) -> float:
-        """The factor 1 - mu of the error feedback; 0 under the plain rule."""
-        return 1.0 - float(self.group["momentum"]) if self.error_feedback else 0.0
-
-    @property
-    def look_ahead(self) -> float:
-        """The gradient's share in the direction, beside the momentum's, which holds it once."""
-        return float(self.group["look_ahead"])
+        """1 - mu if what the step was made of is taken out of M; 0 under the plain rule."""
+        # The polar factor takes all of M: there the rules are the same.
+        if self.group["momentum_rule"] == "plain" or self.direction not in FEEDING_BACK:
+            return 0.0
+        return 1.0 - float(self.group["momentum"])
 
     @property
     def decay(self) -> float | Tensor:
@@ -118,8 +105,8 @@ class Parameter:
     @property
     def local_lr(self) -> float | Tensor:
         """Learning rate of the local gradient step."""
-        local_lr: float | Tensor | None = self.group["local_lr"]
-        return self.group["lr"] if local_lr is None else local_lr
+        own: float | Tensor | None = self.group["local_lr"]
+        return self.group["lr"] if own is None else own
 
     @property
     def R_scale(self) -> Tensor:
@@ -143,14 +130,11 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix of a parameter; its shards are oriented: no fewer rows than columns globally.
-
-    ``index`` is its place among those of the parameter that are held here.
-    """
+    """One matrix of a parameter; its shards are oriented: no fewer rows than columns globally."""
 
     parameter: Parameter
     shard: MatrixShard
-    index: int
+    index: int  # among those of the parameter that are held here
 
     @property
     def group(self) -> dict[str, Any]:
@@ -159,11 +143,6 @@ class Matrix:
     @property
     def layout(self) -> MatrixLayout:
         return self.shard.layout
-
-    @property
-    def X(self) -> Tensor:
-        """Weights, (m_i, n_j)."""
-        return self.read(self.parameter.local)
 
     @property
     def M(self) -> Tensor:
@@ -185,9 +164,6 @@ class Matrix:
         """The factor of lr by which X moves along its direction."""
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
-    def rounding_seed(self, step: int) -> int:
-        return self.parameter.rounding_seed(step, self.index)
-
     def elements(self, tensor: Tensor) -> Tensor:
         """The elements of this matrix in a local tensor of the parameter, a view of any shape."""
         return self.shard.view.elements(tensor)
@@ -208,12 +184,7 @@ class Matrix:
 def open_shards(
     matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
 ) -> Iterator[list[list[Tensor]]]:
-    """Shards (m_i, n_j) of matrices in local tensors of their parameters, to be changed in place.
-
-    Views change the tensors at once. Padded copies are written back at the end.
-
-    tensors: lists as long as ``matrices``. Yields one list of shards for each.
-    """
+    """Shards (m_i, n_j) of matrices in local tensors, to be changed; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
     for each, opened in zip(tensors, shards, strict=True):
@@ -222,14 +193,19 @@ def open_shards(
                 m.elements(tensor).copy_(m.held(shard))
 
 
+def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
+    """Of matrices that are all rounded at random, or none of them."""
+    if not any(m.parameter.stochastic_rounding for m in matrices):
+        return None
+    return [m.parameter.rounding_seed(step, m.index) for m in matrices]
+
+
 def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
     """A copy of shards like m's, (k, m_i, n_j), in the dtype of products and their own strides."""
-    rows, columns = shards[0].shape
-    dtype = product_dtype(m.parameter.X)
-    if shards[0].stride(0) < shards[0].stride(1):
-        stack = shards[0].new_empty(len(shards), columns, rows, dtype=dtype).mT
-    else:
-        stack = shards[0].new_empty(len(shards), rows, columns, dtype=dtype)
+    turned = shards[0].stride(0) < shards[0].stride(1)
+    like = shards[0].mT if turned else shards[0]
+    stack = like.new_empty(len(shards), *like.shape, dtype=product_dtype(m.parameter.X))
+    stack = stack.mT if turned else stack
     torch._foreach_copy_(list(stack), list(shards))
     return stack
 
@@ -271,8 +247,7 @@ def check_trained(X: Tensor, name: str) -> None:
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
             f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, and cast "
-            f"copies of them for products in other dtypes, as torch.autocast does (for float16 "
-            f"with a torch.amp.GradScaler)."
+            f"copies of them as torch.autocast does (for float16 with a torch.amp.GradScaler)."
         )
 
 

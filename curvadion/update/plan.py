@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvadion.comm.collectives import Buckets, Slot, checksum, group_size
+from curvadion import ops
+from curvadion.comm.collectives import checksum, group_size
 from curvadion.comm.groups import Unions
 from curvadion.layout.dtensor import local
 from curvadion.layout.matrices import matrices_of
@@ -28,6 +29,7 @@ from curvadion.update.parameter import (
     names,
     product_dtype,
 )
+from curvadion.update.row_shards import sums
 from curvadion.update.sizes import most_together
 from curvadion.update.state import MOMENTUM_NORM
 
@@ -36,16 +38,13 @@ _STEP_OF_A_STACK = (
     *("direction", "right_factor", "newton_schulz", "newton_schulz_steps"),
     *("gather", "exchange_dtype"),
 )
-# A batch has this share of the plan's numbers if that is more than the device's bound.
-BATCH_SHARE = 1 / 32
-
-
 # What decides on the matrices, and on the states that they have.
 _STATE_KEYS = (
-    *("algorithm", "direction", "rank_fraction", "rank_multiple_of", "right_factor", "q_dtype"),
-    *("stack_dims", "row_blocks", "input_first", "newton_schulz", "newton_schulz_steps"),
-    *("gather", "exchange_dtype"),
+    *("algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"),
+    *("stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK),
 )
+# A batch has this share of the plan's numbers if that is more than the device's bound.
+BATCH_SHARE = 1 / 32
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 # What all matrices of a batch have in common.
 _kind_of_step = attrgetter("direction", "stochastic_rounding")
@@ -61,32 +60,29 @@ def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
     return made_of
 
 
-class Plan:
-    """Which parameters take which update, in an order that all ranks share.
+class MomentumNorms(NamedTuple):
+    """Frobenius norms of the momenta, one per matrix, (k,), without and with a step's gradients."""
 
-    Attributes:
-        dion, elementwise, parameters: the parameters by kind of update, and all in this order.
-        matrices: those of ``dion``, in its order.
-        inside: all ranks of this replica's shards; None if the replica is one rank.
-        all_ranks: those of all replicas; None for this process alone.
-        device: where the ranks agree.
-        unions: the groups that were asked for on the way.
-    """
+    before: Tensor
+    after: Tensor  # a matrix without a gradient has decayed
+
+
+class Plan:
+    """Which parameters take which update, in an order that all ranks share."""
 
     def __init__(
         self,
-        dion: Sequence[Parameter],
-        elementwise: Sequence[Parameter],
-        inside: dist.ProcessGroup | None,
-        all_ranks: dist.ProcessGroup | None,
-        device: torch.device,
-        unions: Unions | None = None,
+        dion: list[Parameter],
+        elementwise: list[Parameter],
+        inside: dist.ProcessGroup | None,  # all ranks of this replica's shards
+        all_ranks: dist.ProcessGroup | None,  # those of all replicas
+        device: torch.device,  # where the ranks agree
+        unions: Unions,  # the groups that were asked for on the way
     ) -> None:
-        self.device = device
-        self.unions = Unions() if unions is None else unions
-        self.dion, self.elementwise = list(dion), list(elementwise)
-        self.parameters = [*self.dion, *self.elementwise]
-        self.matrices = [m for p in self.dion for m in p.matrices]
+        self.device, self.unions = device, unions
+        self.dion, self.elementwise = dion, elementwise
+        self.parameters = [*dion, *elementwise]
+        self.matrices = [m for p in dion for m in p.matrices]
         self.inside, self.all_ranks = inside, all_ranks
 
     @classmethod
@@ -99,10 +95,7 @@ class Plan:
         unions: Unions | None = None,
         wanted: Callable[[Tensor], bool] = attrgetter("requires_grad"),
     ) -> Plan:
-        """Collective where parameters are sharded: every rank must hold the same parameters.
-
-        unions: of an earlier plan. wanted: which parameters are part of it; trained ones.
-        """
+        """The plan of the wanted parameters; collective where they are sharded."""
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
         unions = Unions() if unions is None else unions
@@ -118,15 +111,12 @@ class Plan:
                         shards = matrices_of(X, group, replicas, unions)
                     except ValueError as error:
                         raise ValueError(f"{name}: {error}") from error
-                    parameter = Parameter(X, group, states, name, len(dion), g)
-                    parameter.matrices.extend(
-                        Matrix(parameter, shard, i) for i, shard in enumerate(shards)
-                    )
-                    dion.append(parameter)
+                    p = Parameter(X, group, states, name, len(dion), g)
+                    p.matrices.extend(Matrix(p, shard, i) for i, shard in enumerate(shards))
+                    dion.append(p)
                 else:
                     elementwise.append(Parameter(X, group, states, name, position=g))
-        cuts = [g for p in [*dion, *elementwise] for g in groups_of(p.X)]
-        inside = unions.of(cuts)
+        inside = unions.of([g for p in [*dion, *elementwise] for g in groups_of(p.X)])
         # Frozen parameters count: where all are, the replicas still have to agree somewhere.
         devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
         device = devices[0] if devices else torch.device("cpu")
@@ -136,15 +126,9 @@ class Plan:
         """The plan of the kept parameters, given in the order of ``parameters``."""
         if all(keep):
             return self
-        kept = {id(p) for p, k in zip(self.parameters, keep, strict=True) if k}
-        selected = Plan(
-            [p for p in self.dion if id(p) in kept],
-            [p for p in self.elementwise if id(p) in kept],
-            self.inside,
-            self.all_ranks,
-            self.device,
-            self.unions,
-        )
+        kept = {p for p, k in zip(self.parameters, keep, strict=True) if k}
+        dion, elementwise = ([p for p in ps if p in kept] for ps in (self.dion, self.elementwise))
+        selected = Plan(dion, elementwise, self.inside, self.all_ranks, self.device, self.unions)
         selected.elements_in_a_batch = self.elements_in_a_batch
         return selected
 
@@ -166,10 +150,7 @@ class Plan:
 
     @cached_property
     def batches(self) -> list[Plan]:
-        """The plan in parts that bound the memory of a step; the same on all ranks of a replica.
-
-        The matrices of each have one direction and one kind of rounding.
-        """
+        """The plan in parts that bound the memory of a step; the same on all ranks of a replica."""
         # By what all ranks know; matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
@@ -177,12 +158,11 @@ class Plan:
             (_numbers_a_shard(p), _kind_of_step(p), _shards(p)) for p in matrices
         ]
         each += [(_numbers_a_shard(p), None, 1) for p in self.elementwise]
-        batch_of = batches_of_sizes(each, self.elements_in_a_batch)
-        by_batch = {id(p): batch for p, batch in zip(ordered, batch_of, strict=True)}
-        chosen = [by_batch[id(p)] for p in self.parameters]
+        batches = batches_of_sizes(each, self.elements_in_a_batch)
+        of = dict(zip(ordered, batches, strict=True))
         return [
-            self.select([number == batch for number in chosen])
-            for batch in range(max(batch_of, default=-1) + 1)
+            self.select([of[p] == batch for p in self.parameters])
+            for batch in range(max(batches, default=-1) + 1)
         ]
 
     @cached_property
@@ -203,8 +183,7 @@ class Plan:
     @cached_property
     def checksum(self) -> int:
         """Of the parameters, in their order: it is equal where plans are."""
-        listed = [(p.name, p.X.dtype, global_shape(p.X)) for p in self.parameters]
-        return checksum(listed)
+        return checksum([(p.name, p.X.dtype, global_shape(p.X)) for p in self.parameters])
 
     @cached_property
     def sharded(self) -> bool:
@@ -213,25 +192,42 @@ class Plan:
 
     def gradients(self) -> Gradients:
         """The step's gradients with their weights and momenta."""
-        X, M = [p.local for p in self.dion], [p.M for p in self.dion]
-        given = [p.G for p in self.dion]
-        G = filled(given, X)
-        return Gradients(self.dion, X, M, G, complete=all(g is not None for g in given))
+        given, X = [p.G for p in self.dion], [p.local for p in self.dion]
+        complete = all(g is not None for g in given)
+        return Gradients(self.dion, X, [p.M for p in self.dion], filled(given, X), complete)
 
     @property
     def _norms(self) -> list[Tensor]:
+        """Norms of the momenta as the last step left them, by parameter."""
         return [local(p.state[MOMENTUM_NORM]).view(-1) for p in self.dion]
 
-    def stored_norms(self) -> Tensor:
-        """Norms of the momenta as the last step left them, one per matrix, (k,)."""
-        return torch.cat(self._norms or [torch.empty(0, device=self.device)])
+    def momentum_norms(self, gradients: Gradients) -> MomentumNorms:
+        """Read them before and after this step's gradients; collective over a replica's shards."""
+        before = torch.cat(self._norms or [torch.empty(0, device=self.device)])
+        if not self.matrices:
+            # A rank that holds none of the experts has no norms, but takes part in the decision.
+            return MomentumNorms(before, before)
+        lists = zip(self.dion, gradients.M, gradients.G, strict=True)
+        each = [(m, M, G) for p, M, G in lists for m in p.matrices]
+        after = ops.momentum_norms(
+            [m.elements(M) for m, M, _ in each],
+            [m.elements(G) for m, _, G in each],
+            [m.parameter.momentum_decay for m, _, _ in each],
+        )
+        return MomentumNorms(before, self._norms_over_shards(after))
+
+    def measure_momenta(self) -> None:
+        """Store the momenta's norms anew; collective over the shards of a replica."""
+        if self.matrices:
+            here = ops.norms([m.elements(m.parameter.M) for m in self.matrices])
+            self.store_norms(self._norms_over_shards(here))
 
     def store_norms(self, norms: Tensor) -> None:
         """Remember one norm per matrix, (k,), for the next step's gate."""
         stored = self._norms
         torch._foreach_copy_(stored, list(norms.split([len(norm) for norm in stored])))
 
-    def norms_over_shards(self, norms: Tensor) -> Tensor:
+    def _norms_over_shards(self, norms: Tensor) -> Tensor:
         """Norms of whole matrices from those of the shards held here, (k,) -> (k,)."""
         if self.inside is None:
             return norms
@@ -240,14 +236,9 @@ class Plan:
 
     def _sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix]) -> Tensor:
         """One number per matrix, (k,): sums over the ranks that hold its shards."""
-        if self.inside is None or not matrices:
+        if self.inside is None:
             return values
-        buckets = Buckets(
-            [Slot((), m.layout.shards, values.dtype, values.device) for m in matrices]
-        )
-        torch._foreach_copy_(buckets.views, list(values.unbind()))
-        buckets.all_reduce_()
-        return torch.stack(buckets.views)
+        return torch.stack(sums(values.unbind(), [m.layout.shards for m in matrices]))
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
         """Squared Frobenius norms of matrices sharded as the stacks' are, (k,) each; collective."""
@@ -263,7 +254,7 @@ class Plan:
 
 
 def most_in_a_batch(numbers: int, device: torch.device) -> float:
-    """The most numbers of a batch, in a plan of so many on a device."""
+    """The most numbers of a batch, in a plan of so many."""
     return max(most_together(device).batch, BATCH_SHARE * numbers)
 
 

@@ -26,7 +26,7 @@ from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import squares_held
 from curvadion.ops.tensors import from_host
-from curvadion.update.direction import Direction, Taken
+from curvadion.update.direction import Direction, How, Taken
 from curvadion.update.gradients import Gradients
 from curvadion.update.newton_schulz import (
     MUON,
@@ -42,6 +42,7 @@ from curvadion.update.parameter import (
     dtype_of,
     open_shards,
     remember_scales,
+    rounding_seeds,
     scale_before,
     stacked,
 )
@@ -73,24 +74,24 @@ class Polar(Direction):
         whole = all(layout.shards is None for layout in layouts)
         return (lambda: begin()()) if whole else begin()
 
-    def step(
-        self,
-        batch: Plan,
-        gradients: Gradients,
-        begun: Callable[[], Any],
-        *,
-        step: int,
-        inside_replica: bool,
-        remember: bool,
-    ) -> Taken:
+    def step(self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How) -> Taken:
         U, scales = begun()
-        move(batch.stacks, self.rescaled(batch.stacks, [each.shards for each in U]), step)
-        if remember:
+        moved = self.rescaled(batch.stacks, [each.shards for each in U])
+        move(batch.stacks, moved, how.number)
+        if how.remember:
             remember_scales(batch.stacks, scales)
         return PolarTaken(batch, U)
 
-    def rescaled(self, stacks: Sequence[Sequence[Matrix]], U: list[Tensor]) -> list[Tensor]:
-        """What weights move along, from shards of U, (k, m_i, n_j) by stack; collective."""
+    def rescaled(
+        self,
+        stacks: Sequence[Sequence[Matrix]],
+        U: Sequence[Tensor],
+        masks: Sequence[Tensor] | None = None,
+    ) -> Sequence[Tensor]:
+        """What weights move along, from shards of U, (k, m_i, n_j) by stack; collective.
+
+        masks: which columns held here are not zero, (k, n_j); None for all.
+        """
         return U
 
 
@@ -102,7 +103,7 @@ class Directions(NamedTuple):
 
 
 class PolarTaken(Taken):
-    """A step along polar factors. ranks: of U, by stack; those of whole matrices by default."""
+    """A step along polar factors; ranks: of U, by stack, if not those of whole matrices."""
 
     def __init__(self, plan: Plan, U: list[Directions], ranks: list[int] | None = None) -> None:
         super().__init__(plan)
@@ -148,16 +149,13 @@ class PolarTaken(Taken):
 
         Of the earlier S each rank holds a part, which goes into the one sum over ranks.
         """
-        states = [m.parameter.state for matrices in self.stacks for m in matrices]
-        if not decay or any(SPECTRUM not in state for state in states):
+        parameters = {m.parameter for matrices in self.stacks for m in matrices}
+        if not decay or any(SPECTRUM not in p.state for p in parameters):
             summands.all_reduce_()
             return [S.new_ones(len(S), 1, 1) for S in summands.views]
-        weights = {
-            p: decay * p.state[SPECTRUM_WEIGHT] + 1 - decay
-            for p in (m.parameter for matrices in self.stacks for m in matrices)
-        }
-        kept = {}
-        for p in weights:
+        weights, kept = {}, {}
+        for p in parameters:
+            weights[p] = decay * p.state[SPECTRUM_WEIGHT] + 1 - decay
             sides = [min(m.layout.shape) for m in p.matrices]
             kept[p] = list(squares_held(p.X, p.state[SPECTRUM], sides))
         earlier, now = list[Tensor](), list[Tensor]()
@@ -178,10 +176,7 @@ class PolarTaken(Taken):
         ]
 
 
-# -------------------------------------------------------------------- before and after
-
-
-Found = tuple[list["Directions"], list[Tensor]]  # U and the scales (k,), by stack
+Found = tuple[list[Directions], list[Tensor]]  # U and the scales (k,), by stack
 
 
 def begin_polar_directions(
@@ -196,11 +191,7 @@ def begin_polar_directions(
         ways.setdefault((*_exchange(matrices, shards, layout), shards.dtype), []).append(i)
     begun: list[tuple[list[int], Callable[[], Found]]] = []
     for (group, dtype, _), chosen in ways.items():
-        given = (
-            [stacks[i] for i in chosen],
-            [B[i] for i in chosen],
-            [layouts[i] for i in chosen],
-        )
+        given = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
         by = partial(_by_gram, *given) if group is None else _by_owners(*given, group, dtype)
         begun.append((chosen, by))
     count = len(B)
@@ -220,10 +211,7 @@ def begin_polar_directions(
 def _exchange(
     matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
 ) -> tuple[Group | None, torch.dtype]:
-    """The group whose ranks own a stack's matrices, and the dtype in which they are sent shards.
-
-    The group is None where Gram matrices are summed instead.
-    """
+    """The group of a stack's owners (None: sums of Gram matrices), and the dtype they are sent."""
     options, half = matrices[0].group, dtype_of_products(B)
     dtype = torch.bfloat16 if half != B.dtype else B.dtype
     if options["exchange_dtype"] is not None:
@@ -238,13 +226,8 @@ def _exchange(
 def _by_gram(
     stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> tuple[list[Directions], list[Tensor]]:
-    rows = whole_rows(B, layouts)
-    factors = polar_factors(
-        [
-            _row_stack(matrices[0], layout, held, scale_before(matrices))
-            for matrices, layout, held in zip(stacks, layouts, rows, strict=True)
-        ]
-    )
+    heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
+    factors = polar_factors(list(map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)))
     U = [of_stack.U for of_stack in factors]
     shards = cut_columns(U, layouts)
     return list(map(Directions, shards, U)), [of_stack.scale for of_stack in factors]
@@ -261,14 +244,12 @@ def _by_owners(
     whole = owners.begin_gather(B, dtype)
 
     def end() -> Found:
-        factors = polar_factors(
-            [
-                _row_stack(m, MatrixLayout.whole(layout.shape), held, scale_before(these)[mine])
-                for (m, *_), these, layout, held, mine in zip(
-                    stacks, stacks, layouts, whole(), owners.mine, strict=True
-                )
-            ]
-        )
+        rows = []
+        each = zip(stacks, layouts, whole(), owners.mine, strict=True)
+        for matrices, layout, held, mine in each:
+            alone, scale = MatrixLayout.whole(layout.shape), scale_before(matrices)[mine]
+            rows.append(_row_stack(matrices[0], alone, held, scale))
+        factors = polar_factors(rows)
         U, scales = owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
         return list(map(Directions, U)), scales
 
@@ -281,9 +262,8 @@ def _whole_rows_of(stacks: Sequence[Sequence[Matrix]], U: Sequence[Directions]) 
     held = [
         torch.stack(list(map(_without_others, stacks[i], U[i].shards.unbind()))) for i in missing
     ]
-    found = whole_rows(held, [stacks[i][0].layout for i in missing])
-    made = dict(zip(missing, found, strict=True))
-    return [made[i] if each.rows is None else each.rows for i, each in enumerate(U)]
+    made = iter(whole_rows(held, [stacks[i][0].layout for i in missing]))
+    return [next(made) if each.rows is None else each.rows for each in U]
 
 
 def _without_others(m: Matrix, U: Tensor) -> Tensor:
@@ -298,42 +278,38 @@ def _without_others(m: Matrix, U: Tensor) -> Tensor:
 def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
     """What the polar factors of matrices like m follow from; B: whole rows of them."""
     steps, muon = m.group["newton_schulz_steps"], m.group["newton_schulz"] == "muon"
-    half = dtype_of_products(B) != B.dtype
+    dtype = dtype_of_products(B)
+    half = dtype != B.dtype
     least = SMALLEST_IN_HALF if half else SMALLEST
     coefficients = (MUON,) * steps if muon else polar_express(steps, least)
-    return RowStack(
-        layout=layout,
-        B=B,
-        scale=scale.to(B.dtype),
-        passes=passes_in_half(coefficients) if half else (coefficients,),
-        bound=Bound.TRACE if muon else Bound.TIGHT,
-        dtype=dtype_of_products(B),
-    )
+    passes = passes_in_half(coefficients) if half else (coefficients,)
+    bound = Bound.TRACE if muon else Bound.TIGHT
+    return RowStack(layout, B, scale.to(B.dtype), passes, bound, dtype)
 
 
 def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> list[Tensor]:
     """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
-    G = dict(zip(map(id, gradients.parameters), gradients.G, strict=True))
+    G = dict(zip(gradients.parameters, gradients.G, strict=True))
     B = [stacked([m.M for m in matrices], matrices[0]) for matrices in stacks]
     for matrices, momenta in zip(stacks, B, strict=True):
-        shares = [m.parameter.look_ahead for m in matrices]
-        for share in {share for share in shares if share}:
-            chosen = [i for i, each in enumerate(shares) if each == share]
-            ahead = [matrices[i].read(G[id(matrices[i].parameter)]) for i in chosen]
-            ahead = [one.to(momenta.dtype) for one in ahead]
-            torch._foreach_add_([momenta[i] for i in chosen], ahead, alpha=share)
+        ahead: dict[float, list[tuple[Tensor, Tensor]]] = {}
+        for m, momentum in zip(matrices, momenta, strict=True):
+            if share := m.group["look_ahead"]:
+                g = m.read(G[m.parameter]).to(momentum.dtype)
+                ahead.setdefault(share, []).append((momentum, g))
+        for share, both in ahead.items():
+            torch._foreach_add_(*map(list, zip(*both, strict=True)), alpha=share)
     return B
 
 
 def move(stacks: Sequence[Sequence[Matrix]], U: Sequence[Tensor], step: int) -> None:
     """X <- (1 - lr wd) X - lr scale U."""
     matrices = [m for stack in stacks for m in stack]
-    random = any(m.parameter.stochastic_rounding for m in matrices)  # all of a batch or none
     with open_shards(matrices, [m.parameter.local for m in matrices]) as (X,):
         ops.local_step_(
             X,
             [direction for of_stack in U for direction in of_stack],
             [m.group["lr"] * m.update_scale for m in matrices],
             [m.parameter.decay for m in matrices],
-            seeds=[m.rounding_seed(step) for m in matrices] if random else None,
+            seeds=rounding_seeds(matrices, step),
         )

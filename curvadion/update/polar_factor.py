@@ -2,7 +2,6 @@
 
 Each rank scales its rows by a power of two of its own, so that no square leaves a dtype's range.
 The matrices are divided among the ranks that hold shards of them: each is iterated on by one rank.
-What a rank holds and sends for this does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.collectives import Buckets, SharedWork, Slot
+from curvadion.comm.collectives import SharedWork
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 from curvadion.ops.operations import LARGE, SMALL
 from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
-from curvadion.update.row_shards import counted
+from curvadion.update.row_shards import counted, sums
 from curvadion.update.symmetric import pack, unpack
 
 # From here to its negative, powers of two and their inverses are numbers.
@@ -57,12 +56,11 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
     """U = B (B^T B)^(-1/2), about, of every stack; collective over the ranks with shards.
 
     U is zero if its matrix is ``FALLEN`` times its scale or shorter: no gradient has come for long.
-
     Sends one number a matrix, and in each pass at most n (n + 1) numbers a matrix on average over
     the ranks; a rank that iterates on all of them alone sends half as many again.
     """
     rows, exponents = map(list, zip(*map(_scaled, stacks), strict=True)) if stacks else ([], [])
-    largest = _largest(exponents, stacks)
+    largest = sums(exponents, [stack.layout.shards for stack in stacks], dist.ReduceOp.MAX)
     factors = [PolarFactors(B, stack.scale) for B, stack in zip(rows, stacks, strict=True)]
     for number in range(max((len(stack.passes) for stack in stacks), default=0)):
         now = [i for i, stack in enumerate(stacks) if number < len(stack.passes)]
@@ -72,7 +70,10 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
                 scale = factors[i].scale
             elif stacks[i].layout.shards is not None:
                 Z *= torch.exp2(exponents[i] - largest[i])[:, None, None].to(Z.dtype)
-            factors[i] = PolarFactors(_times(factors[i].U, Z), scale)
+            B = factors[i].U
+            # In B's order of strides; Z is symmetric.
+            U = torch.bmm(Z, B.mT).mT if B.stride(-2) < B.stride(-1) else torch.bmm(B, Z)
+            factors[i] = PolarFactors(U, scale)
     return factors
 
 
@@ -85,8 +86,7 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -
     if number:
         bound, scale = Bound.ONE, torch.zeros_like(scale)
     elif stack.layout.shards is not None:
-        # In half precision small numbers may become zero: beside the largest they are too small
-        # for the iterations.
+        # Numbers that become zero in half precision are too small for the iterations.
         G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
     if stack.layout.shards is not None:
         G = pack(G)
@@ -106,26 +106,10 @@ def _roots(works: Sequence[_Work]) -> list[_Root]:
     return [roots[i] for i in range(len(works))]
 
 
-def _largest(exponents: Sequence[Tensor], stacks: Sequence[RowStack]) -> list[Tensor]:
-    """The largest exponent of each matrix among the ranks with shards of it, (k,) by stack."""
-    sharded = [i for i, stack in enumerate(stacks) if stack.layout.shards is not None]
-    some = [exponents[i] for i in sharded]
-    groups = [stacks[i].layout.shards for i in sharded]
-    buckets = Buckets(
-        [Slot(tuple(e.shape), g, e.dtype, e.device) for e, g in zip(some, groups, strict=True)]
-    )
-    if some:
-        torch._foreach_copy_(buckets.views, some)
-    buckets.all_reduce_(op=dist.ReduceOp.MAX)
-    found = dict(zip(sharded, buckets.views, strict=True))
-    return [found.get(i, e) for i, e in enumerate(exponents)]
-
-
 def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
     """B / 2^e in the dtype of products, where its longest column is about COLUMN long; and e, (k,).
 
-    Numbers that are small beside an outlier then keep their precision in half, and the Gram matrix
-    stays in its range.
+    In half precision, numbers that are small beside an outlier then keep their bits.
     """
     B = stack.B
     if not B.numel():  # what has no elements decides nothing
@@ -146,13 +130,6 @@ def _longest_columns(B: Tensor) -> Tensor:
     # float64 holds the squares of tiny and of large numbers.
     longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
     return longest
-
-
-def _times(B: Tensor, Z: Tensor) -> Tensor:
-    """B Z, (k, m_r, n), with B's order of strides; Z is symmetric."""
-    if B.stride(-2) < B.stride(-1):
-        return torch.bmm(Z, B.mT).mT
-    return torch.bmm(B, Z)
 
 
 class _Work(NamedTuple):
@@ -193,8 +170,7 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
         packed = pack(Z)
         own += torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
     behind = works[0].scale.dtype.itemsize // summands[0].dtype.itemsize
-    sizes = [len(row) + behind for row in summands]
-    results = iter(shared.results(own, sizes, summands[0]))
+    results = iter(shared.results(own, [len(row) + behind for row in summands], summands[0]))
     roots = []
     for work in works:
         rows = torch.stack(list(islice(results, len(work.G))))

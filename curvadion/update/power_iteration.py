@@ -7,10 +7,14 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
     R = sum over the row group ( B^T P )          and mean over replicas, in one collective
     Q = column_normalize(R, column group)         or orthonormalize(R, column group)
 
-The update leaves out columns of P and R that hold only rounding errors, and all columns of a matrix
-whose R has become far smaller than it was.
+All P's cross a process group in one collective, and all R's in another. Rows that several ranks
+hold in part (Extent.shared) take one more collective per group, of r numbers per row.
 
-All P's cross a process group in one collective, and all R's in another.
+If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
+completed from global row indices, so the direction is used again as soon as B has something there.
+The estimate of these errors (:mod:`curvadion.update.orthonormalize`) replaces Dion's epsilon, and
+does not depend on the scale of gradients. All of Q is zero if the longest column of R is ``FALLEN``
+times the stack's scale or shorter. Q and R are both zero if a product is not finite.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.comm.collectives import Buckets, Slot, group_size
-from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.update.orthonormalize import (
     Floor,
     Orthonormal,
     orthonormal_columns,
     roundoff_of_products,
 )
-from curvadion.update.row_shards import sum_shared_
+from curvadion.update.row_shards import sum_shared_, sums
 
 RightFactor = Literal["column_normalized", "qr"]
 
@@ -59,39 +63,18 @@ class Stack:
 
 
 class LowRank(NamedTuple):
-    """The factors of a stack of k matrices after a power iteration.
+    """The factors of a stack of k matrices after a power iteration."""
 
-    P (k, m_i, r) has orthonormal columns, R (k, n_j, r) is B^T P, and Q (k, n_j, r) is the next
-    right factor. scale (k,) float64 is the length of the longest column of R, or the stack's scale
-    if that is larger.
-    """
-
-    P: Tensor
-    R: Tensor
-    Q: Tensor
-    scale: Tensor
+    P: Tensor  # (k, m_i, r), of orthonormal columns
+    R: Tensor  # B^T P, (k, n_j, r)
+    Q: Tensor  # the next right factor, (k, n_j, r)
+    scale: Tensor  # length of R's longest column, or the stack's scale if larger, (k,) float64
 
 
 def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
-    """P, R and the next Q of every stack, averaged over replicas (see the module's docstring).
-
-    Rows that several ranks hold in part (Extent.shared) take one more collective per group, which
-    adds up their summands: r numbers per row.
-
-    If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
-    completed from global row indices, so the direction is used again as soon as B has something
-    there. The size of rounding errors is estimated from the root mean square length of the columns
-    of R (:func:`curvadion.update.orthonormalize.orthonormal_columns`). This replaces Dion's epsilon
-    and does not depend on the scale of gradients.
-
-    All of Q is zero if the longest column of R is :data:`curvadion.update.orthonormalize.FALLEN`
-    times ``scale`` or shorter. Q and R are both zero if a product is not finite.
-    """
-    left = orthonormal_columns(
-        left_products(stacks),
-        [s.layout.rows for s in stacks],
-        floors=[Floor(s.roundoff) for s in stacks],
-    )
+    """P, R and the next Q of every stack, averaged over replicas."""
+    rows, floors = [s.layout.rows for s in stacks], [Floor(s.roundoff) for s in stacks]
+    left = orthonormal_columns(left_products(stacks), rows, floors)
     R = right_products(stacks, [one.columns for one in left])
     Q, lengths = _next_right_factors(stacks, R, left)
     factors = []
@@ -106,33 +89,29 @@ def power_iteration(stacks: Sequence[Stack]) -> list[LowRank]:
 
 def left_products(stacks: Sequence[Stack]) -> list[Tensor]:
     """B Q of every stack, (k, m_i, r), summed over the column group, averaged over replicas."""
-    shapes = [(len(s.B), len(s.layout.rows), s.Q[0].shape[1]) for s in stacks]
-    groups = [s.layout.columns_and_replicas for s in stacks]
-    products = _products(stacks, [s.Q for s in stacks], shapes, groups, transposed=False)
-    sum_shared_(products, [s.layout.rows for s in stacks])
-    return products
+    over = [(s.layout.rows, s.layout.columns_and_replicas) for s in stacks]
+    return _products(stacks, [s.Q for s in stacks], over, transposed=False)
 
 
 def right_products(stacks: Sequence[Stack], P: Sequence[Tensor]) -> list[Tensor]:
     """B^T P of every stack, (k, n_j, r), summed over the row group, averaged over replicas."""
-    shapes = [(len(s.B), len(s.layout.columns), s.Q[0].shape[1]) for s in stacks]
-    groups = [s.layout.rows_and_replicas for s in stacks]
-    products = _products(stacks, P, shapes, groups, transposed=True)
-    sum_shared_(products, [s.layout.columns for s in stacks])
-    return products
+    over = [(s.layout.columns, s.layout.rows_and_replicas) for s in stacks]
+    return _products(stacks, P, over, transposed=True)
 
 
 def _products(
     stacks: Sequence[Stack],
     factors: Sequence[Sequence[Tensor] | Tensor],
-    shapes: Sequence[tuple[int, int, int]],
-    groups: Sequence[dist.ProcessGroup | None],
+    over: Sequence[tuple[Extent, dist.ProcessGroup | None]],
     *,
     transposed: bool,
 ) -> list[Tensor]:
-    """B, or its transposes, times factors: sums over the groups, means over replicas."""
-    each = zip(stacks, shapes, groups, strict=True)
-    buckets = Buckets([Slot(shape, group, s.dtype, s.Q[0].device) for s, shape, group in each])
+    """B, or its transposes, times factors; over: their rows, and who has summands of them."""
+    slots = []
+    for s, (extent, group) in zip(stacks, over, strict=True):
+        shape = len(s.B), len(extent), s.Q[0].shape[1]
+        slots.append(Slot(shape, group, s.dtype, s.Q[0].device))
+    buckets = Buckets(slots)
     for stack, factor, out in zip(stacks, factors, buckets.views, strict=True):
         dtype = stack.dtype
         if _small(stack):
@@ -144,6 +123,7 @@ def _products(
             B = B.to(dtype)
             torch.mm(B.mT if transposed else B, right.to(dtype), out=product)
     buckets.all_reduce_(divide_by=group_size(stacks[0].layout.replicas) if stacks else 1)
+    sum_shared_(buckets.views, [extent for extent, _ in over])
     return buckets.views
 
 
@@ -164,23 +144,18 @@ def _next_right_factors(
     factors = orthonormal_columns(
         [R[i] for i in orthonormal],
         [columns[i] for i in orthonormal],
+        [floors[i] for i in orthonormal],
         complete=False,
-        floors=[floors[i] for i in orthonormal],
     )
     for i, factor in zip(orthonormal, factors, strict=True):
         found[i] = factor.columns, factor.lengths
     normalized = [i for i in range(len(stacks)) if i not in found]
-    squares = Buckets(
-        [
-            Slot((R[i].shape[0], R[i].shape[2]), columns[i].group, torch.float64, R[i].device)
-            for i in normalized
-        ]
+    squares = sums(
+        [ops.column_sum_of_squares(columns[i].counted(R[i])) for i in normalized],
+        [columns[i].group for i in normalized],
     )
-    for i, view in zip(normalized, squares.views, strict=True):
-        view.copy_(ops.column_sum_of_squares(columns[i].counted(R[i])))
-    squares.all_reduce_()
-    for i, view in zip(normalized, squares.views, strict=True):
-        lengths = view.sqrt()
+    for i, square in zip(normalized, squares, strict=True):
+        lengths = square.sqrt()
         floor = floors[i].of(lengths, R[i].dtype)
-        found[i] = ops.column_normalize(R[i], view, floor), lengths
+        found[i] = ops.column_normalize(R[i], square, floor), lengths
     return [found[i][0] for i in range(len(stacks))], [found[i][1] for i in range(len(stacks))]

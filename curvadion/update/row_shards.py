@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import Buckets, Slot, all_to_all, shares
@@ -25,23 +26,14 @@ from curvadion.layout.matrix import Extent, MatrixLayout
 def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """Stacks of shards (k, m_i, n_j) as stacks of whole rows (k, m_r, n); collective.
 
-    The results of uncut stacks are the arguments themselves, those of row cuts are changed in
-    place.
+    The results of uncut stacks are the arguments themselves; those of row cuts are changed.
     """
     rows = list(shards)
-    for group, cut in _by_column_group(shards, layouts):
-        to, shapes = [], []
-        for rank in range(group.size()):
-            parts = [_part(layouts[i], rank) for i in cut]
-            to.append([shards[i][:, p.start : p.stop] for i, p in zip(cut, parts, strict=True)])
-            here = [len(_part(layouts[i], group.rank())) for i in cut]
-            held = [len(layouts[i].columns.by_rank[rank]) for i in cut]
-            shapes.append([(len(shards[i]), *s) for i, *s in zip(cut, here, held, strict=True)])
-        for i, *blocks in zip(cut, *all_to_all(to, shapes, group, shards[cut[0]])(), strict=True):
-            rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
-            for held_there, block in zip(layouts[i].columns.by_rank, blocks, strict=True):
-                # Of a shared column several ranks have sent summands.
-                rows[i][:, :, held_there.start : held_there.stop] += block
+    for i, blocks in _exchanged(shards, layouts, back=False):
+        rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
+        for held_there, block in zip(layouts[i].columns.by_rank, blocks, strict=True):
+            # Of a shared column several ranks have sent summands.
+            rows[i][:, :, held_there.start : held_there.stop] += block
     sum_shared_(rows, [layout.rows for layout in layouts])
     return rows
 
@@ -49,17 +41,44 @@ def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> lis
 def cut_columns(rows: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """The inverse of :func:`whole_rows`: (k, m_r, n) as (k, m_i, n_j); collective."""
     shards = list(rows)
-    for group, cut in _by_column_group(rows, layouts):
+    for i, blocks in _exchanged(rows, layouts, back=True):
+        shards[i] = torch.cat(blocks, dim=1)
+    return shards
+
+
+def _exchanged(
+    stacks: Sequence[Tensor], layouts: Sequence[MatrixLayout], *, back: bool
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Of each stack with sharded columns what every rank sends; back: from whole rows to shards."""
+    cut: dict[tuple[Group, torch.dtype], list[int]] = {}
+    for i, (stack, layout) in enumerate(zip(stacks, layouts, strict=True)):
+        if layout.columns.group is not None:
+            cut.setdefault((layout.columns.group, stack.dtype), []).append(i)
+    for (group, _), chosen in cut.items():
         to, shapes = [], []
         for rank in range(group.size()):
-            held = [layouts[i].columns.by_rank[rank] for i in cut]
-            to.append([rows[i][:, :, h.start : h.stop] for i, h in zip(cut, held, strict=True)])
-            parts = [len(_part(layouts[i], rank)) for i in cut]
-            here = [len(layouts[i].columns) for i in cut]
-            shapes.append([(len(rows[i]), *s) for i, *s in zip(cut, parts, here, strict=True)])
-        for i, *blocks in zip(cut, *all_to_all(to, shapes, group, rows[cut[0]])(), strict=True):
-            shards[i] = torch.cat(blocks, dim=1)
-    return shards
+            sent: list[Tensor] = []
+            received: list[tuple[int, ...]] = []
+            for i in chosen:
+                B, columns = stacks[i], layouts[i].columns
+                here, there = (_part(layouts[i], r) for r in (group.rank(), rank))
+                held = columns.by_rank[rank]
+                sent.append(
+                    B[..., held.start : held.stop] if back else B[:, there.start : there.stop]
+                )
+                rows, width = (there, columns) if back else (here, held)
+                received.append((len(B), len(rows), len(width)))
+            to.append(sent)
+            shapes.append(received)
+        received_by_rank = all_to_all(to, shapes, group, stacks[chosen[0]])()
+        for i, *blocks in zip(chosen, *received_by_rank, strict=True):
+            yield i, blocks
+
+
+def _part(layout: MatrixLayout, rank: int) -> range:
+    """Which of the rows held here a rank of the column group takes."""
+    ends = accumulate(shares(len(layout.rows), len(layout.columns.by_rank)), initial=0)
+    return [range(*span) for span in pairwise(ends)][rank]
 
 
 def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
@@ -70,10 +89,9 @@ def counted(rows: Tensor, layout: MatrixLayout) -> Tensor:
 def summands_of_columns(
     A: Sequence[Tensor], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Buckets:
-    """This rank's summands of A^T B, (k, n, n) by stack, from whole rows (k, m_r, n).
+    """This rank's summands of A^T B, (k, n, n) in B's dtype, from whole rows (k, m_r, n).
 
-    ``all_reduce_`` makes the sums. Their dtypes are B's. A and B must be of a size about 1
-    (:func:`dtype_of_products`).
+    ``all_reduce_`` makes the sums. A and B must be of a size about 1 (:func:`dtype_of_products`).
     """
     slots = []
     for b, layout in zip(B, layouts, strict=True):
@@ -87,46 +105,35 @@ def summands_of_columns(
 
 
 def dtype_of_products(rows: Tensor) -> torch.dtype:
-    """float16 for float32 numbers on a GPU, which multiplies these fifteen times as fast.
-
-    The numbers must be of a size about 1.
-    """
+    """float16 for float32 numbers of a size about 1 on a GPU, which multiplies these faster."""
     half = rows.device.type == "cuda" and rows.dtype in (torch.float32, torch.float16)
     return torch.float16 if half else rows.dtype
 
 
 def sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
     """Add up, in products (k, length, r), the rows of which several ranks hold summands."""
-    partial = [i for i, extent in enumerate(extents) if extent.shared]
-    slots = []
-    for i in partial:
-        (k, _, r), extent = products[i].shape, extents[i]
-        shape = (k, len(extent.shared), r)
-        slots.append(Slot(shape, extent.group, products[i].dtype, products[i].device))
-    tables = Buckets(slots)
-    for i, table in zip(partial, tables.views, strict=True):
-        table.zero_()
-        for slot, place in extents[i].shared_here():
-            table[:, slot] = products[i][:, place]
-    tables.all_reduce_()
-    for i, table in zip(partial, tables.views, strict=True):
-        for slot, place in extents[i].shared_here():
-            products[i][:, place] = table[:, slot]
+    partial = [(p, extent) for p, extent in zip(products, extents, strict=True) if extent.shared]
+    tables = [p.new_zeros(len(p), len(extent.shared), p.shape[2]) for p, extent in partial]
+    for (p, extent), table in zip(partial, tables, strict=True):
+        for slot, place in extent.shared_here():
+            table[:, slot] = p[:, place]
+    summed = sums(tables, [extent.group for _, extent in partial])
+    for (p, extent), table in zip(partial, summed, strict=True):
+        for slot, place in extent.shared_here():
+            p[:, place] = table[:, slot]
 
 
-def _by_column_group(
-    stacks: Sequence[Tensor], layouts: Sequence[MatrixLayout]
-) -> Iterator[tuple[Group, list[int]]]:
-    """The stacks whose columns are sharded, by the ranks that hold them and by dtype."""
-    cut: dict[tuple[Group, torch.dtype], list[int]] = {}
-    for i, (stack, layout) in enumerate(zip(stacks, layouts, strict=True)):
-        if layout.columns.group is not None:
-            cut.setdefault((layout.columns.group, stack.dtype), []).append(i)
-    for (group, _), chosen in cut.items():
-        yield group, chosen
-
-
-def _part(layout: MatrixLayout, rank: int) -> range:
-    """Which of the rows held here a rank of the column group takes."""
-    ends = accumulate(shares(len(layout.rows), len(layout.columns.by_rank)), initial=0)
-    return [range(*span) for span in pairwise(ends)][rank]
+def sums(
+    summands: Sequence[Tensor],
+    groups: Sequence[dist.ProcessGroup | None],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> list[Tensor]:
+    """Tensors summed over their groups, or reduced by another operation; collective."""
+    each = list(zip(summands, groups, strict=True))
+    cut = [(t, group) for t, group in each if group is not None]
+    buckets = Buckets([Slot(tuple(t.shape), group, t.dtype, t.device) for t, group in cut])
+    if cut:
+        torch._foreach_copy_(buckets.views, [t for t, _ in cut])
+    buckets.all_reduce_(op=op)
+    summed = iter(buckets.views)
+    return [t if group is None else next(summed) for t, group in each]

@@ -17,18 +17,11 @@ STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
 def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
     """Zero moments of X's shape and dtype, and a float32 step counter."""
     state = {key: torch.zeros_like(X) for key in STATE_KEYS[algorithm]}
-    return {"step": torch.zeros((), dtype=torch.float32, device=_counter_device(X)), **state}
+    return {"step": torch.zeros((), dtype=torch.float32, device=counter_device(X)), **state}
 
 
-def place_counter_(state: dict[str, Any], X: Tensor) -> None:
-    """Bring a step counter, as a checkpoint may hold it, to where :func:`create_state` has it."""
-    device = _counter_device(X)
-    if state["step"].device != device:
-        state["step"] = state["step"].to(device)
-
-
-def _counter_device(X: Tensor) -> torch.device:
-    # Fused AdamW on a GPU reads it there.
+def counter_device(X: Tensor) -> torch.device:
+    """Where the step counter lies: fused AdamW on a GPU reads it there."""
     return X.device if X.device.type == "cuda" else torch.device("cpu")
 
 

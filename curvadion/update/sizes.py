@@ -1,8 +1,7 @@
 """How many elements a step works on at a time, by device.
 
 A GPU wants few large batches, because each costs it a fixed number of launches. A CPU wants many
-small ones, which stay in its caches. Ranks must agree on the batches, so their sizes follow from
-the type of the device alone.
+small ones, which stay in its caches. Ranks must agree on them: only the type of the device decides.
 """
 
 from __future__ import annotations

@@ -1,20 +1,8 @@
 """What the optimizer remembers, and whose it is: the one table that all others read.
 
-Per parameter, ``optimizer.state[X]``:
-
-    key               shape            owner     what an exact synchronisation does
-    momentum          X's              replica   takes the mean over replicas
-    Q, Q_rows, Q_<i>  factors          replica   takes the mean
-    R_scale           one a matrix     replica   takes the mean
-    row_second_moment one a row        replica   takes the mean
-    exp_avg           X's              replica   takes the mean
-    exp_avg_sq        X's              replica   takes the mean
-    step              one              replica   takes the mean
-    momentum_norm     one a matrix     replica   measures it again
-    flat_shard_start  one              rank      leaves it: it says which shard this rank holds
-
-and the keys of the sync kind (``Sync.state_keys``), such as ``anchor`` and ``residual``, which that
-kind looks after itself. Tensors under a key that no table names are left alone.
+Per parameter, ``optimizer.state[X]`` has keys of this table and those of the sync kind
+(``Sync.state_keys``), such as ``anchor`` and ``residual``, which that kind looks after itself.
+Tensors under a key that no table names are left alone.
 
 Of the run, the same on every replica: the groups, ``Progress``, and what the gate and the sync
 remember (their ``state_dict``). A checkpoint holds the last three as the groups' key ``progress``.
@@ -51,29 +39,25 @@ class Owner(Enum):
 
 
 class StateKey(NamedTuple):
-    """A key of a parameter's state.
-
-    name: the key. owner: see :class:`Owner`. like_parameter: whether it has the parameter's shape
-    and placements. passing: whether a state has it at some steps only.
-    """
+    """A key of a parameter's state."""
 
     name: str
     owner: Owner
-    like_parameter: bool = False
-    passing: bool = False
+    like_parameter: bool = False  # whether it has the parameter's shape and placements
+    passing: bool = False  # whether a state has it at some steps only
 
 
 _KEYS = (
     StateKey(MOMENTUM, Owner.REPLICA, like_parameter=True),
-    StateKey("Q", Owner.REPLICA),
+    StateKey("Q", Owner.REPLICA),  # and Q_<i>: right factors
     StateKey("Q_rows", Owner.REPLICA),
-    StateKey(R_SCALE, Owner.REPLICA),
-    StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),
+    StateKey(R_SCALE, Owner.REPLICA),  # one a matrix
+    StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),  # one a row
     StateKey("exp_avg", Owner.REPLICA, like_parameter=True),
     StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True),
-    StateKey("step", Owner.REPLICA),
-    StateKey(MOMENTUM_NORM, Owner.MEASURED),
-    StateKey(FLAT_SHARD_START, Owner.RANK),
+    StateKey("step", Owner.REPLICA),  # one
+    StateKey(MOMENTUM_NORM, Owner.MEASURED),  # one a matrix
+    StateKey(FLAT_SHARD_START, Owner.RANK),  # one
 )
 _BY_NAME = {key.name: key for key in _KEYS}
 
@@ -93,10 +77,7 @@ def key_of(name: str, of_sync: Sequence[StateKey] = ()) -> StateKey | None:
 def averaged(
     state: Mapping[str, Any], of_sync: Sequence[StateKey] = (), *, counters: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of a state whose mean an exact synchronisation takes, in an order ranks share.
-
-    counters: those that are one number (``step``), instead of all others.
-    """
+    """The tensors of a state whose mean is taken; counters: of ``step``, not of all others."""
     return {
         name: tensor
         for name, tensor in sorted(state.items())

@@ -91,12 +91,6 @@ def test_a_step_of_replicas(tmp_path):
         assert len(r["bytes_sent_by_rank"]) == 2
 
 
-def test_what_cannot_be_measured_is_told():
-    said = run("optimizer_step.py", "--contenders", "foo", "--device", "cpu")
-    assert said.returncode == 2
-    assert "'foo'" in said.stderr and "local step, polar" in said.stderr
-
-
 EVERY_POINT = """
 import json, sys
 from pathlib import Path

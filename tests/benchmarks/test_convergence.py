@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 import convergence
-import convergence_report
 import distributed
 import traffic
 from curvadion.comm.collectives import divide
 from curvadion.sync.coded_mean import message_bytes
 from diloco import DiLoCo
-from grids import GRIDS, IN_FULL, SIZES, Run, Task
+from grids import GRIDS, IN_FULL, Run, Task
 from methods import METHODS
 from tolerance import Rounding, assert_close
 
@@ -185,67 +183,3 @@ def test_a_grid_has_every_method_and_no_run_twice(name):
                 here = [each for each in runs if (each.size, each.method) == (size, method)]
                 assert len({each.lr for each in here}) >= 3
                 assert {each.seed for each in here} == {0, 1, 2}
-
-
-# ---------------------------------------------------------------------------------- resuming
-
-
-def work_off(rank, runs, folder):
-    """Module-level, for the workers."""
-    convergence.work_off(runs, Path(folder), CPU, "by hand")
-
-
-@pytest.mark.timeout(240)
-def test_a_second_start_trains_what_is_missing(tmp_path, monkeypatch):
-    runs = [run("adamw", steps=2), run("dion", steps=2, rank_fraction=0.25)]
-    monkeypatch.setitem(convergence.GRIDS, "quick", lambda *_: runs)
-    flags = ["--grid", "quick", "--replicas", "2", "--device", "cpu", "--out", str(tmp_path)]
-    distributed.run(REPLICAS, work_off, runs[:1], str(tmp_path))
-    kept = tmp_path / f"{runs[0].slug}.json"
-    before = kept.read_bytes()
-
-    convergence.main(flags)
-    assert kept.read_bytes() == before
-    record = json.loads((tmp_path / f"{runs[1].slug}.json").read_text("utf-8"))
-    assert record["command"] == f"python benchmarks/convergence.py {' '.join(flags)}"
-    assert record["run"]["settings"] == {"rank_fraction": 0.25}
-    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".json"]
-
-
-# ---------------------------------------------------------------------------------- report
-
-
-def record(method, loss, *, seed, size, share):
-    """A record with what the report reads of it."""
-    each = Run(size, SIZES[size], method, 0.1, seed, 300, {})
-    return {
-        "run": json.loads(json.dumps(each.as_dict())),
-        "val_loss": loss,
-        "mean_weights_val_loss": loss,
-        "share": share,
-        "sent_per_step": 1000.0,
-        "gate_open_share": 0.5,
-        "parameters": 1000,
-    }
-
-
-def test_the_report_writes_records_table_and_picture(tmp_path, capsys):
-    runs, out = tmp_path / "runs", tmp_path / "out"
-    runs.mkdir()
-    records = [
-        record(method, 2.0 + seed, seed=seed, size=size, share=share)
-        for method, share in (("adamw", 1.0), ("dion", 0.4), ("published", 0.01))
-        for seed in (0, 1)
-        for size in IN_FULL
-    ]
-    for number, each in enumerate(records):
-        (runs / f"{number:02}.json").write_text(json.dumps(each))
-    flags = ["--runs", str(runs), "--out", str(out), "--name", "all"]
-    results = convergence_report.main(flags)
-    assert len(results) == 6
-    written = json.loads((out / "all.json").read_text("utf-8"))
-    assert written["records"] == records
-    assert written["command"].startswith("python benchmarks/convergence_report.py --runs")
-    assert (out / "all.md").read_text("utf-8").count("\n| ") == 7 + 8
-    assert (out / "all.png").read_bytes().startswith(b"\x89PNG")
-    assert "published" in capsys.readouterr().out

@@ -1,9 +1,6 @@
 """examples/token_data.py: what is read, in which order, and what is held out."""
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from token_data import (
     GPT2_VOCABULARY,
@@ -32,20 +29,6 @@ def windows_of_step(these, step):
         for inputs, _ in these(step, rank)
         for row in inputs
     )
-
-
-@given(
-    lengths=st.lists(st.integers(0, 5), max_size=6), start=st.integers(0, 30), n=st.integers(1, 30)
-)
-def test_parts_read_like_one_sequence(lengths, start, n):
-    whole = np.arange(sum(lengths))
-    tokens = Tokens(np.split(whole, np.cumsum(lengths)[:-1]) if lengths else [], 30)
-    assert len(tokens) == len(whole)
-    if start + n <= len(whole):
-        np.testing.assert_array_equal(tokens.read(start, n), whole[start : start + n])
-    else:
-        with pytest.raises(IndexError, match=f"sequence of {len(whole)}"):
-            tokens.read(start, n)
 
 
 def test_an_epoch_reads_every_window_once():
@@ -92,32 +75,3 @@ def test_both_token_formats_are_read(tmp_path):
     assert tokens.vocab_size == GPT2_VOCABULARY
     assert len(tokens) == 2003  # the limit is one of text
     assert tokens.read(1998, 5).tolist() == [1998, 1999, 50256, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "fraction", "place"),
-    [
-        ([60, 30, 10], 0.1, 90),  # at a file's end
-        ([60, 25, 15], 0.1, 85),  # at the end before, with a longer tail
-        ([1, 99], 0.5, 50),
-    ],
-)
-def test_a_split_falls_between_files_where_both_parts_keep_some(lengths, fraction, place):
-    parts = np.split(np.zeros(sum(lengths), np.uint8), np.cumsum(lengths)[:-1])
-    training, held_out = split(Tokens(parts, 256), fraction)
-    assert (training.start, training.stop) == (0, place)
-    assert (held_out.start, held_out.stop) == (place, sum(lengths))
-
-
-def test_errors_say_what_is_wrong_with_the_data(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("short")
-    with pytest.raises(ValueError, match=r"nowhere.*no such file"):
-        load([str(tmp_path / "nowhere")], 10)
-    with pytest.raises(ValueError, match="mixes token files"):
-        load([shard(tmp_path / "a.bin", [1]), str(text)], 10)
-    with pytest.raises(ValueError, match="holds 2 tokens, its header says 3"):
-        load([shard(tmp_path / "c.bin", [1, 2], count=3)], 10)
-    tiny = load([str(text)], 10)
-    with pytest.raises(ValueError, match="use more data or smaller batches"):
-        batches(of=tiny)

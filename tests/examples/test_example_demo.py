@@ -1,7 +1,6 @@
 """The demos from their command lines to their pictures, at sizes that take seconds."""
 
 import json
-import sys
 
 import pytest
 
@@ -33,13 +32,6 @@ def test_demo_compares_runs(tmp_path, capsys, monkeypatch):
     assert sent[1] > sent[2] > sent[3] > 0
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "100.00%" in capsys.readouterr().out
-
-
-def test_demo_keeps_what_a_command_prints(tmp_path):
-    program = "import sys; print(sys.argv[1:]); print('error', file=sys.stderr); sys.exit(3)"
-    output = tmp_path / "output.txt"
-    assert demo.follow([sys.executable, "-c", program], {}, output) == 3
-    assert sorted(output.read_text("utf-8").splitlines()) == ["['--no-progress']", "error"]
 
 
 def test_demo_of_layouts_compares_them_with_one_process(tmp_path, capsys, monkeypatch):

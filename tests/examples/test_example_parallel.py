@@ -3,8 +3,6 @@
 import json
 import shutil
 
-import pytest
-
 import distributed
 from example_runs import assert_same_checkpoint, assert_same_losses, train
 from parallel import mesh_sizes
@@ -57,19 +55,3 @@ def test_other_layouts_resume_the_checkpoint_of_drifted_replicas(tmp_path):
         shutil.rmtree(out / "checkpoints" / "step-00000004")
         again, _ = run(out, processes, readers, "--parallel", *layout.split(), *flags, "--resume")
         assert_same_losses(*([record["loss"] for record in log] for log in (again, straight)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sizes"),
-    [
-        (("fsdp_tp", 6, None, None), (1, 3, 2)),
-        (("hsdp_tp", 24, 3, 4), (2, 3, 4)),
-    ],
-)
-def test_the_mesh_follows_from_the_number_of_processes(arguments, sizes):
-    assert mesh_sizes(*arguments) == sizes
-
-
-def test_what_does_not_fit_is_told():
-    with pytest.raises(ValueError, match=r"parallel='hsdp' \(2 shard\) .* multiple of 2 .* got 3"):
-        mesh_sizes("hsdp", 3, None, None)

@@ -28,13 +28,6 @@ def config(**values):
     return train_gpt.Config(**{"steps": 100, "warmup_steps": 10, **values})
 
 
-def test_wsd_warms_up_stays_and_descends():
-    scales = [train_gpt.lr_scale(step, config(warmdown_fraction=0.3)) for step in range(100)]
-    assert scales[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert scales[10:71] == [1.0] * 61
-    assert scales[70:] == pytest.approx([(30 - i) / 30 for i in range(30)])
-
-
 def test_the_command_line_is_the_dataclass():
     assert parse(train_gpt.Config, []) == train_gpt.Config()
     given = "--data a b --tie --no-progress --period 5 --schedule cosine --lr 1e-3".split()

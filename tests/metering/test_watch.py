@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -47,42 +46,6 @@ def test_reads_reports(log):
     assert run.waited[-1] == (10, 5.0)
 
 
-def test_reads_the_examples_logs_whose_bytes_are_totals(tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    config = {"optimizer": "curvadion", "threshold": 0.2, "period": None, "wire_budget": None}
-    (folder / "config.json").write_text(json.dumps(config))
-    gate = {"gate_open": True, "rmmc": 0.5, "local_steps": 0, "waited_seconds": 0.0}
-    records = [
-        {"kind": "train", "step": 1, "loss": 3.0, "wire_bytes": 100, **gate},
-        {"kind": "train", "step": 2, "loss": 2.0, "wire_bytes": 150, **gate},
-        {"kind": "validation", "step": 2, "val_loss": 2.5, "drift": 0.0, "wire_bytes": 150},
-    ]
-    (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    run = read_run(folder / "log.jsonl")
-    assert (run.name, run.threshold, run.opened) == ("mine", 0.2, [1, 2])
-    assert run.over_bytes(run.loss) == [(100, 3.0), (150, 2.0)]
-    assert run.over_bytes(run.held_out) == [(150, 2.5)] and run.drift == [(2, 0.0)]
-
-
-def test_lines_with_kinds_count_once_and_a_broken_one_not_at_all(tmp_path):
-    """Of a run that went back from step 3 to step 2."""
-    file = tmp_path / "log.jsonl"
-    steps = [(s, k) for s in (1, 2, 3) for k in ("train", "validation")] + [(2, "train")]
-    lines = [
-        {"step": s, "kind": k, "loss": float(i), "wire_bytes": 1, "gate_open": True}
-        if k == "train"
-        else {"step": s, "kind": k, "val_loss": float(i)}
-        for i, (s, k) in enumerate(steps)
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with file.open("a") as log:
-        log.write('{"step": 3, "gate_op')  # which a crash broke off
-    with pytest.warns(UserWarning, match="3 earlier lines"):
-        run = read_run(file)
-    assert [step for step, _ in run.loss] == [1, 2] and run.loss[-1] == (2, 6.0)
-
-
 def test_draws_all_that_logs_tell(log, tmp_path):
     other = tmp_path / "budget.jsonl"
     for step in range(1, 21):
@@ -99,19 +62,3 @@ def test_draws_all_that_logs_tell(log, tmp_path):
         assert f">{text}<" in drawn, text
     for absent in ("no drift in the log:", "no bytes in the log:", "the gate reads no momenta"):
         assert absent not in drawn
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (None, "there is no such file"),
-        ('{"step": 1, "gate_open": true}\nnonsense\n{"step": 2}\n', "line 2: no JSON"),
-    ],
-)
-def test_tells_what_is_wrong_with_a_file(content, told, tmp_path, capsys):
-    path = tmp_path / "wrong.jsonl"
-    if content is not None:
-        path.write_text(content)
-    assert watch.main([str(path), "--out", str(tmp_path / "run.png")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and str(path) in said and told in said

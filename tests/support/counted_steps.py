@@ -175,9 +175,8 @@ def _answers(signal: float) -> dict[str, Answer]:
     bits = struct.unpack("i", struct.pack("f", signal))[0]
 
     def read(local: Mapping[str, Any]) -> list[int]:
-        meeting, number = local["self"], bits << 32
-        several = len(meeting._words) > 1
-        return [number, meeting._own, -meeting._own] if several else [number]
+        several = len(local["self"].words) > 1
+        return [bits << 32, 0, 0] if several else [bits << 32]
 
     def verify(local: Mapping[str, Any]) -> list[float]:
         return [1, 1, 1, -1, -0.5, -0.5]
