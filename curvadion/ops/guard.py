@@ -39,7 +39,8 @@ def if_moving(new: Tensor, old: Tensor) -> Tensor:
 def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
     """Copy a stack to tensors of the same shape, unless the flag is false."""
     if _moves is not None:
-        stacked = torch.where(_moves, stacked.to(tensors[0].dtype), torch.stack(list(tensors)))
+        before = torch.stack([t.to(stacked.dtype) for t in tensors])  # their dtypes may differ
+        stacked = torch.where(_moves, stacked, before)
     torch._foreach_copy_(list(tensors), list(stacked))
 
 

@@ -117,7 +117,9 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
         """Whether the host may hear later whether gradients are finite, as no replica waits."""
-        alone = self._replicas.size == 1 or (self.scheduled and not opens)
+        # Where a gate may close or codes leave something, a step that is left out counts otherwise.
+        single = self.gate.always_open and not self.sync.sends_codes
+        alone = single if self._replicas.size == 1 else self.scheduled and not opens
         told = self.gate.reads_momentum or self.sync.delay or not self._verified
         return alone and not told and plan.device.type in RUNS_AHEAD
 
@@ -231,6 +233,7 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     def skip_step(self, *, tolerate: bool) -> None:
         """Count a step that a framework has left out; tolerate: raise no error if many are."""
+        self._hear(tolerate=tolerate)
         self.progress.steps += 1
         self._report(None, None, skipped=True)
         self._count_skips(skipped=True, tolerate=tolerate)

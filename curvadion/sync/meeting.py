@@ -2,7 +2,8 @@
 
 It is an all-reduce MAX of three int64, ``(signal, w, -w)``. ``w`` is a checksum of all that must be
 equal. If the largest ``w`` is not minus the largest ``-w``, ranks differ; every rank then knows it
-in the same step, and raises an error that says what differs.
+in the same step, or at the next one if the host does not wait, and raises an error that says what
+differs.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ class Meeting:
     arrived: torch.cuda.Event | None = None
 
     def send(self) -> Tensor:
-        """Let what was told come to the host; return on the device if all gradients are finite."""
+        """Let what was told come to the host; return on the device whether the step is taken."""
         words = self.words
         if words.device.type == "cuda":
             self.words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
             self.words.copy_(words, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(words.device))
-        return (words[0] >> 32) != _NAN_BITS
+        moves = (words[0] >> 32) != _NAN_BITS
+        return moves if len(words) == 1 else moves & (words[1] == -words[2])
 
     def read(self) -> Met:
         """What was told, for which the host waits; raise on all ranks if their words differ."""

@@ -65,7 +65,7 @@ class NorMuon(Polar):
             if masks is not None and layout.transposed:
                 v = torch.where(masks[i], v, before)
             ops.copy_(moments, v)
-            scales.append(1 / (v.sqrt() + eps))
+            scales.append(1 / (v.sqrt() + eps).clamp_min(TINY))
             # A row that begins on another rank is counted there: (k, rows, 2) -> (k, 2)
             both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)
             energies.append(rows[i].counted(both).sum(1))

@@ -146,11 +146,13 @@ class _Work(NamedTuple):
 
 def _root(work: _Work) -> _Root:
     Z, bound = inverse_root(work.G, work.coefficients, work.bound, work.dtype)
-    if work.bound is Bound.ONE:
-        return Z, work.scale
-    length = bound.sqrt() * torch.exp2(work.e)
-    Z.masked_fill_((length <= FALLEN * work.scale)[:, None, None], 0.0)
-    return Z, torch.maximum(work.scale, length)
+    # Many iterations may carry rounding errors of matrices without full rank away.
+    moves = Z.sum(dim=(1, 2), dtype=work.scale.dtype).abs() < torch.inf
+    scale = work.scale
+    if work.bound is not Bound.ONE:
+        length = bound.sqrt() * torch.exp2(work.e)
+        moves, scale = moves & (length > FALLEN * scale), torch.maximum(scale, length)
+    return Z.masked_fill_(~moves[:, None, None], 0.0), scale
 
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:

@@ -3,10 +3,8 @@
 import numpy as np
 
 from token_data import (
-    GPT2_VOCABULARY,
     Tokens,
     TrainingBatches,
-    load,
     split,
     validation_batches,
 )
@@ -58,20 +56,3 @@ def test_training_never_reads_what_is_held_out():
     assert min(judged) == 900
     assert max(trained) < 900
     assert len(trained) > 850  # nearly all of the training split, over three epochs
-
-
-def shard(path, tokens, *, count=None):
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = 20240520, 1, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=np.uint16).tobytes())
-    return str(path)
-
-
-def test_both_token_formats_are_read(tmp_path):
-    bare = np.arange(2000, dtype=np.uint16)
-    bare.tofile(tmp_path / "nanogpt.bin")
-    modded = shard(tmp_path / "modded.bin", [50256, 7, 8])
-    tokens = load([str(tmp_path / "nanogpt.bin"), modded], limit=1)
-    assert tokens.vocab_size == GPT2_VOCABULARY
-    assert len(tokens) == 2003  # the limit is one of text
-    assert tokens.read(1998, 5).tolist() == [1998, 1999, 50256, 7, 8]

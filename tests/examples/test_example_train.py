@@ -28,16 +28,6 @@ def config(**values):
     return train_gpt.Config(**{"steps": 100, "warmup_steps": 10, **values})
 
 
-def test_the_command_line_is_the_dataclass():
-    assert parse(train_gpt.Config, []) == train_gpt.Config()
-    given = "--data a b --tie --no-progress --period 5 --schedule cosine --lr 1e-3".split()
-    assert parse(train_gpt.Config, given) == train_gpt.Config(
-        data=("a", "b"), tie=True, progress=False, period=5, schedule="cosine", lr=1e-3
-    )
-    with pytest.raises(SystemExit):
-        parse(train_gpt.Config, ["--optimizer", "sgd"])
-
-
 AVERAGE = (
     "QuantizedAverage(bits={}, fragments={}, align_momentum={}, polar_correction={}, "
     "residual_dtype='bfloat16', delay=0, spectrum_decay=0.8)"

@@ -117,3 +117,17 @@ def test_the_tenth_step_in_a_row_that_is_left_out_is_an_error(monkeypatch):
         optimizer.step()
     with pytest.raises(RuntimeError, match="10 steps in a row"):
         optimizer.step()
+
+
+def test_states_of_a_stack_keep_their_own_dtypes(monkeypatch):
+    def factors(devices):
+        monkeypatch.setattr(outer, "RUNS_AHEAD", devices)
+        X = [nn.Parameter(weights((16, 12)).to(d)) for d in (torch.bfloat16, torch.float32)]
+        optimizer = Dion(X, replicas="single", direction="low_rank")
+        for step in range(3):
+            for i, x in enumerate(X):
+                x.grad = gradient((16, 12), step, i).to(x.dtype)
+            optimizer.step()
+        return [optimizer.state[x]["Q"] for x in X]
+
+    assert all(map(torch.equal, factors(("cpu",)), factors(())))

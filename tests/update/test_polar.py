@@ -240,3 +240,13 @@ def test_outliers_do_no_harm_in_half_precision(outlier, count):
     assert spectrum.min() > 0.0 and spectrum.max() < 1.3
     wide = factor(B, 4)
     assert relative_error(factor(B, 4, torch.float16).float(), wide) < 0.3
+
+
+@pytest.mark.parametrize(("iterations", "steps"), [("muon", 10), ("polar_express", 12)])
+def test_more_iterations_than_rounding_bears_leave_weights_finite(iterations, steps):
+    x = torch.nn.Parameter(torch.zeros(64, 48))
+    optimizer = Dion([x], direction="polar", newton_schulz=iterations, newton_schulz_steps=steps)
+    generator = torch.Generator().manual_seed(0)
+    x.grad = torch.randn(64, 1, generator=generator) @ torch.randn(1, 48, generator=generator)
+    optimizer.step()
+    assert torch.isfinite(x).all()
