@@ -73,4 +73,8 @@ class Direction(ABC):
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
-        """Update X, and M beyond the gradient that it holds already; collective over the shards."""
+        """Update X, and M beyond the gradient that it holds already; collective over the shards.
+
+        Write weights and states by curvadion.ops, or under ``ops.put_back``: a flag on the device
+        may call the step off.
+        """
