@@ -82,15 +82,15 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -
     rows = counted(B, stack.layout)
     k, _, n = rows.shape
     G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
-    bound, scale = stack.bound, stack.scale
+    bound = stack.bound
     if number:
-        bound, scale = Bound.ONE, torch.zeros_like(scale)
+        bound = Bound.ONE
     elif stack.layout.shards is not None:
         # Numbers that become zero in half precision are too small for the iterations.
         G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
     if stack.layout.shards is not None:
         G = pack(G)
-    return _Work(G, largest, stack.layout, stack.passes[number], bound, scale, B.dtype)
+    return _Work(G, largest, stack.layout, stack.passes[number], bound, stack.scale, B.dtype)
 
 
 def _roots(works: Sequence[_Work]) -> list[_Root]:
@@ -160,11 +160,11 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
     places = [(s, i) for s, work in enumerate(works) for i in range(len(work.G))]
     shared = SharedWork([min(works[s].layout.shape) ** 3 for s, _ in places], group)
     summands = [row for work in works for row in work.G]
-    sums = iter(shared.sums(summands, works[0].scale.dtype))
+    grams = iter(shared.sums(summands, works[0].scale.dtype))
     own: list[Tensor] = []
     for s, run in groupby([places[number] for number in shared.mine], lambda place: place[0]):
         matrices = [i for _, i in run]
-        G = unpack(torch.stack(list(islice(sums, len(matrices)))), min(works[s].layout.shape))
+        G = unpack(torch.stack(list(islice(grams, len(matrices)))), min(works[s].layout.shape))
         # Not indexed by the list, which would be copied to the device.
         e, scale = (torch.stack([t[i] for i in matrices]) for t in (works[s].e, works[s].scale))
         Z, scale = _root(works[s]._replace(G=G, e=e, scale=scale))
