@@ -63,6 +63,19 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
                 m.copy_(_sum(m, g, decay))
 
 
+def look_ahead(M: Lists, G: Lists, share: Numbers, out: Lists) -> None:
+    """out <- M + share G, in one pass.
+
+    M: momenta. G: gradients, and out: tensors of their own, of the same shapes. share: a number per
+    tensor.
+    """
+    if fused("look_ahead", M, G, share, out, writes=[out]):
+        return
+    for m, g, factor, ahead in zip(M, G, share, out, strict=True):
+        wide = m.to(ahead.dtype)
+        torch.add(wide, g.to(ahead.dtype), alpha=factor, out=ahead)
+
+
 def local_step_(
     X: Lists,
     G: Lists,

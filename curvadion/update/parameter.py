@@ -202,12 +202,17 @@ def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
 
 def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
     """A copy of shards like m's, (k, m_i, n_j), in the dtype of products and their own strides."""
+    stack = empty_stack(shards, m)
+    torch._foreach_copy_(list(stack), list(shards))
+    return stack
+
+
+def empty_stack(shards: Sequence[Tensor], m: Matrix) -> Tensor:
+    """Memory for :func:`stacked`."""
     turned = shards[0].stride(0) < shards[0].stride(1)
     like = shards[0].mT if turned else shards[0]
     stack = like.new_empty(len(shards), *like.shape, dtype=product_dtype(m.parameter.X))
-    stack = stack.mT if turned else stack
-    torch._foreach_copy_(list(stack), list(shards))
-    return stack
+    return stack.mT if turned else stack
 
 
 def remember_scales(stacks: Sequence[Sequence[Matrix]], scales: Sequence[Tensor]) -> None:

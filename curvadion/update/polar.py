@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from curvadion.update.owners import Owners, sends_less
 from curvadion.update.parameter import (
     Matrix,
     dtype_of,
+    empty_stack,
     open_shards,
     remember_scales,
     rounding_seeds,
@@ -290,15 +292,15 @@ def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> Row
 def looking_ahead(stacks: Sequence[Sequence[Matrix]], gradients: Gradients) -> list[Tensor]:
     """B = M + look_ahead G, (k, m_i, n_j) by stack, in the dtype of products."""
     G = dict(zip(gradients.parameters, gradients.G, strict=True))
-    B = [stacked([m.M for m in matrices], matrices[0]) for matrices in stacks]
-    for matrices, momenta in zip(stacks, B, strict=True):
-        ahead: dict[float, list[tuple[Tensor, Tensor]]] = {}
-        for m, momentum in zip(matrices, momenta, strict=True):
-            if share := m.group["look_ahead"]:
-                g = m.read(G[m.parameter]).to(momentum.dtype)
-                ahead.setdefault(share, []).append((momentum, g))
-        for share, both in ahead.items():
-            torch._foreach_add_(*map(list, zip(*both, strict=True)), alpha=share)
+    held = [[m.M for m in matrices] for matrices in stacks]
+    B = [empty_stack(M, stack[0]) for M, stack in zip(held, stacks, strict=True)]
+    matrices = list(chain(*stacks))
+    ops.look_ahead(
+        list(chain(*held)),
+        [m.read(G[m.parameter]) for m in matrices],
+        [m.group["look_ahead"] for m in matrices],
+        list(chain(*B)),
+    )
     return B
 
 

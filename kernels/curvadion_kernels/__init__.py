@@ -14,6 +14,7 @@ from curvadion_kernels.local_step import local_step_
 from curvadion_kernels.low_rank import low_rank_update_
 from curvadion_kernels.momentum import (
     accumulate_,
+    look_ahead,
     momentum_norms,
     norms,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "decode_add_",
     "encode_difference_",
     "local_step_",
+    "look_ahead",
     "low_rank_update_",
     "momentum_norms",
     "norms",

@@ -1,4 +1,4 @@
-"""Momentum and norms over a list: M <- mu M + G, or || mu M + G ||, in one launch each."""
+"""Sums mu M + G over a list, written to M or elsewhere, and their norms, in one launch each."""
 
 # Device functions get their types from Triton.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -19,8 +19,8 @@ from curvadion_kernels.numbers import DTYPES, load_float32, numbers, store, to_n
 
 @triton.jit
 def _chunk(
-    m, g, mu, start, n,
-    M_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr, MASKED: tl.constexpr,
+    m, g, out, mu, start, n,
+    OUT_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements [start, start + CHUNK): write mu m + g, and return the sum of its squares."""
@@ -31,11 +31,11 @@ def _chunk(
         sums = load_float32(m, at, here, MASKED)
         if HAS_G:
             sums = mu * sums + load_float32(g, at, here, MASKED)
-            held = to_nearest(sums, M_DTYPE)
+            held = to_nearest(sums, OUT_DTYPE)
         else:
-            held = sums.to(M_DTYPE)
+            held = sums.to(OUT_DTYPE)
         if WRITE:
-            store(m, at, held, here, MASKED)
+            store(out, at, held, here, MASKED)
         # In float64, which holds the squares of tiny and of large numbers; zeros where masked.
         wide = held.to(tl.float64)
         squares += wide * wide
@@ -69,10 +69,11 @@ def _finish_norm(
 @triton.jit
 def momentum_kernel(
     table, numel, of, chunk, first, slots, tickets, partial, norms, count, moves,
-    M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, HAS_G: tl.constexpr, WRITE: tl.constexpr,
-    GUARDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
+    M_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, HAS_G: tl.constexpr,
+    HAS_OUT: tl.constexpr, WRITE: tl.constexpr, GUARDED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor: either write mu M + G, or take part in its norm."""
+    """One chunk of one tensor: write mu M + G to M or elsewhere, or take part in its norm."""
     if GUARDED:  # noqa: SIM102 - Triton would load in any case
         if tl.load(moves) == 0:
             return
@@ -82,19 +83,24 @@ def momentum_kernel(
     n = tl.load(numel + t)
     m_address = tl.load(table + t)
     g_address = m_address
+    out_address = m_address
     mu = 1.0
     if HAS_G:
         g_address = tl.load(table + count + t)
-        mu = tl.load(numbers(table, 2 * count) + t)
-    if (start + CHUNK <= n) & (((m_address | g_address) & 15) == 0):
+        mu = tl.load(numbers(table, (3 if HAS_OUT else 2) * count) + t)
+    if HAS_OUT:
+        out_address = tl.load(table + 2 * count + t)
+    if (start + CHUNK <= n) & (((m_address | g_address | out_address) & 15) == 0):
         # Without a mask and with aligned addresses, loads and stores are 128 bits wide.
         m = tl.multiple_of(m_address.to(tl.pointer_type(M_DTYPE)), 16)
         g = tl.multiple_of(g_address.to(tl.pointer_type(G_DTYPE)), 16)
-        total = _chunk(m, g, mu, start, n, M_DTYPE, HAS_G, WRITE, False, CHUNK, BLOCK)
+        out = tl.multiple_of(out_address.to(tl.pointer_type(OUT_DTYPE)), 16)
+        total = _chunk(m, g, out, mu, start, n, OUT_DTYPE, HAS_G, WRITE, False, CHUNK, BLOCK)
     else:
         m = m_address.to(tl.pointer_type(M_DTYPE))
         g = g_address.to(tl.pointer_type(G_DTYPE))
-        total = _chunk(m, g, mu, start, n, M_DTYPE, HAS_G, WRITE, True, CHUNK, BLOCK)
+        out = out_address.to(tl.pointer_type(OUT_DTYPE))
+        total = _chunk(m, g, out, mu, start, n, OUT_DTYPE, HAS_G, WRITE, True, CHUNK, BLOCK)
     if not WRITE:
         blocks = tl.maximum((n + CHUNK - 1) // CHUNK, 1).to(tl.int32)
         _finish_norm(total, block, t, blocks, first, slots, tickets, partial, norms, SUMS)
@@ -117,6 +123,14 @@ def accumulate_(
     _run(elementwise([M], [G]), [mu], write=True, moves=moves)
 
 
+def look_ahead(
+    M: Sequence[Tensor], G: Sequence[Tensor], share: Sequence[float], out: Sequence[Tensor]
+) -> None:
+    """See :func:`curvadion.ops.look_ahead`."""
+    M, out, G = elementwise([M, out], [G])
+    _run([G, M, out], [share], write=True)
+
+
 def _run(
     lists: Sequence[Sequence[Tensor]],
     factors: Sequence[Sequence[float]],
@@ -124,7 +138,10 @@ def _run(
     write: bool,
     moves: Tensor | None = None,
 ) -> Tensor:
-    """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
+    """Write mu M + G, to a third list if there is one, or return its norms, (count,) float32.
+
+    Without G they are the norms of M.
+    """
     count, device = len(lists[0]), lists[0][0].device
     result = torch.empty(0 if write else count, dtype=torch.float32, device=device)
     for launch, dtypes in launches(lists):
@@ -134,7 +151,9 @@ def _run(
                 launch.table(lists, factors),
                 *launch.index.on_stream(), launch.tickets(device), partial, result, launch.count,
                 result if moves is None else moves,
-                M_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[-1]], HAS_G=bool(factors),
-                WRITE=write, GUARDED=moves is not None, CHUNK=CHUNK, BLOCK=BLOCK, SUMS=1024,
+                M_DTYPE=DTYPES[dtypes[0]], G_DTYPE=DTYPES[dtypes[min(1, len(lists) - 1)]],
+                OUT_DTYPE=DTYPES[dtypes[2 if len(lists) > 2 else 0]], HAS_G=bool(factors),
+                HAS_OUT=len(lists) > 2, WRITE=write, GUARDED=moves is not None, CHUNK=CHUNK,
+                BLOCK=BLOCK, SUMS=1024,
             )  # fmt: skip
     return result

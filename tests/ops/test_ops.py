@@ -48,6 +48,7 @@ def test_norms(backend, device, dtypes, sizes, aligned):
 )
 def test_momentum(backend, device, M_dtypes, G_dtypes, sizes, aligned):
     operations.check_momentum(backend, device, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
+    operations.check_look_ahead(backend, device, SIZES[sizes], M_dtypes, G_dtypes, aligned=aligned)
 
 
 @pytest.mark.parametrize("check", operations.SPECIAL_CASES)
@@ -118,6 +119,7 @@ def test_global_switches_of_torch_change_nothing(backend, device, switch, monkey
     shapes = SIZES["few"]
     operations.check_norms(backend, device, shapes, [F32, BF16])
     operations.check_momentum(backend, device, shapes, [F32, BF16], [BF16, F32])
+    operations.check_look_ahead(backend, device, shapes, [F32, BF16], [BF16, F32])
     operations.check_local_step(backend, device, shapes, [F32, BF16], [F32], [BF16])
     operations.check_columns(backend, device, (2, 40, 7))
     # TensorFloat-32, which some CPUs have, keeps ten bits of each factor, as float16 does.

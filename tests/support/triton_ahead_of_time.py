@@ -27,6 +27,11 @@ def elementwise(**more):
     return {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "GUARDED": True, **more}
 
 
+def summing(**given):
+    out = {"OUT_DTYPE": given["M_DTYPE"], "HAS_OUT": False, "SUMS": 1024}
+    return elementwise(**{**out, **given})
+
+
 def low_rank_constants(**more):
     given = {"HAS_M": True, "ALIGNED": True, "PRECISION": "tf32x3", "GUARDED": True, **more}
     height = low_rank.TILE_M[given["ALIGNED"]]
@@ -48,15 +53,19 @@ def symmetric_constants(tile_k, precision="tf32", *, gram=False):
 VARIANTS = {
     "norms": (
         momentum.momentum_kernel,
-        elementwise(M_DTYPE=F32, G_DTYPE=F32, HAS_G=False, WRITE=False, SUMS=1024),
+        summing(M_DTYPE=F32, G_DTYPE=F32, HAS_G=False, WRITE=False),
     ),
     "momentum_norms": (
         momentum.momentum_kernel,
-        elementwise(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False, SUMS=1024),
+        summing(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False),
     ),
     "accumulate_": (
         momentum.momentum_kernel,
-        elementwise(M_DTYPE=F32, G_DTYPE=BF16, HAS_G=True, WRITE=True, SUMS=1024),
+        summing(M_DTYPE=F32, G_DTYPE=BF16, HAS_G=True, WRITE=True),
+    ),
+    "look_ahead": (
+        momentum.momentum_kernel,
+        summing(M_DTYPE=F32, G_DTYPE=F32, HAS_G=True, WRITE=True, HAS_OUT=True),
     ),
     "local_step_": (
         local_step.local_step_kernel,
