@@ -1,8 +1,10 @@
-"""What makes an optimizer of torch: groups, the plan that follows from them, state, checkpoints."""
+"""What an optimizer of replicas knows between steps: gate, sync, plan, progress, record."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, ClassVar
@@ -15,26 +17,26 @@ from curvadion import checks
 from curvadion.comm.background import Exchange
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import ReplicaGroup, Replicas
-from curvadion.gates import AlwaysOpen, FixedPeriod, Gate
+from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
-from curvadion.optim.conversion import convert, restore_dtypes, wrong_state
-from curvadion.optim.record import Progress, load_memory, read_record, record
+from curvadion.optim.record import Progress, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
+from curvadion.sync.low_rank import LowRank
 from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES, Meeting
+from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.sync.verify import Listing, Settings, listing
 from curvadion.update import hyperparameters as check
-from curvadion.update.directions import create_state
-from curvadion.update.parameter import Parameter, check_parameter, names
+from curvadion.update.parameter import Parameter, States
 from curvadion.update.plan import Plan, plan_ingredients
-from curvadion.update.state import ANCHOR
+from curvadion.update.state import ANCHOR, StateKey
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class GroupedOptimizer(Optimizer):
+class OuterLayer(Optimizer):
     """A torch optimizer with a gate and a sync, on every rank of every replica."""
 
     # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
@@ -42,16 +44,12 @@ class GroupedOptimizer(Optimizer):
 
     # The attributes that a copy or a pickle of the optimizer takes along, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
-        *("gate", "_sync", "_first_memory", "progress", "report"),
-        *("_replicas", "_unknown_keys"),
+        *("gate", "_sync", "_first_memory", "progress", "report", "_replicas"),
+        *("max_local_steps", "warmup_steps"),
     )
-    # Arguments that concern all groups.
-    _for_all_groups: ClassVar[frozenset[str]] = frozenset(
-        {"replicas", "gate", "sync", "wire_budget", "threshold"}
-        | {"local_step", "max_local_steps", "warmup_steps"}
-    )
+    # Further attributes that must be equal on all replicas.
+    _told: ClassVar[tuple[str, ...]] = ("warmup_steps", "max_local_steps")
 
-    local_step: str = "dion"
     max_local_steps: int | None = None
     warmup_steps: int = 0
     gate: Gate
@@ -59,46 +57,31 @@ class GroupedOptimizer(Optimizer):
     _plan: Plan | None
     _made_of: list[object]
     _settings: Settings
-    _told: list[tuple[int, Exchange[Tensor]]]  # words to compare, and at which step
+    _words: list[tuple[int, Exchange[Tensor]]]  # to compare, and at which step
     _asked: Meeting | None  # that of the last step, if the host has not read it
 
-    def _construct(
-        self, params: Params, replicas: Replicas, gate: Gate, sync: Sync, **keys: Any
+    def _choose(
+        self,
+        replicas: Replicas,
+        gate: Gate,
+        sync: Sync,
+        max_local_steps: int | None = None,
+        warmup_steps: int = 0,
     ) -> None:
-        """The common end of constructors; keys: defaults of group keys."""
+        """The beginning of constructors."""
+        checks.integer("warmup_steps", warmup_steps, 0)
+        if max_local_steps is not None:
+            checks.integer("max_local_steps", max_local_steps, 1)
+        self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
+        check_kinds(gate, sync)
+        if gate.share is None:  # a budget knows later what openings cost
+            gate.check_feasible(max_local_steps)
         self.gate, self._sync = gate, sync
         self._first_memory = sync.state_dict()
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
-        self._unknown_keys: set[str] = set()
-        of_sync = {"direction": "low_rank", **sync.group_defaults}
-        keys = check.with_direction(keys)
         self._forget()
-        for key, value in of_sync.items():
-            keys[key] = value if keys[key] is None else keys[key]
-        keys["algorithm"] = "dion"
-        # A look-ahead that is None follows from the parameters' costs.
-        check.check_group({k: v for k, v in keys.items() if k != "look_ahead" or v is not None})
-        # Checkpoint tools save and load the keys of groups, so the record is one.
-        super().__init__(params, {**keys, check.RECORD: self._record()})
-        if "look_ahead" not in of_sync:
-            self._set_look_ahead()
-
-    def _set_look_ahead(self) -> None:
-        """Set what ``look_ahead=None`` stands for, which depends on what the parameters cost."""
-        self._set_gate_costs(self._trained(), sharded=False)
-        period = self.gate.openings_per_full_sync * self.gate.expected_period(
-            self.gate.open_cost or 1.0
-        )
-        for keys in (self.defaults, *self.param_groups):
-            if keys["look_ahead"] is None:
-                keys["look_ahead"] = self.sync.look_ahead(period)
-
-    def _trained(self) -> list[Tensor]:
-        """The parameters that are trained, in the order of a plan: those of Dion first."""
-        each = [(g["algorithm"] != "dion", x) for g in self.param_groups for x in g["params"]]
-        return [x for _, x in sorted(each, key=lambda pair: pair[0]) if x.requires_grad]
 
     @property
     def sync(self) -> Sync:
@@ -124,59 +107,39 @@ class GroupedOptimizer(Optimizer):
         owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
         return self.drifted or (owes and self._replicas.size > 1)
 
-    # ---------------------------------------------------------------- groups
+    # ---------------------------------------------------------------- the inner optimizer
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its keys override the constructor's defaults.
+    @abstractmethod
+    def _check_settings(self) -> None:
+        """Raise ValueError for an impossible value of a group; cheap where none has changed."""
 
-        Keys of other tools are kept without effect, and a warning names them.
+    @abstractmethod
+    def _create_state(self, p: Parameter) -> None:
+        """Give a parameter the state that it needs before its first step."""
 
-        Raises:
-            ValueError, TypeError: for misspelt keys, and for impossible values and parameters.
-        """
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        check.check_group(param_group, self._for_all_groups)
-        if "params" not in param_group:
-            raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
-        super().add_param_group(check.with_direction(param_group))
-        group = self.param_groups[-1]
-        try:
-            X, X_names = group["params"], names(group, len(self.param_groups) - 1)
-            if len(X) != len(X_names):
-                raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
-            for x, name in zip(X, X_names, strict=True):
-                check_parameter(x, name, group)
-            for key in ("lr", "local_lr"):
-                if isinstance(group[key], Tensor):
-                    group[key] = group[key].view(())  # which promotes no dtype
-            for key in check.DTYPE_KEYS:
-                group[key] = check.dtype_name(key, group[key])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        self._warn_unknown_keys([group])
-        self._verified = False
+    def _wrong_state(self) -> str | None:
+        """Which parameter has a state that its group cannot go on from; else None."""
+        return None
 
-    def _warn_unknown_keys(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Name the keys that have no effect here, each once."""
-        if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
-            self._unknown_keys |= found
-            warnings.warn(
-                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept, "
-                f"without effect here.",
-                stacklevel=3,
-            )
+    @property
+    def _states(self) -> States:
+        """What is remembered of each parameter."""
+        return self.state
+
+    @property
+    def _state_keys(self) -> tuple[StateKey, ...]:
+        """The keys of states beside the table of curvadion.update.state."""
+        return self.sync.state_keys
 
     # ---------------------------------------------------------------- the plan
 
     def _present_plan(self) -> Plan:
         """The plan of the groups as they are now; made again if anything in them has changed."""
-        made_of = [self.state, self.gate, *plan_ingredients(self.param_groups)]
+        made_of = [self._states, self.gate, *plan_ingredients(self.param_groups)]
         same = len(made_of) == len(self._made_of) and all(map(is_, made_of, self._made_of))
         if self._plan is None or not same:
             self._check_settings()
-            if self.progress.steps and (wrong := wrong_state(self.param_groups, self.state)):
+            if self.progress.steps and (wrong := self._wrong_state()):
                 raise ValueError(wrong)
             plan = self._make_plan()
             self._check_plan(plan)
@@ -189,31 +152,16 @@ class GroupedOptimizer(Optimizer):
             self._plan, self._made_of = plan, made_of
         return self._plan
 
-    def _check_settings(self) -> None:
-        """Raise ValueError for an impossible value of a group; cheap where none has changed."""
-        if not self._settings.changed(self.param_groups):
-            return
-        if wrong := check.settings(self.param_groups):
-            self._settings = Settings()  # checked again at the next step
-            raise ValueError(wrong)
-
     def _make_plan(self, **wanted: Any) -> Plan:
         """As :meth:`Plan.of`; process groups of the plan before are used again."""
         unions = None if self._plan is None else self._plan.unions
         group = self._replicas.process_group
-        return Plan.of(self.param_groups, self.state, group, unions=unions, **wanted)
+        return Plan.of(self.param_groups, self._states, group, unions=unions, **wanted)
 
     def _check_plan(self, plan: Plan) -> None:
         """Raise if the optimizer cannot work with a new plan; learn what its steps send."""
         if self._plan is not None:
             self._check_frozen(self._plan)
-        if self.gate.reads_momentum and not any(
-            g["algorithm"] == "dion" and g["params"] for g in self.param_groups
-        ):
-            raise ValueError(
-                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
-                f"use gate=FixedPeriod(...) or AlwaysOpen()."
-            )
         check_one_replica(self.gate, self.sync, self._replicas, plan)
         self._set_gate_costs([p.X for p in plan.parameters])
         if plan.parameters:
@@ -244,28 +192,16 @@ class GroupedOptimizer(Optimizer):
         self.gate.open_cost = (costs.opening_bytes + met) / dense
         self.gate.openings_per_full_sync = costs.openings_per_full_sync
 
-    # ---------------------------------------------------------------- around a step
-
-    def _create_state(self, plan: Plan) -> list[Parameter]:
-        """Give every parameter its state; return the new ones."""
-        # Before a first step all are: frameworks move, cast and load weights until then.
-        new = [p for p in plan.parameters if not (self.progress.steps and p.state)]
-        for p in new:
-            create_state(p)
-        # Whatever brings new states without those of the sync, such as loading, is verified anew.
-        if new or not self._verified:
-            self.sync.begin(plan.parameters)
-        return new
+    # ---------------------------------------------------------------- what ranks must share
 
     @property
     def _choices(self) -> dict[str, object]:
         """What the optimizer was told beside its groups, and what gate and sync remember."""
-        names = ("local_step", "warmup_steps", "max_local_steps")
-        told: dict[str, object] = {name: getattr(self, name) for name in names}
+        told: dict[str, object] = {name: getattr(self, name) for name in self._told}
         for name, choice in (("gate", self.gate), ("sync", self.sync)):
-            # The repr of a user's own class may tell where an object lies in memory.
-            ours = type(choice).__module__.startswith("curvadion.")
-            told[name] = repr(choice) if ours else type(choice).__name__
+            # Python's own repr tells where an object lies in memory.
+            tells = type(choice).__repr__ is not object.__repr__
+            told[name] = repr(choice) if tells else type(choice).__name__
             told[f"the {name}'s state"] = choice.state_dict()
         return {**told, "the format of the sync's messages": self.sync.message_format}
 
@@ -301,45 +237,6 @@ class GroupedOptimizer(Optimizer):
         saved_by = self._replicas.replica if self._states_differ else None
         return record(self.progress, self.gate, self.sync, saved_by)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but every tensor keeps the dtype it was saved with.
-
-        From the saved state come momenta, right factors, moments, counters and the groups' values,
-        learning rates among them. This optimizer decides on the gate, the sync, the direction and
-        the rank: right factors keep their first columns, and others are initial. A gate or sync of
-        another class begins anew. Under another sync right_factor and look_ahead are those of this
-        optimizer's groups, and a warning says so.
-
-        Raises:
-            TypeError: if this is no state_dict.
-            ValueError: if groups or parameters do not match, the state is another optimizer's,
-                damaged, missing or another rank's shard, or drifted weights would be an anchor.
-        """
-        held = read_record(state_dict)
-        same_sync, here = held.sync_class == type(self.sync).__name__, self._replicas.replica
-        fitting = convert(state_dict, held, self.param_groups, self.sync, here)
-        before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
-        try:
-            if held.gate_class == type(self.gate).__name__:
-                load_memory("gate", self.gate, held.gate)
-            load_memory("sync", self.sync, held.sync if same_sync else self._first_memory)
-            super().load_state_dict(fitting)
-            restore_dtypes(self.param_groups, self.state, fitting)
-        except Exception:
-            self.state, self.param_groups, of_gate, of_sync = before
-            self.gate.load_state_dict(of_gate)
-            self.sync.load_state_dict(of_sync)
-            self._forget()
-            raise
-        self.progress = held.progress
-        if same_sync:
-            self.sync.fragments_drifted = held.fragments_drifted
-        elif held.fragments_drifted:  # of which this sync knows nothing: all weights are averaged
-            self.progress.local_steps = max(self.progress.local_steps, 1)
-        self.sync.after_load()
-        self._forget()
-        self._warn_unknown_keys(self.param_groups)
-
     def __getstate__(self) -> dict[str, Any]:
         self.sync.settle()
         return {**super().__getstate__(), **{key: getattr(self, key) for key in self._kept}}
@@ -354,7 +251,7 @@ class GroupedOptimizer(Optimizer):
         self._plan, self._made_of = None, []
         self._verified = False  # whether replicas have been compared since
         self._settings = Settings()
-        self._told, self._asked = [], None
+        self._words, self._asked = [], None
         self._wire = wire.Reading()
         self._waited = self.sync.waited_seconds
 
@@ -365,6 +262,46 @@ class GroupedOptimizer(Optimizer):
 
 
 # ---------------------------------------------------------------- gates and syncs together
+
+
+def chosen_gate(
+    gate: Any, wire_budget: float | None, threshold: float | None = None, sync: object = None
+) -> Gate:
+    """The gate that is given, at length or for short."""
+    ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
+    given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: each is a gate; pass one of them.")
+    if wire_budget is not None:
+        return ByteBudget(wire_budget)
+    if gate is None and threshold is None and isinstance(sync, Sync) and sync.every_step:
+        return AlwaysOpen()
+    if gate is None:
+        return RMMC(0.3 if threshold is None else threshold)
+    if not isinstance(gate, Gate):
+        raise TypeError(
+            f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
+        )
+    return gate
+
+
+def chosen_sync(given: Any, gate: Gate) -> Sync:
+    """A copy of the sync, with the defaults that the gate asks for."""
+    if given is None:
+        given = LowRank() if gate.share is None else QuantizedAverage()
+    if not isinstance(given, Sync):
+        raise TypeError(
+            f"sync={given!r} must be a Sync, such as curvadion.LowRank() or "
+            f"curvadion.QuantizedAverage(), got {type(given).__name__}"
+        )
+    sync: Sync = copy.deepcopy(given)
+    if gate.share is not None and sync.prepare([[1]]) is None:
+        raise ValueError(
+            f"sync={sync!r} with gate={gate!r}: a budget needs a sync that knows what an opening "
+            f"sends, such as QuantizedAverage()."
+        )
+    sync.choose_defaults(gate.share)
+    return sync
 
 
 def check_kinds(gate: Gate, sync: Sync) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from curvadion import checks
-from curvadion.comm.collectives import explain_lost_ranks
 from curvadion.comm.groups import Replicas
-from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, Gate
-from curvadion.optim.base import Params, check_costs, check_kinds
+from curvadion.gates import Gate
+from curvadion.optim.base import Params, check_costs, chosen_gate, chosen_sync
 from curvadion.optim.dion import Dion, DirectionName
-from curvadion.optim.outer import full_precision
 from curvadion.sync.base import Sync
-from curvadion.sync.low_rank import LowRank
-from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.update import hyperparameters as check
 
 
@@ -65,7 +60,8 @@ class CurvaDion(Dion):
         TypeError, ValueError: naming the argument or group key and the value.
     """
 
-    _kept = (*Dion._kept, "local_step", "max_local_steps", "warmup_steps")
+    _kept = (*Dion._kept, "local_step")
+    _told = (*Dion._told, "local_step")
 
     def __init__(
         self,
@@ -104,88 +100,12 @@ class CurvaDion(Dion):
         stochastic_rounding: bool = False,
     ) -> None:
         keys = {k: v for k, v in locals().items() if k in check.SETTINGS}
-        _check_local_steps(local_step, max_local_steps, warmup_steps)
+        checks.one_of("local_step", local_step, ("dion", "gradient"))
         self.local_step: str = local_step
-        self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
-        gate = _gate(gate, threshold, wire_budget, sync)
-        sync = _sync(sync, gate)
-        check_kinds(gate, sync)
-        if gate.share is None:  # a budget knows later what openings cost
-            gate.check_feasible(max_local_steps)
-        self._construct(params, replicas, gate, sync, **keys)
+        gate = chosen_gate(gate, wire_budget, threshold, sync)
+        sync = chosen_sync(sync, gate)
+        self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
+        self._construct(params, **keys)
         if sync.every_step:  # raise now, and not at the first step, if a budget cannot pay for all
             self._set_gate_costs(self._trained(), sharded=False)
             check_costs(gate, sync, max_local_steps)
-
-    @torch.no_grad()
-    def synchronize(self, *, exact: bool | None = None) -> None:
-        """Synchronise replicas, so that they hold the same weights; collective.
-
-        For before an evaluation or a checkpoint, and before parameters are frozen. A byte budget
-        counts it, and opens the gate less often until it is paid back.
-
-        Args:
-            exact: True averages weights, momenta and moments exactly, as a checkpoint needs it that
-                keeps one replica's state for all. It sends 2 (direction="polar") to 2.6 times as
-                much as an all-reduce of all gradients. All state is then the same on every
-                replica, that of frozen parameters too, whose weights stay as they are.
-                False needs a sync that sends codes, such as QuantizedAverage. It sends those of the
-                fragments that have drifted (0.065 times in 2 bits, if all have). Weights are then
-                the same on every replica; momenta, moments and residuals remain its own.
-                None takes False with such a sync, and True without.
-
-        Raises:
-            ValueError: if ``exact`` is False with a sync that sends no codes.
-        """
-        if exact or not self.sync.sends_codes:
-            super().synchronize(exact=exact)
-            return
-        plan = self._present_plan()
-        if self.drifted:
-            with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
-                self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))
-        self.progress.local_steps = 0
-
-
-def _check_local_steps(local_step: str, max_local_steps: int | None, warmup_steps: int) -> None:
-    checks.one_of("local_step", local_step, ("dion", "gradient"))
-    checks.integer("warmup_steps", warmup_steps, 0)
-    if max_local_steps is not None:
-        checks.integer("max_local_steps", max_local_steps, 1)
-
-
-def _gate(gate: Any, threshold: float | None, wire_budget: float | None, sync: object) -> Gate:
-    ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
-    given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: each is a gate; pass one of them.")
-    if wire_budget is not None:
-        return ByteBudget(wire_budget)
-    if gate is None and threshold is None and isinstance(sync, Sync) and sync.every_step:
-        return AlwaysOpen()
-    if gate is None:
-        return RMMC(0.3 if threshold is None else threshold)
-    if not isinstance(gate, Gate):
-        raise TypeError(
-            f"gate={gate!r} must be a Gate, such as curvadion.RMMC(0.3), got {type(gate).__name__}"
-        )
-    return gate
-
-
-def _sync(given: Any, gate: Gate) -> Sync:
-    """A copy of the sync, with the defaults that the gate asks for."""
-    if given is None:
-        given = LowRank() if gate.share is None else QuantizedAverage()
-    if not isinstance(given, Sync):
-        raise TypeError(
-            f"sync={given!r} must be a Sync, such as curvadion.LowRank() or "
-            f"curvadion.QuantizedAverage(), got {type(given).__name__}"
-        )
-    sync: Sync = copy.deepcopy(given)
-    if gate.share is not None and sync.prepare([[1]]) is None:
-        raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: a budget needs a sync that knows what an opening "
-            f"sends, such as QuantizedAverage()."
-        )
-    sync.choose_defaults(gate.share)
-    return sync

@@ -11,14 +11,14 @@ from torch import Tensor
 from curvadion.comm.groups import Replicas
 from curvadion.gates import AlwaysOpen
 from curvadion.optim.base import Params
-from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.grouped import GroupedOptimizer
 from curvadion.sync.low_rank import LowRank
 from curvadion.update import hyperparameters as check
 
 DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
 
 
-class Dion(ReplicaOptimizer):
+class Dion(GroupedOptimizer):
     """Dion (arXiv 2504.05295, algorithm 1): every step is one step of all replicas together.
 
     Per matrix X (m x n), on every replica i:
@@ -111,4 +111,5 @@ class Dion(ReplicaOptimizer):
         stochastic_rounding: bool = False,
     ) -> None:
         given = {k: v for k, v in locals().items() if k in check.SETTINGS}
-        self._construct(params, replicas, AlwaysOpen(), LowRank(), local_lr=None, **given)
+        self._choose(replicas, AlwaysOpen(), LowRank())
+        self._construct(params, local_lr=None, **given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import place_gradients
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
-from curvadion.optim.base import GroupedOptimizer
+from curvadion.optim.base import OuterLayer
 from curvadion.sync import exact_average
 from curvadion.sync.base import Step
 from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
@@ -34,7 +34,7 @@ RUNS_AHEAD = ("cuda",)  # devices for which the host does not wait where it need
 UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
-class ReplicaOptimizer(GroupedOptimizer):
+class ReplicaOptimizer(OuterLayer):
     """An optimizer that is one of several replicas: they agree on each step, take it and report."""
 
     # ---------------------------------------------------------------- a step
@@ -71,7 +71,7 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     def _step(self, plan: Plan, *, scaled: bool) -> None:
         heard = self._hear(tolerate=scaled)
-        new, first = self._create_state(plan), self.progress.steps == 0
+        new, first = self._create_states(plan), self.progress.steps == 0
         memory = self.gate.state_dict() if first else {}
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
@@ -89,8 +89,9 @@ class ReplicaOptimizer(GroupedOptimizer):
         if ahead:
             self._asked, moves = meeting, meeting.send()
         met = UNHEARD if ahead else meeting.read()
-        if met.all_zero and not any(float(group["lr"]) for group in self.param_groups):
+        if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
             # torch's checkpoint tools have made a first step so that states exist.
+            self._take_no_step()
             self.gate.load_state_dict(memory)
             return
         if waits and not met.finite:
@@ -106,7 +107,7 @@ class ReplicaOptimizer(GroupedOptimizer):
             reason = self._reason_to_open(met.signal)
         elif reason is not None and self.sync.delay:
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
-            self._told.append((self.progress.steps + self.sync.delay, words))
+            self._words.append((self.progress.steps + self.sync.delay, words))
 
         rests = not met.finite
         with ops.only_if(moves):
@@ -148,12 +149,11 @@ class ReplicaOptimizer(GroupedOptimizer):
         opened: bool,
     ) -> None:
         progress = self.progress
-        step = Step(
+        step = self._inner_step(
             plan,
             gradients,
             progress.steps,
             norms=None if momenta is None else momenta.after,
-            directed=self.local_step == "dion",
             rests=rests,
             replicas=self._replicas.process_group,
             local_steps=progress.local_steps,
@@ -167,6 +167,24 @@ class ReplicaOptimizer(GroupedOptimizer):
         progress.steps += 1
         progress.local_steps = 0 if opened else progress.local_steps + 1
         progress.steps_since_exact += 1
+
+    def _inner_step(self, *agreed: Any, **more: Any) -> Step:
+        """The inner optimizer's step, from the fields of :class:`Step`."""
+        return Step(*agreed, **more)
+
+    def _take_no_step(self) -> None:
+        """Make states as a step does that has no gradients and no learning rate."""
+
+    def _create_states(self, plan: Plan) -> list[Parameter]:
+        """Give every parameter its state; return the new ones."""
+        # Before a first step all are: frameworks move, cast and load weights until then.
+        new = [p for p in plan.parameters if not (self.progress.steps and p.state)]
+        for p in new:
+            self._create_state(p)
+        # Whatever brings new states without those of the sync, such as loading, is verified anew.
+        if new or not self._verified:
+            self.sync.begin(plan.parameters)
+        return new
 
     def _unscale(self, device: torch.device) -> bool:
         """Divide the gradients by a GradScaler's scale; whether one drives this step."""
@@ -204,8 +222,8 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     def _compare_words(self, plan: Plan) -> None:
         """Raise on all ranks if replicas differed at an opening with a delay that is due now."""
-        while self._told and self._told[0][0] <= self.progress.steps:
-            words = self._told.pop(0)[1].result().tolist()
+        while self._words and self._words[0][0] <= self.progress.steps:
+            words = self._words.pop(0)[1].result().tolist()
             compare(words, partial(self._listing, plan), plan.all_ranks)
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> None:
@@ -282,33 +300,47 @@ class ReplicaOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def synchronize(self, *, exact: bool | None = None) -> None:
-        """Synchronise replicas, so that they hold the same weights and state; collective.
+        """Synchronise replicas, so that they hold the same weights; collective.
 
-        Averages weights, momenta and moments exactly, for before a checkpoint; of frozen parameters
-        the state only. Later synchronised steps depend on the mean of momenta only.
+        For before an evaluation or a checkpoint, and before parameters are frozen. A byte budget
+        counts it, and opens the gate less often until it is paid back.
 
         Args:
-            exact: there is no other way here, so None and True mean the same.
+            exact: True averages weights, momenta and moments exactly, as a checkpoint needs it that
+                keeps one replica's state for all. It sends 2 (direction="polar") to 2.6 times as
+                much as an all-reduce of all gradients. All state is then the same on every
+                replica, that of frozen parameters too, whose weights stay as they are.
+                False needs a sync that sends codes, such as QuantizedAverage. It sends those of the
+                fragments that have drifted (0.065 times in 2 bits, if all have). Weights are then
+                the same on every replica; momenta, moments and residuals remain its own.
+                None takes False with such a sync, and True without.
 
         Raises:
-            ValueError: if ``exact`` is False.
+            ValueError: if ``exact`` is False with a sync that sends no codes.
         """
-        if exact is False:
+        if exact is False and not self.sync.sends_codes:
             raise ValueError(
                 f"exact=False needs a sync that sends codes, but it is {self.sync!r}: leave it out."
             )
-        with explain_lost_ranks("optimizer.synchronize()"):
-            self._average_everything(self._present_plan())
+        plan = self._present_plan()
+        with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
+            if exact or not self.sync.sends_codes:
+                self._average_everything(plan)
+            elif self.drifted:
+                self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))
+        self.progress.local_steps = 0
 
     def _average_everything(self, plan: Plan) -> None:
-        frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self.state.get(X)))
+        frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
         # Weights that were frozen while replicas agreed are still the same.
         differ = self.drifted and not self.sync.ends_drift
         for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
-            exact_average.average_everything_(part, self._replicas.process_group, self.sync, kept)
+            exact_average.average_everything_(
+                part, self._replicas.process_group, self.sync, kept, self._state_keys
+            )
             dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
             if dense and self.gate.open_cost:  # a budget pays for it
-                sent = exact_average.bytes_of_everything(part, self.sync)
+                sent = exact_average.bytes_of_everything(part, self._state_keys)
                 self.gate.spend(sent / dense / self.gate.open_cost)
         self.progress.local_steps = self.sync.fragments_drifted = 0
         self.progress.steps_since_exact = 0

@@ -15,7 +15,7 @@ from curvadion.layout.parameters import global_shape
 from curvadion.sync.base import Sync
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
-from curvadion.update.state import averaged
+from curvadion.update.state import StateKey, averaged
 
 
 def average_(
@@ -40,13 +40,20 @@ def average_weights_(plan: Plan, replicas: dist.ProcessGroup | None) -> None:
 
 
 def average_everything_(
-    plan: Plan, replicas: dist.ProcessGroup | None, sync: Sync, kept: Sequence[Parameter] = ()
+    plan: Plan,
+    replicas: dist.ProcessGroup | None,
+    sync: Sync,
+    kept: Sequence[Parameter] = (),
+    keys: Sequence[StateKey] | None = None,
 ) -> None:
-    """Replace weights, but for those of ``kept``, and replicas' own state by their means."""
+    """Replace weights, but for those of ``kept``, and replicas' own state by their means.
+
+    keys: those of states beside the table of curvadion.update.state; None for the sync's.
+    """
     before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
-    keys = sync.state_keys
+    keys = sync.state_keys if keys is None else keys
     states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
     average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
     for X, weights in before:
@@ -64,9 +71,9 @@ def sizes(X: Sequence[Tensor]) -> list[int]:
     return [math.prod(global_shape(x)) for x in X]
 
 
-def bytes_of_everything(plan: Plan, sync: Sync) -> int:
+def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
     """What :func:`average_everything_` sends, all ranks of the replica together. Collective."""
-    states = [x for p in plan.parameters for x in averaged(p.state, sync.state_keys).values()]
+    states = [x for p in plan.parameters for x in averaged(p.state, keys).values()]
     held = [*(p.local for p in plan.parameters), *map(local, states)]
     own = sum(x.numel() * torch.promote_types(x.dtype, torch.float32).itemsize for x in held)
     own += sum(counter.nbytes for counter in _counters(plan))

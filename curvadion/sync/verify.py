@@ -15,7 +15,7 @@ from curvadion.comm.collectives import all_ranks_equal, checksum, group_size
 from curvadion.layout.dtensor import local
 from curvadion.layout.parameters import global_shape
 from curvadion.ops.tensors import norm_and_sum
-from curvadion.update.hyperparameters import SETTINGS
+from curvadion.update.hyperparameters import RECORD
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR
@@ -53,23 +53,30 @@ TORCH_ALONE = (
 
 Listing = list[tuple[str, str]]
 _MISSING = "missing"
+_NO_SETTINGS = ("params", "param_names", RECORD)
+_COMPARABLE = (bool, int, float, str, tuple, type(None))
 
 
 class Settings:
     """All groups' hyperparameters as they last were."""
 
     def __init__(self) -> None:
-        self._values: list[object] = []
+        self._values: list[dict[str, object]] = []
         self.checksum = 0  # below 2**32
 
     def changed(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether one has another value than at the last call, or is missing."""
-        keys = (*SETTINGS, "maximize")  # the latter may be there, and is refused then
-        values = [_plain(group.get(key, _MISSING)) for group in param_groups for key in keys]
+        values = [settings_of(group) for group in param_groups]
         if values == self._values:
             return False
         self._values, self.checksum = values, checksum(values)
         return True
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, object]:
+    """The hyperparameters of a group, as far as they are numbers, names or tuples of these."""
+    plain = {key: _plain(group[key]) for key in sorted(group) if key not in _NO_SETTINGS}
+    return {key: value for key, value in plain.items() if isinstance(value, _COMPARABLE)}
 
 
 def _plain(value: Any) -> Any:
@@ -87,7 +94,7 @@ def listing(
     """Everything that must be equal on all replicas, each with what an error calls it."""
     listed: Listing = []
     for g, group in enumerate(param_groups):
-        listed += [(f"param_groups[{g}][{k!r}]", repr(_plain(group[k]))) for k in SETTINGS]
+        listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
     for i, p in enumerate(plan.parameters):
         dtypes = {key: str(local(t).dtype) for key, t in p.state.items() if isinstance(t, Tensor)}
         listed.append((f"parameter {i}", f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"))

@@ -1,0 +1,176 @@
+"""Groups and states of :class:`curvadion.Dion`, whose keys say what the step of a matrix is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from curvadion.optim.base import Params
+from curvadion.optim.conversion import convert, restore_dtypes, wrong_state
+from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.record import load_memory, read_record
+from curvadion.sync.base import Step, Sync
+from curvadion.sync.verify import Settings
+from curvadion.update import hyperparameters as check
+from curvadion.update.directions import create_state
+from curvadion.update.parameter import Parameter, check_parameter, names
+from curvadion.update.plan import Plan
+
+
+class GroupedOptimizer(ReplicaOptimizer):
+    """The outer layer around steps along directions, AdamW and Lion."""
+
+    _kept = (*ReplicaOptimizer._kept, "_unknown_keys")
+    local_step: str = "dion"
+    # Arguments that concern all groups.
+    _for_all_groups: ClassVar[frozenset[str]] = frozenset(
+        {"replicas", "gate", "sync", "wire_budget", "threshold"}
+        | {"local_step", "max_local_steps", "warmup_steps"}
+    )
+
+    def _construct(self, params: Params, **keys: Any) -> None:
+        """The end of constructors, after :meth:`_choose`; keys: defaults of group keys."""
+        self._unknown_keys: set[str] = set()
+        of_sync = {**Sync.group_defaults, **self.sync.group_defaults}
+        foresees = "look_ahead" not in self.sync.group_defaults
+        keys = check.with_direction(keys)
+        for key, value in of_sync.items():
+            if not (foresees and key == "look_ahead"):
+                keys[key] = value if keys[key] is None else keys[key]
+        keys["algorithm"] = "dion"
+        # A look-ahead that is None follows from the parameters' costs.
+        check.check_group({k: v for k, v in keys.items() if k != "look_ahead" or v is not None})
+        # Checkpoint tools save and load the keys of groups, so the record is one.
+        super(ReplicaOptimizer, self).__init__(params, {**keys, check.RECORD: self._record()})
+        if foresees:
+            self._set_look_ahead()
+
+    def _set_look_ahead(self) -> None:
+        """Set what ``look_ahead=None`` stands for, which depends on what the parameters cost."""
+        self._set_gate_costs(self._trained(), sharded=False)
+        period = self.gate.openings_per_full_sync * self.gate.expected_period(
+            self.gate.open_cost or 1.0
+        )
+        for keys in (self.defaults, *self.param_groups):
+            if keys["look_ahead"] is None:
+                keys["look_ahead"] = self.sync.look_ahead(period)
+
+    def _trained(self) -> list[Tensor]:
+        """The parameters that are trained, in the order of a plan: those of Dion first."""
+        each = [(g["algorithm"] != "dion", x) for g in self.param_groups for x in g["params"]]
+        return [x for _, x in sorted(each, key=lambda pair: pair[0]) if x.requires_grad]
+
+    # ---------------------------------------------------------------- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its keys override the constructor's defaults.
+
+        Keys of other tools are kept without effect, and a warning names them.
+
+        Raises:
+            ValueError, TypeError: for misspelt keys, and for impossible values and parameters.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        check.check_group(param_group, self._for_all_groups)
+        if "params" not in param_group:
+            raise ValueError(f"param_group has no 'params', only {sorted(param_group)}")
+        super().add_param_group(check.with_direction(param_group))
+        group = self.param_groups[-1]
+        try:
+            X, X_names = group["params"], names(group, len(self.param_groups) - 1)
+            if len(X) != len(X_names):
+                raise ValueError(f"param_names={X_names!r} names {len(X_names)} of {len(X)} params")
+            for x, name in zip(X, X_names, strict=True):
+                check_parameter(x, name, group)
+            for key in ("lr", "local_lr"):
+                if isinstance(group[key], Tensor):
+                    group[key] = group[key].view(())  # which promotes no dtype
+            for key in check.DTYPE_KEYS:
+                group[key] = check.dtype_name(key, group[key])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._warn_unknown_keys([group])
+        self._verified = False
+
+    def _warn_unknown_keys(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Name the keys that have no effect here, each once."""
+        if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
+            self._unknown_keys |= found
+            warnings.warn(
+                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept, "
+                f"without effect here.",
+                stacklevel=3,
+            )
+
+    def _check_settings(self) -> None:
+        """Raise ValueError for an impossible value of a group; cheap where none has changed."""
+        if not self._settings.changed(self.param_groups):
+            return
+        if wrong := check.settings(self.param_groups):
+            self._settings = Settings()  # checked again at the next step
+            raise ValueError(wrong)
+
+    def _check_plan(self, plan: Plan) -> None:
+        if self.gate.reads_momentum and not any(
+            g["algorithm"] == "dion" and g["params"] for g in self.param_groups
+        ):
+            raise ValueError(
+                f"gate={self.gate!r} reads momenta, but no parameter has algorithm='dion': "
+                f"use gate=FixedPeriod(...) or AlwaysOpen()."
+            )
+        super()._check_plan(plan)
+
+    # ---------------------------------------------------------------- states
+
+    def _create_state(self, p: Parameter) -> None:
+        create_state(p)
+
+    def _inner_step(self, *agreed: Any, **more: Any) -> Step:
+        return super()._inner_step(*agreed, directed=self.local_step == "dion", **more)
+
+    def _wrong_state(self) -> str | None:
+        return wrong_state(self.param_groups, self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but every tensor keeps the dtype it was saved with.
+
+        From the saved state come momenta, right factors, moments, counters and the groups' values,
+        learning rates among them. This optimizer decides on the gate, the sync, the direction and
+        the rank: right factors keep their first columns, and others are initial. A gate or sync of
+        another class begins anew. Under another sync right_factor and look_ahead are those of this
+        optimizer's groups, and a warning says so.
+
+        Raises:
+            TypeError: if this is no state_dict.
+            ValueError: if groups or parameters do not match, the state is another optimizer's,
+                damaged, missing or another rank's shard, or drifted weights would be an anchor.
+        """
+        held = read_record(state_dict)
+        same_sync, here = held.sync_class == type(self.sync).__name__, self._replicas.replica
+        fitting = convert(state_dict, held, self.param_groups, self.sync, here)
+        before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
+        try:
+            if held.gate_class == type(self.gate).__name__:
+                load_memory("gate", self.gate, held.gate)
+            load_memory("sync", self.sync, held.sync if same_sync else self._first_memory)
+            super().load_state_dict(fitting)
+            restore_dtypes(self.param_groups, self.state, fitting)
+        except Exception:
+            self.state, self.param_groups, of_gate, of_sync = before
+            self.gate.load_state_dict(of_gate)
+            self.sync.load_state_dict(of_sync)
+            self._forget()
+            raise
+        self.progress = held.progress
+        if same_sync:
+            self.sync.fragments_drifted = held.fragments_drifted
+        elif held.fragments_drifted:  # of which this sync knows nothing: all weights are averaged
+            self.progress.local_steps = max(self.progress.local_steps, 1)
+        self.sync.after_load()
+        self._forget()
+        self._warn_unknown_keys(self.param_groups)
