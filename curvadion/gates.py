@@ -22,10 +22,12 @@ class Gate(ABC):
 
     Class attributes:
         reason: why the gate opened, for reports.
-        reads_momentum: whether :meth:`signal` is wanted. If not, no momentum norm is taken.
+        reads_momentum: whether it has a :meth:`signal`. If not, no momentum norm is taken.
         always_open: whether it opens at every step.
         follows_schedule: whether :meth:`opens` depends on no signal. Replicas then tell each other
             nothing while the gate is closed. Without effect if it reads momenta.
+
+    Each optimizer needs a gate of its own, which remembers how far its run has come.
 
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
@@ -42,8 +44,16 @@ class Gate(ABC):
     open_cost: float | None = None
     openings_per_full_sync: int = 1
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.reads_momentum = cls.signal is not Gate.signal
+
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """One number >= 0 per matrix, of which :meth:`opens` gets the largest of all replicas.
+
+        Negative numbers count as 0. A NaN counts as a gradient that is not finite: the step is left
+        out. A gate that reads something else gets it in its constructor, and returns for instance
+        ``torch.full_like(after, loss)``.
 
         Args:
             before: Frobenius norms of the momenta before this step's gradient, (k,).
@@ -57,9 +67,11 @@ class Gate(ABC):
 
         Args:
             signal: the largest signal of any matrix on any replica (0 without signals).
-            local_steps: steps taken since the replicas last synchronised.
+            local_steps: steps taken since the replicas last synchronised, whatever made them do
+                so: this gate, a warm-up, the bound on local runs or ``synchronize()``.
 
         May depend only on these and on earlier calls: else replicas wait for each other forever.
+        Called once at each step that is not left out, in a warm-up too.
         """
 
     def spend(self, openings: float) -> None:
@@ -77,7 +89,7 @@ class Gate(ABC):
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold to continue this gate: numbers and strings."""
+        """What a checkpoint must hold: numbers and strings, the same on all replicas."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,7 +108,6 @@ class RMMC(Gate):
     """
 
     reason = "threshold"
-    reads_momentum = True
 
     def __init__(self, threshold: float) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):

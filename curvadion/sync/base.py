@@ -33,7 +33,9 @@ class Step(InnerStep):
 class Costs(NamedTuple):
     """What openings send, and how many of them synchronise all weights."""
 
-    opening_bytes: float  # of one, on average: those of an all-reduce that sends as much
+    # Of one opening, on average: the bytes of a tensor whose ring all-reduce sends as much, which
+    # is 2 (n - 1) / n times these for each of n replicas.
+    opening_bytes: float
     openings_per_full_sync: int = 1
 
 
@@ -43,18 +45,19 @@ class Sync(ABC):
     Each optimizer works with a copy, which remembers how far its run has come.
 
     Class attributes:
-        group_defaults: what None stands for in group keys. Without "look_ahead"
-            :meth:`look_ahead` tells that one. "direction" is for full rank: groups of another
-            rank_fraction take "low_rank".
-        state_keys: what it keeps of each parameter, beside the table of curvadion.update.state.
+        group_defaults: what None stands for in group keys, where that differs from Sync's. Without
+            "look_ahead" :meth:`look_ahead` tells that one. "direction" is for full rank: groups of
+            another rank_fraction take "low_rank".
+        state_keys: what it keeps of each parameter, beside the table of curvadion.update.state. A
+            state "anchor" holds the weights that replicas last agreed on: ranks compare it.
         sends_codes: whether :meth:`sync_weights` sends less than an exact average. Codes lose
             something, so one replica's state cannot stand for all, even if weights agree.
         every_step: whether replicas must synchronise at every step: gates may not close.
         message_format: a number that replicas must have in common to read each other's messages.
 
     Attributes:
-        fragments_drifted: how many fragments of the weights (one, unless the kind divides them)
-            have moved since replicas agreed on them. A kind that sends codes sets it in its steps.
+        fragments_drifted: how many fragments of the weights have moved since replicas agreed on
+            them. Only a kind that divides weights into fragments needs it.
         delay: how many steps after an opening its result arrives. Above 0 openings do not wait for
             other replicas, and a replica whose gradient is not finite takes part.
         ends_drift: whether openings end the replicas' drift.
@@ -111,7 +114,10 @@ class Sync(ABC):
         return 0.0
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
-        """Create what this kind keeps of parameters, where it is missing; weights agree then."""
+        """Create what this kind keeps of parameters, where it is missing; weights agree then.
+
+        Called before a first step, and again whenever there are new parameters or loaded states.
+        """
 
     def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
         """Synchronise weights, for ``sends_codes``; collective. Returns openings it was worth."""
@@ -121,10 +127,10 @@ class Sync(ABC):
         """Make weights ready for an exact average, such as by adding what codes lost."""
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
-        """Note that replicas now hold the same weights."""
+        """Note that replicas now hold the same weights; parameters may have no state yet."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold to continue: numbers, strings, lists of these."""
+        """What a checkpoint must hold: numbers, strings, lists; the same on all ranks."""
         return {"fragments_drifted": self.fragments_drifted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

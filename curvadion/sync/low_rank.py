@@ -14,9 +14,7 @@ from curvadion.sync.base import Step, Sync
 from curvadion.sync.exact_average import average_weights_
 from curvadion.update.directions import DIRECTIONS
 from curvadion.update.parameter import Parameter
-from curvadion.update.state import MOMENTUM, ROW_SECOND_MOMENT
-
-OWN = (MOMENTUM, ROW_SECOND_MOMENT)  # what directions of full rank follow from
+from curvadion.update.state import MOMENTUM
 
 
 class LowRank(Sync):
@@ -66,8 +64,7 @@ class LowRank(Sync):
         """Let the momenta of polar matrices agree: their factors need the mean itself."""
         if step.number and not self._momenta_agree:  # before, all momenta are zero
             dense = [p for p in step.plan.dion if not _shares_factors(p)]
-            own = [p.state[key] for key in OWN for p in dense if key in p.state]
-            mean_(list(map(local, own)), step.replicas)
+            mean_([local(p.state[key]) for p in dense for key in _own(p)], step.replicas)
         self._momenta_agree = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,6 +80,11 @@ class LowRank(Sync):
 
 def _shares_factors(p: Parameter) -> bool:
     return DIRECTIONS[p.direction].shares_factors
+
+
+def _own(p: Parameter) -> list[str]:
+    """The keys of states that a direction of full rank follows from."""
+    return [MOMENTUM, *(key.name for key in DIRECTIONS[p.direction].state_keys)]
 
 
 def _mean_gradients(step: Step) -> dict[int, Tensor]:

@@ -157,9 +157,10 @@ def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorm
         held = [m.parameter.G is not None for m in plan.matrices]
         after = torch.where(torch.tensor(held, device=after.device), after, before)
     signals = gate.signal(before, after)
-    if signals.shape != after.shape:
+    if not isinstance(signals, Tensor) or signals.shape != after.shape:
+        got = f"shape {tuple(signals.shape)}" if isinstance(signals, Tensor) else repr(signals)
         raise ValueError(
-            f"gate={gate!r}: signal() returned the shape {tuple(signals.shape)}, but "
-            f"there is one signal per matrix: {tuple(after.shape)}"
+            f"gate={gate!r}: signal() returned {got}, but must return a tensor with one signal a "
+            f"matrix, of shape {tuple(after.shape)}"
         )
     return signals

@@ -26,9 +26,9 @@ from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Matrix, open_shards, remember_scales
 from curvadion.update.plan import Plan
 from curvadion.update.polar import (
-    Directions,
     Polar,
     PolarTaken,
+    StackOfU,
     begin_polar_directions,
     looking_ahead,
     move,
@@ -61,7 +61,7 @@ class Dion2(Polar):
         _feed_back_(stacks, masks)
         if how.remember:
             remember_scales(stacks, scales)
-        return PolarTaken(batch, list(map(Directions, U)), [K.shape[1] for K in chosen])
+        return PolarTaken(batch, list(map(StackOfU, U)), [K.shape[1] for K in chosen])
 
 
 class NorDion2(Dion2, NorMuon):

@@ -1,6 +1,8 @@
 """The interface of a direction: what the step of a matrix is made of.
 
-Another direction is one more file, and a line in :mod:`curvadion.update.directions`.
+Another direction is one more file, and a line in :mod:`curvadion.update.directions`. What moves
+along changed polar factors overrides :meth:`curvadion.update.polar.Polar.rescaled` only, as
+:mod:`curvadion.update.normuon` does.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from curvadion.update.gradients import Gradients
 from curvadion.update.plan import Plan
+from curvadion.update.state import StateKey
 
 
 class How(NamedTuple):
@@ -51,18 +54,20 @@ class Direction(ABC):
     # Whether it can take means over replicas inside its products, for the papers' open step. Other
     # directions get the replicas' mean gradient there.
     shares_factors: ClassVar[bool] = False
+    # What it remembers of a parameter, beside the table of curvadion.update.state.
+    state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What it remembers of a parameter, before the first step; options: the group.
-
-        Each key must be in the table of curvadion.update.state.
-        """
+        """What it remembers of a parameter, before the first step; options: the group."""
         return {}
 
     def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shapes of what :meth:`create_state` makes, global ones of DTensors."""
+        """The shapes of what :meth:`create_state` makes, global ones of DTensors.
+
+        Override it where that is large: it is asked for whenever states are checked.
+        """
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
     def begin(self, batch: Plan, gradients: Gradients) -> Any:

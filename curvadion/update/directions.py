@@ -13,7 +13,7 @@ from curvadion.update.low_rank import PowerIteration
 from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Parameter, dtype_of
 from curvadion.update.polar import Polar
-from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE
+from curvadion.update.state import MOMENTUM, MOMENTUM_NORM, R_SCALE, StateKey, key_of
 
 DIRECTIONS: dict[str, Direction] = {
     "low_rank": PowerIteration(),
@@ -24,16 +24,29 @@ DIRECTIONS: dict[str, Direction] = {
 }
 
 
+def state_keys() -> tuple[StateKey, ...]:
+    """What directions remember of parameters, beside the table of curvadion.update.state."""
+    return tuple(key for direction in DIRECTIONS.values() for key in direction.state_keys)
+
+
 def create_state(p: Parameter) -> None:
     """Fill a parameter's state as its algorithm and direction need it before the first step."""
     X, group = p.X, p.group
     if group["algorithm"] != "dion":
         state = scalar.create_state(group["algorithm"], X)
     else:
+        direction = DIRECTIONS[p.direction]
+        own = direction.create_state(X, group)
+        for key in own:
+            if key_of(key, direction.state_keys) is None:
+                raise ValueError(
+                    f"direction={p.direction!r} remembers {key!r}, but its state_keys are "
+                    f"{direction.state_keys}: name the key there."
+                )
         state = {
             MOMENTUM: torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X)),
             MOMENTUM_NORM: zeros_per_matrix(X, group),
             R_SCALE: zeros_per_matrix(X, group),
-            **DIRECTIONS[p.direction].create_state(X, group),
+            **own,
         }
     p.states[X] = state | flat_shard_state(X)

@@ -24,13 +24,16 @@ from curvadion.ops.tensors import from_host
 from curvadion.update.parameter import Matrix, product_dtype
 from curvadion.update.polar import Polar
 from curvadion.update.row_shards import sums
-from curvadion.update.state import ROW_SECOND_MOMENT
+from curvadion.update.state import Owner, StateKey
 
+ROW_SECOND_MOMENT = "row_second_moment"
 TINY = torch.finfo(torch.float32).tiny
 
 
 class NorMuon(Polar):
     """Polar factors whose rows are divided by their second moment."""
+
+    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA, nonnegative=True),)  # one a row
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         return {ROW_SECOND_MOMENT: _zeros_of_rows(X, options)}

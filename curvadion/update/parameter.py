@@ -108,11 +108,6 @@ class Parameter:
         own: float | Tensor | None = self.group["local_lr"]
         return self.group["lr"] if own is None else own
 
-    @property
-    def R_scale(self) -> Tensor:
-        """The longest column of R, or singular value, of late, (matrices held here,), a view."""
-        return local(self.state[R_SCALE]).view(-1)
-
     def create_spectra(self) -> None:
         """Make place for the spectra of a matrix parameter, if there is none."""
         if SPECTRUM not in self.state:
@@ -156,8 +151,8 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """How long the momentum has been lately, a view without dimensions."""
-        return self.parameter.R_scale[self.index]
+        """The longest column of R, or singular value of M, of late, a view without dimensions."""
+        return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @property
     def update_scale(self) -> float:

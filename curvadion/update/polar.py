@@ -92,12 +92,16 @@ class Polar(Direction):
     ) -> Sequence[Tensor]:
         """What weights move along, from shards of U, (k, m_i, n_j) by stack; collective.
 
-        masks: which columns held here are not zero, (k, n_j); None for all.
+        U is oriented as :class:`Matrix` is, so rows of a wide X are its columns. Matrices of a
+        stack may differ in the options of their groups, and there may be no stack. Of a flat shard
+        count ``m.held(u)`` in sums over ranks: at its ends U has elements of other ranks. May write
+        states, by :func:`curvadion.ops.copy_`. masks: of Dion2, which columns held here are not
+        zero, (k, n_j); None for all.
         """
         return U
 
 
-class Directions(NamedTuple):
+class StackOfU(NamedTuple):
     """U of a stack: shards (k, m_i, n_j), and whole rows (k, m_r, n) where this rank has them."""
 
     shards: Tensor
@@ -107,7 +111,7 @@ class Directions(NamedTuple):
 class PolarTaken(Taken):
     """A step along polar factors; ranks: of U, by stack, if not those of whole matrices."""
 
-    def __init__(self, plan: Plan, U: list[Directions], ranks: list[int] | None = None) -> None:
+    def __init__(self, plan: Plan, U: list[StackOfU], ranks: list[int] | None = None) -> None:
         super().__init__(plan)
         self._U = U
         self._ranks = ranks or [min(matrices[0].layout.shape) for matrices in self.stacks]
@@ -178,7 +182,7 @@ class PolarTaken(Taken):
         ]
 
 
-Found = tuple[list[Directions], list[Tensor]]  # U and the scales (k,), by stack
+Found = tuple[list[StackOfU], list[Tensor]]  # U and the scales (k,), by stack
 
 
 def begin_polar_directions(
@@ -200,7 +204,7 @@ def begin_polar_directions(
     B.clear()
 
     def end() -> Found:
-        found: dict[int, tuple[Directions, Tensor]] = {}
+        found: dict[int, tuple[StackOfU, Tensor]] = {}
         while begun:
             chosen, by = begun.pop(0)
             found |= zip(chosen, zip(*by(), strict=True), strict=True)
@@ -227,12 +231,12 @@ def _exchange(
 
 def _by_gram(
     stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
-) -> tuple[list[Directions], list[Tensor]]:
+) -> tuple[list[StackOfU], list[Tensor]]:
     heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
     factors = polar_factors(list(map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)))
     U = [of_stack.U for of_stack in factors]
     shards = cut_columns(U, layouts)
-    return list(map(Directions, shards, U)), [of_stack.scale for of_stack in factors]
+    return list(map(StackOfU, shards, U)), [of_stack.scale for of_stack in factors]
 
 
 def _by_owners(
@@ -253,12 +257,12 @@ def _by_owners(
             rows.append(_row_stack(matrices[0], alone, held, scale))
         factors = polar_factors(rows)
         U, scales = owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
-        return list(map(Directions, U)), scales
+        return list(map(StackOfU, U)), scales
 
     return end
 
 
-def _whole_rows_of(stacks: Sequence[Sequence[Matrix]], U: Sequence[Directions]) -> list[Tensor]:
+def _whole_rows_of(stacks: Sequence[Sequence[Matrix]], U: Sequence[StackOfU]) -> list[Tensor]:
     """Whole rows of U, (k, m_r, n) by stack; collective."""
     missing = [i for i, each in enumerate(U) if each.rows is None]
     held = [

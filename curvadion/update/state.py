@@ -1,8 +1,8 @@
 """What the optimizer remembers, and whose it is: the one table that all others read.
 
-Per parameter, ``optimizer.state[X]`` has keys of this table and those of the sync kind
-(``Sync.state_keys``), such as ``anchor`` and ``residual``, which that kind looks after itself.
-Tensors under a key that no table names are left alone.
+Per parameter, ``optimizer.state[X]`` has keys of this table, those of its direction
+(``Direction.state_keys``) and those of the sync kind (``Sync.state_keys``), such as ``anchor`` and
+``residual``, which that kind looks after itself. Tensors under other keys are left alone.
 
 Of the run, the same on every replica: the groups, ``Progress``, and what the gate and the sync
 remember (their ``state_dict``). A checkpoint holds the last three as the groups' key ``progress``.
@@ -19,7 +19,6 @@ from torch import Tensor
 from curvadion.layout.flat_shard import FLAT_SHARD_START
 
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
-ROW_SECOND_MOMENT = "row_second_moment"
 # What replicas last agreed on. A sync kind that keeps it calls it so: ranks then compare it.
 ANCHOR = "anchor"
 # S = U^T M of matrices with polar directions, a weighted sum over openings, each replica's own; and
@@ -45,6 +44,7 @@ class StateKey(NamedTuple):
     owner: Owner
     like_parameter: bool = False  # whether it has the parameter's shape and placements
     passing: bool = False  # whether a state has it at some steps only
+    nonnegative: bool = False
 
 
 _KEYS = (
@@ -52,10 +52,9 @@ _KEYS = (
     StateKey("Q", Owner.REPLICA),  # and Q_<i>: right factors
     StateKey("Q_rows", Owner.REPLICA),
     StateKey(R_SCALE, Owner.REPLICA),  # one a matrix
-    StateKey(ROW_SECOND_MOMENT, Owner.REPLICA),  # one a row
     StateKey("exp_avg", Owner.REPLICA, like_parameter=True),
-    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True),
-    StateKey("step", Owner.REPLICA),  # one
+    StateKey("exp_avg_sq", Owner.REPLICA, like_parameter=True, nonnegative=True),
+    StateKey("step", Owner.REPLICA, nonnegative=True),  # one
     StateKey(MOMENTUM_NORM, Owner.MEASURED),  # one a matrix
     StateKey(FLAT_SHARD_START, Owner.RANK),  # one
 )
@@ -67,26 +66,26 @@ def is_right_factor(name: str) -> bool:
     return name == "Q" or name.startswith("Q_")
 
 
-def key_of(name: str, of_sync: Sequence[StateKey] = ()) -> StateKey | None:
-    """What the table says of a key; None if nothing. of_sync: the sync kind's keys."""
+def key_of(name: str, more: Sequence[StateKey] = ()) -> StateKey | None:
+    """What the table says of a key; None if nothing. more: keys of directions and the sync."""
     if is_right_factor(name):
         name = "Q"
-    return _BY_NAME.get(name) or next((key for key in of_sync if key.name == name), None)
+    return _BY_NAME.get(name) or next((key for key in more if key.name == name), None)
 
 
 def averaged(
-    state: Mapping[str, Any], of_sync: Sequence[StateKey] = (), *, counters: bool = False
+    state: Mapping[str, Any], more: Sequence[StateKey] = (), *, counters: bool = False
 ) -> dict[str, Tensor]:
     """The tensors of a state whose mean is taken; counters: of ``step``, not of all others."""
     return {
         name: tensor
         for name, tensor in sorted(state.items())
-        if (key := key_of(name, of_sync)) is not None
+        if (key := key_of(name, more)) is not None
         and key.owner is Owner.REPLICA
         and (name == "step") == counters
     }
 
 
-def like_parameter(of_sync: Sequence[StateKey] = ()) -> list[str]:
+def like_parameter(more: Sequence[StateKey] = ()) -> list[str]:
     """The keys whose tensors have the parameter's shape and placements."""
-    return [key.name for key in (*_KEYS, *of_sync) if key.like_parameter]
+    return [key.name for key in (*_KEYS, *more) if key.like_parameter]

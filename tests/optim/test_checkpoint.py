@@ -29,7 +29,6 @@ class Patient(Gate):
     """Opens when the signals since the last opening add up to ``enough``."""
 
     reason = "patience"
-    reads_momentum = True
 
     def __init__(self, enough):
         self.enough, self.held, self.openings = enough, 0.0, 0

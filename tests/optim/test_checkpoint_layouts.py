@@ -154,8 +154,6 @@ def tensor_parallel(model, mesh):
 class Remembering(Gate):
     """Opens when the changes of momenta since it last did add up to ``enough``."""
 
-    reads_momentum = True
-
     def __init__(self, enough=0.0):
         self.enough, self.held, self.signals, self.openings = enough, 0.0, [], {}
 

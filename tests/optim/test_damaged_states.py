@@ -16,7 +16,8 @@ def trained(steps=3):
     """Under a seldom gate and codes: the state holds all that a state may hold."""
     model = toy.model()
     gate, sync = FixedPeriod(3), QuantizedAverage(fragments=2)
-    optimizer = CurvaDion(toy.groups(model), gate=gate, sync=sync, replicas="single")
+    how = {"gate": gate, "sync": sync, "replicas": "single"}
+    optimizer = CurvaDion(toy.groups(model), direction="normuon", **how)
     toy.train(model, optimizer, range(steps))
     return model, optimizer
 
@@ -33,7 +34,7 @@ def spoiled(key, tensor):
     element = tensor.clone()
     element.view(-1)[0] = math.inf
     yield "inf", element
-    if key in ("exp_avg_sq", "step"):
+    if key in ("exp_avg_sq", "step", "row_second_moment"):
         yield "-1", torch.full_like(tensor, -1.0)
     yield "int32", tensor.to(torch.int32)
     yield "complex64", tensor.to(torch.complex64)

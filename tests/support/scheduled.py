@@ -22,8 +22,6 @@ class Scheduled(Gate):
 class Watching(Scheduled):
     """Opens as scheduled, and remembers the RMMC that it saw."""
 
-    reads_momentum = True
-
     def __init__(self, steps):
         super().__init__(steps)
         self.seen = []

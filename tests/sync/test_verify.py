@@ -87,7 +87,7 @@ class Addressed(FixedPeriod):
     """A gate whose repr is another one in every process."""
 
     def __repr__(self):
-        return f"Addressed({os.getpid()})"
+        return f"Addressed at {hex(os.getpid())}"
 
 
 def train_with(rank, how):

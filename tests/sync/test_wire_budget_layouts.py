@@ -246,7 +246,7 @@ def synchronize_exactly(rank, setup, layout):
         for (name, kind), n in records
         if name == replicas.get_group().group_name and kind == "all_reduce"
     )
-    return own, bytes_of_everything(plan, optimizer.sync), spent
+    return own, bytes_of_everything(plan, optimizer._state_keys), spent
 
 
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
