@@ -60,6 +60,14 @@ def groups_of(X: Tensor) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
+def spans(X: Tensor, replicas: Group) -> bool:
+    """Whether the parameter's mesh has ranks of several replicas."""
+    if not is_dtensor(X):
+        return False
+    members = set(dist.get_process_group_ranks(replicas))
+    return len(members.intersection(X.device_mesh.mesh.flatten().tolist())) > 1
+
+
 def check_replicas(X: Tensor, name: str, replicas: Group | None) -> None:
     """Raise ValueError if the parameter is sharded over ranks of ``replicas``."""
     if replicas is None:

@@ -6,7 +6,7 @@ import copy
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
 from curvadion.metering.report import StepReport
-from curvadion.optim.record import Progress, record
+from curvadion.optim.record import Progress, Record, load_memory, read_record, record
 from curvadion.sync.base import Sync
 from curvadion.sync.exact_average import sizes
 from curvadion.sync.low_rank import LowRank
@@ -122,10 +122,22 @@ class OuterLayer(Optimizer):
         """Which parameter has a state that its group cannot go on from; else None."""
         return None
 
+    @abstractmethod
+    def _load(self, saved: Mapping[str, Any], held: Record) -> Callable[[], None]:
+        """Take groups and states of a saved optimizer, or change nothing and raise.
+
+        Returns what puts the former ones back.
+        """
+
     @property
     def _states(self) -> States:
         """What is remembered of each parameter."""
         return self.state
+
+    @property
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        """The groups that a plan is made of."""
+        return self.param_groups
 
     @property
     def _state_keys(self) -> tuple[StateKey, ...]:
@@ -157,7 +169,7 @@ class OuterLayer(Optimizer):
         """As :meth:`Plan.of`; process groups of the plan before are used again."""
         unions = None if self._plan is None else self._plan.unions
         group = self._replicas.process_group
-        return Plan.of(self.param_groups, self._states, group, unions=unions, **wanted)
+        return Plan.of(self._groups, self._states, group, unions=unions, **wanted)
 
     def _check_plan(self, plan: Plan) -> None:
         """Raise if the optimizer cannot work with a new plan; learn what its steps send."""
@@ -236,6 +248,33 @@ class OuterLayer(Optimizer):
     def _record(self) -> str:
         saved_by = self._replicas.replica if self._states_differ else None
         return record(self.progress, self.gate, self.sync, saved_by)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; a load that fails changes nothing.
+
+        A gate or a sync of another class begins anew; a warning says so of a sync.
+        """
+        held = read_record(state_dict)
+        same_sync = held.sync_class == type(self.sync).__name__
+        of_gate, of_sync = self.gate.state_dict(), self.sync.state_dict()
+        put_back = self._load(state_dict, held)
+        try:
+            if held.gate_class == type(self.gate).__name__:
+                load_memory("gate", self.gate, held.gate)
+            load_memory("sync", self.sync, held.sync if same_sync else self._first_memory)
+        except Exception:
+            put_back()
+            self.gate.load_state_dict(of_gate)
+            self.sync.load_state_dict(of_sync)
+            self._forget()
+            raise
+        self.progress = held.progress
+        if same_sync:
+            self.sync.fragments_drifted = held.fragments_drifted
+        elif held.fragments_drifted:  # of which this sync knows nothing: all weights are averaged
+            self.progress.local_steps = max(self.progress.local_steps, 1)
+        self.sync.after_load()
+        self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
         self.sync.settle()

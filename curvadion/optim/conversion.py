@@ -62,16 +62,8 @@ def convert(
     ]
     if wrong := check.settings(saved["param_groups"]) or check.settings(groups):
         raise ValueError(f"state_dict holds an impossible value: {wrong}")
-    of_sync = [key.name for key in sync.state_keys]
-    drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
-    anchored = not same_sync and saved["state"] and ANCHOR in of_sync
-    if anchored and drifted and record.replica is not None:
-        raise ValueError(
-            f"state_dict was saved after its replicas had drifted "
-            f"({record.progress.steps_since_exact} steps), but sync={sync!r} needs weights on "
-            f"which they agree to start from: call synchronize(exact=True) before saving, or load "
-            f"it with sync=LowRank() first."
-        )
+    check_anchors(saved, record, sync)
+    of_sync = {key.name for key in sync.state_keys}
     dropped = set() if same_sync else {*record.sync_keys, *of_sync}
     states = dict(saved["state"])
     for g, (live, held) in enumerate(zip(param_groups, saved["param_groups"], strict=True)):
@@ -81,16 +73,31 @@ def convert(
                 # torch's flattened form of a state puts {} where it finds nothing.
                 state = {k: v for k, v in states[i].items() if k not in dropped and v != {}}
                 states[i] = _fitting(name, X, state, held, groups[g], sync.state_keys)
-    _warn(record, sync, here, anew=not same_sync and bool(states))
+    warn_of_others(record, sync, here, states, f"{list(OF_SYNCS)} are those of its groups.")
     return {**saved, "param_groups": groups, "state": states}
 
 
-def _warn(record: Record, sync: Sync, here: Replica, *, anew: bool) -> None:
-    if anew:
+def check_anchors(saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
+    """Raise ValueError if drifted weights would be another sync's anchor."""
+    drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
+    anchors = any(key.name == ANCHOR for key in sync.state_keys) and saved["state"]
+    other = record.sync_class != type(sync).__name__
+    if other and anchors and drifted and record.replica is not None:
+        raise ValueError(
+            f"state_dict was saved after its replicas had drifted "
+            f"({record.progress.steps_since_exact} steps), but sync={sync!r} needs weights on "
+            f"which they agree to start from: call synchronize(exact=True) before saving."
+        )
+
+
+def warn_of_others(
+    record: Record, sync: Sync, here: Replica, states: Mapping[Any, Any], more: str = ""
+) -> None:
+    """Warn of a state that another sync, or another replica, has saved; more: what also differs."""
+    if states and record.sync_class != type(sync).__name__:
         warnings.warn(
             f"state_dict was saved with another sync ({record.sync_class}): weights, momenta and "
-            f"moments go on, and what sync={sync!r} keeps begins anew. {list(OF_SYNCS)} are those "
-            f"of this optimizer's groups.",
+            f"moments go on, and what sync={sync!r} keeps begins anew. {more}".rstrip(),
             stacklevel=checks.user_stacklevel(),
         )
     if record.replica not in (None, here):
@@ -124,9 +131,9 @@ def _check_groups(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], step
                 f"state_dict has param_names={given!r} in param group {g}, which must hold one "
                 f"name for each of its {len(held['params'])} params."
             )
-        if live["algorithm"] != held["algorithm"]:
+        if live["algorithm"] != held.get("algorithm"):
             raise ValueError(
-                f"state_dict has algorithm={held['algorithm']!r} in param group {g}, which has "
+                f"state_dict has algorithm={held.get('algorithm')!r} in param group {g}, which has "
                 f"{live['algorithm']!r} here: give groups in the order in which they were saved."
             )
     # torch.distributed.checkpoint silently saves and loads none while there are gradients.

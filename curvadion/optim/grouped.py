@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from curvadion.optim.base import Params
 from curvadion.optim.conversion import convert, restore_dtypes, wrong_state
 from curvadion.optim.outer import ReplicaOptimizer
-from curvadion.optim.record import load_memory, read_record
+from curvadion.optim.record import Record
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.verify import Settings
 from curvadion.update import hyperparameters as check
@@ -45,7 +46,7 @@ class GroupedOptimizer(ReplicaOptimizer):
         # A look-ahead that is None follows from the parameters' costs.
         check.check_group({k: v for k, v in keys.items() if k != "look_ahead" or v is not None})
         # Checkpoint tools save and load the keys of groups, so the record is one.
-        super(ReplicaOptimizer, self).__init__(params, {**keys, check.RECORD: self._record()})
+        super().__init__(params, {**keys, check.RECORD: self._record()})
         if foresees:
             self._set_look_ahead()
 
@@ -155,27 +156,20 @@ class GroupedOptimizer(ReplicaOptimizer):
             ValueError: if groups or parameters do not match, the state is another optimizer's,
                 damaged, missing or another rank's shard, or drifted weights would be an anchor.
         """
-        held = read_record(state_dict)
-        same_sync, here = held.sync_class == type(self.sync).__name__, self._replicas.replica
-        fitting = convert(state_dict, held, self.param_groups, self.sync, here)
-        before = self.state, self.param_groups, self.gate.state_dict(), self.sync.state_dict()
+        super().load_state_dict(state_dict)
+        self._warn_unknown_keys(self.param_groups)
+
+    def _load(self, saved: Mapping[str, Any], held: Record) -> Callable[[], None]:
+        fitting = convert(saved, held, self.param_groups, self.sync, self._replicas.replica)
+        before = self.state, self.param_groups
+
+        def put_back() -> None:
+            self.state, self.param_groups = before
+
         try:
-            if held.gate_class == type(self.gate).__name__:
-                load_memory("gate", self.gate, held.gate)
-            load_memory("sync", self.sync, held.sync if same_sync else self._first_memory)
-            super().load_state_dict(fitting)
+            Optimizer.load_state_dict(self, fitting)
             restore_dtypes(self.param_groups, self.state, fitting)
         except Exception:
-            self.state, self.param_groups, of_gate, of_sync = before
-            self.gate.load_state_dict(of_gate)
-            self.sync.load_state_dict(of_sync)
-            self._forget()
+            put_back()
             raise
-        self.progress = held.progress
-        if same_sync:
-            self.sync.fragments_drifted = held.fragments_drifted
-        elif held.fragments_drifted:  # of which this sync knows nothing: all weights are averaged
-            self.progress.local_steps = max(self.progress.local_steps, 1)
-        self.sync.after_load()
-        self._forget()
-        self._warn_unknown_keys(self.param_groups)
+        return put_back

@@ -76,8 +76,7 @@ class ReplicaOptimizer(OuterLayer):
         if plan.sharded:
             place_gradients([p.X for p in plan.parameters], self._replicas.process_group)
         gradients = plan.gradients()
-        reads = self.gate.reads_momentum and plan.dion
-        momenta = plan.momentum_norms(gradients) if reads else None
+        momenta = self._momenta(plan, gradients) if self.gate.reads_momentum else None
 
         # A schedule is known beforehand: then ranks meet where replicas wait for each other.
         reason = self._reason_to_open(0.0) if self.scheduled else None
@@ -167,6 +166,10 @@ class ReplicaOptimizer(OuterLayer):
         progress.steps += 1
         progress.local_steps = 0 if opened else progress.local_steps + 1
         progress.steps_since_exact += 1
+
+    def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
+        """What the gate's signals follow from; collective over the shards of a replica."""
+        return plan.momentum_norms(gradients) if plan.dion else None
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
         """The inner optimizer's step, from the fields of :class:`Step`."""

@@ -85,13 +85,11 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
         raise ValueError(f"state_dict has param_groups={groups!r}: it holds no optimizer's state.")
     if odd := [key for key, state in states.items() if not isinstance(state, Mapping)]:
         raise ValueError(f"state_dict['state'] has no dictionaries under {odd}: it is damaged.")
-    for group in groups:
-        for key in ("algorithm", RECORD):
-            if key not in group:
-                raise ValueError(
-                    f"state_dict was not saved by CurvaDion or Dion: a param group lacks the key "
-                    f"{key!r}. Load it into the optimizer that saved it."
-                )
+    if any(RECORD not in group for group in groups):
+        raise ValueError(
+            f"state_dict was not saved by an optimizer of curvadion: a param group lacks the key "
+            f"{RECORD!r}. Load it into the optimizer that saved it."
+        )
     text = groups[0][RECORD]
     try:
         held = json.loads(text)

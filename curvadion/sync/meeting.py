@@ -71,10 +71,10 @@ class Meeting:
         number, *told = self.words.tolist()
         if told:
             compare(told, self.listing, self.group)
-        bits = number >> 32
+        bits, parameters = number >> 32, self.plan.parameters
         return Met(
             signal=struct.unpack("f", struct.pack("i", bits))[0],
-            parameter=self.plan.parameters[number & _PARAMETER].name if self.plan.dion else None,
+            parameter=parameters[number & _PARAMETER].name if parameters else None,
             finite=bits != _NAN_BITS,
             all_zero=self.first and number >> 31 == 0,
         )
@@ -150,7 +150,7 @@ def _norms(plan: Plan, momenta: MomentumNorms | None) -> Tensor:
 
 def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None) -> Tensor:
     """The gate's signals; the momentum of a matrix without a gradient is as it was."""
-    if momenta is None or not plan.matrices:
+    if momenta is None or not momenta.after.numel():
         return torch.zeros(1, dtype=torch.float32, device=plan.device)
     before, after = momenta
     if not gradients.complete:

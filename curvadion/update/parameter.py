@@ -22,7 +22,7 @@ from curvadion.layout.states import create_squares
 from curvadion.ops.tensors import from_host
 from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
-States = MutableMapping[Tensor, dict[str, Any]]
+States = MutableMapping[Tensor, MutableMapping[str, Any]]
 # Directions that take only a part out of M.
 FEEDING_BACK = ("low_rank", "dion2", "nordion2")
 TRAINED = (torch.float64, torch.float32, torch.bfloat16)
@@ -70,7 +70,7 @@ class Parameter:
         return self.X.grad is None and flat_shard(self.X) is None
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> MutableMapping[str, Any]:
         """What the optimizer remembers of X; empty before the first step."""
         # Reading leaves no entry behind: to torch's checkpoints it would be a state already.
         return self.states.get(self.X, {})

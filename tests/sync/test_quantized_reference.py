@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distributed
-from curvadion import CurvaDion, QuantizedAverage
+from curvadion import CurvaDion, QuantizedAverage, Replicated
 from curvadion.ops.codes import BITS, levels
 from quantized_reference import QuantizedReference, off_centre
 from scheduled import Scheduled
@@ -74,10 +74,15 @@ def start(dtype):
 
 
 def optimizer_of(X, options, scheduled):
+    gate = (OnSchedule if scheduled else Scheduled)(OPEN_STEPS)
+    if "inner" in options:
+        keys = {"lr": options["lr"], "betas": (0.9, 0.95), "weight_decay": 0.01}
+        inner = options["inner"](X.items(), **keys)
+        how = {"gate": gate, "sync": options["sync"], "momentum": "exp_avg"}
+        return Replicated(inner, replicas=dist.group.WORLD, **how)
     matrices = [(name, x) for name, x in X.items() if name not in VECTORS]
     others = [(name, x) for name, x in X.items() if name in VECTORS]
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
-    gate = (OnSchedule if scheduled else Scheduled)(OPEN_STEPS)
     return CurvaDion(groups, replicas=dist.group.WORLD, gate=gate, **options)
 
 
@@ -113,17 +118,20 @@ def follow(ranks, dtype, settings, rounding=ROUNDING):
     """The number of comparisons of a run with the reference of these settings.
 
     Beside those of the reference: "fall", the factor of the rates after the third opening; and
-    "scheduled", whether replicas meet at openings only.
+    "scheduled", whether replicas meet at openings only; "inner", an optimizer of torch in the place
+    of ours.
     """
     known = {"look_ahead": 2.0, "lr": 0.03, "direction": "low_rank", **settings}
     fall, scheduled = known.pop("fall", 0.5), known.pop("scheduled", False)
-    algorithms = dict.fromkeys(VECTORS, "adamw")
+    inner = {"inner": known.pop("inner")} if "inner" in known else {}
+    algorithms = dict.fromkeys(shapes() if inner else VECTORS, "adamw")
     reference = QuantizedReference(start(dtype), ranks, algorithms=algorithms, **known)
     rule = {k: v for k, v in known.items() if k not in OF_SYNC | {"margin"}}
     rule["newton_schulz_steps"] = 14  # bring every singular value to 1
     if "wd" in rule:
         rule["weight_decay"] = rule.pop("wd")
     of_sync = {k: v for k, v in known.items() if k in OF_SYNC}
+    rule |= inner
     rule["sync"] = QuantizedAverage(**of_sync, residual_dtype="float32")
     # The last mean is still under way at the end: synchronize() adds it.
     steps = STEPS + max(0, reference.delay - 1)
@@ -167,6 +175,8 @@ SETTINGS = {
         "fall": 1e-3,
         "bits": 3,
     },
+    "torch's AdamW inside": {"inner": torch.optim.AdamW, "fragments": 2},
+    "torch's AdamW inside, a delay": {"inner": torch.optim.AdamW, "delay": 2, "scheduled": True},
     "polar factors": {"direction": "polar"},
     "polar factors, two fragments": {
         "direction": "polar",

@@ -1,0 +1,352 @@
+"""The outer layer around any optimizers of torch."""
+
+from __future__ import annotations
+
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from curvadion import ops
+from curvadion.comm.groups import Replicas
+from curvadion.gates import AlwaysOpen, ByteBudget, Gate
+from curvadion.layout.dtensor import local
+from curvadion.layout.parameters import global_shape, groups_of, spans
+from curvadion.optim.base import check_costs, chosen_gate, chosen_sync
+from curvadion.optim.conversion import check_anchors, warn_of_others
+from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.record import Record
+from curvadion.sync.base import Step, Sync
+from curvadion.sync.low_rank import LowRank
+from curvadion.sync.quantized_average import QuantizedAverage
+from curvadion.update.gradients import Gradients
+from curvadion.update.inner_step import Batch
+from curvadion.update.parameter import Parameter, States
+from curvadion.update.plan import MomentumNorms, Plan
+from curvadion.update.row_shards import sums
+from curvadion.update.state import MOMENTUM_NORM, Owner, StateKey
+
+DEFAULT_BUDGET = 0.01
+
+
+class Replicated(ReplicaOptimizer):
+    """Any optimizer on replicas that rarely talk.
+
+    Each replica steps by itself with the optimizers that it is given. When the gate opens,
+    replicas take the mean of what their weights have moved, in a few bits::
+
+        inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
+
+    Use it in the place of the inner optimizer: for ``step``, schedulers, a GradScaler, hooks and
+    checkpoints. Groups are the inner optimizers' own, so that a change in one is seen in the other.
+    Inner states, such as momenta, remain each replica's own; ``synchronize(exact=True)`` takes the
+    means of those that are floating-point tensors.
+
+    Args:
+        optimizer: a torch.optim.Optimizer, or a sequence of them with different parameters, such as
+            Muon for matrices and AdamW for the rest. Its step may not need a closure.
+        replicas: as of :class:`curvadion.Dion`.
+        gate, sync, max_local_steps, warmup_steps: as of :class:`curvadion.CurvaDion`, but sync is
+            QuantizedAverage() by default, and the gate a budget of 1 %. LowRank() needs CurvaDion.
+        wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
+            all-reduce of all float32 gradients at every step.
+        momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW or
+            "momentum_buffer" of Muon, for gates that read it. They see how the step before has
+            changed it, since an optimizer tells its momentum only after a step.
+
+    Attributes:
+        inner: the inner optimizers, a tuple.
+        report, progress: as of :class:`curvadion.Dion`.
+
+    Raises:
+        TypeError, ValueError: naming the argument and its value.
+    """
+
+    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum")
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        replicas: Replicas = None,
+        gate: Gate | None = None,
+        sync: Sync | None = None,
+        wire_budget: float | None = None,
+        momentum: str | None = None,
+        max_local_steps: int | None = 50,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.inner = _checked(optimizer)
+        self._own: dict[Tensor, dict[str, Any]] = {}  # what gate and sync remember of parameters
+        self._momentum = momentum
+        if gate is None and wire_budget is None:
+            always = isinstance(sync, Sync) and sync.every_step
+            gate = AlwaysOpen() if always else ByteBudget(DEFAULT_BUDGET)
+        gate = chosen_gate(gate, wire_budget)
+        if isinstance(sync, LowRank):
+            raise ValueError(f"sync={sync!r} shares the factors of Dion: pass QuantizedAverage().")
+        sync = chosen_sync(QuantizedAverage() if sync is None else sync, gate)
+        if gate.reads_momentum and momentum is None:
+            raise ValueError(
+                f"gate={gate!r} reads momenta, and momentum=None: name the key of the optimizer's "
+                f"state that holds them, such as momentum='exp_avg' for AdamW."
+            )
+        self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
+        super().__init__(self.param_groups, self.inner[0].defaults)
+        self._set_gate_costs([x for g in self.param_groups for x in g["params"]], sharded=False)
+        check_costs(gate, self.sync, max_local_steps)
+
+    # ---------------------------------------------------------------- groups and states
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the inner optimizers, one after the other."""
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: object) -> None:
+        """Without effect: torch's constructor assigns them."""
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """By parameter, a copy of what inner optimizers and the sync remember of it."""
+        held = [*(optimizer.state for optimizer in self.inner), self._own]
+        parameters = dict.fromkeys(X for states in held for X in states)
+        return defaultdict(dict, {X: dict(self._states[X]) for X in parameters})
+
+    @state.setter
+    def state(self, state: object) -> None:
+        """Without effect: torch's constructor assigns it."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer; where there are several, add it to one of these."""
+        if any(param_group is group for group in self.param_groups):
+            return  # torch's constructor adds what the inner optimizers have
+        if len(self.inner) > 1:
+            raise ValueError(
+                f"param_group={param_group!r} may belong to any of {len(self.inner)} optimizers: "
+                f"call optimizer.inner[i].add_param_group."
+            )
+        self.inner[0].add_param_group(param_group)
+        self._verified = False
+
+    def _check_settings(self) -> None:
+        self._settings.changed(self.param_groups)
+
+    @property
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        # Whatever other keys inner optimizers have are theirs.
+        return [
+            {key: group[key] for key in ("params", "param_names") if key in group}
+            | {"algorithm": "inner"}
+            for group in self.param_groups
+        ]
+
+    @property
+    def _states(self) -> States:
+        return self._merged
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._merged = _Merged(self.inner, self._own)
+
+    @property
+    def _state_keys(self) -> tuple[StateKey, ...]:
+        tensors = {
+            key
+            for optimizer in self.inner
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        return (*self.sync.state_keys, *(StateKey(key, Owner.REPLICA) for key in sorted(tensors)))
+
+    def _create_state(self, p: Parameter) -> None:
+        self._own[p.X] = {}
+
+    def _check_plan(self, plan: Plan) -> None:
+        super()._check_plan(plan)
+        several = [type(o).__name__ for o in self.inner if not _works_by_element(o)]
+        group = self._replicas.process_group
+        for p in plan.parameters:
+            if group is not None and several and spans(p.X, group):
+                raise ValueError(
+                    f"optimizer={several[0]} with {p.name} on a device mesh that spans the "
+                    f"replicas: its products would mix what replicas hold. Call "
+                    f"fully_shard(model, mesh=mesh['shard']), with the dimension of one replica."
+                )
+
+    # ---------------------------------------------------------------- a step
+
+    def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
+        none = torch.zeros((), device=plan.device)  # before a first step
+        momenta = [local(p.state.get(str(self._momentum), none)) for p in plan.parameters]
+        if not momenta:
+            return None
+        squares = ops.norms(momenta).double().square().unbind()
+        groups = [plan.unions.of(groups_of(p.X)) for p in plan.parameters]
+        after = torch.stack(sums(squares, groups)).sqrt().float()
+        stored = [
+            p.state.setdefault(MOMENTUM_NORM, torch.zeros_like(none)) for p in plan.parameters
+        ]
+        before = torch.stack(stored)
+        torch._foreach_copy_(stored, list(after))
+        return MomentumNorms(before, after)
+
+    def _inner_step(self, *agreed: Any, **more: Any) -> Step:
+        more |= {"directed": False, "inner": self.inner}
+        return WrappedStep(*agreed, **more)
+
+    def _take_no_step(self) -> None:
+        for optimizer in self.inner:
+            optimizer.step()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _load(self, saved: Mapping[str, Any], held: Record) -> Callable[[], None]:
+        check_anchors(saved, held, self.sync)
+        same_sync = held.sync_class == type(self.sync).__name__
+        of_sync = {*held.sync_keys, *(key.name for key in self.sync.state_keys), MOMENTUM_NORM}
+        own: dict[Tensor, dict[str, Any]] = {}
+        groups = iter(saved["param_groups"])
+        before = [(o, o.state, o.param_groups) for o in self.inner], self._own
+
+        def put_back() -> None:
+            for optimizer, state, of_optimizer in before[0]:
+                optimizer.state, optimizer.param_groups = state, of_optimizer
+            self._own = before[1]
+
+        if len(saved["param_groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"state_dict has {len(saved['param_groups'])} parameter groups instead of "
+                f"{len(self.param_groups)}: make the optimizer as it was made when it was saved."
+            )
+        try:
+            for optimizer in self.inner:
+                mine = [next(groups) for _ in optimizer.param_groups]
+                states: dict[Any, dict[str, Any]] = {}
+                for live, group in zip(optimizer.param_groups, mine, strict=True):
+                    for X, i in zip(live["params"], group["params"], strict=False):
+                        state = saved["state"].get(i, {})
+                        if inner := {k: v for k, v in state.items() if k not in of_sync}:
+                            states[i] = inner
+                        if same_sync and i in saved["state"]:
+                            own[X] = {k: _placed(k, v, X) for k, v in state.items() if k in of_sync}
+                optimizer.load_state_dict({"state": states, "param_groups": mine})
+        except Exception:
+            put_back()
+            raise
+        self._own = own
+        warn_of_others(held, self.sync, self._replicas.replica, saved["state"])
+        return put_back
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        super().load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        held = super().__getstate__()
+        return {key: held[key] for key in held if key not in ("state", "param_groups")}
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.inner)
+        return super().__repr__().replace("Replicated (", f"Replicated {names} (", 1)
+
+
+@dataclass(frozen=True)
+class WrappedStep(Step):
+    """A step of optimizers that are not ours: all parameters at once, without directions."""
+
+    inner: Sequence[Optimizer] = ()
+
+    def batches(
+        self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
+    ) -> Iterator[Batch]:
+        if not self.rests:
+            for p in self.plan.parameters:
+                if gradients and id(p) in gradients:
+                    _set_gradient(p.X, gradients[id(p)])
+            for optimizer in self.inner:
+                optimizer.step()
+        for part in parts or (self.plan,):
+            for chosen in part.batches:
+                yield Batch(part, chosen, None)
+
+
+def _works_by_element(optimizer: Optimizer) -> bool:
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return of_torch and type(optimizer).__name__ not in ("Muon", "Adafactor", "LBFGS")
+
+
+def _set_gradient(X: Tensor, G: Tensor) -> None:
+    """Make a shard the gradient of a parameter."""
+    if X.grad is None:
+        X.grad = torch.zeros_like(X)
+    if local(X.grad).data_ptr() != G.data_ptr():
+        local(X.grad).copy_(G)
+
+
+class _Merged(MutableMapping[Tensor, MutableMapping[str, Any]]):
+    """By parameter, what inner optimizers and the sync remember; what is written is the sync's."""
+
+    def __init__(self, inner: Sequence[Optimizer], own: dict[Tensor, dict[str, Any]]) -> None:
+        self._inner, self._own = inner, own
+
+    def __getitem__(self, X: Tensor) -> MutableMapping[str, Any]:
+        # Inner states may be defaultdicts, in which a look-up would leave an entry.
+        found = [o.state[X] for o in self._inner if X in o.state]
+        if X not in self._own and not found:
+            raise KeyError(X)
+        return ChainMap(self._own.setdefault(X, {}), *found)
+
+    def __setitem__(self, X: Tensor, state: MutableMapping[str, Any]) -> None:
+        self._own[X] = dict(state)
+
+    def __delitem__(self, X: Tensor) -> None:
+        del self._own[X]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(
+            dict.fromkeys(X for s in (self._own, *(o.state for o in self._inner)) for X in s)
+        )
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
+    given = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if not given:
+        raise ValueError(f"optimizer={optimizer!r} must hold at least one optimizer")
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"optimizer={type(one).__name__} must be a torch.optim.Optimizer, or a sequence of "
+                f"them."
+            )
+        if isinstance(one, ReplicaOptimizer):
+            raise TypeError(
+                f"optimizer={type(one).__name__} synchronises replicas itself: give it gate=, "
+                f"sync= or wire_budget= (CurvaDion), or wrap an optimizer of one replica."
+            )
+    return given
+
+
+def _placed(key: str, value: Any, X: Tensor) -> Any:
+    """A loaded state of the sync's on X's device."""
+    if not isinstance(value, Tensor):
+        return value
+    if key != MOMENTUM_NORM and tuple(value.shape) != global_shape(X):
+        raise ValueError(
+            f"state_dict holds a {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+            f"{global_shape(X)}: load a whole checkpoint of the same parameters."
+        )
+    return value.detach().clone().to(X.device)

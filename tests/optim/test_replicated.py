@@ -1,0 +1,361 @@
+"""The outer layer around optimizers of torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import distributed
+import toy
+from curvadion import (
+    RMMC,
+    AlwaysOpen,
+    CodedGradients,
+    CurvaDion,
+    FixedPeriod,
+    LowRank,
+    QuantizedAverage,
+    Replicated,
+    WireMeter,
+    clip_grad_norm_,
+)
+from curvadion.integrations import fsdp
+
+
+def muon_beside_adamw(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.003)]
+
+
+class Momentum(torch.optim.Optimizer):
+    """A third party's, which makes its state at the first step and keeps a list in it."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(velocity=torch.zeros_like(p), seen=[])
+                state["velocity"].mul_(0.9).add_(p.grad)
+                state["seen"].append(group["lr"])
+                p.sub_(state["velocity"], alpha=group["lr"])
+
+
+INNER = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "SGD": lambda model: torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9),
+    "Muon beside AdamW": muon_beside_adamw,
+    "a third party's": lambda model: Momentum(model.parameters(), lr=0.05),
+}
+HOW = {
+    "AdamW": {"gate": FixedPeriod(3)},
+    "AdamW, delay": {"gate": FixedPeriod(3), "sync": QuantizedAverage(delay=2, fragments=2)},
+    "AdamW, codes": {"sync": CodedGradients(bits=2)},
+    "AdamW, RMMC": {"gate": RMMC(0.5), "momentum": "exp_avg"},
+    "SGD": {"gate": FixedPeriod(2), "sync": QuantizedAverage(bits=1)},
+    "Muon beside AdamW": {"gate": FixedPeriod(3)},
+    "a third party's": {"gate": AlwaysOpen(), "sync": QuantizedAverage()},
+}
+
+
+def build(how, replicas="single", **more):
+    model = toy.model()
+    given = copy.deepcopy(HOW[how])
+    optimizer = Replicated(INNER[how.split(", ")[0]](model), replicas=replicas, **given, **more)
+    return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+# -------------------------------------------------------------------- trajectories
+
+
+@pytest.mark.parametrize("how", [how for how in HOW if "codes" not in how])
+def test_one_replica_takes_the_steps_of_the_optimizer_inside(how):
+    model, optimizer, scheduler = build(how)
+    toy.train(model, optimizer, range(7), after_step=scheduler.step)
+    alone = toy.model()
+    inner = INNER[how.split(", ")[0]](alone)
+    inner = inner if isinstance(inner, list) else [inner]
+    schedulers = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in inner]
+    for step in range(7):
+        alone.zero_grad()
+        toy.loss(alone, step).backward()
+        for each in (*inner, *schedulers):
+            each.step()
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+def resume(rank, how):
+    """Whether a run that was saved after 4 of 9 steps goes on bitwise; what replicas hold."""
+    model, optimizer, scheduler = build(how, dist.group.WORLD)
+    reports = toy.train(model, optimizer, range(4), rank, scheduler.step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # replicas differ, and each loads what it has saved
+        saved = copy.deepcopy([x.state_dict() for x in (model, optimizer, scheduler)])
+    reports += toy.train(model, optimizer, range(4, 9), rank, scheduler.step)
+    others = build(how, dist.group.WORLD)
+    for other, state in zip(others, saved, strict=True):
+        other.load_state_dict(state)
+    toy.train(others[0], others[1], range(4, 9), rank, others[2].step)
+    assert all(map(torch.equal, model.parameters(), others[0].parameters()))
+    one, two = ({k: s for k, s in o.state_dict()["state"].items()} for o in (optimizer, others[1]))
+    assert str(one) == str(two)
+    optimizer.synchronize()
+    return [report.gate_open for report in reports], toy.weights(model)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_replicas_go_on_bitwise_and_agree(how):
+    (opened, one), (opened_there, two) = distributed.run(2, resume, how)
+    assert opened == opened_there and any(opened)
+    assert all(one[name].equal(two[name]) for name in one)
+
+
+def momentum_changes(rank):
+    """The signals of RMMC, and what they are by their definition."""
+    model = toy.model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = Replicated(inner, replicas="single", gate=RMMC(0.0), momentum="momentum_buffer")
+    told, norms = [], [torch.zeros(len(list(model.parameters())))]
+    for step in range(5):
+        told += [report.rmmc for report in toy.train(model, optimizer, [step])]
+        buffers = [inner.state[p]["momentum_buffer"].full_tensor() for p in model.parameters()]
+        norms.append(torch.stack([b.norm() for b in buffers]))
+    return told, torch.stack(norms)
+
+
+def test_a_gate_reads_how_the_step_before_has_changed_the_momentum():
+    for told, norms in distributed.run(2, momentum_changes):
+        assert told[:2] == [0.0, math.inf]
+        change = ((norms[2:-1] - norms[1:-2]).abs() / norms[1:-2]).amax(1)
+        assert torch.allclose(torch.tensor(told[2:]), change, rtol=1e-4)
+
+
+# -------------------------------------------------------------------- bytes
+
+
+def count(rank, budget, steps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.003)
+    optimizer = Replicated(inner, replicas=dist.group.WORLD, wire_budget=budget)
+    generator = torch.Generator().manual_seed(rank)
+    with WireMeter() as meter:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 256, generator=generator)).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+    elements = sum(p.numel() for p in model.parameters())
+    return meter.total_sent / (4 * elements * steps), optimizer.drift()
+
+
+def test_a_run_keeps_to_its_budget():
+    """Of two ranks each sends 4 bytes an element in an all-reduce of dense gradients."""
+    for share, drift in distributed.run(2, count, 0.01, 60):
+        assert 0.005 < share <= 0.01
+        assert drift == 0.0
+
+
+# -------------------------------------------------------------------- shards and checkpoints
+
+
+def placed(layout, how):
+    """The model, its optimizer, and which batches this rank reads."""
+    model, replicas, part = toy.model(), "single", 0
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if how == "AdamW":
+            fsdp.keep_gradients_local(fully_shard(model, mesh=mesh))
+        else:
+            fully_shard(model, mesh=mesh["shard"])
+        replicas, part = mesh["replicate"], dist.get_rank()
+    return model, Replicated(INNER[how](model), replicas=replicas, **copy.deepcopy(HOW[how])), part
+
+
+def mixing(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fsdp.keep_gradients_local(fully_shard(toy.model(), mesh=mesh))
+    inner, gate = muon_beside_adamw(model), FixedPeriod(3)
+    optimizer = Replicated(inner, replicas=mesh["replicate"], gate=gate)
+    with pytest.raises(ValueError, match=r"optimizer=Muon with .* mesh=mesh\['shard'\]"):
+        toy.train(model, optimizer, [0], rank)
+
+
+def test_an_optimizer_of_matrices_needs_a_mesh_of_its_replica():
+    distributed.run(4, mixing)
+
+
+def whole(model, optimizer):
+    """Weights and inner states, as whole tensors."""
+    held = {}
+    for name, p in model.named_parameters():
+        for key, value in {"": p.detach(), **optimizer.state[p]}.items():
+            if isinstance(value, torch.Tensor) and key not in ("anchor", "residual"):
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                held[f"{name}.{key}"] = value.clone()
+    return held
+
+
+def distributed_checkpoint(rank, layout, how, path, saves):
+    model, optimizer, part = placed(layout, how)
+    if saves:
+        toy.train(model, optimizer, range(5), part)
+        optimizer.synchronize(exact=True)
+        optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    if saves:
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    else:
+        held = {"model": weights, "optimizer": state}
+        dcp.load(held, checkpoint_id=path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=held["model"],
+            optim_state_dict=held["optimizer"],
+        )
+    assert optimizer.progress.steps == 5
+    found = whole(model, optimizer)
+    toy.train(model, optimizer, range(5, 8), part)
+    return found, optimizer.drift(), optimizer.report.step
+
+
+@pytest.mark.parametrize("how", ["AdamW", "Muon beside AdamW"])
+def test_distributed_checkpoints_of_sharded_replicas_load_in_one_process(how, tmp_path):
+    saved = distributed.run(4, distributed_checkpoint, "hsdp", how, str(tmp_path), True)
+    (loaded,) = distributed.run(1, distributed_checkpoint, "one process", how, str(tmp_path), False)
+    for held, _, step in (*saved, loaded):
+        assert step == 8 and held.keys() == loaded[0].keys()
+        for name, tensor in held.items():
+            assert tensor.equal(loaded[0][name]), (name, tensor, loaded[0][name])
+
+
+# -------------------------------------------------------------------- torch's contract
+
+
+def scaled(rank):
+    """Steps with a GradScaler, of which one has an infinite gradient on one replica."""
+    model, optimizer, _ = build("AdamW, codes", dist.group.WORLD)
+    scaler, skipped = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(toy.loss(model, step, rank)).backward()
+        if step == 2 and rank == 1:
+            model.linear.weight.grad[0, 0] = math.inf
+        before = toy.weights(model)
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(before[name].equal(w) for name, w in toy.weights(model).items())
+        skipped.append(same and optimizer.report.skipped)
+    return skipped, toy.weights(model), scaler.get_scale()
+
+
+def test_a_scaler_unscales_and_all_replicas_skip_together():
+    (skipped, weights, _), (there, weights_there, scale) = distributed.run(2, scaled)
+    assert skipped == there == [False, False, True, False]
+    assert scale == 2.0**9
+    assert all(weights[name].equal(weights_there[name]) for name in weights)
+
+
+def test_hooks_closures_copies_and_groups():
+    model, optimizer, _ = build("AdamW")
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("step"))
+    optimizer.register_state_dict_post_hook(lambda *_: called.append("save"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = toy.loss(model, 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(toy.loss(toy.model(), 0).item())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["step", "save", "load", "loaded"]
+    more = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [more], "lr": 0.5})
+    assert optimizer.inner[0].param_groups[-1]["params"] == [more]
+    assert optimizer.param_groups[-1]["lr"] == 0.5
+    two, twin = copy.deepcopy((model, optimizer))
+    for net, each in ((model, optimizer), (two, twin)):
+        toy.train(net, each, [1])
+        each.param_groups[-1]["params"][0].grad = torch.ones(3)
+        each.step()
+    assert all(map(torch.equal, model.parameters(), two.parameters()))
+    assert twin.param_groups[-1]["params"][0].equal(more)
+    assert "Replicated AdamW" in repr(optimizer)
+    assert clip_grad_norm_(optimizer, math.inf) > 0
+
+
+def test_a_load_that_fails_changes_nothing():
+    model, optimizer, _ = build("AdamW")
+    toy.train(model, optimizer, range(4))
+    before, saved = str(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    saved["state"][2]["residual"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"'residual' of shape \(2,\)"):
+        optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == before
+    plain = torch.optim.AdamW(toy.model().parameters())
+    with pytest.raises(ValueError, match="not saved by an optimizer of curvadion"):
+        optimizer.load_state_dict(plain.state_dict())
+
+
+def test_another_sync_keeps_the_inner_state():
+    model, optimizer, _ = build("AdamW")
+    toy.train(model, optimizer, range(3))
+    _, other, _ = build("AdamW, codes")
+    with pytest.warns(UserWarning, match="saved with another sync"):
+        other.load_state_dict(optimizer.state_dict())
+    moments = [o.state_dict()["state"][1]["exp_avg"] for o in (optimizer, other)]
+    assert moments[0].equal(moments[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"optimizer": "AdamW"}, TypeError, "optimizer=str must be a torch.optim.Optimizer"),
+        ({"optimizer": []}, ValueError, "at least one optimizer"),
+        ({"optimizer": CurvaDion}, TypeError, "synchronises replicas itself"),
+        ({"sync": LowRank()}, ValueError, "shares the factors of Dion"),
+        ({"gate": RMMC(0.3)}, ValueError, "momentum='exp_avg' for AdamW"),
+        ({"wire_budget": 1.5}, ValueError, "wire_budget=1.5"),
+        ({"wire_budget": 0.1, "gate": AlwaysOpen()}, ValueError, "pass one of them"),
+    ],
+)
+def test_errors_say_what_to_do(given, error, says):
+    model = toy.model()
+    optimizer = given.pop("optimizer", None)
+    if optimizer is None:
+        optimizer = INNER["AdamW"](model)
+    elif optimizer is CurvaDion:
+        optimizer = CurvaDion(toy.groups(model), replicas="single")
+    with pytest.raises(error, match=says):
+        Replicated(optimizer, replicas="single", **given)
+
+
+def test_a_group_for_one_of_several_optimizers_needs_that_one():
+    _, optimizer, _ = build("Muon beside AdamW")
+    with pytest.raises(ValueError, match=r"optimizer.inner\[i\].add_param_group"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
