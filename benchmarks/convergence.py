@@ -57,7 +57,7 @@ PRELOADED = ["numpy", "torch", "torch._dynamo"]  # once, for all processes
 class Options:
     """Train small GPTs by every method and record losses and bytes."""
 
-    grid: Literal["quick", "full"] = option("quick", "which runs")
+    grid: Literal["quick", "full", "inside"] = option("quick", "which runs")
     out: str = option("runs/convergence", "folder of the records, one file a run")
     list: bool = option(False, "show the runs, which are done, and how long the others will take")
     method: tuple[str, ...] = option((), "only these methods")

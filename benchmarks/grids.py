@@ -116,13 +116,17 @@ LEARNING_RATES = {
     "ours": _DION,
     "ours_low_rank": _DION,
     "coded_gradients": _DION,
+    "torch_muon": _FAR_APART,
+    **dict.fromkeys(("replicated_adamw", "averaged_adamw"), _ADAMW),
+    **dict.fromkeys(("replicated_muon", "averaged_muon"), _FAR_APART),
 }
+TORCHS = ("torch_muon", "replicated_muon", "averaged_muon")  # which set the rest themselves
 # Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
 # squared gradient, which is larger where gradients are not averaged before.
 ELEMENTWISE_LR = {
     method: (0.75,) if method.startswith("ours") else (0.5,)
     for method, rates in LEARNING_RATES.items()
-    if rates is not _ADAMW
+    if rates is not _ADAMW and method not in TORCHS
 }
 QUICK_BUDGETED = (
     "diloco_adamw",
@@ -225,6 +229,24 @@ def quick(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
                 yield _run("small", variant, lr, rates, seed, steps, replicas)
 
 
+def inside(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
+    """Yield torch's AdamW and Muon: synchronous, averaged exactly, and inside the outer layer."""
+    steps = choice.steps or STEPS["quick"]
+    for seed in choice.seeds or (0,):
+        for name in ("adamw", "muon"):
+            variants = [
+                Variant("adamw" if name == "adamw" else "torch_muon", {}),
+                *(Variant(f"averaged_{name}", {"period": period}) for period in (6, 100)),
+                *(
+                    Variant(f"replicated_{name}", {"wire_budget": budget}, budget)
+                    for budget in choice.budgets or (0.01, 0.1)
+                ),
+            ]
+            for variant in variants:
+                for lr, rates in choice.rates(variant.method, middle=False):
+                    yield _run("small", variant, lr, rates, seed, steps, replicas)
+
+
 def _run(
     size: str,
     variant: Variant,
@@ -247,4 +269,4 @@ def _run(
     )
 
 
-GRIDS = {"quick": quick, "full": full}
+GRIDS = {"quick": quick, "full": full, "inside": inside}

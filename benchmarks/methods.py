@@ -17,7 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from curvadion import Dion
+import curvadion
+from curvadion import Dion, Replicated
 from curvadion.comm.collectives import mean_
 from curvadion.integrations.ddp import keep_gradients_local
 from diloco import DiLoCo
@@ -28,6 +29,7 @@ POWERSGD_DENSE_STEPS = 2  # the fewest that its hook can do: DDP orders its buck
 PUBLISHED_THRESHOLD = 0.1
 # Learning rate of what takes AdamW beside Dion, as a share of the matrices'.
 ELEMENTWISE_SHARE = 0.5
+MUONS_REST = 0.15  # of what takes AdamW beside torch's Muon
 NEVER = sys.maxsize  # a bound on local steps that does not bind
 
 
@@ -57,13 +59,12 @@ class Method:
 
 
 class Gated(Method):
-    """A CurvaDion, or Dion, on replicas whose gradients stay their own."""
+    """A CurvaDion, Dion or Replicated, on replicas whose gradients stay their own."""
 
-    optimizer: Dion
+    optimizer: Dion | Replicated
 
-    def __init__(self, model: GPT, replicas: dist.ProcessGroup, config: Config):
+    def __init__(self, model: GPT, replicas: dist.ProcessGroup, optimizer: Optimizer):
         module = DistributedDataParallel(model, process_group=replicas)
-        optimizer = build_optimizer(config, model, replicas)
         super().__init__(keep_gradients_local(module), optimizer)
         self.model, self.replicas = model, replicas
 
@@ -84,11 +85,15 @@ class Gated(Method):
             mean_([X.detach() for X in self.model.parameters()], self.replicas)
 
 
+def _gated(model: GPT, replicas: dist.ProcessGroup, config: Config) -> Gated:
+    return Gated(model, replicas, build_optimizer(config, model, replicas))
+
+
 class LocalThenOuter(Method):
     """DiLoCo around an optimizer that knows no replicas."""
 
-    def __init__(self, model: GPT, replicas: dist.ProcessGroup, inner: Config, **outer: Any):
-        super().__init__(model, build_optimizer(inner, model, None))
+    def __init__(self, model: GPT, replicas: dist.ProcessGroup, inner: Optimizer, **outer: Any):
+        super().__init__(model, inner)
         self.diloco = DiLoCo(model.parameters(), self.optimizer, replicas, **outer)
 
     def step(self) -> None:
@@ -126,7 +131,7 @@ def powersgd(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank: int) -
 
 def dion(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
     """Dion, synchronised at every step; settings: ``rank_fraction``."""
-    return Gated(model, replicas, _dion_config(lr, optimizer="dion", **settings))
+    return _gated(model, replicas, _dion_config(lr, optimizer="dion", **settings))
 
 
 def dion_nesterov(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
@@ -155,7 +160,7 @@ def averaging(
     """
     settings |= {"period": period, "max_local_steps": period}
     config = _dion_config(lr, optimizer="curvadion", **settings)
-    return Gated(model, replicas, config)
+    return _gated(model, replicas, config)
 
 
 def published(
@@ -177,7 +182,7 @@ def published(
         max_local_steps=NEVER,
         **settings,
     )
-    return Gated(model, replicas, config)
+    return _gated(model, replicas, config)
 
 
 def authors(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
@@ -220,7 +225,7 @@ def ours(
         max_local_steps=NEVER,
         **settings,
     )
-    return Gated(model, replicas, config)
+    return _gated(model, replicas, config)
 
 
 def ours_low_rank(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
@@ -230,7 +235,7 @@ def ours_low_rank(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings
 
 def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
     """DiLoCo with AdamW inside; settings of :class:`DiLoCo`."""
-    return LocalThenOuter(model, replicas, Config(optimizer="adamw", lr=lr), **outer)
+    return LocalThenOuter(model, replicas, Together(*_torch(model, lr, matrices=False)), **outer)
 
 
 def diloco_dion(
@@ -243,7 +248,7 @@ def diloco_dion(
 ) -> Method:
     """DiLoCo with Dion of full rank inside, which it never sends; settings of :class:`DiLoCo`."""
     config = _dion_config(lr, optimizer="dion", rank_fraction=1.0, elementwise=elementwise)
-    return LocalThenOuter(model, replicas, config, **outer)
+    return LocalThenOuter(model, replicas, build_optimizer(config, model, None), **outer)
 
 
 def averaged_weights(
@@ -257,6 +262,63 @@ def averaged_weights(
     return diloco_dion(model, replicas, lr, **outer, **settings)
 
 
+class Together(Optimizer):
+    """Several optimizers as one, for loops that know one."""
+
+    def __init__(self, *each: Optimizer) -> None:
+        self.each = each
+        super().__init__([group for one in each for group in one.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for one in self.each:
+            one.step()
+
+
+def _torch(model: GPT, lr: float, *, matrices: bool) -> list[Optimizer]:
+    """torch's AdamW, or its Muon for matrices beside AdamW for the rest."""
+    if not matrices:
+        return [build_optimizer(Config(optimizer="adamw", lr=lr), model, None)]
+    groups = curvadion.param_groups(model)
+    of_muon = [(g["algorithm"] == "dion", [x for _, x in g["params"]]) for g in groups]
+    weights, others = ([x for is_muon, xs in of_muon if is_muon == w for x in xs] for w in (1, 0))
+    adamw = torch.optim.AdamW(others, lr=MUONS_REST * lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [torch.optim.Muon(weights, lr=lr, weight_decay=0.01), adamw]
+
+
+def torch_muon(model: GPT, replicas: dist.ProcessGroup, lr: float) -> Method:
+    """torch's Muon, beside AdamW, on gradients that DDP averages at every step."""
+    module = DistributedDataParallel(model, process_group=replicas)
+    return Method(module, Together(*_torch(model, lr, matrices=True)))
+
+
+def replicated_adamw(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, matrices: bool = False, **how: Any
+) -> Method:
+    """The outer layer around torch's AdamW; how: arguments of Replicated."""
+    inner = _torch(model, lr, matrices=matrices)
+    optimizer = curvadion.Replicated(inner, replicas=replicas, max_local_steps=NEVER, **how)
+    return Gated(model, replicas, optimizer)
+
+
+def replicated_muon(model: GPT, replicas: dist.ProcessGroup, lr: float, **how: Any) -> Method:
+    """The outer layer around torch's Muon beside AdamW; how: arguments of Replicated."""
+    return replicated_adamw(model, replicas, lr, matrices=True, **how)
+
+
+def averaged_adamw(
+    model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int, matrices: bool = False
+) -> Method:
+    """torch's AdamW on each replica; weights are averaged exactly every ``period`` steps."""
+    inner = Together(*_torch(model, lr, matrices=matrices))
+    outer = {"period": period, "outer_lr": 1.0, "outer_momentum": 0.0}
+    return LocalThenOuter(model, replicas, inner, **outer)
+
+
+def averaged_muon(model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int) -> Method:
+    """The same with torch's Muon beside AdamW."""
+    return averaged_adamw(model, replicas, lr, period=period, matrices=True)
+
+
 def coded_gradients(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, bits: int = 3, **settings: Any
 ) -> Method:
@@ -264,7 +326,7 @@ def coded_gradients(
     config = _dion_config(
         lr, optimizer="curvadion", sync="coded_gradients", period=1, bits=bits, **settings
     )
-    return Gated(model, replicas, config)
+    return _gated(model, replicas, config)
 
 
 CODED = ("ours", "ours_low_rank")  # whose replicas average in codes
@@ -285,4 +347,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "ours": ours,
     "ours_low_rank": ours_low_rank,
     "coded_gradients": coded_gradients,
+    "torch_muon": torch_muon,
+    "replicated_adamw": replicated_adamw,
+    "replicated_muon": replicated_muon,
+    "averaged_adamw": averaged_adamw,
+    "averaged_muon": averaged_muon,
 }
