@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from curvadion import ops
+from curvadion import checks, ops
 from curvadion.comm.background import Background, background_of
 from curvadion.comm.collectives import checksum, explain_lost_ranks
 from curvadion.layout.dtensor import local
@@ -180,8 +181,16 @@ class ReplicaOptimizer(OuterLayer):
 
     def _create_states(self, plan: Plan) -> list[Parameter]:
         """Give every parameter its state; return the new ones."""
+        first = self.progress.steps == 0
+        if first and plan.parameters and all(p.X.grad is None for p in plan.parameters):
+            warnings.warn(
+                f"No parameter of the optimizer has a gradient at the first step, such as "
+                f"{plan.parameters[0].name}: call backward() before, and make the optimizer after "
+                f"fully_shard and other wrappers, which replace parameters.",
+                stacklevel=checks.user_stacklevel(),
+            )
         # Before a first step all are: frameworks move, cast and load weights until then.
-        new = [p for p in plan.parameters if not (self.progress.steps and p.state)]
+        new = [p for p in plan.parameters if first or not p.state]
         for p in new:
             self._create_state(p)
         # Whatever brings new states without those of the sync, such as loading, is verified anew.

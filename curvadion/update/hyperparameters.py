@@ -24,7 +24,8 @@ FOREIGN_KEYS = frozenset(
 # What other optimizers call keys of ours.
 _OTHER_NAMES = {
     **{"learning_rate": "lr", "local_learning_rate": "local_lr"},
-    **{"mu": "momentum", "nesterov": "look_ahead"},
+    **{"mu": "momentum", "nesterov": "look_ahead", "ns_steps": "newton_schulz_steps"},
+    **{"ns_coefficients": "newton_schulz", "adjust_lr_fn": "update_scale"},
 }
 RECORD = "progress"  # what the optimizer itself writes into its groups
 

@@ -270,6 +270,6 @@ def test_state_of_another_optimizer():
     other.step()
     optimizer = CurvaDion([x])
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="state_dict.*'algorithm'"):
+    with pytest.raises(ValueError, match="state_dict.*'progress'"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state_dict() == before
