@@ -46,7 +46,8 @@ class Gate(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.reads_momentum = cls.signal is not Gate.signal
+        if "reads_momentum" not in vars(cls):
+            cls.reads_momentum = cls.signal is not Gate.signal
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """One number >= 0 per matrix, of which :meth:`opens` gets the largest of all replicas.

@@ -14,9 +14,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.collectives import group_size
+from curvadion.comm.members import Members
 
 Group = dist.ProcessGroup
-Replicas = Group | DeviceMesh | Literal["single"] | None
+Replicas = Group | DeviceMesh | Members | Literal["single"] | None
 
 BACKGROUND = "curvadion background"  # the description of groups that a thread of ours uses
 # By default group: how often a group of some ranks was made. Their members count the same.
@@ -133,11 +134,14 @@ class ReplicaGroup:
 
     def __init__(self, replicas: Replicas) -> None:
         self.single = isinstance(replicas, str) and replicas == "single"  # as the user has said
-        self.process_group = None if self.single else _process_group(replicas)
+        self.members = replicas if isinstance(replicas, Members) else None
+        fixed = None if self.single or self.members is not None else replicas
+        self.process_group = _process_group(fixed)
 
     @property
     def size(self) -> int:
-        return group_size(self.process_group)
+        """How many there are; 2, for several, where they come and go."""
+        return group_size(self.process_group) if self.members is None else 2
 
     @property
     def replica(self) -> Replica:

@@ -82,6 +82,7 @@ class OuterLayer(Optimizer):
         self.progress = Progress()
         self.report: StepReport | None = None
         self._replicas = ReplicaGroup(replicas)
+        check_members(gate, sync, self._replicas)
         self._forget()
 
     @property
@@ -129,6 +130,10 @@ class OuterLayer(Optimizer):
         Returns what puts the former ones back.
         """
 
+    def _put_state(self, p: Parameter, key: str, value: Any) -> None:
+        """Set an entry of a parameter's state, which may be new."""
+        p.state[key] = value
+
     @property
     def _states(self) -> States:
         """What is remembered of each parameter."""
@@ -138,6 +143,16 @@ class OuterLayer(Optimizer):
     def _groups(self) -> Sequence[dict[str, Any]]:
         """The groups that a plan is made of."""
         return self.param_groups
+
+    @property
+    def _compared_groups(self) -> Sequence[dict[str, Any]]:
+        """The groups, with those keys alone that must be equal on all replicas."""
+        return self.param_groups
+
+    @property
+    def _compared_states(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """By parameter, the states whose dtypes must be equal on all replicas."""
+        return self.state
 
     @property
     def _state_keys(self) -> tuple[StateKey, ...]:
@@ -220,7 +235,7 @@ class OuterLayer(Optimizer):
     def _listing(self, plan: Plan) -> Listing:
         """All that must be equal on all ranks of all replicas."""
         more = {**self._choices, "progress": self.progress.shared}
-        return listing(self.param_groups, plan, more)
+        return listing(self._compared_groups, self._compared_states, plan, more)
 
     # ---------------------------------------------------------------- state
 
@@ -373,6 +388,22 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
         )
 
 
+def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
+    """Raise ValueError for what does not go with replicas that come and go."""
+    if replicas.members is None:
+        return
+    if not (sync.elastic and not sync.delay):
+        raise ValueError(
+            f"sync={sync!r} with replicas={replicas.members!r}, which come and go: pass "
+            f"QuantizedAverage() without a delay."
+        )
+    if gate.reads_momentum or not gate.follows_schedule:
+        raise ValueError(
+            f"gate={gate!r} with replicas={replicas.members!r}, which come and go: pass a "
+            f"schedule, such as wire_budget=0.01 or FixedPeriod(6)."
+        )
+
+
 def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan) -> None:
     """Raise ValueError if processes with whole weights would never synchronise."""
     between = gate.share is not None or sync.every_step
@@ -382,7 +413,7 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
             f"{group_size(plan.inside)} ranks: there is nothing to synchronise. Use Dion, or pass "
             f"replicas= if there are several."
         )
-    if replicas.single or plan.all_ranks is not None:
+    if replicas.single or replicas.members is not None or plan.all_ranks is not None:
         return
     averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
     if averaged or replicas.process_group is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from curvadion.layout.dtensor import is_dtensor, local
 from curvadion.sync.base import Sync
 from curvadion.update.directions import state_keys
-from curvadion.update.state import is_right_factor
+from curvadion.update.state import MOMENTUM_NORM, is_right_factor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -55,7 +55,7 @@ def fit_to_checkpoint(
             raise ValueError("checkpoint_id=None and storage_reader=None: pass one of them.")
         storage_reader = FileSystemReader(checkpoint_id)
     saved = storage_reader.read_metadata().state_dict_metadata
-    dispensable = _keys_of_syncs(Sync) | {key.name for key in state_keys()}
+    dispensable = _keys_of_syncs(Sync) | {key.name for key in state_keys()} | {MOMENTUM_NORM}
     _, paths = flatten_state_dict(state)
     for key, path in paths.items():
         parent = functools.reduce(lambda held, part: held[part], path[:-1], cast(Any, state))

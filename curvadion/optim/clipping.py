@@ -40,7 +40,7 @@ def clip_grad_norm_(
     next step. Under a schedule all gradients become NaN for that.
 
     Args:
-        optimizer: a CurvaDion or Dion, whose parameters' gradients are clipped.
+        optimizer: a CurvaDion, Dion or Replicated, whose parameters' gradients are clipped.
         max_norm: >= 0; ``math.inf`` only measures.
         norm_type: 2, no other.
         error_if_nonfinite: raise an error if the norm is NaN or Inf; waits for the device.
@@ -84,8 +84,8 @@ def _check_arguments(
 ) -> None:
     if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} must be a CurvaDion or Dion itself, not its "
-            f"parameters nor a wrapper: for others there is torch.nn.utils.clip_grad_norm_."
+            f"optimizer={type(optimizer).__name__} must be a CurvaDion, Dion or Replicated, not "
+            f"its parameters nor a wrapper: for others there is torch.nn.utils.clip_grad_norm_."
         )
     if max_norm != math.inf:
         checks.number("max_norm", max_norm)

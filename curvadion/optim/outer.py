@@ -65,6 +65,8 @@ class ReplicaOptimizer(OuterLayer):
                 f"{plan.parameters[0].name} is on the meta device: call "
                 f"model.to_empty(device=...), initialise it, and build the optimizer then."
             )
+        if not self.progress.steps:
+            _warn_without_gradients(plan.parameters)
         scaled = self._unscale(plan.device)
         with full_precision(plan.device), explain_lost_ranks("optimizer.step()"):
             self._step(plan, scaled=scaled)
@@ -83,6 +85,7 @@ class ReplicaOptimizer(OuterLayer):
         reason = self._reason_to_open(0.0) if self.scheduled else None
         opens = reason is not None
         waits = not self.scheduled or first or (opens and not self.sync.delay)
+        waits = waits and self._replicas.members is None  # who meet in a transaction of their own
         self._compare_words(plan)
         meeting = self._meet(plan, gradients, momenta, everyone=waits)
         ahead, moves = self._runs_ahead(plan, opens=opens), None
@@ -148,25 +151,38 @@ class ReplicaOptimizer(OuterLayer):
         rests: bool,
         opened: bool,
     ) -> None:
-        progress = self.progress
         step = self._inner_step(
             plan,
             gradients,
-            progress.steps,
+            self.progress.steps,
             norms=None if momenta is None else momenta.after,
             rests=rests,
             replicas=self._replicas.process_group,
-            local_steps=progress.local_steps,
+            local_steps=self.progress.local_steps,
             background=partial(self._background, plan.device),
+            members=self._replicas.members,
+            state_keys=lambda: self._state_keys,
         )
         if opened:
-            self.gate.spend(1)
-            self.sync.open_step(step)
+            opened = self.sync.open_step(step) is not False
+            self.gate.spend(1 if opened else 0)
         else:
             self.sync.closed_step(step)
+        progress = self.progress  # perhaps a peer's
         progress.steps += 1
         progress.local_steps = 0 if opened else progress.local_steps + 1
         progress.steps_since_exact += 1
+
+    def open_without_step(self) -> bool:
+        """Synchronise the next fragment with the members present; whether they all could."""
+        plan = self._present_plan()
+        steps, members = self.progress.steps, self._replicas.members
+        step = self._inner_step(plan, plan.gradients(), steps, rests=True, members=members)
+        if self.sync.open_step(step) is False:
+            return False
+        self.gate.spend(1)
+        self.progress.local_steps = 0
+        return True
 
     def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
         """What the gate's signals follow from; collective over the shards of a replica."""
@@ -182,13 +198,6 @@ class ReplicaOptimizer(OuterLayer):
     def _create_states(self, plan: Plan) -> list[Parameter]:
         """Give every parameter its state; return the new ones."""
         first = self.progress.steps == 0
-        if first and plan.parameters and all(p.X.grad is None for p in plan.parameters):
-            warnings.warn(
-                f"No parameter of the optimizer has a gradient at the first step, such as "
-                f"{plan.parameters[0].name}: call backward() before, and make the optimizer after "
-                f"fully_shard and other wrappers, which replace parameters.",
-                stacklevel=checks.user_stacklevel(),
-            )
         # Before a first step all are: frameworks move, cast and load weights until then.
         new = [p for p in plan.parameters if first or not p.state]
         for p in new:
@@ -240,7 +249,7 @@ class ReplicaOptimizer(OuterLayer):
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> None:
         """Compare the replicas before any weight has moved of which they have just got a state."""
-        if self._replicas.size > 1:
+        if self._replicas.size > 1 and self._replicas.members is None:
             together = self.sync.ends_drift or self.progress.steps == 0
             comparable = [p for p in plan.parameters if ANCHOR in p.state]
             if not comparable:
@@ -336,12 +345,24 @@ class ReplicaOptimizer(OuterLayer):
                 f"exact=False needs a sync that sends codes, but it is {self.sync!r}: leave it out."
             )
         plan = self._present_plan()
+        if self._replicas.members is not None:
+            self._synchronize_members(exact=exact)
+            return
         with full_precision(plan.device), explain_lost_ranks("optimizer.synchronize()"):
             if exact or not self.sync.sends_codes:
                 self._average_everything(plan)
             elif self.drifted:
-                self.gate.spend(self.sync.sync_weights(plan, self._replicas.process_group))
+                group, keys = self._replicas.process_group, self._state_keys
+                self.gate.spend(self.sync.sync_weights(plan, group, keys))
         self.progress.local_steps = 0
+
+    def _synchronize_members(self, *, exact: bool | None) -> None:
+        if exact:
+            raise ValueError(
+                "exact=True needs a fixed group of replicas, but these come and go: leave it out."
+            )
+        while self.drifted:
+            self.open_without_step()
 
     def _average_everything(self, plan: Plan) -> None:
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
@@ -349,7 +370,7 @@ class ReplicaOptimizer(OuterLayer):
         differ = self.drifted and not self.sync.ends_drift
         for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
             exact_average.average_everything_(
-                part, self._replicas.process_group, self.sync, kept, self._state_keys
+                part, self._replicas.process_group, self.sync, self._state_keys, kept
             )
             dense = 4 * sum(exact_average.sizes([p.X for p in plan.parameters]))
             if dense and self.gate.open_cost:  # a budget pays for it
@@ -392,6 +413,16 @@ class ReplicaOptimizer(OuterLayer):
 
     def train(self) -> None:
         """Do nothing: :meth:`eval` leaves the optimizer ready for the next step."""
+
+
+def _warn_without_gradients(parameters: Sequence[Parameter]) -> None:
+    if parameters and all(p.X.grad is None for p in parameters):
+        warnings.warn(
+            f"No parameter of the optimizer has a gradient at the first step, such as "
+            f"{parameters[0].name}: call backward() before, and make the optimizer after "
+            f"fully_shard and other wrappers, which replace parameters.",
+            stacklevel=checks.user_stacklevel(),
+        )
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

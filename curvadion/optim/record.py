@@ -88,9 +88,14 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     if any(RECORD not in group for group in groups):
         raise ValueError(
             f"state_dict was not saved by an optimizer of curvadion: a param group lacks the key "
-            f"{RECORD!r}. Load it into the optimizer that saved it."
+            f"{RECORD!r}. Load it into the optimizer that saved it; that of an optimizer inside "
+            f"Replicated into optimizer.inner[i]."
         )
-    text = groups[0][RECORD]
+    return parse_record(groups[0][RECORD])
+
+
+def parse_record(text: Any) -> Record:
+    """The inverse of :func:`record`; ValueError if it is damaged."""
     try:
         held = json.loads(text)
         for name, count in {**held["progress"], "drifted": held["fragments_drifted"]}.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import ops
+from curvadion.comm.collectives import all_ranks_equal
 from curvadion.comm.groups import Replicas
 from curvadion.gates import AlwaysOpen, ByteBudget, Gate
-from curvadion.layout.dtensor import local
-from curvadion.layout.parameters import global_shape, groups_of, spans
+from curvadion.layout.dtensor import local, placements_of
+from curvadion.layout.parameters import groups_of, spans
 from curvadion.optim.base import check_costs, chosen_gate, chosen_sync
 from curvadion.optim.conversion import check_anchors, warn_of_others
 from curvadion.optim.outer import ReplicaOptimizer
@@ -23,7 +24,9 @@ from curvadion.optim.record import Record
 from curvadion.sync.base import Step, Sync
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
+from curvadion.sync.verify import settings_of
 from curvadion.update.gradients import Gradients
+from curvadion.update.hyperparameters import RECORD
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter, States
 from curvadion.update.plan import MomentumNorms, Plan
@@ -67,7 +70,7 @@ class Replicated(ReplicaOptimizer):
         TypeError, ValueError: naming the argument and its value.
     """
 
-    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum")
+    _kept = (*ReplicaOptimizer._kept, "inner", "_own", "_momentum", "_adaptive")
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Replicated(ReplicaOptimizer):
         self.inner = _checked(optimizer)
         self._own: dict[Tensor, dict[str, Any]] = {}  # what gate and sync remember of parameters
         self._momentum = momentum
+        self._adaptive: set[str] = set()  # group keys that steps change themselves
         if gate is None and wire_budget is None:
             always = isinstance(sync, Sync) and sync.every_step
             gate = AlwaysOpen() if always else ByteBudget(DEFAULT_BUDGET)
@@ -98,6 +102,7 @@ class Replicated(ReplicaOptimizer):
             )
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         super().__init__(self.param_groups, self.inner[0].defaults)
+        self._note_record()
         self._set_gate_costs([x for g in self.param_groups for x in g["params"]], sharded=False)
         check_costs(gate, self.sync, max_local_steps)
 
@@ -116,8 +121,11 @@ class Replicated(ReplicaOptimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, a copy of what inner optimizers and the sync remember of it."""
         held = [*(optimizer.state for optimizer in self.inner), self._own]
-        parameters = dict.fromkeys(X for states in held for X in states)
-        return defaultdict(dict, {X: dict(self._states[X]) for X in parameters})
+        states: dict[Any, Any] = {}
+        for X in dict.fromkeys(X for each in held for X in each):
+            of_parameter = isinstance(X, Tensor)
+            states[X] = dict(self._states[X]) if of_parameter else self.inner[0].state.get(X)
+        return defaultdict(dict, states)
 
     @state.setter
     def state(self, state: object) -> None:
@@ -133,10 +141,25 @@ class Replicated(ReplicaOptimizer):
                 f"call optimizer.inner[i].add_param_group."
             )
         self.inner[0].add_param_group(param_group)
+        self._note_record()
         self._verified = False
 
+    def _note_record(self) -> None:
+        """Give all groups the key that saved ones have: checkpoint tools look for it."""
+        for group in self.param_groups:
+            group.setdefault(RECORD, self._record())
+
     def _check_settings(self) -> None:
-        self._settings.changed(self.param_groups)
+        self._settings.changed(self._compared_groups)
+
+    @property
+    def _compared_groups(self) -> Sequence[dict[str, Any]]:
+        left = {"algorithm", *self._adaptive}
+        return [{k: v for k, v in g.items() if k not in left} for g in self.param_groups]
+
+    @property
+    def _compared_states(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        return self._own  # inner ones begin at a parameter's first gradient
 
     @property
     def _groups(self) -> Sequence[dict[str, Any]]:
@@ -160,7 +183,8 @@ class Replicated(ReplicaOptimizer):
         tensors = {
             key
             for optimizer in self.inner
-            for state in optimizer.state.values()
+            for X, state in optimizer.state.items()
+            if isinstance(X, Tensor)
             for key, value in state.items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
@@ -168,6 +192,14 @@ class Replicated(ReplicaOptimizer):
 
     def _create_state(self, p: Parameter) -> None:
         self._own[p.X] = {}
+
+    def _put_state(self, p: Parameter, key: str, value: Any) -> None:
+        if key in (MOMENTUM_NORM, *(key.name for key in self.sync.state_keys)):
+            p.state[key] = value
+            return
+        for optimizer in self.inner:
+            if any(p.X is X for group in optimizer.param_groups for X in group["params"]):
+                optimizer.state[p.X][key] = value
 
     def _check_plan(self, plan: Plan) -> None:
         super()._check_plan(plan)
@@ -198,9 +230,48 @@ class Replicated(ReplicaOptimizer):
         torch._foreach_copy_(stored, list(after))
         return MomentumNorms(before, after)
 
+    def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
+        return False  # no flag on the device calls off what inner optimizers write
+
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
-        more |= {"directed": False, "inner": self.inner}
+        more |= {"directed": False, "inner": self.inner, "adaptive": self._adaptive}
+        if self.progress.steps == 1:
+            self._check_states()
         return WrappedStep(*agreed, **more)
+
+    def _check_states(self) -> None:
+        """Raise ValueError for states of the inner optimizers with which this cannot work."""
+        states = [s for o in self.inner for X, s in o.state.items() if isinstance(X, Tensor)]
+        keys = {key for state in states for key in state}
+        if taken := keys & {MOMENTUM_NORM, *(key.name for key in self.sync.state_keys)}:
+            raise ValueError(
+                f"optimizer={type(self.inner[0]).__name__} has states {sorted(taken)}, which are "
+                f"names of sync={self.sync!r}: it cannot be inside Replicated."
+            )
+        if self._momentum is not None and keys and self._momentum not in keys:
+            raise ValueError(f"momentum={self._momentum!r} is no state: there are {sorted(keys)}.")
+
+    def _average_everything(self, plan: Plan) -> None:
+        held = [(p.name, sorted(p.state)) for p in plan.parameters]
+        if not all_ranks_equal(held, self._replicas.process_group, plan.device):
+            raise RuntimeError(
+                "The replicas' optimizers hold states of different parameters, whose means cannot "
+                "be taken: let all use the same parameters before synchronize(exact=True)."
+            )
+        super()._average_everything(plan)
+        if self.gate.reads_momentum:
+            self._momenta(plan, plan.gradients())  # which notes the norms of the means
+
+    def eval(self) -> None:
+        """Synchronise replicas that have drifted; then what inner optimizers do for evaluations."""
+        super().eval()
+        for optimizer in self.inner:
+            getattr(optimizer, "eval", _nothing)()
+
+    def train(self) -> None:
+        """What inner optimizers do after evaluations."""
+        for optimizer in self.inner:
+            getattr(optimizer, "train", _nothing)()
 
     def _take_no_step(self) -> None:
         for optimizer in self.inner:
@@ -210,10 +281,12 @@ class Replicated(ReplicaOptimizer):
 
     def _load(self, saved: Mapping[str, Any], held: Record) -> Callable[[], None]:
         check_anchors(saved, held, self.sync)
+        warn_of_others(held, self.sync, self._replicas.replica, saved["state"])
         same_sync = held.sync_class == type(self.sync).__name__
         of_sync = {*held.sync_keys, *(key.name for key in self.sync.state_keys), MOMENTUM_NORM}
         own: dict[Tensor, dict[str, Any]] = {}
         groups = iter(saved["param_groups"])
+        known = {i for group in saved["param_groups"] for i in group["params"]}
         before = [(o, o.state, o.param_groups) for o in self.inner], self._own
 
         def put_back() -> None:
@@ -237,15 +310,17 @@ class Replicated(ReplicaOptimizer):
                             states[i] = inner
                         if same_sync and i in saved["state"]:
                             own[X] = {k: _placed(k, v, X) for k, v in state.items() if k in of_sync}
+                if optimizer is self.inner[0]:
+                    states |= {key: saved["state"][key] for key in saved["state"].keys() - known}
                 optimizer.load_state_dict({"state": states, "param_groups": mine})
         except Exception:
             put_back()
             raise
         self._own = own
-        warn_of_others(held, self.sync, self._replicas.replica, saved["state"])
         return put_back
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)  # hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         super().load_state_dict(state_dict)
@@ -266,6 +341,7 @@ class WrappedStep(Step):
     """A step of optimizers that are not ours: all parameters at once, without directions."""
 
     inner: Sequence[Optimizer] = ()
+    adaptive: set[str] = field(default_factory=set)  # group keys that have been seen to change
 
     def batches(
         self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
@@ -274,11 +350,30 @@ class WrappedStep(Step):
             for p in self.plan.parameters:
                 if gradients and id(p) in gradients:
                     _set_gradient(p.X, gradients[id(p)])
-            for optimizer in self.inner:
-                optimizer.step()
+            self._step_inner()
         for part in parts or (self.plan,):
             for chosen in part.batches:
                 yield Batch(part, chosen, None)
+
+    def _step_inner(self) -> None:
+        groups = [group for optimizer in self.inner for group in optimizer.param_groups]
+        moving = {id(p.X) for p in self.plan.parameters}
+        resting = [X for g in groups for X in g["params"] if id(X) not in moving]
+        hidden = [(X, X.grad) for X in resting]
+        before = list(map(settings_of, groups))
+        for X in resting:  # a gradient may have been left from before they were frozen
+            X.grad = None
+        for optimizer in self.inner:
+            optimizer.step()
+        for X, gradient in hidden:
+            X.grad = gradient
+        for group, old in zip(groups, before, strict=True):
+            now = settings_of(group)
+            self.adaptive.update(k for k in now if k not in old or now[k] != old[k])
+
+
+def _nothing() -> None:
+    pass
 
 
 def _works_by_element(optimizer: Optimizer) -> bool:
@@ -326,6 +421,8 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     given = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not given:
         raise ValueError(f"optimizer={optimizer!r} must hold at least one optimizer")
+    if len(set(map(id, given))) < len(given):
+        raise ValueError(f"optimizer={optimizer!r} holds one of them twice")
     for one in given:
         if not isinstance(one, Optimizer):
             raise TypeError(
@@ -344,9 +441,12 @@ def _placed(key: str, value: Any, X: Tensor) -> Any:
     """A loaded state of the sync's on X's device."""
     if not isinstance(value, Tensor):
         return value
-    if key != MOMENTUM_NORM and tuple(value.shape) != global_shape(X):
+    same = value.shape == X.shape and placements_of(value) == placements_of(X)
+    if key != MOMENTUM_NORM and not same:
         raise ValueError(
-            f"state_dict holds a {key!r} of shape {tuple(value.shape)} for a parameter of shape "
-            f"{global_shape(X)}: load a whole checkpoint of the same parameters."
+            f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
+            f"{placements_of(value)} for a parameter of shape {tuple(X.shape)} and placements "
+            f"{placements_of(X)}: load a whole checkpoint of the same parameters. A state moves "
+            f"between layouts through torch.distributed.checkpoint."
         )
     return value.detach().clone().to(X.device)

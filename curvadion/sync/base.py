@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch.distributed as dist
 
 from curvadion.comm.background import Background, no_background
+from curvadion.comm.members import Members
 from curvadion.update.inner_step import InnerStep
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
@@ -23,6 +24,9 @@ class Step(InnerStep):
     replicas: dist.ProcessGroup | None = None  # None for one replica
     local_steps: int = 0  # that replicas took by themselves since they last synchronised
     background: Callable[[], Background] = no_background  # does exchanges beside the training
+    members: Members | None = None  # the replicas, where they come and go
+    # Those of states beside the table of curvadion.update.state.
+    state_keys: Callable[[], Sequence[StateKey]] = tuple
 
     def take(self, **how: Any) -> None:
         """Take all batches, where nothing is to be done with each; how: as of :meth:`batches`."""
@@ -61,6 +65,7 @@ class Sync(ABC):
         delay: how many steps after an opening its result arrives. Above 0 openings do not wait for
             other replicas, and a replica whose gradient is not finite takes part.
         ends_drift: whether openings end the replicas' drift.
+        elastic: whether it works with replicas that come and go.
     """
 
     group_defaults: ClassVar[Mapping[str, Any]] = {
@@ -73,13 +78,17 @@ class Sync(ABC):
     sends_codes: ClassVar[bool] = False
     every_step: ClassVar[bool] = False
     message_format: ClassVar[int] = 0
+    elastic: ClassVar[bool] = False
     fragments_drifted: int = 0
     delay: int = 0
     ends_drift: bool = True
 
     @abstractmethod
-    def open_step(self, step: Step) -> None:
-        """Take a step at which the gate is open, the same on every replica. Collective."""
+    def open_step(self, step: Step) -> bool | None:
+        """Take a step at which the gate is open, the same on every replica. Collective.
+
+        Returns False if replicas that come and go did not synchronise: the next step tries again.
+        """
 
     def closed_step(self, step: Step) -> None:
         """Take a step at which the gate is closed; collective inside the replica."""
@@ -119,8 +128,20 @@ class Sync(ABC):
         Called before a first step, and again whenever there are new parameters or loaded states.
         """
 
-    def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
-        """Synchronise weights, for ``sends_codes``; collective. Returns openings it was worth."""
+    def after_join(self, parameters: Sequence[Parameter]) -> None:
+        """Note that weights, states and memory are another replica's, and weights its anchors."""
+
+    def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
+        """Take in an opening that this replica has missed, from another one's record of it."""
+        raise NotImplementedError
+
+    def sync_weights(
+        self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
+    ) -> int:
+        """Synchronise weights, for ``sends_codes``; collective. Returns openings it was worth.
+
+        keys: of states beside the table of curvadion.update.state.
+        """
         raise NotImplementedError
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:

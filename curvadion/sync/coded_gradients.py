@@ -100,7 +100,7 @@ class CodedGradients(Sync):
 
     def open_step(self, step: Step) -> None:
         if self._agree is False and step.number:
-            self.sync_weights(step.plan, step.replicas)
+            self.sync_weights(step.plan, step.replicas, step.state_keys())
         self._agree, self.fragments_drifted = True, 0
         parameters = step.plan.parameters
         if group_size(step.replicas) == 1:
@@ -111,9 +111,11 @@ class CodedGradients(Sync):
             coded_mean_([G[id(p)] for p in run], residuals, self.bits, step.replicas)
         step.take(gradients=G, directed=True)
 
-    def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
+    def sync_weights(
+        self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
+    ) -> int:
         """Average what was loaded and may be each replica's own; else they are equal."""
-        average_everything_(plan, replicas, self)
+        average_everything_(plan, replicas, self, keys)
         self._agree, self.fragments_drifted = True, 0
         return 0
 

@@ -87,7 +87,9 @@ def coded_mean_(
     more than the last call's residuals and their roundings. n ranks send 2 (n - 1) / n times
     :func:`message_bytes`, on average.
     """
-    codes = _exchanged(X, (), residuals, bits, group)
+    codes = None
+    if group is not None and group.size() > 1:
+        codes = exchanged(X, (), residuals, bits, group)
     if codes is None:
         for x, residual in zip(X, residuals, strict=True):
             x.add_(residual)
@@ -103,28 +105,6 @@ def coded_mean_(
         codes = codes[rows:]
 
 
-def add_coded_mean_(
-    X: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    residuals: Sequence[Tensor],
-    bits: int,
-    group: dist.ProcessGroup | None,
-) -> None:
-    """anchor <- anchor + mean over the group of (X - anchor), X <- anchor; as :func:`coded_mean_`.
-
-    anchors: float32 or wider, of X's shapes, the same bits on every rank.
-    """
-    codes = _exchanged(X, anchors, residuals, bits, group)
-    if codes is None:
-        for x, anchor, residual in zip(X, anchors, residuals, strict=True):
-            anchor.add_(moved_since(anchor, x).float() + residual)
-            residual.zero_()
-            x.copy_(anchor)
-        return
-    with record_function("curvadion.decode"):
-        ops.decode_add_(X, anchors, codes, bits)
-
-
 def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
     """x - anchor, which is taken as x's dtype holds it: the rounding to it is no movement."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -136,15 +116,19 @@ def message_bytes(sizes: Iterable[int], bits: int) -> int:
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
-def _exchanged(
+def exchanged(
     X: Sequence[Tensor],
     anchors: Sequence[Tensor],
     residuals: Sequence[Tensor],
     bits: int,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
 ) -> Tensor | None:
-    """The codes of the means, None if there is nothing to send; updates residuals."""
-    if group is None or group.size() == 1 or not any(r.numel() for r in residuals):
+    """The codes of the means of X - anchor over the group; updates residuals.
+
+    None if there is nothing to send. anchors: float32 or wider, of X's shapes, the same bits on
+    every rank; () for zeros.
+    """
+    if not any(r.numel() for r in residuals):
         return None
     message = encode(X, anchors, residuals, bits, group)
     message.exchange_(group)

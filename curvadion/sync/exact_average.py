@@ -43,17 +43,16 @@ def average_everything_(
     plan: Plan,
     replicas: dist.ProcessGroup | None,
     sync: Sync,
+    keys: Sequence[StateKey],
     kept: Sequence[Parameter] = (),
-    keys: Sequence[StateKey] | None = None,
 ) -> None:
     """Replace weights, but for those of ``kept``, and replicas' own state by their means.
 
-    keys: those of states beside the table of curvadion.update.state; None for the sync's.
+    keys: those of states beside the table of curvadion.update.state.
     """
     before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
     sync.before_average(ready.parameters)
-    keys = sync.state_keys if keys is None else keys
     states = [local(x) for p in ready.parameters for x in averaged(p.state, keys).values()]
     average_([*(p.local for p in plan.parameters), *states], _counters(ready), replicas)
     for X, weights in before:

@@ -14,15 +14,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
 
-from curvadion import checks
+from curvadion import checks, ops
 from curvadion.comm.collectives import checksum, divide, group_size
+from curvadion.comm.members import Members, Opening
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
 from curvadion.sync import corrections
@@ -30,12 +33,13 @@ from curvadion.sync.base import Costs, Step, Sync
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
-    add_coded_mean_,
     bits_of_weights,
     check_bits,
     check_residual_dtype,
     coded_together,
+    exchanged,
     message_bytes,
+    moved_since,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
 from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
@@ -83,6 +87,7 @@ class QuantizedAverage(Sync):
         StateKey(DUE, Owner.SYNC, passing=True),
     )
     sends_codes = True
+    elastic = True
     message_format = FORMAT
 
     def __init__(
@@ -119,6 +124,10 @@ class QuantizedAverage(Sync):
         self._sent_rates: list[list[float]] = []
         self._under_way = UnderWay()
         self._expecting = True  # a loaded state may hold means that are to be added
+        # Where replicas come and go: this one's steps since the anchor, by fragment, and how many
+        # replicas the residuals are to be divided by.
+        self._moved: list[int] = []
+        self._among = 0
 
     @property
     def count(self) -> int:
@@ -138,6 +147,7 @@ class QuantizedAverage(Sync):
         if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
             self._rates = [_largest(self._rates) for _ in range(count)]
             self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
+            self._moved = [max(self._moved, default=0)] * count
         return Costs(message_bytes(chain.from_iterable(shards), self.bits) / count, count)
 
     def look_ahead(self, period: float) -> float:
@@ -158,18 +168,20 @@ class QuantizedAverage(Sync):
     def closed_step(self, step: Step) -> None:
         self._step(step, None)
 
-    def open_step(self, step: Step) -> None:
+    def open_step(self, step: Step) -> bool | None:
+        if step.members is not None:
+            return self._open_with(step.members, step)
         fragment = self.next_fragment
         self._step(step, fragment)
         self.next_fragment = (fragment + 1) % max(1, self.count)
         if not self.delay:
             self.fragments_drifted = max(0, self.fragments_drifted - 1)
+        return None
 
     def _step(self, step: Step, sending: int | None) -> None:
         """A step of the replica's own; means arrive that are due, and a fragment is sent."""
         plan, of = step.plan, self._fragment_of
-        self.fragments_drifted = self.count
-        self._count_rates(plan)
+        self._count(plan)
         going = [fragment == sending for fragment in of]
         # A budget may open sooner than means arrive.
         self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
@@ -200,8 +212,10 @@ class QuantizedAverage(Sync):
         if measures:
             plan.measure_momenta()
 
-    def _count_rates(self, plan: Plan) -> None:
-        """Add the step's learning rates to what each fragment has taken since its anchor."""
+    def _count(self, plan: Plan) -> None:
+        """Add a step and its learning rates to what each fragment has taken since its anchor."""
+        self.fragments_drifted = self.count
+        self._moved = [moved + 1 for moved in self._moved]
         rates = {g: float(group["lr"]) for g, group in plan.groups.items()}
         for sums in self._rates:
             sums.extend([0.0] * (max(rates, default=-1) + 1 - len(sums)))
@@ -214,7 +228,9 @@ class QuantizedAverage(Sync):
         self._expecting = bool(expected)
         return {p for p, due in expected if due <= step.number}
 
-    def sync_weights(self, plan: Plan, replicas: dist.ProcessGroup | None) -> int:
+    def sync_weights(
+        self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
+    ) -> int:
         self._arrive_all(plan.parameters)
         openings, count = self.fragments_drifted, max(1, self.count)
         drifted = {(self.next_fragment + i) % count for i in range(openings)}
@@ -257,18 +273,30 @@ class QuantizedAverage(Sync):
 
     def _agree(self, batch: Batch, replicas: dist.ProcessGroup | None, rate: Rate | None) -> None:
         """Agree on the weights of a batch, then correct momenta and weights if there is a rate."""
-        plan = batch.plan
-        if group_size(replicas) == 1:
-            self._anchor(plan.parameters)
+        if replicas is None or group_size(replicas) == 1:
+            self._anchor(batch.plan.parameters)
             return
+        runs = list(coded_together(batch.plan.parameters, self.bits))
+        codes = []
+        for run in runs:
+            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
+            X = [p.local for p in run]
+            codes.append(exchanged(X, anchors, residuals, self.bits, replicas))
+        self._take_in(batch, codes, rate)
+
+    def _take_in(self, batch: Batch, codes: Sequence[Tensor | None], rate: Rate | None) -> None:
+        """Move the anchors of a batch by the means in codes, and weights there; then correct."""
+        plan = batch.plan
         taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
         batch.taken = None  # directions take memory, and are used once
         own = [] if taken is None else copies_of(taken.stacks, weights)
         corrected = rate is not None and self.polar_correction
         before = copies_of(plan.stacks, anchor_of) if corrected else []
-        for run in coded_together(plan.parameters, self.bits):
-            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
-            add_coded_mean_([p.local for p in run], anchors, residuals, self.bits, replicas)
+        for run, means in zip(coded_together(plan.parameters, self.bits), codes, strict=True):
+            if means is not None:
+                with record_function("curvadion.decode"):
+                    X = [p.local for p in run]
+                    ops.decode_add_(X, list(map(anchor_of, run)), means, self.bits)
         if rate is not None and taken is not None:
             corrections.subtract_from_(taken.stacks, weights, own)
             corrections.align_momenta_(taken, own, self.spectrum_decay, rate)
@@ -276,6 +304,98 @@ class QuantizedAverage(Sync):
         if rate is not None and corrected:
             corrections.subtract_from_(plan.stacks, anchor_of, before)
             corrections.correct_polar_(plan, before, rate)
+
+    # ---------------------------------------------------------------- replicas that come and go
+
+    def _open_with(self, members: Members, step: Step) -> bool:
+        """A step, then an opening that the members present write once all of them can.
+
+        Directions and the codes of all batches are held until then; a residual is put back if one
+        cannot. Means are weighted by the steps that each has taken.
+        """
+        plan, fragment = step.plan, self.next_fragment
+        if not step.rests:
+            self._count(plan)
+        going = [of == fragment for of in self._fragment_of]
+        stay, go = plan.select([not goes for goes in going]), plan.select(going)
+        parts = [part for part in (stay, go) if part.parameters]
+        batches = [replace(b) for b in step.batches(*parts)]  # a batch loses its directions
+        batches = [batch for batch in batches if batch.part is go]
+        opening = members.begin()
+        if opening.fresh:  # what has been stepped is gone, and another fragment may be next
+            fragment = self.next_fragment
+            go = plan.select([of == fragment for of in self._fragment_of])
+            batches = [Batch(go, chosen, None) for chosen in go.batches]
+        kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
+        codes: list[list[Tensor | None]] = []
+        rates, failed, among = list(self._rates[fragment]), False, self._among
+        try:
+            weight = 0.0 if opening.fresh else float(self._moved[fragment])
+            told = opening.gather([weight, *rates])
+            rates = [max(each) for each in zip(*(own[1:] for own in told), strict=True)]
+            among, total = len(told), sum(own[0] for own in told)
+            share = weight * among / total if total else 1.0
+            for batch in batches:
+                runs = coded_together(batch.plan.parameters, self.bits)
+                codes.append([self._send_share(run, share, among, opening) for run in runs])
+        except RuntimeError:  # a member was lost
+            failed = True
+        flat = [None if c is None else c.cpu() for each in codes for c in each]
+        record = {"fragment": fragment, "rates": rates, "codes": flat, "among": among}
+        if not opening.commit(failed=failed, record=record):
+            for residual, before in kept:
+                residual.copy_(before)
+            if step.norms is not None:
+                plan.measure_momenta()
+            return False
+        self._among = among
+        rate = self._shared_rate(fragment, rates) if step.directed else None
+        for batch, means in zip(batches, codes, strict=True):
+            self._take_in(batch, means, rate)
+        self._rates[fragment], self._moved[fragment] = [], 0
+        self.next_fragment = (fragment + 1) % max(1, self.count)
+        self.fragments_drifted = max(0, self.fragments_drifted - 1)
+        if step.norms is not None:
+            plan.measure_momenta()
+        return True
+
+    def _send_share(
+        self, run: Sequence[Parameter], share: float, among: int, opening: Opening
+    ) -> Tensor | None:
+        """The codes of the mean, of which this replica's part is ``share`` of an equal one."""
+        anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
+        X = [p.local for p in run]
+        if self._among and self._among != among:  # residuals are parts of a mean of so many
+            torch._foreach_mul_(residuals, among / self._among)
+        if share == 1.0:
+            return exchanged(X, anchors, residuals, self.bits, opening.group)
+        owed = [moved_since(a, x) + e for a, x, e in zip(anchors, X, residuals, strict=True)]
+        sent = [share * z for z in owed]
+        torch._foreach_zero_(residuals)
+        codes = exchanged(sent, (), residuals, self.bits, opening.group)
+        for e, z in zip(residuals, owed, strict=True):
+            e.copy_(e / share if share else e + z)
+        return codes
+
+    def _shared_rate(self, fragment: int, rates: list[float]) -> Rate:
+        return lambda p: rates[p.position] if p.position < len(rates) else 0.0
+
+    def after_join(self, parameters: Sequence[Parameter]) -> None:
+        self._moved, self.fragments_drifted = [0] * len(self._moved), 0
+
+    def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
+        """X <- X + D, anchor <- anchor + D: what this replica has moved stays its own."""
+        fragment, codes = record["fragment"], iter(record["codes"])
+        for chosen in plan.select([of == fragment for of in self._fragment_of]).batches:
+            before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
+            count = len(list(coded_together(chosen.parameters, self.bits)))
+            means = [None if c is None else c.to(plan.device) for c in islice(codes, count)]
+            directed = any(p.matrices for p in chosen.parameters)
+            rate = self._shared_rate(fragment, record["rates"]) if directed else None
+            self._take_in(Batch(chosen, chosen, None), means, rate)
+            for p, own in before:
+                p.local.add_(own)
+        self.next_fragment = (fragment + 1) % max(1, self.count)
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
         self._arrive_all(parameters)
@@ -299,7 +419,8 @@ class QuantizedAverage(Sync):
     def state_dict(self) -> dict[str, Any]:
         own = {"next_fragment": self.next_fragment, "dealt": self._dealt}
         rates = {"rates": self._rates, "sent_rates": self._sent_rates}
-        return {**super().state_dict(), **own, **rates}
+        elastic = {"moved": self._moved, "among": self._among}
+        return {**super().state_dict(), **own, **rates, **elastic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -307,6 +428,7 @@ class QuantizedAverage(Sync):
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
         self._rates = [list(sums) for sums in state["rates"]]
         self._sent_rates = [list(sums) for sums in state["sent_rates"]]
+        self._moved, self._among = list(state["moved"]), state["among"]
 
     def after_load(self) -> None:
         self._under_way, self._expecting = UnderWay(), True

@@ -81,22 +81,29 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, object]:
 
 def _plain(value: Any) -> Any:
     """Numbers as they are; of tensors the number, unless the host would have to wait for it."""
-    if isinstance(value, list):  # may be changed in place
-        return tuple(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
     if not isinstance(value, Tensor):
         return value
     return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
 
 
 def listing(
-    param_groups: Sequence[Mapping[str, Any]], plan: Plan, more: Mapping[str, object]
+    param_groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Tensor, Mapping[str, Any]],
+    plan: Plan,
+    more: Mapping[str, object],
 ) -> Listing:
     """Everything that must be equal on all replicas, each with what an error calls it."""
     listed: Listing = []
     for g, group in enumerate(param_groups):
         listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
     for i, p in enumerate(plan.parameters):
-        dtypes = {key: str(local(t).dtype) for key, t in p.state.items() if isinstance(t, Tensor)}
+        dtypes = {
+            key: str(local(t).dtype)
+            for key, t in states.get(p.X, {}).items()
+            if isinstance(t, Tensor)
+        }
         listed.append((f"parameter {i}", f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"))
         listed.append((f"the state of {p.name}", repr(sorted(dtypes.items()))))
     # Memories follow from what was changed, so an error names them last.

@@ -80,7 +80,9 @@ def averaged(
     return {
         name: tensor
         for name, tensor in sorted(state.items())
-        if (key := key_of(name, more)) is not None
+        if isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and (key := key_of(name, more)) is not None
         and key.owner is Owner.REPLICA
         and (name == "step") == counters
     }

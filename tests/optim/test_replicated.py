@@ -32,6 +32,7 @@ from curvadion import (
     clip_grad_norm_,
 )
 from curvadion.integrations import fsdp
+from curvadion.optim import outer
 
 
 def muon_beside_adamw(model):
@@ -359,3 +360,90 @@ def test_a_group_for_one_of_several_optimizers_needs_that_one():
     _, optimizer, _ = build("Muon beside AdamW")
     with pytest.raises(ValueError, match=r"optimizer.inner\[i\].add_param_group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+# -------------------------------------------------------------------- replicas that differ
+
+
+class Adaptive(torch.optim.SGD):
+    """Changes a key of its groups by what it sees, as Prodigy does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["d"] = group.get("d", 1.0) + float(group["params"][0].abs().sum())
+
+
+def uneven(rank, how):
+    """Steps in which the first replica alone uses the embedding, or that adapt to what they see."""
+    model = toy.model()
+    kind = Adaptive if how == "adaptive" else torch.optim.SGD
+    inner = kind(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = Replicated(inner, replicas=dist.group.WORLD, gate=FixedPeriod(2))
+    for step in range(5):
+        optimizer.zero_grad()
+        toy.loss(model, step, rank).backward()
+        if how == "lacking" and rank:
+            model.embedding.weight.grad = None
+        if how == "frozen" and step == 3:
+            optimizer.synchronize()
+            model.embedding.weight.requires_grad_(False)  # and its gradient remains
+            frozen = model.embedding.weight.detach().clone()
+        optimizer.step()
+    optimizer.synchronize()
+    if how == "frozen":
+        assert model.embedding.weight.equal(frozen)
+    if how == "lacking":
+        with pytest.raises(RuntimeError, match="states of different parameters"):
+            optimizer.synchronize(exact=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        toy.train(model, optimizer, range(5, 8), rank)  # compared anew
+    return optimizer.drift()
+
+
+@pytest.mark.parametrize("how", ["lacking", "adaptive", "frozen"])
+def test_replicas_may_differ_in_what_is_theirs(how):
+    assert all(drift < 1 for drift in distributed.run(2, uneven, how))
+
+
+def gather_states(rank, options):
+    """Drift after replicas that each loaded a state of their own go on with coded gradients."""
+    model = toy.model()
+    before = CurvaDion(
+        toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(3), max_local_steps=None,
+        sync=QuantizedAverage(), **options,
+    )  # fmt: skip
+    toy.train(model, before, range(3), rank)
+    after = CurvaDion(
+        toy.groups(model), replicas=dist.group.WORLD, sync=CodedGradients(), **options
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        after.load_state_dict(before.state_dict())
+    toy.train(model, after, range(3, 6), rank)
+    return after.drift()
+
+
+def test_coded_gradients_begin_with_means_of_all_states_of_directions():
+    assert distributed.run(2, gather_states, {"direction": "normuon"}) == [0.0, 0.0]
+
+
+def spoilt(rank):
+    outer.RUNS_AHEAD = ("cpu",)  # as on a GPU
+    try:
+        model, optimizer, _ = build("AdamW", dist.group.WORLD)
+        for step in range(4):
+            optimizer.zero_grad()
+            toy.loss(model, step, rank).backward()
+            if step == 1 and rank:
+                model.linear.weight.grad.fill_(math.nan)
+            optimizer.step()
+        assert all(p.isfinite().all() for p in model.parameters())
+    finally:
+        outer.RUNS_AHEAD = ("cuda",)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_optimizer_inside():
+    distributed.run(2, spoilt)

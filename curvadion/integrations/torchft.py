@@ -1,0 +1,274 @@
+"""Replicas that come and go, through torchft (torchft >= 0.2): ``pip install torchft``.
+
+torchft's Lighthouse knows who is alive; here an opening is a transaction of those who are. Start
+``torchft_lighthouse`` once, and every replica with ``TORCHFT_LIGHTHOUSE`` in its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torchft.checkpointing.http_transport import HTTPTransport
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from curvadion import checks
+from curvadion.comm.members import Members, Opening
+from curvadion.optim.handover import hand_over, take_over
+from curvadion.optim.outer import ReplicaOptimizer
+
+RETRY_AFTER = 0.1  # seconds
+
+
+class Replicas(Members):
+    """Replicas that may die and come back: ``replicas=Replicas()`` of CurvaDion or Replicated.
+
+    Call :meth:`start` before the training loop::
+
+        replicas = curvadion.integrations.torchft.Replicas()
+        optimizer = curvadion.CurvaDion(groups, lr=0.02, replicas=replicas, wire_budget=0.01)
+        replicas.start(optimizer, scheduler=scheduler)
+
+    If a member is lost at an opening, nothing of it is written on any other: weights, momenta and
+    residuals stay as they are, and the next step opens again with those who are left. A replica
+    that comes takes anchors, momenta, counters, gate and schedulers from another one. A replica
+    that is late takes the means that it has missed, and keeps what it has learned since.
+
+    Args:
+        min_replicas: an opening waits until so many are there.
+        timeout: seconds after which an exchange counts as failed.
+        quorum_timeout: seconds after which an opening raises an error because others did not come.
+            Longer than the slowest replica takes from one opening to the next.
+        kept: how many openings' means a member keeps for late ones; each takes ``bits`` an element
+            of CPU memory.
+        device: of the weights; None takes the current accelerator, or the CPU.
+
+    Attributes:
+        events: what happened, a list of (seconds since the epoch, text).
+
+    Raises:
+        TypeError, ValueError: naming the argument and its value.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_replicas: int = 1,
+        timeout: float = 30.0,
+        quorum_timeout: float = 600.0,
+        kept: int = 8,
+        device: torch.device | str | None = None,
+    ) -> None:
+        checks.integer("min_replicas", min_replicas, 1)
+        checks.integer("kept", kept, 0)
+        for name, seconds in (("timeout", timeout), ("quorum_timeout", quorum_timeout)):
+            checks.number(name, seconds, least=1e-3)
+        self.events: list[tuple[float, str]] = []
+        self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
+        self._stateful: dict[str, Any] = {}
+        self._optimizer: ReplicaOptimizer | None = None
+        self._ready: Opening | None = None
+        self._fresh, self._present = False, 0
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        limit = timedelta(seconds=timeout)
+        cuda = self._device.type == "cuda"
+        self._group: ProcessGroup = (ProcessGroupNCCL if cuda else ProcessGroupGloo)(timeout=limit)
+        self._manager = Manager(
+            pg=self._group,
+            load_state_dict=self._load,
+            state_dict=self._save,
+            min_replica_size=min_replicas,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=timedelta(seconds=quorum_timeout),
+            checkpoint_transport=_Transport(limit, self),
+            **_environment(),
+        )
+
+    def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
+        """Join the run: begin it, or take over where another replica is; before the first step.
+
+        Args:
+            optimizer: the one that these replicas were given to.
+            stateful: what else a newcomer takes over, with ``state_dict`` and ``load_state_dict``,
+                such as a scheduler; of a torch.nn.Module the buffers.
+        """
+        if optimizer._replicas.members is not self:
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__} has other replicas: pass replicas= to it."
+            )
+        self._optimizer, self._stateful = optimizer, stateful
+        optimizer._create_states(optimizer._present_plan())
+        while True:
+            opening = self.begin()
+            if self._manager.current_step() == 0:  # nobody has begun
+                joined = opening.commit(failed=False, record={})
+            else:
+                self._ready = opening
+                joined = optimizer.open_without_step()
+            if joined:
+                return
+            time.sleep(RETRY_AFTER)
+
+    def begin(self) -> Opening:
+        """Meet the members that are present; weights and states may change by a peer's."""
+        if (ready := self._ready) is not None:
+            self._ready = None
+            return ready
+        if self._optimizer is None:
+            raise RuntimeError("replicas=Replicas(): call replicas.start(optimizer) before step().")
+        self._fresh = False
+        self._manager.start_quorum()
+        present = self._manager.num_participants()
+        if present != self._present:
+            self._note(f"{present} members instead of {self._present}")
+        self._present = present
+        return _Opening(self)
+
+    def close(self) -> None:
+        """Leave the run, so that others need not notice by a timeout."""
+        self._manager.shutdown(wait=False)
+        self._group.shutdown()
+
+    def _note(self, text: str) -> None:
+        self.events.append((time.time(), text))
+
+    # ---------------------------------------------------------------- handing over
+
+    def _save(self) -> dict[str, Any]:
+        assert self._optimizer is not None
+        more = {name: _state_of(one) for name, one in self._stateful.items()}
+        return {
+            "history": list(self._history),
+            "whole": {"optimizer": hand_over(self._optimizer), "stateful": more},
+        }
+
+    def _load(self, given: dict[str, Any]) -> None:
+        assert self._optimizer is not None
+        if "missed" in given:
+            plan = self._optimizer._present_plan()
+            for record in given["missed"]:
+                self._optimizer.sync.catch_up(plan, record)
+            self._note(f"caught up with {len(given['missed'])} openings")
+            self._history.clear()
+            return
+        for name, state in given["whole"]["stateful"].items():
+            _load_into(self._stateful[name], state)
+        take_over(self._optimizer, given["whole"]["optimizer"])
+        self._history.clear()
+        self._fresh = True
+        self._note("took over from another replica")
+
+    def __repr__(self) -> str:
+        return "Replicas()"
+
+
+class _Opening(Opening):
+    """An opening of torchft's quorum."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas, self._manager = replicas, replicas._manager
+        self.fresh = replicas._fresh
+
+    @property
+    def group(self) -> dist.ProcessGroup:  # type: ignore[override]
+        # The wrapper's rank is 0 on every replica.
+        group: dist.ProcessGroup = self._replicas._group.parent
+        return group
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        self._raise_if_broken()
+        device = self._replicas._device
+        own = torch.tensor(list(numbers), dtype=torch.float64, device=device)
+        told = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(told, own, group=self.group)
+        return [each.tolist() for each in told]
+
+    def _raise_if_broken(self) -> None:
+        if (error := self._manager.errored()) is not None:
+            raise RuntimeError(f"the members could not meet: {error.original_exception}")
+
+    def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
+        if not failed:
+            try:  # an exchange may have succeeded here and failed elsewhere
+                self._raise_if_broken()
+                broken = torch.zeros(1, dtype=torch.int32, device=self._replicas._device)
+                dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=self.group)
+            except RuntimeError:
+                failed = True
+        if failed:
+            self._manager.report_error(RuntimeError("a member was lost at an opening"))
+        number = self._manager.current_step()
+        committed = bool(self._manager.should_commit())
+        if not committed:
+            self._replicas._note("an opening failed: nothing of it was written")
+        elif record:
+            self._replicas._history.append((number, record))
+        return committed
+
+
+class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
+    """Serves the means of the last openings, and everything for whom they do not suffice."""
+
+    def __init__(self, timeout: timedelta, replicas: Replicas) -> None:
+        super().__init__(timeout, num_chunks=0)
+        self._replicas = replicas
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        own = dict(state_dict["user"]["default"])
+        history = own.pop("history")
+        self._chunks = [
+            [history, state_dict["torchft"]],
+            [{**state_dict, "user": {"default": own}}],
+        ]
+        self.allow_checkpoint(step)
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        address = f"{metadata}{step}"
+        history, counters = self._load_from_address(f"{address}/0", timeout)
+        here, there = self._replicas._manager.current_step(), dict(history)
+        if here > 0 and all(number in there for number in range(here, step)):
+            missed = [there[number] for number in range(here, step)]
+            return {"user": {"default": {"missed": missed}}, "torchft": counters}
+        [whole] = self._load_from_address(f"{address}/1", timeout)
+        return whole
+
+
+def _environment() -> dict[str, Any]:
+    """Manager's arguments that torchrun would set, for a replica of one process."""
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        return {"replica_id": os.environ.get("REPLICA_GROUP_ID")}
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    _stores.append(store)  # lives as long as the process
+    address = socket.gethostname()
+    return {"rank": 0, "world_size": 1, "store_addr": address, "store_port": store.port}
+
+
+_stores: list[TCPStore] = []
+
+
+def _state_of(one: Any) -> Any:
+    if isinstance(one, nn.Module):
+        return {name: buffer.cpu() for name, buffer in one.named_buffers()}
+    return one.state_dict()
+
+
+def _load_into(one: Any, state: Any) -> None:
+    if not isinstance(one, nn.Module):
+        one.load_state_dict(state)
+        return
+    buffers: dict[str, Tensor] = dict(one.named_buffers())
+    for name, value in state.items():
+        buffers[name].copy_(value)

@@ -1,0 +1,71 @@
+"""What a replica that comes gets from another one: anchors, states and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion.layout.dtensor import is_dtensor, local
+from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.record import load_memory, parse_record
+from curvadion.sync.under_way import DUE, MEAN, SENT
+from curvadion.sync.verify import settings_of
+from curvadion.update.parameter import Parameter
+from curvadion.update.state import ANCHOR, RESIDUAL
+
+OWN = (RESIDUAL, SENT, MEAN, DUE)  # what a replica keeps for itself
+
+
+def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
+    """What :func:`take_over` takes: this rank's shards, on the CPU, which share memory there."""
+    states = [
+        {
+            key: local(value).cpu() if isinstance(value, Tensor) else value
+            for key, value in p.state.items()
+            if key not in OWN
+        }
+        for p in optimizer._present_plan().parameters
+    ]
+    groups = [settings_of(group) for group in optimizer.param_groups]
+    return {"states": states, "groups": groups, "record": optimizer._record()}
+
+
+@torch.no_grad()
+def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
+    """Go on where another replica is: its anchors become weights, and nothing is owed."""
+    parameters = optimizer._present_plan().parameters
+    for p, state in zip(parameters, given["states"], strict=True):
+        for key, value in state.items():
+            _put(optimizer, p, key, value)
+        p.local.copy_(local(p.state[ANCHOR]))
+        local(p.state[RESIDUAL]).zero_()
+    for group, settings in zip(optimizer.param_groups, given["groups"], strict=True):
+        for key, value in settings.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+    held = parse_record(given["record"])
+    load_memory("gate", optimizer.gate, held.gate)
+    load_memory("sync", optimizer.sync, held.sync)
+    optimizer.progress = held.progress
+    optimizer.progress.local_steps = 0
+    optimizer.sync.after_join(parameters)
+
+
+def _put(optimizer: ReplicaOptimizer, p: Parameter, key: str, value: Any) -> None:
+    held = p.state.get(key)
+    if not isinstance(value, Tensor):
+        optimizer._put_state(p, key, value)
+    elif isinstance(held, Tensor) and local(held).shape == value.shape:
+        local(held).copy_(value)
+    elif is_dtensor(p.X) and value.shape == p.local.shape:
+        made = torch.zeros_like(p.X, dtype=value.dtype)
+        local(made).copy_(value)
+        optimizer._put_state(p, key, made)
+    else:
+        device = value.device if not value.dim() else p.local.device  # as torch's step counters
+        optimizer._put_state(p, key, value.clone().to(device))
