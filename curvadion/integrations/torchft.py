@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -45,16 +46,22 @@ class Replicas(Members):
     that is late takes the means that it has missed, and keeps what it has learned since.
 
     Args:
+        begins: whether to begin a run where none is found. None takes False in a process that
+            torchrun has restarted: others may only be too late to be found.
         min_replicas: an opening waits until so many are there.
         timeout: seconds after which an exchange counts as failed.
         quorum_timeout: seconds after which an opening raises an error because others did not come.
             Longer than the slowest replica takes from one opening to the next.
         kept: how many openings' means a member keeps for late ones; each takes ``bits`` an element
             of CPU memory.
+        replica_id: a name for logs, by which members are sorted; None takes REPLICA_GROUP_ID of the
+            environment, or a random one.
         device: of the weights; None takes the current accelerator, or the CPU.
 
     Attributes:
         events: what happened, a list of (seconds since the epoch, text).
+        openings: how many openings have been written since the run began.
+        present: how many members the last one had.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -63,22 +70,28 @@ class Replicas(Members):
     def __init__(
         self,
         *,
+        begins: bool | None = None,
         min_replicas: int = 1,
         timeout: float = 30.0,
         quorum_timeout: float = 600.0,
         kept: int = 8,
+        replica_id: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         checks.integer("min_replicas", min_replicas, 1)
         checks.integer("kept", kept, 0)
         for name, seconds in (("timeout", timeout), ("quorum_timeout", quorum_timeout)):
             checks.number(name, seconds, least=1e-3)
+        if begins is None:
+            begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self._begins = begins
         self.events: list[tuple[float, str]] = []
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
         self._stateful: dict[str, Any] = {}
         self._optimizer: ReplicaOptimizer | None = None
         self._ready: Opening | None = None
-        self._fresh, self._present = False, 0
+        self._fresh, self.present = False, 0
+        self._chain = 0  # a checksum of all means so far: anchors are the same where it is
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         limit = timedelta(seconds=timeout)
         cuda = self._device.type == "cuda"
@@ -89,9 +102,11 @@ class Replicas(Members):
             state_dict=self._save,
             min_replica_size=min_replicas,
             use_async_quorum=False,
+            init_sync=begins,
             timeout=limit,
             quorum_timeout=timedelta(seconds=quorum_timeout),
             checkpoint_transport=_Transport(limit, self),
+            replica_id=replica_id or os.environ.get("REPLICA_GROUP_ID"),
             **_environment(),
         )
 
@@ -111,11 +126,11 @@ class Replicas(Members):
         optimizer._create_states(optimizer._present_plan())
         while True:
             opening = self.begin()
-            if self._manager.current_step() == 0:  # nobody has begun
-                joined = opening.commit(failed=False, record={})
-            else:
+            if self.openings:
                 self._ready = opening
                 joined = optimizer.open_without_step()
+            else:  # nobody has begun, or who has is between openings
+                joined = self._begins and opening.commit(failed=False, record={})
             if joined:
                 return
             time.sleep(RETRY_AFTER)
@@ -130,10 +145,14 @@ class Replicas(Members):
         self._fresh = False
         self._manager.start_quorum()
         present = self._manager.num_participants()
-        if present != self._present:
-            self._note(f"{present} members instead of {self._present}")
-        self._present = present
+        if present != self.present:
+            self._note(f"{present} members instead of {self.present}")
+        self.present = present
         return _Opening(self)
+
+    @property
+    def openings(self) -> int:
+        return int(self._manager.current_step())
 
     def close(self) -> None:
         """Leave the run, so that others need not notice by a timeout."""
@@ -150,7 +169,11 @@ class Replicas(Members):
         more = {name: _state_of(one) for name, one in self._stateful.items()}
         return {
             "history": list(self._history),
-            "whole": {"optimizer": hand_over(self._optimizer), "stateful": more},
+            "whole": {
+                "optimizer": hand_over(self._optimizer),
+                "stateful": more,
+                "chain": self._chain,
+            },
         }
 
     def _load(self, given: dict[str, Any]) -> None:
@@ -159,15 +182,19 @@ class Replicas(Members):
             plan = self._optimizer._present_plan()
             for record in given["missed"]:
                 self._optimizer.sync.catch_up(plan, record)
+                self._chain = record["chain"]
             self._note(f"caught up with {len(given['missed'])} openings")
             self._history.clear()
             return
         for name, state in given["whole"]["stateful"].items():
             _load_into(self._stateful[name], state)
         take_over(self._optimizer, given["whole"]["optimizer"])
+        self._chain = given["whole"]["chain"]
         self._history.clear()
         self._fresh = True
-        self._note("took over from another replica")
+        states = given["whole"]["optimizer"]["states"]
+        size = sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor))
+        self._note(f"took over from another replica: {size} bytes")
 
     def __repr__(self) -> str:
         return "Replicas()"
@@ -179,6 +206,7 @@ class _Opening(Opening):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas, self._manager = replicas, replicas._manager
         self.fresh = replicas._fresh
+        self._strayed = False  # whether most members have other anchors
 
     @property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
@@ -189,10 +217,16 @@ class _Opening(Opening):
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         self._raise_if_broken()
         device = self._replicas._device
-        own = torch.tensor(list(numbers), dtype=torch.float64, device=device)
+        chain = float(self._replicas._chain)
+        own = torch.tensor([chain, *numbers], dtype=torch.float64, device=device)
         told = [torch.empty_like(own) for _ in range(self.group.size())]
         dist.all_gather(told, own, group=self.group)
-        return [each.tolist() for each in told]
+        chains, *columns = zip(*(each.tolist() for each in told), strict=True)
+        if len(set(chains)) > 1:
+            # Some opened while others were not to be found. The larger part goes on.
+            self._strayed = max(chains, key=chains.count) != chain
+            raise RuntimeError("members hold different anchors")
+        return [list(numbers) for numbers in zip(*columns, strict=True)]
 
     def _raise_if_broken(self) -> None:
         if (error := self._manager.errored()) is not None:
@@ -210,10 +244,18 @@ class _Opening(Opening):
             self._manager.report_error(RuntimeError("a member was lost at an opening"))
         number = self._manager.current_step()
         committed = bool(self._manager.should_commit())
-        if not committed:
-            self._replicas._note("an opening failed: nothing of it was written")
+        replicas = self._replicas
+        if self._strayed:
+            # torchft then gives everything to this replica at the next opening.
+            self._manager.load_state_dict({"step": 0, "batches_committed": 0})
+            replicas._note("others hold different anchors: will take over theirs")
+        elif not committed:
+            replicas._note("an opening failed: nothing of it was written")
         elif record:
-            self._replicas._history.append((number, record))
+            for codes in record["codes"]:
+                if codes is not None:
+                    replicas._chain = zlib.crc32(codes.numpy().tobytes(), replicas._chain)
+            replicas._history.append((number, {**record, "chain": replicas._chain}))
         return committed
 
 
@@ -249,7 +291,7 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
 def _environment() -> dict[str, Any]:
     """Manager's arguments that torchrun would set, for a replica of one process."""
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        return {"replica_id": os.environ.get("REPLICA_GROUP_ID")}
+        return {}  # torchrun has set them
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     _stores.append(store)  # lives as long as the process
     address = socket.gethostname()

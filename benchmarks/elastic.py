@@ -1,0 +1,232 @@
+"""Train while replicas are killed, come back or are slow; record who agreed, who waited, the loss.
+
+    python benchmarks/elastic.py --kills 50 --out benchmarks/results/elastic/kills.json
+
+Each replica is a process; SIGKILL takes one or two at random moments, and they start again a little
+later. The run ends when all replicas together have taken --total steps, so that losses compare at
+equal tokens. At every opening each replica notes a digest of its anchors: all that took part in an
+opening must have the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
+
+import torch
+
+from command_line import option, parse
+from corpora import text
+from grids import SIZES
+from token_data import TrainingBatches, validation_batches
+
+PRELOADED = ["torch", "curvadion", "curvadion.integrations.torchft", "corpora", "gpt", "numpy"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a small GPT on replicas that come and go."""
+
+    replicas: int = option(4, "processes")
+    kills: int = option(0, "how many replicas are killed, one or two at once")
+    every: float = option(2.5, "seconds from one kill to the next, on average")
+    away: float = option(2.0, "seconds until a killed one starts again, on average")
+    slow: float = option(1.0, "how many times as long a step of the last replica takes")
+    pause: float = option(0.0, "seconds that each replica sleeps in a step, as if it computed")
+    join_timeout: float = option(2.0, "seconds that an opening waits for members who are alive")
+    total: int = option(4000, "steps of all replicas together")
+    period: int = option(6, "steps from one opening to the next")
+    optimizer: str = option("curvadion", "or adamw, inside Replicated")
+    lr: float = option(0.04, "of matrices; of AdamW a tenth")
+    seed: int = option(0, "of weights, data and kills")
+    out: str = option("runs/elastic.json", "the record")
+
+
+def replica(
+    slot: int,
+    address: str,
+    folder: str,
+    steps: Any,
+    joined: Any,
+    options: Options,
+    again: bool,
+) -> None:
+    """One replica, until all together have taken enough steps."""
+    import logging
+
+    import curvadion
+    from curvadion.integrations.torchft import Replicas
+
+    logging.disable(logging.WARNING)
+    os.environ["TORCHFT_LIGHTHOUSE"] = address
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    task = SIZES["small"]
+    training, _ = text("python", task.data_bytes)
+    batches = TrainingBatches(training, task.context, task.batch_size, options.replicas, 1, 0)
+    model = task.model()
+    replicas = Replicas(
+        begins=not again, timeout=5.0, quorum_timeout=60.0, replica_id=f"replica_{slot}"
+    )
+    gate = curvadion.FixedPeriod(options.period)
+    optimizer: Any
+    if options.optimizer == "adamw":
+        inner = torch.optim.AdamW(model.parameters(), lr=options.lr / 10)
+        optimizer = curvadion.Replicated(inner, replicas=replicas, gate=gate)
+    else:
+        optimizer = curvadion.CurvaDion(
+            curvadion.param_groups(model, elementwise_lr=options.lr / 2),
+            lr=options.lr,
+            replicas=replicas,
+            gate=gate,
+            sync=curvadion.QuantizedAverage(),
+        )
+    begun = time.time()
+    replicas.start(optimizer)
+    joined[slot] = 1
+    log = open(f"{folder}/{slot}-{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
+    print(json.dumps({"started": time.time() - begun, "at": optimizer.progress.steps}), file=log)
+    last, longest, noted = time.time(), 0.0, 0
+    while sum(steps) < options.total:
+        [(inputs, targets)] = batches(steps[slot], slot)
+        optimizer.zero_grad()
+        model(inputs, targets).backward()
+        optimizer.step()
+        steps[slot] += 1
+        time.sleep(options.pause)
+        now = time.time()
+        longest, last = max(longest, now - last), now
+        if options.slow > 1 and slot == options.replicas - 1:
+            time.sleep((options.slow - 1) * max(options.pause, 0.02))
+            last = time.time()
+        if optimizer.report.gate_open:
+            anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
+            digest = hashlib.sha1(b"".join(a.numpy().tobytes() for a in anchors)).hexdigest()
+            told = {"opening": replicas.openings, "digest": digest, "members": replicas.present}
+            print(json.dumps({**told, "longest": longest, "time": now}), file=log)
+            torch.save([a.clone() for a in anchors], f"{folder}/anchors-{slot}.tmp")
+            os.replace(f"{folder}/anchors-{slot}.tmp", f"{folder}/anchors-{slot}.pt")
+        for when, what in replicas.events[noted:]:
+            print(json.dumps({"event": what, "time": when}), file=log)
+        noted = len(replicas.events)
+    os._exit(0)  # others may still wait for this one: it is gone, as after a kill
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The record of a run."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=1,
+        join_timeout_ms=int(1000 * options.join_timeout),
+        heartbeat_timeout_ms=1000,
+    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    steps, joined = (context.Array("q", options.replicas) for _ in range(2))
+    chance = random.Random(options.seed)
+    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
+
+        def start(slot: int, again: bool = False) -> Any:
+            given = (slot, lighthouse.address(), folder, steps, joined, options, again)
+            process = context.Process(target=replica, args=given, daemon=True)
+            process.start()
+            return process
+
+        processes = [start(slot) for slot in range(options.replicas)]
+        begun, kills = time.time(), 0
+        due: dict[int, float] = {}
+        next_kill = time.time() + 10
+        while sum(steps) < options.total:
+            time.sleep(0.02)
+            for slot in [s for s, when in due.items() if when < time.time()]:
+                del due[slot]
+                processes[slot] = start(slot, again=True)
+            alive = [s for s in range(options.replicas) if s not in due]
+            if kills < options.kills and time.time() > next_kill:
+                victims = chance.sample(alive, min(chance.choice((1, 1, 2)), len(alive)))
+                # Somebody must be left who knows where the run is.
+                if sum(joined[s] for s in set(alive).difference(victims)) < 1:
+                    victims = []
+                for slot in victims:
+                    os.kill(processes[slot].pid, signal.SIGKILL)
+                    processes[slot].join()
+                    joined[slot] = 0
+                    kills += 1
+                    due[slot] = time.time() + chance.expovariate(1 / options.away)
+                next_kill = time.time() + chance.expovariate(1 / options.every)
+        ended = time.time()
+        for process in processes:
+            process.join(10)
+            process.kill()
+        logs = [log.read_text("utf-8") for log in Path(folder).glob("*.jsonl")]
+        lines: list[dict[str, Any]] = [json.loads(x) for log in logs for x in log.splitlines()]
+        loss = held_out(Path(folder))
+    openings: dict[Any, set[str]] = {}
+    for line in lines:
+        # At the end whoever is late finds nobody, and opens alone.
+        if "opening" in line and line["time"] < ended:
+            openings.setdefault(line["opening"], set()).add(line["digest"])
+    events = [line["event"] for line in lines if "event" in line]
+    started = [line["started"] for line in lines if line.get("at")]
+    return {
+        "options": asdict(options),
+        "command": shlex.join(["python", "benchmarks/elastic.py", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "kills": kills,
+        "seconds": ended - begun,
+        "steps": list(steps),
+        "openings": len(openings),
+        "openings_with_several_digests": sum(len(found) > 1 for found in openings.values()),
+        "failed_openings": sum("failed" in event for event in events),
+        "newcomers": len(started),
+        "newcomer_seconds": [round(s, 3) for s in started],
+        "newcomer_bytes": max((int(e.split()[-2]) for e in events if "took over" in e), default=0),
+        "strayed": sum("different anchors" in event for event in events),
+        "caught_up": sum("caught up" in event for event in events),
+        "longest_step_seconds": max((x["longest"] for x in lines if "longest" in x), default=None),
+        "val_loss": loss,
+    }
+
+
+@torch.no_grad()
+def held_out(folder: Path) -> float:
+    """The held-out loss of the anchors of the last opening."""
+    task = SIZES["small"]
+    torch.manual_seed(0)
+    model = task.model()
+    newest = max(folder.glob("anchors-*.pt"), key=lambda f: f.stat().st_mtime)
+    for p, anchor in zip(model.parameters(), torch.load(newest), strict=True):
+        p.copy_(anchor)
+    _, split = text("python", task.data_bytes)
+    batches = validation_batches(split, task.context, 64, task.validation_tokens)
+    return sum(float(model(x, y)) for x, y in batches) / len(batches)
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    options = parse(Options)
+    record = run(options)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in record.items() if k != "options"}))
+
+
+if __name__ == "__main__":
+    main()
