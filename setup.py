@@ -16,7 +16,9 @@ TRITON = ["triton; platform_system == 'Linux'"]
 TRAIN = ["tqdm", "tensorboard", "matplotlib"]
 DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 RUNNER = ["pytest", "pytest-timeout", "pytest-xdist"]
-FRAMEWORKS = ["transformers", "accelerate", "lightning"]  # with which integrations are tested
+TORCHFT = ["torchft>=0.2,<0.3"]
+# With which integrations are tested.
+FRAMEWORKS = ["transformers", "accelerate", "lightning", *TORCHFT]
 TEST = [*RUNNER, "hypothesis", "mypy", "ruff", *TRAIN, *TRITON]
 
 
@@ -81,6 +83,7 @@ setup(
     extras_require={
         "triton": TRITON,
         "deepspeed": ["deepspeed"],
+        "torchft": TORCHFT,
         "train": TRAIN,
         "wandb": ["wandb"],
         "docs": DOCS,

@@ -190,7 +190,7 @@ def run(options: Options) -> dict[str, Any]:
         "torch": torch.__version__,
         "kills": kills,
         "seconds": ended - begun,
-        "steps": list(steps),
+        "steps": [int(count) for count in steps],
         "openings": len(openings),
         "openings_with_several_digests": sum(len(found) > 1 for found in openings.values()),
         "failed_openings": sum("failed" in event for event in events),

@@ -1,0 +1,253 @@
+"""Replicas that come and go through torchft: processes that die, come back, or are late."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distributed
+import toy
+from curvadion import (
+    RMMC,
+    CodedGradients,
+    CurvaDion,
+    Dion,
+    FixedPeriod,
+    LowRank,
+    QuantizedAverage,
+    Replicated,
+)
+
+pytest.importorskip("torchft")
+
+from torchft.coordination import LighthouseServer
+
+PERIOD = 4
+
+
+@pytest.fixture(scope="module")
+def lighthouse():
+    server = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=400, heartbeat_timeout_ms=1000
+    )
+    yield server.address()
+    server.shutdown()
+
+
+def replicas_of(address, name, **more):
+    from curvadion.integrations.torchft import Replicas
+
+    logging.disable(logging.WARNING)
+    os.environ["TORCHFT_LIGHTHOUSE"] = address
+    return Replicas(replica_id=name, **{"timeout": 5.0, "quorum_timeout": 60.0, **more})
+
+
+def optimizer_of(model, kind, replicas, **more):
+    if kind == "adamw":
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return Replicated(inner, replicas=replicas, **more)
+    return CurvaDion(toy.groups(model), lr=0.02, replicas=replicas, **more)
+
+
+# -------------------------------------------------------------------- members that stay
+
+STAYING = {
+    "polar, two fragments": ("dion", {"sync": QuantizedAverage(fragments=2)}),
+    "low rank": ("dion", {"sync": QuantizedAverage(), "direction": "low_rank"}),
+    "a budget": ("dion", {"wire_budget": 0.3}),
+    "torch's AdamW": ("adamw", {"sync": QuantizedAverage(bits=4)}),
+}
+
+
+def stay(rank, address, how):
+    """Weights and states of a run with a process group, and of one with members that stay."""
+    kind, given = STAYING[how]
+    found = []
+    for elastic in (False, True):
+        model, replicas = toy.model(), dist.group.WORLD
+        if elastic:
+            replicas = replicas_of(address, f"{how} {rank}", min_replicas=3)
+        given = {"gate": FixedPeriod(PERIOD), **copy.deepcopy(given)}
+        if "wire_budget" in given:
+            given.pop("gate")
+        optimizer = optimizer_of(model, kind, replicas, **given)
+        if elastic:
+            replicas.start(optimizer)
+        toy.train(model, optimizer, range(14), rank)
+        states = [dict(optimizer.state[p]) for p in model.parameters()]
+        held = {f"{i}.{k}": v for i, s in enumerate(states) for k, v in s.items()}
+        held |= {str(i): p.detach() for i, p in enumerate(model.parameters())}
+        found.append({k: torch.as_tensor(v).clone() for k, v in held.items()})
+        dist.barrier()
+        if elastic:
+            replicas.close()
+    plain, with_members = found
+    assert plain.keys() == with_members.keys()
+    return [key for key, value in plain.items() if not value.equal(with_members[key])]
+
+
+@pytest.mark.parametrize("how", STAYING)
+def test_members_that_stay_take_the_trajectory_of_a_process_group_bitwise(lighthouse, how):
+    assert distributed.run(3, stay, lighthouse, how) == [[], [], []]
+
+
+# -------------------------------------------------------------------- members that die
+
+
+def live(slot, address, folder, kind, dies_at, begins):
+    """Train until a file says that it is enough; a line for each opening and what happened."""
+    torch.set_num_threads(1)
+    model = toy.model()
+    replicas = replicas_of(address, f"{kind} {slot}", begins=begins, kept=40)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(bits=2)
+    optimizer = optimizer_of(model, kind, replicas, gate=gate, sync=sync)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
+    replicas.start(optimizer, scheduler=scheduler, model=model)
+    log = Path(folder, f"{slot} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
+    started = {"started": optimizer.progress.steps, "rate": scheduler.get_last_lr()[0]}
+    print(json.dumps(started), file=log)
+
+    def snapshot():
+        states = [optimizer.state[p] for p in model.parameters()]
+        held = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+        return [t.detach().clone() for t in (*held, *model.parameters())]
+
+    watch_openings(replicas, dies_at, snapshot)
+    noted = 0
+    while not Path(folder, "enough").exists():
+        step = optimizer.progress.steps
+        optimizer.zero_grad()
+        toy.loss(model, step, slot).backward()
+        optimizer.step()
+        scheduler.step()
+        if (late := Path(folder, f"late {slot}")).exists():
+            late.unlink()
+            time.sleep(1.5)
+        if optimizer.report.gate_open:
+            anchors = [optimizer.state[p]["anchor"].tolist() for p in model.parameters()]
+            print(json.dumps({"opening": replicas.openings, "anchors": anchors}), file=log)
+        for _, what in replicas.events[noted:]:
+            print(json.dumps({"event": what}), file=log)
+            if "nothing of it was written" in what:
+                same = all(a.equal(b) for a, b in zip(replicas.before, snapshot(), strict=True))
+                print(json.dumps({"failed": True, "same": same}), file=log)
+        noted = len(replicas.events)
+        time.sleep(0.03)
+    os._exit(0)
+
+
+def watch_openings(replicas, dies_at, snapshot):
+    """Die in an exchange, as by SIGKILL; remember what was held when an opening began."""
+    import curvadion.integrations.torchft as module
+
+    begin, take_part = replicas.begin, module._Opening.gather
+
+    def noted_begin():
+        opening = begin()
+        replicas.before = snapshot()
+        return opening
+
+    def dying_gather(opening, numbers):
+        told = take_part(opening, numbers)
+        if replicas.openings == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return told
+
+    replicas.begin, module._Opening.gather = noted_begin, dying_gather
+
+
+def lines_of(folder, slot):
+    return [json.loads(line) for f in sorted(folder.glob(f"{slot} *")) for line in f.open()]
+
+
+def until(folder, slot, told, timeout=60):
+    end = time.time() + timeout
+    while not any(told(line) for line in lines_of(folder, slot)):
+        assert time.time() < end, [x for x in lines_of(folder, slot) if "opening" not in x]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["dion", "adamw"])
+def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind):
+    def start(slot, dies_at=-1, begins=True):
+        given = (slot, lighthouse, str(tmp_path), kind, dies_at, begins)
+        process = distributed.of_forkserver(live, given)
+        process.start()
+        return process
+
+    # The third dies in the middle of an opening; when it is back, the second is late.
+    running = [start(0), start(1), start(2, dies_at=5)]
+    try:
+        running[2].join(60)
+        assert running[2].exitcode == -signal.SIGKILL
+        until(tmp_path, 0, lambda line: line.get("opening", 0) >= 7)
+        running[2] = start(2, begins=False)
+        until(tmp_path, 2, lambda line: line.get("started", 0) > 0)
+        Path(tmp_path, "late 1").touch()
+        until(tmp_path, 1, lambda line: "caught up" in line.get("event", ""))
+        last = max(line.get("opening", 0) for line in lines_of(tmp_path, 0))
+        for slot in range(3):
+            until(tmp_path, slot, lambda line: line.get("opening", 0) >= last + 3)
+        Path(tmp_path, "enough").touch()
+    finally:
+        for process in running:
+            process.join(5)
+            process.kill()
+    told = [lines_of(tmp_path, slot) for slot in range(3)]
+    openings = [{x["opening"]: x["anchors"] for x in lines if "opening" in x} for lines in told]
+    for number in range(2, last + 3):  # the first was the beginning
+        anchors = [of[number] for of in openings if number in of]
+        assert anchors and all(each == anchors[0] for each in anchors), number
+    failed = [line for line in (*told[0], *told[1]) if "failed" in line]
+    assert failed and all(line["same"] for line in failed)
+    [_, again] = [line for line in told[2] if "started" in line]
+    assert again["started"] > 20 and again["rate"] < (0.01 if kind == "adamw" else 0.02)
+    assert all(len(of) > 8 for of in openings)
+    events = [line["event"] for line in told[1] if "event" in line]
+    assert not any("took over" in event for event in events[1:])  # it never needed everything
+
+
+# -------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (CurvaDion, {"gate": RMMC(0.3), "sync": QuantizedAverage()}, "pass a schedule"),
+        (CurvaDion, {"gate": FixedPeriod(6), "sync": LowRank()}, "come and go"),
+        (CurvaDion, {"gate": FixedPeriod(6), "sync": QuantizedAverage(delay=2)}, "without a delay"),
+        (CurvaDion, {"sync": CodedGradients()}, "come and go"),
+        (Dion, {}, "come and go"),
+    ],
+)
+def test_what_needs_all_replicas_is_refused(lighthouse, kind, given, says):
+    replicas = replicas_of(lighthouse, "alone")
+    try:
+        with pytest.raises(ValueError, match=says):
+            kind(toy.groups(toy.model()), replicas=replicas, **given)
+    finally:
+        replicas.close()
+
+
+def test_a_step_before_the_start_is_an_error(lighthouse):
+    replicas, model = replicas_of(lighthouse, "early"), toy.model()
+    optimizer = optimizer_of(model, "dion", replicas, gate=FixedPeriod(1), sync=QuantizedAverage())
+    try:
+        with pytest.raises(RuntimeError, match=r"replicas.start\(optimizer\) before step"):
+            toy.train(model, optimizer, [0])
+        other = CurvaDion(toy.groups(toy.model()), replicas="single")
+        with pytest.raises(ValueError, match="pass replicas= to it"):
+            replicas.start(other)
+        with pytest.raises(ValueError, match="exact=True needs a fixed group"):
+            optimizer.synchronize(exact=True)
+    finally:
+        replicas.close()
