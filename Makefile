@@ -1,6 +1,7 @@
 # make demo               train four small GPTs on this machine and compare them: runs/demo/
 # make demo-layouts       train one small GPT under every layout: runs/demo-layouts/
 # make demo-deepspeed     the same GPT with DeepSpeed's ZeRO stages and replicas: runs/demo-deepspeed/
+# make demo-elastic       the same GPT on replicas that are killed and come back: runs/demo-elastic/
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
 # make test-plain         every test without compiled operations
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed convergence-quick test test-plain test-torch headroom docs clean
+.PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-plain test-torch headroom docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -31,6 +32,9 @@ demo-layouts: .venv/installed
 
 demo-deepspeed: .venv/installed
 	$(BIN)/python examples/demo_deepspeed.py
+
+demo-elastic: .venv/installed
+	$(BIN)/python examples/demo_elastic.py
 
 convergence-quick: .venv/installed
 	$(BIN)/python benchmarks/convergence.py --grid quick --out runs/quick

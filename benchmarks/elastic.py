@@ -138,7 +138,8 @@ def run(options: Options) -> dict[str, Any]:
     )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    steps, joined = (context.Array("q", options.replicas) for _ in range(2))
+    steps: Any = context.Array("q", options.replicas)
+    joined: Any = context.Array("q", options.replicas)
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
 

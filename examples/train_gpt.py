@@ -83,6 +83,9 @@ class Config:
     shards: int | None = option(None, "hsdp, hsdp_tp: FSDP shards of a replica; default: 2")
     tensor: int | None = option(None, "fsdp_tp, hsdp_tp: ranks that share a layer; default: 2")
     node_size: int = option(1, "ranks of a node, to count what crosses between nodes")
+    elastic: int | None = option(
+        None, "this process is one of so many replicas that come and go, through torchft"
+    )
 
     # Steps
     steps: int = option(1000, "optimizer steps")
@@ -156,9 +159,14 @@ class Config:
         return mesh_sizes(self.parallel, dist.get_world_size(), self.shards, self.tensor)
 
     @property
+    def readers(self) -> int:
+        """How many data-parallel ranks read samples of their own."""
+        return self.elastic or self.sizes.readers
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that all processes together read in one step."""
-        return self.accumulation * self.batch_size * self.context * self.sizes.readers
+        return self.accumulation * self.batch_size * self.context * self.readers
 
 
 def lr_scale(step: int, config: Config) -> float:
@@ -185,7 +193,7 @@ def set_learning_rates(optimizer: Optimizer, highest: list[dict[str, float]], sc
         group.update({key: scale * rate for key, rate in rates.items()})
 
 
-def build_optimizer(config: Config, model: GPT, replicas: dist.ProcessGroup | None) -> Optimizer:
+def build_optimizer(config: Config, model: GPT, replicas: Any) -> Any:
     """Return the optimizer that the configuration names, for these replicas."""
     groups = curvadion.param_groups(
         model,
@@ -298,7 +306,7 @@ def load_data(config: Config) -> tuple[TrainingBatches, list[tuple[Tensor, Tenso
         training,
         config.context,
         config.batch_size,
-        config.sizes.readers,
+        config.readers,
         config.accumulation,
         config.seed,
     )
@@ -383,8 +391,18 @@ class Trainer:
         self.wrapped = self.layout.wrap(
             self.model, config.context, gradients_stay_local=communicates
         )
-        self.optimizer = build_optimizer(config, self.model, self.layout.replicas)
+        self.reader = self.layout.reader
+        if not config.elastic:
+            self.optimizer = build_optimizer(config, self.model, self.layout.replicas)
+        else:
+            from curvadion.integrations.torchft import Replicas
+
+            self.reader = int(os.environ["REPLICA_GROUP_ID"].rpartition("_")[2])
+            replicas = Replicas()
+            self.optimizer = build_optimizer(config, self.model, replicas)
         self.highest_lr = learning_rates(self.optimizer)
+        if config.elastic:
+            replicas.start(self.optimizer)
 
     def loss(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch."""
@@ -396,7 +414,7 @@ class Trainer:
         """Take a step; return its loss, learning rate, gate, and what the optimizer sent."""
         set_learning_rates(self.optimizer, self.highest_lr, lr_scale(step, self.config))
         mean_loss = torch.zeros((), device=self.device)
-        for i, batch in enumerate(self.batches(step, self.layout.reader), start=1):
+        for i, batch in enumerate(self.batches(step, self.reader), start=1):
             last = i == self.config.accumulation
             with nullcontext() if last else unsynchronized(self.wrapped):
                 loss = self.loss(self.wrapped, *batch) / self.config.accumulation
@@ -446,6 +464,8 @@ class Trainer:
 
     def resume(self) -> Progress:
         """Load the newest undamaged checkpoint, if there is one and the configuration asks so."""
+        if self.config.elastic and isinstance(self.optimizer, Dion):  # others know where it is
+            return Progress(step=self.optimizer.progress.steps)
         if not self.config.resume:
             if checkpoint.all_in(self.checkpoints):
                 raise ValueError(

@@ -35,6 +35,9 @@ NUMBERS = {
     "diloco_dion": 2 * DENSE,  # one of them after the last step
     "averaged_weights": 2 * DENSE,
     "averaging": SHAPES.averaged_step() + DENSE,  # the weights after the last step
+    "torch_muon": STEPS * DENSE,
+    "averaged_adamw": 2 * DENSE,
+    "averaged_muon": 2 * DENSE,
 }
 SETTINGS = {
     "dion": {"rank_fraction": 1 / 8},
@@ -48,10 +51,13 @@ SETTINGS = {
     "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
     "ours_low_rank": {"wire_budget": 0.04, "bits": 2, "parts": 1},
     "coded_gradients": {"bits": 4},
+    **dict.fromkeys(("averaged_adamw", "averaged_muon"), {"period": 3}),
+    **dict.fromkeys(("replicated_adamw", "replicated_muon"), {"wire_budget": 0.04}),
 }
 GATED = {"dion", "dion_nesterov", "muon", "averaging", "published", "authors"}
-GATED |= {"ours", "ours_low_rank", "coded_gradients"}
-SCHEDULED = {"averaging", "ours", "ours_low_rank"}  # replicas agree at openings only
+CODED = {"ours", "ours_low_rank", "replicated_adamw", "replicated_muon"}
+GATED |= {"coded_gradients", *CODED}
+SCHEDULED = {"averaging", *CODED}  # replicas agree at openings only
 CPU = torch.device("cpu")
 
 
@@ -78,7 +84,7 @@ def records():
     return dict(zip(METHODS, first, strict=True))
 
 
-def bytes_in_fragments(openings, *, bits, parts, **_):
+def bytes_in_fragments(openings, *, bits=2, parts=1, **_):
     """Codes of so many openings, and after a last step with the gate closed, or open."""
     sizes = [math.prod(shape) for shape in SHAPES.all]
     fragments = [0] * parts
@@ -93,7 +99,7 @@ def test_a_method_sends_what_its_formula_says(records, method):
     record = records[method]
     sent, payload = (record[key] * STEPS for key in ("sent_per_step", "payload_per_step"))
     opened = round(record["gate_open_share"] * STEPS)
-    if method.startswith("ours"):
+    if method in CODED:
         taken, closed_at_last, open_at_last = bytes_in_fragments(opened, **SETTINGS[method])
         late = closed_at_last if sent > taken + open_at_last + 500 else open_at_last
         expected = taken + late
@@ -126,6 +132,7 @@ def test_every_method_learns_and_says_where_its_replicas_are(records, method):
     else:
         assert_close(own, mean, Rounding(torch.float32))
     periods = {"diloco_adamw": 2, "diloco_dion": 1, "averaged_weights": 2, "averaging": 1}
+    periods |= {"averaged_adamw": 2, "averaged_muon": 2}
     if method in periods:
         assert record["gate_open_share"] == periods[method] / STEPS
     json.dumps(record, allow_nan=False)
@@ -175,11 +182,14 @@ def test_diloco_follows_its_equations():
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_grid_has_every_method_and_no_run_twice(name):
     runs = list(GRIDS[name](8))
-    assert {each.method for each in runs} == set(METHODS)
+    torchs = {"adamw", "torch_muon", *(m for m in METHODS if m[:8] in ("averaged", "replicat"))}
+    torchs -= {"averaged_weights"}
+    wanted = torchs if name == "inside" else set(METHODS) - torchs | {"adamw"}
+    assert {each.method for each in runs} == wanted
     assert len({each.slug for each in runs}) == len(runs)
     if name == "full":
         for size in IN_FULL:
-            for method in METHODS:
+            for method in wanted:
                 here = [each for each in runs if (each.size, each.method) == (size, method)]
                 assert len({each.lr for each in here}) >= 3
                 assert {each.seed for each in here} == {0, 1, 2}

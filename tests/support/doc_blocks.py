@@ -165,6 +165,15 @@ averaged.update_parameters(model)
 """
 TOGETHER = "assert not optimizer.drifted\n"
 STEPS = "train()\nassert optimizer.report.step == 3\n"
+AMPLE = (("wire_budget=0.01", "wire_budget=0.5"),)  # these models are small
+LIGHTHOUSE = """
+import itertools, os
+from torchft.coordination import LighthouseServer
+
+lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
+os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+schedule, total_steps, data = (lambda step: 1.0), 3, itertools.cycle(data)
+"""
 
 
 @dataclass(frozen=True)
@@ -199,6 +208,19 @@ AROUND = {
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, sync=Mean(),\n"
         "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert optimizer.drift() < 1e-6",
         ranks=2,
+    ),
+    "docs/any-optimizer.md: keep_gradients_local": Around(
+        after="assert optimizer.report.step == len(data) and optimizer.inner == (inner,)",
+        ranks=2,
+        launched=True,
+        instead=AMPLE,
+    ),
+    "docs/any-optimizer.md: torch.optim.Muon": Around(after=STEPS, ranks=2, instead=AMPLE),
+    "docs/any-optimizer.md: mesh=mesh": Around(
+        MESH, STEPS, ranks=4, instead=(*AMPLE, ("cuda", "cpu"), ("(nodes, 8)", "(2, 2)"))
+    ),
+    "docs/elastic.md: Replicas": Around(
+        LIGHTHOUSE, "assert optimizer.report.step == 3", instead=AMPLE, needs=("torchft",)
     ),
     "docs/getting-started.md: first.jsonl": Around(
         after="lines = open('first.jsonl').readlines() if rank == 0 else [0] * 100\n"
