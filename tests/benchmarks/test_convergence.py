@@ -51,8 +51,8 @@ SETTINGS = {
     "ours": {"wire_budget": 0.04, "bits": 2, "parts": 1, "momenta": False},
     "ours_low_rank": {"wire_budget": 0.04, "bits": 2, "parts": 1},
     "coded_gradients": {"bits": 4},
-    **dict.fromkeys(("averaged_adamw", "averaged_muon"), {"period": 3}),
-    **dict.fromkeys(("replicated_adamw", "replicated_muon"), {"wire_budget": 0.04}),
+    **{key: {"period": 3} for key in ("averaged_adamw", "averaged_muon")},
+    **{key: {"wire_budget": 0.04} for key in ("replicated_adamw", "replicated_muon")},
 }
 GATED = {"dion", "dion_nesterov", "muon", "averaging", "published", "authors"}
 CODED = {"ours", "ours_low_rank", "replicated_adamw", "replicated_muon"}
