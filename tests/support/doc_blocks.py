@@ -196,7 +196,7 @@ AROUND = {
     "README.md: curvadion.Dion(groups, lr=0.02)": Around(
         after="assert optimizer.report.step == len(data)"
     ),
-    "README.md: wire_budget=0.01": Around(
+    "README.md: lr=0.02, replicas=dist": Around(
         after="assert optimizer.report.step == len(data)" + "\n" + TOGETHER, ranks=2, launched=True
     ),
     "CONTRIBUTING.md: class Growing": Around(
@@ -209,6 +209,7 @@ AROUND = {
         "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert optimizer.drift() < 1e-6",
         ranks=2,
     ),
+    "README.md: curvadion.Replicated": Around(after=STEPS, ranks=2, instead=AMPLE),
     "docs/any-optimizer.md: keep_gradients_local": Around(
         after="assert optimizer.report.step == len(data) and optimizer.inner == (inner,)",
         ranks=2,
