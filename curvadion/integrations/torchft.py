@@ -49,7 +49,8 @@ class Replicas(Members):
         begins: whether to begin a run where none is found. None takes False in a process that
             torchrun has restarted: others may only be too late to be found.
         min_replicas: an opening waits until so many are there.
-        timeout: seconds after which an exchange counts as failed.
+        timeout: seconds after which an exchange counts as failed. Longer than it takes to hand over
+            weights and states to a newcomer.
         quorum_timeout: seconds after which an opening raises an error because others did not come.
             Longer than the slowest replica takes from one opening to the next.
         kept: how many openings' means a member keeps for late ones; each takes ``bits`` an element

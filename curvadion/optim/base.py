@@ -106,6 +106,8 @@ class OuterLayer(Optimizer):
     @property
     def _states_differ(self) -> bool:
         """Whether replicas hold different states: weights differ, or codes owe them something."""
+        if self._replicas.members is not None:  # each keeps its own, and any may stand for all
+            return False
         owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
         return self.drifted or (owes and self._replicas.size > 1)
 

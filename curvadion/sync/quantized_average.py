@@ -124,10 +124,10 @@ class QuantizedAverage(Sync):
         self._sent_rates: list[list[float]] = []
         self._under_way = UnderWay()
         self._expecting = True  # a loaded state may hold means that are to be added
-        # Where replicas come and go: this one's steps since the anchor, by fragment, and how many
+        # Where replicas come and go, by fragment: this one's steps since the anchor, and how many
         # replicas the residuals are to be divided by.
         self._moved: list[int] = []
-        self._among = 0
+        self._among: list[int] = []
 
     @property
     def count(self) -> int:
@@ -148,6 +148,7 @@ class QuantizedAverage(Sync):
             self._rates = [_largest(self._rates) for _ in range(count)]
             self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
             self._moved = [max(self._moved, default=0)] * count
+            self._among = [max(self._among, default=0)] * count
         return Costs(message_bytes(chain.from_iterable(shards), self.bits) / count, count)
 
     def look_ahead(self, period: float) -> float:
@@ -322,13 +323,15 @@ class QuantizedAverage(Sync):
         batches = [replace(b) for b in step.batches(*parts)]  # a batch loses its directions
         batches = [batch for batch in batches if batch.part is go]
         opening = members.begin()
-        if opening.fresh:  # what has been stepped is gone, and another fragment may be next
+        if opening.fresh or self.next_fragment != fragment:  # a peer's, or what was missed
             fragment = self.next_fragment
             go = plan.select([of == fragment for of in self._fragment_of])
             batches = [Batch(go, chosen, None) for chosen in go.batches]
         kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
         codes: list[list[Tensor | None]] = []
-        rates, failed, among = list(self._rates[fragment]), False, self._among
+        count = max(plan.groups, default=-1) + 1
+        rates = (self._rates[fragment] + [0.0] * count)[:count]
+        failed, among = False, 0
         try:
             weight = 0.0 if opening.fresh else float(self._moved[fragment])
             told = opening.gather([weight, *rates])
@@ -337,7 +340,8 @@ class QuantizedAverage(Sync):
             share = weight * among / total if total else 1.0
             for batch in batches:
                 runs = coded_together(batch.plan.parameters, self.bits)
-                codes.append([self._send_share(run, share, among, opening) for run in runs])
+                scale = among / (self._among[fragment] or among)
+                codes.append([self._send_share(run, share, scale, opening) for run in runs])
         except RuntimeError:  # a member was lost
             failed = True
         flat = [None if c is None else c.cpu() for each in codes for c in each]
@@ -348,8 +352,8 @@ class QuantizedAverage(Sync):
             if step.norms is not None:
                 plan.measure_momenta()
             return False
-        self._among = among
-        rate = self._shared_rate(fragment, rates) if step.directed else None
+        self._among[fragment] = among
+        rate = _shared_rate(rates) if step.directed else None
         for batch, means in zip(batches, codes, strict=True):
             self._take_in(batch, means, rate)
         self._rates[fragment], self._moved[fragment] = [], 0
@@ -360,13 +364,16 @@ class QuantizedAverage(Sync):
         return True
 
     def _send_share(
-        self, run: Sequence[Parameter], share: float, among: int, opening: Opening
+        self, run: Sequence[Parameter], share: float, scale: float, opening: Opening
     ) -> Tensor | None:
-        """The codes of the mean, of which this replica's part is ``share`` of an equal one."""
+        """The codes of the mean, of which this replica's part is ``share`` of an equal one.
+
+        scale: of residuals, which are parts of a mean of as many replicas as there were.
+        """
         anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
         X = [p.local for p in run]
-        if self._among and self._among != among:  # residuals are parts of a mean of so many
-            torch._foreach_mul_(residuals, among / self._among)
+        if scale != 1.0:
+            torch._foreach_mul_(residuals, scale)
         if share == 1.0:
             return exchanged(X, anchors, residuals, self.bits, opening.group)
         owed = [moved_since(a, x) + e for a, x, e in zip(anchors, X, residuals, strict=True)]
@@ -376,9 +383,6 @@ class QuantizedAverage(Sync):
         for e, z in zip(residuals, owed, strict=True):
             e.copy_(e / share if share else e + z)
         return codes
-
-    def _shared_rate(self, fragment: int, rates: list[float]) -> Rate:
-        return lambda p: rates[p.position] if p.position < len(rates) else 0.0
 
     def after_join(self, parameters: Sequence[Parameter]) -> None:
         self._moved, self.fragments_drifted = [0] * len(self._moved), 0
@@ -391,7 +395,7 @@ class QuantizedAverage(Sync):
             count = len(list(coded_together(chosen.parameters, self.bits)))
             means = [None if c is None else c.to(plan.device) for c in islice(codes, count)]
             directed = any(p.matrices for p in chosen.parameters)
-            rate = self._shared_rate(fragment, record["rates"]) if directed else None
+            rate = _shared_rate(record["rates"]) if directed else None
             self._take_in(Batch(chosen, chosen, None), means, rate)
             for p, own in before:
                 p.local.add_(own)
@@ -428,7 +432,7 @@ class QuantizedAverage(Sync):
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
         self._rates = [list(sums) for sums in state["rates"]]
         self._sent_rates = [list(sums) for sums in state["sent_rates"]]
-        self._moved, self._among = list(state["moved"]), state["among"]
+        self._moved, self._among = list(state["moved"]), list(state["among"])
 
     def after_load(self) -> None:
         self._under_way, self._expecting = UnderWay(), True
@@ -446,6 +450,11 @@ def _rate(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Par
     """A parameter's sum of learning rates; fragments by the id of the parameter."""
     sums = rates[fragments[id(p)]]
     return sums[p.position] if p.position < len(sums) else 0.0
+
+
+def _shared_rate(rates: Sequence[float]) -> Rate:
+    """Sums of learning rates by group."""
+    return lambda p: rates[p.position] if p.position < len(rates) else 0.0
 
 
 def _largest(sums: Sequence[Sequence[float]]) -> list[float]:

@@ -108,7 +108,7 @@ def live(slot, address, folder, kind, dies_at, begins):
     torch.set_num_threads(1)
     model = toy.model()
     replicas = replicas_of(address, f"{kind} {slot}", begins=begins, kept=40)
-    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(bits=2)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(bits=2, fragments=2)
     optimizer = optimizer_of(model, kind, replicas, gate=gate, sync=sync)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
     replicas.start(optimizer, scheduler=scheduler, model=model)
