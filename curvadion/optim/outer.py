@@ -108,14 +108,15 @@ class ReplicaOptimizer(OuterLayer):
                 self._verify(plan, new)
         if not self.scheduled:
             reason = self._reason_to_open(met.signal)
+            opens = reason is not None
         elif reason is not None and self.sync.delay:
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._words.append((self.progress.steps + self.sync.delay, words))
 
         rests = not met.finite
         with ops.only_if(moves):
-            self._take(plan, gradients, momenta, rests=rests, opened=reason is not None)
-        self._report(met, reason, skipped=rests, heard=heard)
+            opened = self._take(plan, gradients, momenta, rests=rests, opened=opens)
+        self._report(met, reason if opened else None, skipped=rests, heard=heard)
         if not ahead:
             self._count_skips(skipped=rests, tolerate=scaled)
 
@@ -150,7 +151,8 @@ class ReplicaOptimizer(OuterLayer):
         *,
         rests: bool,
         opened: bool,
-    ) -> None:
+    ) -> bool:
+        """Take the step; whether replicas have synchronised, if they were to."""
         step = self._inner_step(
             plan,
             gradients,
@@ -172,6 +174,7 @@ class ReplicaOptimizer(OuterLayer):
         progress.steps += 1
         progress.local_steps = 0 if opened else progress.local_steps + 1
         progress.steps_since_exact += 1
+        return opened
 
     def open_without_step(self) -> bool:
         """Synchronise the next fragment with the members present; whether they all could."""

@@ -1,0 +1,148 @@
+"""A sync among members that come and go, over process groups that the test chooses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distributed
+import toy
+from curvadion import CurvaDion, FixedPeriod, QuantizedAverage, Replicated
+from curvadion.comm.members import Members, Opening
+
+pytestmark = pytest.mark.numeric
+
+
+class Chosen(Members):
+    """Members are those of ``group``; the openings of these numbers fail."""
+
+    def __init__(self, group, fails=()):
+        self.group, self.fails, self.records, self.fresh = group, fails, [], False
+
+    def begin(self):
+        return OfGroup(self)
+
+
+class OfGroup(Opening):
+    def __init__(self, members):
+        self.members, self.group, self.fresh = members, members.group, members.fresh
+
+    def gather(self, numbers):
+        told = [None] * self.group.size()
+        dist.all_gather_object(told, list(numbers), group=self.group)
+        return told
+
+    def commit(self, *, failed, record):
+        assert not failed
+        self.members.records.append(record)
+        return len(self.members.records) not in self.members.fails
+
+
+def vector(rank, members, period, rate=0.1):
+    """One parameter that moves by a known step, with codes of eight bits."""
+    x = nn.Parameter(torch.zeros(512))
+    x.grad = torch.randn(512, generator=torch.Generator().manual_seed(rank))
+    sync = QuantizedAverage(bits=8, residual_dtype="float32")
+    inner = torch.optim.SGD([x], lr=rate)
+    return x, Replicated(inner, replicas=members, gate=FixedPeriod(period), sync=sync)
+
+
+def weighted(rank, openings):
+    """Anchors after openings before which one member takes twice as many steps as the other."""
+    x, optimizer = vector(rank, Chosen(dist.group.WORLD), period=4 if rank == 0 else 2)
+    for _ in range(openings * (4 if rank == 0 else 2)):
+        optimizer.step()
+    assert optimizer.report.gate_open
+    return optimizer.state[x]["anchor"], x.grad
+
+
+def test_means_are_weighted_by_the_steps_of_each():
+    (anchor, g), (there, h) = distributed.run(2, weighted, 8)
+    assert anchor.equal(there)
+    # Over 4 and 2 steps: (4 D + 2 D') / 6 with D = -0.1 * 4 g and D' = -0.1 * 2 h, eight times.
+    expected = -0.1 * 8 * (16 * g.double() + 4 * h.double()) / 6
+    assert (anchor - expected).norm() < 0.005 * expected.norm()
+
+
+def leaving(rank):
+    """What two members' residuals have moved the anchor by once the third has gone."""
+    pair = dist.new_group([0, 1])
+    members = Chosen(dist.group.WORLD)
+    x, optimizer = vector(rank, members, period=1)
+    optimizer.step()
+    if rank == 2:
+        return None
+    members.group = pair
+    before, owed = optimizer.state[x]["anchor"].clone(), optimizer.state[x]["residual"].clone()
+    x.grad.zero_()
+    optimizer.step()
+    return optimizer.state[x]["anchor"] - before, owed
+
+
+def test_residuals_stay_shares_of_the_mean_that_they_are_from():
+    (moved, one), (there, two), _ = distributed.run(3, leaving)
+    assert moved.equal(there)
+    expected = (one.double() + two.double()) / 3
+    assert (moved - expected).norm() < 0.15 * expected.norm()  # in codes of eight bits
+
+
+def missing(rank):
+    """A member that misses two openings, and catches up by the records of the other."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    members, model = Chosen(dist.group.WORLD), toy.model()
+    sync, gate = QuantizedAverage(fragments=3), FixedPeriod(2)
+    optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
+    toy.train(model, optimizer, range(6), rank)
+    members.group, count = alone, len(members.records)
+    if rank == 0:
+        toy.train(model, optimizer, range(6, 10), rank)
+    told = [members.records[count:]]
+    dist.broadcast_object_list(told, src=0)
+    anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
+    if rank:
+        own = [p - a for p, a in zip(model.parameters(), anchors, strict=True)]
+        for record in told[0]:
+            optimizer.sync.catch_up(optimizer._present_plan(), record)
+        for p, a, moved in zip(model.parameters(), anchors, own, strict=True):
+            assert torch.allclose(p - a, moved, atol=1e-6)
+    caught_up = [a.clone() for a in anchors]
+    members.group = dist.group.WORLD
+    toy.train(model, optimizer, range(10, 12), rank)
+    return caught_up, [a.clone() for a in anchors]
+
+
+def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own():
+    one, two = distributed.run(2, missing)
+    for anchors, others in zip(one, two, strict=True):
+        assert all(map(torch.equal, anchors, others))
+
+
+def failing(rank):
+    members, model = Chosen(dist.group.WORLD, fails=(2,)), toy.model()
+    optimizer = CurvaDion(
+        toy.groups(model), replicas=members, sync=QuantizedAverage(), gate=FixedPeriod(3)
+    )
+    opened = [report.gate_open for report in toy.train(model, optimizer, range(9), rank)]
+    return opened, toy.weights(model)
+
+
+def test_a_failed_opening_is_tried_again_at_the_next_step():
+    (opened, weights), (there, others) = distributed.run(2, failing)
+    assert opened == there == [False, False, True, False, False, False, True, False, False]
+    assert any(not weights[name].equal(others[name]) for name in weights)
+
+
+def alone(rank):
+    members, _model = Chosen(dist.group.WORLD), toy.model()
+    members.fresh = rank == 1
+    x, optimizer = vector(rank, members, period=1)
+    optimizer.step()
+    return optimizer.state[x]["anchor"], x.grad
+
+
+def test_a_newcomers_first_mean_is_that_of_the_others():
+    (anchor, g), (there, _) = distributed.run(2, alone)
+    assert anchor.equal(there)
+    assert (anchor + 0.1 * g).norm() < 0.02 * g.norm() * 0.1
