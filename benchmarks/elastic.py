@@ -47,6 +47,7 @@ class Options:
     away: float = option(2.0, "seconds until a killed one starts again, on average")
     slow: float = option(1.0, "how many times as long a step of the last replica takes")
     pause: float = option(0.0, "seconds that each replica sleeps in a step, as if it computed")
+    timeout: float = option(5.0, "seconds after which an exchange has failed")
     join_timeout: float = option(2.0, "seconds that an opening waits for members who are alive")
     total: int = option(4000, "steps of all replicas together")
     period: int = option(6, "steps from one opening to the next")
@@ -80,7 +81,7 @@ def replica(
     batches = TrainingBatches(training, task.context, task.batch_size, options.replicas, 1, 0)
     model = task.model()
     replicas = Replicas(
-        begins=not again, timeout=5.0, quorum_timeout=60.0, replica_id=f"replica_{slot}"
+        begins=not again, timeout=options.timeout, quorum_timeout=60.0, replica_id=f"replica_{slot}"
     )
     gate = curvadion.FixedPeriod(options.period)
     optimizer: Any
@@ -199,6 +200,7 @@ def run(options: Options) -> dict[str, Any]:
         "newcomer_seconds": [round(s, 3) for s in started],
         "newcomer_bytes": max((int(e.split()[-2]) for e in events if "took over" in e), default=0),
         "strayed": sum("different anchors" in event for event in events),
+        "took_over": sum("took over" in event for event in events),
         "caught_up": sum("caught up" in event for event in events),
         "longest_step_seconds": max((x["longest"] for x in lines if "longest" in x), default=None),
         "val_loss": loss,
