@@ -114,6 +114,7 @@ def live(slot, address, folder, kind, dies_at, begins):
     replicas.start(optimizer, scheduler=scheduler, model=model)
     log = Path(folder, f"{slot} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
     started = {"started": optimizer.progress.steps, "rate": scheduler.get_last_lr()[0]}
+    started["anchored"] = all(p.equal(optimizer.state[p]["anchor"]) for p in model.parameters())
     print(json.dumps(started), file=log)
 
     def snapshot():
@@ -210,6 +211,7 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     failed = [line for line in (*told[0], *told[1]) if "failed" in line]
     assert failed and all(line["same"] for line in failed)
     again = max((x for x in told[2] if "started" in x), key=lambda line: line["started"])
+    assert again["anchored"]
     assert again["started"] > 20 and again["rate"] < (0.01 if kind == "adamw" else 0.02)
     assert all(len(of) > 8 for of in openings)
     events = [line["event"] for line in told[1] if "event" in line]
