@@ -151,6 +151,11 @@ class ReplicaGroup:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.members is not None:
+            raise TypeError(
+                f"an optimizer with replicas={self.members!r} cannot be pickled: save its "
+                f"state_dict()."
+            )
         name = None if self.process_group is None else self.process_group.group_name
         return _replica_group_by_name, (name, self.single)
 

@@ -6,6 +6,8 @@ torchft's Lighthouse knows who is alive; here an opening is a transaction of tho
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import time
@@ -25,10 +27,13 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 
 from curvadion import checks
 from curvadion.comm.members import Members, Opening
+from curvadion.layout.dtensor import local
 from curvadion.optim.handover import hand_over, take_over
 from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.update.state import ANCHOR
 
-RETRY_AFTER = 0.1  # seconds
+RETRY_AFTER, SAY_AFTER = 0.1, 60.0  # seconds
+logger = logging.getLogger("curvadion")
 
 
 class Replicas(Members):
@@ -48,9 +53,11 @@ class Replicas(Members):
     Args:
         begins: whether to begin a run where none is found. None takes False in a process that
             torchrun has restarted: others may only be too late to be found.
-        min_replicas: an opening waits until so many are there.
-        timeout: seconds after which an exchange counts as failed. Longer than it takes to hand over
-            weights and states to a newcomer.
+        min_replicas: an opening of fewer members fails, and replicas go on by themselves. Give
+            ``torchft_lighthouse --min_replicas`` the same number, so that openings wait for them.
+        timeout: seconds after which an exchange counts as failed, where a peer hangs; those that
+            die are noticed at once. Longer than it takes to hand over weights and states to a
+            newcomer, for which the others wait.
         quorum_timeout: seconds after which an opening raises an error because others did not come.
             Longer than the slowest replica takes from one opening to the next.
         kept: how many openings' means a member keeps for late ones; each takes ``bits`` an element
@@ -73,7 +80,7 @@ class Replicas(Members):
         *,
         begins: bool | None = None,
         min_replicas: int = 1,
-        timeout: float = 30.0,
+        timeout: float = 300.0,
         quorum_timeout: float = 600.0,
         kept: int = 8,
         replica_id: str | None = None,
@@ -90,7 +97,7 @@ class Replicas(Members):
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
         self._stateful: dict[str, Any] = {}
         self._optimizer: ReplicaOptimizer | None = None
-        self._ready: Opening | None = None
+        self._ready: _Opening | None = None
         self._fresh, self.present = False, 0
         self._chain = 0  # a checksum of all means so far: anchors are the same where it is
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -125,18 +132,26 @@ class Replicas(Members):
             )
         self._optimizer, self._stateful = optimizer, stateful
         optimizer._create_states(optimizer._present_plan())
+        self._chain = checksum_of_anchors(optimizer)
+        since = time.monotonic()
         while True:
             opening = self.begin()
             if self.openings:
                 self._ready = opening
                 joined = optimizer.open_without_step()
             else:  # nobody has begun, or who has is between openings
-                joined = self._begins and opening.commit(failed=False, record={})
+                joined = opening.commit(failed=not opening.anybody(self._begins), record={})
             if joined:
                 return
+            if time.monotonic() > since + SAY_AFTER:
+                since = math.inf
+                logger.warning(
+                    "This replica may begin no run, because it has been restarted, and waits for "
+                    "one that has. If all have died, start them all again, from a checkpoint."
+                )
             time.sleep(RETRY_AFTER)
 
-    def begin(self) -> Opening:
+    def begin(self) -> _Opening:
         """Meet the members that are present; weights and states may change by a peer's."""
         if (ready := self._ready) is not None:
             self._ready = None
@@ -144,7 +159,13 @@ class Replicas(Members):
         if self._optimizer is None:
             raise RuntimeError("replicas=Replicas(): call replicas.start(optimizer) before step().")
         self._fresh = False
-        self._manager.start_quorum()
+        try:
+            self._manager.start_quorum()
+        except Exception as error:
+            raise RuntimeError(
+                f"No opening could begin ({error}): the Lighthouse at TORCHFT_LIGHTHOUSE may be "
+                f"gone, or others took longer than quorum_timeout to come."
+            ) from error
         present = self._manager.num_participants()
         if present != self.present:
             self._note(f"{present} members instead of {self.present}")
@@ -174,6 +195,7 @@ class Replicas(Members):
                 "optimizer": hand_over(self._optimizer),
                 "stateful": more,
                 "chain": self._chain,
+                "history": list(self._history),
             },
         }
 
@@ -181,20 +203,21 @@ class Replicas(Members):
         assert self._optimizer is not None
         if "missed" in given:
             plan = self._optimizer._present_plan()
-            for record in given["missed"]:
+            for number, record in given["missed"]:
                 self._optimizer.sync.catch_up(plan, record)
                 self._chain = record["chain"]
+                self._history.append((number, record))
             self._note(f"caught up with {len(given['missed'])} openings")
-            self._history.clear()
             return
         for name, state in given["whole"]["stateful"].items():
             _load_into(self._stateful[name], state)
         take_over(self._optimizer, given["whole"]["optimizer"])
         self._chain = given["whole"]["chain"]
         self._history.clear()
+        self._history.extend(given["whole"]["history"])
         self._fresh = True
         states = given["whole"]["optimizer"]["states"]
-        size = sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor))
+        size = sum(v[0].nbytes for s in states for v in s.values() if isinstance(v, tuple))
         self._note(f"took over from another replica: {size} bytes")
 
     def __repr__(self) -> str:
@@ -229,6 +252,16 @@ class _Opening(Opening):
             raise RuntimeError("members hold different anchors")
         return [list(numbers) for numbers in zip(*columns, strict=True)]
 
+    def anybody(self, says: bool) -> bool:
+        """Whether a member says so; False if one is lost."""
+        try:
+            self._raise_if_broken()
+            told = torch.tensor([int(says)], dtype=torch.int32, device=self._replicas._device)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError:
+            return False
+        return bool(told.item())
+
     def _raise_if_broken(self) -> None:
         if (error := self._manager.errored()) is not None:
             raise RuntimeError(f"the members could not meet: {error.original_exception}")
@@ -253,10 +286,12 @@ class _Opening(Opening):
         elif not committed:
             replicas._note("an opening failed: nothing of it was written")
         elif record:
+            before = chain = replicas._chain
             for codes in record["codes"]:
                 if codes is not None:
-                    replicas._chain = zlib.crc32(codes.numpy().tobytes(), replicas._chain)
-            replicas._history.append((number, {**record, "chain": replicas._chain}))
+                    chain = zlib.crc32(codes.numpy().tobytes(), chain)
+            replicas._chain = chain
+            replicas._history.append((number, {**record, "before": before, "chain": chain}))
         return committed
 
 
@@ -281,9 +316,11 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         address = f"{metadata}{step}"
         history, counters = self._load_from_address(f"{address}/0", timeout)
-        here, there = self._replicas._manager.current_step(), dict(history)
-        if here > 0 and all(number in there for number in range(here, step)):
-            missed = [there[number] for number in range(here, step)]
+        here, there = self._replicas.openings, dict(history)
+        known = here > 0 and all(number in there for number in range(here, step))
+        # Others may have begun from other anchors.
+        if known and there[here]["before"] == self._replicas._chain:
+            missed = [(number, there[number]) for number in range(here, step)]
             return {"user": {"default": {"missed": missed}}, "torchft": counters}
         [whole] = self._load_from_address(f"{address}/1", timeout)
         return whole
@@ -300,6 +337,15 @@ def _environment() -> dict[str, Any]:
 
 
 _stores: list[TCPStore] = []
+
+
+def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
+    """The same where replicas hold the same anchors."""
+    chain = 0
+    for p in optimizer._present_plan().parameters:
+        anchor = local(p.state[ANCHOR]).float().cpu()
+        chain = zlib.crc32(anchor.contiguous().numpy().tobytes(), chain)
+    return chain
 
 
 def _state_of(one: Any) -> Any:

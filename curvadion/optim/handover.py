@@ -23,7 +23,8 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     """What :func:`take_over` takes: this rank's shards, on the CPU, which share memory there."""
     states = [
         {
-            key: local(value).cpu() if isinstance(value, Tensor) else value
+            # Where it lies decides where a newcomer that has none yet puts it.
+            key: (local(value).cpu(), value.device.type) if isinstance(value, Tensor) else value
             for key, value in p.state.items()
             if key not in OWN
         }
@@ -58,14 +59,16 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
 
 def _put(optimizer: ReplicaOptimizer, p: Parameter, key: str, value: Any) -> None:
     held = p.state.get(key)
-    if not isinstance(value, Tensor):
+    if not isinstance(value, tuple):
         optimizer._put_state(p, key, value)
-    elif isinstance(held, Tensor) and local(held).shape == value.shape:
+        return
+    value, device = value
+    if isinstance(held, Tensor) and local(held).shape == value.shape:
         local(held).copy_(value)
     elif is_dtensor(p.X) and value.shape == p.local.shape:
         made = torch.zeros_like(p.X, dtype=value.dtype)
         local(made).copy_(value)
         optimizer._put_state(p, key, made)
     else:
-        device = value.device if not value.dim() else p.local.device  # as torch's step counters
-        optimizer._put_state(p, key, value.clone().to(device))
+        same = p.local.device if p.local.device.type == device else device
+        optimizer._put_state(p, key, value.clone().to(same))

@@ -181,8 +181,9 @@ class ReplicaOptimizer(OuterLayer):
         plan = self._present_plan()
         steps, members = self.progress.steps, self._replicas.members
         step = self._inner_step(plan, plan.gradients(), steps, rests=True, members=members)
-        if self.sync.open_step(step) is False:
-            return False
+        with full_precision(plan.device):
+            if self.sync.open_step(step) is False:
+                return False
         self.gate.spend(1)
         self.progress.local_steps = 0
         return True

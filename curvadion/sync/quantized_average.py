@@ -345,7 +345,7 @@ class QuantizedAverage(Sync):
         except RuntimeError:  # a member was lost
             failed = True
         flat = [None if c is None else c.cpu() for each in codes for c in each]
-        record = {"fragment": fragment, "rates": rates, "codes": flat, "among": among}
+        record = {"fragment": fragment, "rates": rates, "codes": flat}
         if not opening.commit(failed=failed, record=record):
             for residual, before in kept:
                 residual.copy_(before)
@@ -376,13 +376,9 @@ class QuantizedAverage(Sync):
             torch._foreach_mul_(residuals, scale)
         if share == 1.0:
             return exchanged(X, anchors, residuals, self.bits, opening.group)
-        owed = [moved_since(a, x) + e for a, x, e in zip(anchors, X, residuals, strict=True)]
-        sent = [share * z for z in owed]
-        torch._foreach_zero_(residuals)
-        codes = exchanged(sent, (), residuals, self.bits, opening.group)
-        for e, z in zip(residuals, owed, strict=True):
-            e.copy_(e / share if share else e + z)
-        return codes
+        # What codes lose is lost of the message, so residuals have no share.
+        sent = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
+        return exchanged(sent, (), residuals, self.bits, opening.group)
 
     def after_join(self, parameters: Sequence[Parameter]) -> None:
         self._moved, self.fragments_drifted = [0] * len(self._moved), 0
