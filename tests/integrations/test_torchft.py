@@ -215,7 +215,7 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     again = max((x for x in told[2] if "started" in x), key=lambda line: line["started"])
     assert again["anchored"]
     assert again["started"] > 20 and again["rate"] < (0.01 if kind == "adamw" else 0.02)
-    assert all(len(of) > 8 for of in openings)
+    assert all(len(of) > 2 for of in openings)
     assert not any("took over" in event for event in events[1:])  # it never needed everything
 
 
