@@ -205,8 +205,8 @@ def test_a_run_goes_on_along_every_direction(saved):
         again, into = build("dion", direction=direction)
         again.load_state_dict(model.state_dict())
         into.load_state_dict(copy.deepcopy(state))
-        _, fresh = build("dion", direction=direction)
-        keys = [sorted(p) for p in trained_state(fresh, toy.model())["state"].values()]
+        other, fresh = build("dion", direction=direction)
+        keys = [sorted(p) for p in trained_state(fresh, other)["state"].values()]
         assert [sorted(p) for p in into.state_dict()["state"].values()] == keys
         toy.train(again, into, range(2, 4))
         assert all(x.isfinite().all() for x in again.parameters())
