@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import socket
 import time
 import zlib
@@ -330,13 +331,24 @@ def _environment() -> dict[str, Any]:
     """Manager's arguments that torchrun would set, for a replica of one process."""
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         return {}  # torchrun has set them
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = _own_store()
     _stores.append(store)  # lives as long as the process
     address = socket.gethostname()
     return {"rank": 0, "world_size": 1, "store_addr": address, "store_port": store.port}
 
 
 _stores: list[TCPStore] = []
+
+
+def _own_store() -> TCPStore:
+    # Not on a port that the system chooses: another program may listen on the same one of a single
+    # address, and get what is meant for this one.
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
+        try:
+            return TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        except RuntimeError:  # somebody has it
+            continue
+    raise RuntimeError("no port between 20000 and 32000 is free for this replica's store")
 
 
 def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
