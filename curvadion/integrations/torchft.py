@@ -91,6 +91,11 @@ class Replicas(Members):
         checks.integer("kept", kept, 0)
         for name, seconds in (("timeout", timeout), ("quorum_timeout", quorum_timeout)):
             checks.number(name, seconds, least=1e-3)
+        if "TORCHFT_LIGHTHOUSE" not in os.environ:
+            raise ValueError(
+                "TORCHFT_LIGHTHOUSE is not in the environment: start torchft_lighthouse, and set "
+                "it to its address, such as http://host:29510."
+            )
         if begins is None:
             begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         self._begins = begins
@@ -210,7 +215,13 @@ class Replicas(Members):
                 self._history.append((number, record))
             self._note(f"caught up with {len(given['missed'])} openings")
             return
-        for name, state in given["whole"]["stateful"].items():
+        theirs = given["whole"]["stateful"]
+        if theirs.keys() != self._stateful.keys():
+            raise ValueError(
+                f"replicas.start() got {sorted(self._stateful)} here and {sorted(theirs)} on the "
+                f"replica that this one takes over from: pass the same on all."
+            )
+        for name, state in theirs.items():
             _load_into(self._stateful[name], state)
         take_over(self._optimizer, given["whole"]["optimizer"])
         self._chain = given["whole"]["chain"]

@@ -38,6 +38,13 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
 def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
     """Go on where another replica is: its anchors become weights, and nothing is owed."""
     parameters = optimizer._present_plan().parameters
+    shapes = [tuple(local(p.state[ANCHOR]).shape) for p in parameters]
+    theirs = [tuple(state[ANCHOR][0].shape) for state in given["states"]]
+    if shapes != theirs:
+        raise ValueError(
+            f"this replica differs from the others: its parameters have the shapes {shapes} here, "
+            f"and theirs {theirs}. Build the same model and groups on all."
+        )
     for p, state in zip(parameters, given["states"], strict=True):
         for key, value in state.items():
             _put(optimizer, p, key, value)

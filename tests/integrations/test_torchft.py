@@ -26,6 +26,7 @@ from curvadion import (
     QuantizedAverage,
     Replicated,
 )
+from curvadion.optim.handover import hand_over, take_over
 
 pytest.importorskip("torchft")
 
@@ -249,6 +250,26 @@ def test_what_needs_all_replicas_is_refused(lighthouse, kind, given, says):
             kind(toy.groups(toy.model()), replicas=replicas, **given)
     finally:
         replicas.close()
+
+
+def test_a_missing_lighthouse_is_an_error(monkeypatch):
+    from curvadion.integrations.torchft import Replicas
+
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ValueError, match="start torchft_lighthouse"):
+        Replicas()
+
+
+def test_a_replica_that_differs_says_so():
+    small, large = (torch.nn.Linear(n, n) for n in (4, 8))
+    one, two = (
+        CurvaDion([m.weight], gate=FixedPeriod(2), sync=QuantizedAverage(), replicas="single")
+        for m in (small, large)
+    )
+    for optimizer in (one, two):
+        optimizer._create_states(optimizer._present_plan())
+    with pytest.raises(ValueError, match=r"differs from the others.*\(8, 8\).*\(4, 4\)"):
+        take_over(two, hand_over(one))
 
 
 def test_a_step_before_the_start_is_an_error(lighthouse):
