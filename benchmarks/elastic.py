@@ -29,6 +29,7 @@ sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
 
 import torch
 
+import curvadion
 from command_line import option, parse
 from corpora import text
 from grids import SIZES
@@ -69,7 +70,6 @@ def replica(
     """One replica, until all together have taken enough steps."""
     import logging
 
-    import curvadion
     from curvadion.integrations.torchft import Replicas
 
     logging.disable(logging.WARNING)
@@ -83,19 +83,7 @@ def replica(
     replicas = Replicas(
         begins=not again, timeout=options.timeout, quorum_timeout=60.0, replica_id=f"replica_{slot}"
     )
-    gate = curvadion.FixedPeriod(options.period)
-    optimizer: Any
-    if options.optimizer == "adamw":
-        inner = torch.optim.AdamW(model.parameters(), lr=options.lr / 10)
-        optimizer = curvadion.Replicated(inner, replicas=replicas, gate=gate)
-    else:
-        optimizer = curvadion.CurvaDion(
-            curvadion.param_groups(model, elementwise_lr=options.lr / 2),
-            lr=options.lr,
-            replicas=replicas,
-            gate=gate,
-            sync=curvadion.QuantizedAverage(),
-        )
+    optimizer = build_optimizer(options, model, replicas)
     begun = time.time()
     replicas.start(optimizer)
     joined[slot] = 1
@@ -125,6 +113,21 @@ def replica(
             print(json.dumps({"event": what, "time": when}), file=log)
         noted = len(replicas.events)
     os._exit(0)  # others may still wait for this one: it is gone, as after a kill
+
+
+def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any) -> Any:
+    """The optimizer that the options name, for these replicas."""
+    gate = curvadion.FixedPeriod(options.period)
+    if options.optimizer == "adamw":
+        inner = torch.optim.AdamW(model.parameters(), lr=options.lr / 10)
+        return curvadion.Replicated(inner, replicas=replicas, gate=gate)
+    return curvadion.CurvaDion(
+        curvadion.param_groups(model, elementwise_lr=options.lr / 2),
+        lr=options.lr,
+        replicas=replicas,
+        gate=gate,
+        sync=curvadion.QuantizedAverage(),
+    )
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -161,11 +164,7 @@ def run(options: Options) -> dict[str, Any]:
                 processes[slot] = start(slot, again=True)
             alive = [s for s in range(options.replicas) if s not in due]
             if kills < options.kills and time.time() > next_kill:
-                victims = chance.sample(alive, min(chance.choice((1, 1, 2)), len(alive)))
-                # Somebody must be left who knows where the run is.
-                if sum(joined[s] for s in set(alive).difference(victims)) < 1:
-                    victims = []
-                for slot in victims:
+                for slot in victims_of(chance, alive, joined):
                     os.kill(processes[slot].pid, signal.SIGKILL)
                     processes[slot].join()
                     joined[slot] = 0
@@ -179,6 +178,26 @@ def run(options: Options) -> dict[str, Any]:
         logs = [log.read_text("utf-8") for log in Path(folder).glob("*.jsonl")]
         lines: list[dict[str, Any]] = [json.loads(x) for log in logs for x in log.splitlines()]
         loss = held_out(Path(folder))
+    return {
+        "options": asdict(options),
+        "command": shlex.join(["python", "benchmarks/elastic.py", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "kills": kills,
+        "seconds": ended - begun,
+        "steps": [int(count) for count in steps],
+        **summarised(lines, ended),
+        "val_loss": loss,
+    }
+
+
+def victims_of(chance: random.Random, alive: list[int], joined: Any) -> list[int]:
+    """One or two of those alive; nobody if none would be left who knows where the run is."""
+    victims = chance.sample(alive, min(chance.choice((1, 1, 2)), len(alive)))
+    return victims if any(joined[s] for s in set(alive).difference(victims)) else []
+
+
+def summarised(lines: list[dict[str, Any]], ended: float) -> dict[str, Any]:
+    """What the replicas have noted, summed up."""
     openings: dict[Any, set[str]] = {}
     for line in lines:
         # At the end whoever is late finds nobody, and opens alone.
@@ -187,12 +206,6 @@ def run(options: Options) -> dict[str, Any]:
     events = [line["event"] for line in lines if "event" in line]
     started = [line["started"] for line in lines if line.get("at")]
     return {
-        "options": asdict(options),
-        "command": shlex.join(["python", "benchmarks/elastic.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "kills": kills,
-        "seconds": ended - begun,
-        "steps": [int(count) for count in steps],
         "openings": len(openings),
         "openings_with_several_digests": sum(len(found) > 1 for found in openings.values()),
         "failed_openings": sum("failed" in event for event in events),
@@ -203,7 +216,6 @@ def run(options: Options) -> dict[str, Any]:
         "took_over": sum("took over" in event for event in events),
         "caught_up": sum("caught up" in event for event in events),
         "longest_step_seconds": max((x["longest"] for x in lines if "longest" in x), default=None),
-        "val_loss": loss,
     }
 
 

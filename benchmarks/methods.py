@@ -235,7 +235,8 @@ def ours_low_rank(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings
 
 def diloco_adamw(model: GPT, replicas: dist.ProcessGroup, lr: float, **outer: Any) -> Method:
     """DiLoCo with AdamW inside; settings of :class:`DiLoCo`."""
-    return LocalThenOuter(model, replicas, Together(*_torch(model, lr, matrices=False)), **outer)
+    inner = build_optimizer(Config(optimizer="adamw", lr=lr), model, None)
+    return LocalThenOuter(model, replicas, inner, **outer)
 
 
 def diloco_dion(

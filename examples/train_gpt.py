@@ -44,6 +44,7 @@ from curvadion import (
     StepReport,
     Sync,
 )
+from curvadion.comm.groups import Replicas
 from curvadion.sync.exact_average import drift
 from gpt import GPT, GPTConfig
 from optional import need
@@ -193,7 +194,7 @@ def set_learning_rates(optimizer: Optimizer, highest: list[dict[str, float]], sc
         group.update({key: scale * rate for key, rate in rates.items()})
 
 
-def build_optimizer(config: Config, model: GPT, replicas: Any) -> Any:
+def build_optimizer(config: Config, model: GPT, replicas: Replicas) -> Optimizer:
     """Return the optimizer that the configuration names, for these replicas."""
     groups = curvadion.param_groups(
         model,
@@ -391,18 +392,17 @@ class Trainer:
         self.wrapped = self.layout.wrap(
             self.model, config.context, gradients_stay_local=communicates
         )
-        self.reader = self.layout.reader
-        if not config.elastic:
-            self.optimizer = build_optimizer(config, self.model, self.layout.replicas)
-        else:
-            from curvadion.integrations.torchft import Replicas
+        self.reader, replicas = self.layout.reader, self.layout.replicas
+        members: Any = None
+        if config.elastic:
+            from curvadion.integrations import torchft
 
             self.reader = int(os.environ["REPLICA_GROUP_ID"].rpartition("_")[2])
-            replicas = Replicas()
-            self.optimizer = build_optimizer(config, self.model, replicas)
+            members = torchft.Replicas()
+        self.optimizer = build_optimizer(config, self.model, members or replicas)
         self.highest_lr = learning_rates(self.optimizer)
-        if config.elastic:
-            replicas.start(self.optimizer)
+        if members:
+            members.start(self.optimizer)
 
     def loss(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch."""

@@ -201,7 +201,6 @@ class Replicas(Members):
                 "optimizer": hand_over(self._optimizer),
                 "stateful": more,
                 "chain": self._chain,
-                "history": list(self._history),
             },
         }
 
@@ -226,7 +225,7 @@ class Replicas(Members):
         take_over(self._optimizer, given["whole"]["optimizer"])
         self._chain = given["whole"]["chain"]
         self._history.clear()
-        self._history.extend(given["whole"]["history"])
+        self._history.extend(given["history"])
         self._fresh = True
         states = given["whole"]["optimizer"]["states"]
         size = sum(v[0].nbytes for s in states for v in s.values() if isinstance(v, tuple))
@@ -267,11 +266,14 @@ class _Opening(Opening):
     def anybody(self, says: bool) -> bool:
         """Whether a member says so; False if one is lost."""
         try:
-            self._raise_if_broken()
-            told = torch.tensor([int(says)], dtype=torch.int32, device=self._replicas._device)
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+            return self._any(says)
         except RuntimeError:
             return False
+
+    def _any(self, says: bool) -> bool:
+        self._raise_if_broken()
+        told = torch.tensor([int(says)], dtype=torch.int32, device=self._replicas._device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         return bool(told.item())
 
     def _raise_if_broken(self) -> None:
@@ -281,9 +283,7 @@ class _Opening(Opening):
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
         if not failed:
             try:  # an exchange may have succeeded here and failed elsewhere
-                self._raise_if_broken()
-                broken = torch.zeros(1, dtype=torch.int32, device=self._replicas._device)
-                dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=self.group)
+                self._any(False)
             except RuntimeError:
                 failed = True
         if failed:
@@ -335,6 +335,7 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
             missed = [(number, there[number]) for number in range(here, step)]
             return {"user": {"default": {"missed": missed}}, "torchft": counters}
         [whole] = self._load_from_address(f"{address}/1", timeout)
+        whole["user"]["default"]["history"] = history
         return whole
 
 

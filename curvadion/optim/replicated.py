@@ -120,9 +120,8 @@ class Replicated(ReplicaOptimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, a copy of what inner optimizers and the sync remember of it."""
-        held = [*(optimizer.state for optimizer in self.inner), self._own]
         states: dict[Any, Any] = {}
-        for X in dict.fromkeys(X for each in held for X in each):
+        for X in self._states:
             of_parameter = isinstance(X, Tensor)
             states[X] = dict(self._states[X]) if of_parameter else self.inner[0].state.get(X)
         return defaultdict(dict, states)
@@ -190,11 +189,16 @@ class Replicated(ReplicaOptimizer):
         }
         return (*self.sync.state_keys, *(StateKey(key, Owner.REPLICA) for key in sorted(tensors)))
 
+    @property
+    def _own_keys(self) -> set[str]:
+        """What gate and sync call the states of theirs."""
+        return {MOMENTUM_NORM, *(key.name for key in self.sync.state_keys)}
+
     def _create_state(self, p: Parameter) -> None:
         self._own[p.X] = {}
 
     def _put_state(self, p: Parameter, key: str, value: Any) -> None:
-        if key in (MOMENTUM_NORM, *(key.name for key in self.sync.state_keys)):
+        if key in self._own_keys:
             p.state[key] = value
             return
         for optimizer in self.inner:
@@ -243,7 +247,7 @@ class Replicated(ReplicaOptimizer):
         """Raise ValueError for states of the inner optimizers with which this cannot work."""
         states = [s for o in self.inner for X, s in o.state.items() if isinstance(X, Tensor)]
         keys = {key for state in states for key in state}
-        if taken := keys & {MOMENTUM_NORM, *(key.name for key in self.sync.state_keys)}:
+        if taken := keys & self._own_keys:
             raise ValueError(
                 f"optimizer={type(self.inner[0]).__name__} has states {sorted(taken)}, which are "
                 f"names of sync={self.sync!r}: it cannot be inside Replicated."
@@ -283,7 +287,7 @@ class Replicated(ReplicaOptimizer):
         check_anchors(saved, held, self.sync)
         warn_of_others(held, self.sync, self._replicas.replica, saved["state"])
         same_sync = held.sync_class == type(self.sync).__name__
-        of_sync = {*held.sync_keys, *(key.name for key in self.sync.state_keys), MOMENTUM_NORM}
+        of_sync = self._own_keys.union(held.sync_keys)
         own: dict[Tensor, dict[str, Any]] = {}
         groups = iter(saved["param_groups"])
         known = {i for group in saved["param_groups"] for i in group["params"]}

@@ -134,6 +134,9 @@ class QuantizedAverage(Sync):
         """How many fragments there are: fewer than asked for if parameters are few."""
         return max(self._fragment_of, default=-1) + 1
 
+    def _rotate_from(self, fragment: int) -> None:
+        self.next_fragment = (fragment + 1) % max(1, self.count)
+
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
 
@@ -174,7 +177,7 @@ class QuantizedAverage(Sync):
             return self._open_with(step.members, step)
         fragment = self.next_fragment
         self._step(step, fragment)
-        self.next_fragment = (fragment + 1) % max(1, self.count)
+        self._rotate_from(fragment)
         if not self.delay:
             self.fragments_drifted = max(0, self.fragments_drifted - 1)
         return None
@@ -349,18 +352,14 @@ class QuantizedAverage(Sync):
         if not opening.commit(failed=failed, record=record):
             for residual, before in kept:
                 residual.copy_(before)
-            if step.norms is not None:
-                plan.measure_momenta()
             return False
         self._among[fragment] = among
         rate = _shared_rate(rates) if step.directed else None
         for batch, means in zip(batches, codes, strict=True):
             self._take_in(batch, means, rate)
         self._rates[fragment], self._moved[fragment] = [], 0
-        self.next_fragment = (fragment + 1) % max(1, self.count)
+        self._rotate_from(fragment)
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
-        if step.norms is not None:
-            plan.measure_momenta()
         return True
 
     def _send_share(
@@ -395,7 +394,7 @@ class QuantizedAverage(Sync):
             self._take_in(Batch(chosen, chosen, None), means, rate)
             for p, own in before:
                 p.local.add_(own)
-        self.next_fragment = (fragment + 1) % max(1, self.count)
+        self._rotate_from(fragment)
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
         self._arrive_all(parameters)
