@@ -126,8 +126,7 @@ class Stopwatch:
 
 
 def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
-    if device.type == "cuda":  # both are the thread's own
-        torch.cuda.set_device(device)
+    if device.type == "cuda":  # the thread's own, and with it its device
         torch.cuda.set_stream(torch.cuda.Stream(device))
     for job in iter(jobs.get, None):
         job()
