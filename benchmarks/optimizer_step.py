@@ -101,7 +101,8 @@ def counts(
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         call()
         torch.cuda.synchronize()
-    names = [e.name for e in record.events() if e.device_type.name == "CUDA"]
+    events = [e for e in record.events() if e.device_type.name == "CUDA"]
+    names = [e.name for e in events if not e.is_user_annotation]
     return {
         "flops": flops.get_total_flops(),
         "launches": sum(not name.startswith(("Memcpy", "Memset")) for name in names),

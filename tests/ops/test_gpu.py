@@ -24,6 +24,7 @@ GPU = torch.device("cuda", torch.cuda.current_device())
 
 BACKENDS = [name for name in ("torch", "triton", "cuda") if ops.lacking(name) is None]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
+TABLES = "Memcpy HtoD (Pinned -> Device)"  # addresses and numbers of a list
 compiled_backends = pytest.mark.parametrize("backend", BACKENDS[1:])
 
 
@@ -70,7 +71,8 @@ def test_one_launch_an_operation(backend):
     }
     with ops.use_backend(backend):
         for name, call in calls.items():
-            assert len(kernels_of(call)) == 1, name
+            launched = [k for k in kernels_of(call) if k != TABLES]
+            assert len(launched) == 1, (name, launched)
 
 
 def test_one_launch_for_low_rank_updates_of_all_shapes():
@@ -152,7 +154,7 @@ def test_the_optimizer_follows_the_equations(backend, local_step, shape):
 def test_a_step_reads_the_device_once(backend):
     parameters = [torch.nn.Parameter(torch.randn(64, 32 + i, device=GPU)) for i in range(8)]
     with ops.use_backend(backend):
-        optimizer = CurvaDion(parameters, gate=FixedPeriod(10**6), local_step="gradient")
+        optimizer = CurvaDion(parameters, gate=FixedPeriod(50), local_step="gradient")
         for p in parameters:
             p.grad = torch.randn_like(p)
         names = kernels_of(optimizer.step)
@@ -166,7 +168,7 @@ POLAR_SHAPES = [(256, 128), (96, 300), (130, 130), (1, 40)] * 2
 
 
 def polar_optimizer(device, X0):
-    X = [torch.nn.Parameter(x.to(device)) for x in X0]
+    X = [torch.nn.Parameter(x.to(device, copy=True)) for x in X0]
     return X, Dion(X, direction="polar", look_ahead=1.0)
 
 
