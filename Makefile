@@ -4,6 +4,7 @@
 # make demo-elastic       the same GPT on replicas that are killed and come back: runs/demo-elastic/
 # make convergence-quick  losses and bytes of every method: runs/quick/report
 # make test               formatting, types and every test
+# make test-gpu           the fused operations and steps on an NVIDIA GPU
 # make test-plain         every test without compiled operations
 # make test-torch TORCH=2.11.0  the tests without frameworks, with that release of torch
 # make headroom           how much of each tolerance is used, over kernels and seeds
@@ -22,7 +23,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # torch reads its own templates in the locale's encoding, which may be none that holds them.
 export PYTHONUTF8 := 1
 
-.PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-plain test-torch headroom docs clean
+.PHONY: demo demo-layouts demo-deepspeed demo-elastic convergence-quick test test-gpu test-plain \
+	test-torch headroom docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -45,6 +47,9 @@ test: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST)
+
+test-gpu: .venv/installed
+	CURVADION_TEST_GPU=1 $(PYTEST) $(addprefix tests/ops/test_,gpu.py ops.py codes.py backends.py)
 
 test-plain: .venv/installed
 	CURVADION_BACKEND=torch $(PYTEST)

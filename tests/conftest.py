@@ -6,6 +6,10 @@ import os
 # For the workers, and before torch is imported.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("CURVADION_TEST_THREADS", "1")
 
+# Frameworks would take a GPU where a test means the CPU; `make test-gpu` tests what runs on one.
+if "CURVADION_TEST_GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import pytest
 import torch
 

@@ -296,7 +296,6 @@ def run(rank: int, block: Block, around: Around, folder: str, port: int) -> None
     own = Path(folder) if around.launched or around.ranks > 1 else Path(folder) / str(rank)
     own.mkdir(parents=True, exist_ok=True)
     os.chdir(own)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # frameworks would take a GPU, which gloo does not know
     names: dict[str, object] = {"__name__": "__main__"}
     try:
         _execute(COMMON + around.before, f"before {block.name}", names)
