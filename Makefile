@@ -57,7 +57,7 @@ test-plain: .venv/installed
 # Frameworks pin torch, so this environment has none of them. Triton's interpreter before 3.7 needs
 # numpy 2.3.
 TORCH ?= 2.11.0
-WITHOUT_FRAMEWORKS := tests/update tests/optim tests/layout tests/ops tests/sync tests/comm tests/test_gates.py
+WITHOUT_FRAMEWORKS := tests/update tests/optim tests/layout tests/ops tests/sync tests/comm tests/metering tests/test_gates.py
 
 test-torch: .venv-$(TORCH)/installed
 	.venv-$(TORCH)/bin/python -m pytest -q -n 2 --dist loadfile $(WITHOUT_FRAMEWORKS)

@@ -22,7 +22,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from curvadion import CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage, ops
 from curvadion.comm.background import background_of
-from curvadion.update import sizes
 from models import MODELS
 
 Found = dict[str, Any]
@@ -210,53 +208,64 @@ def background(device: torch.device) -> Found:
 # -------------------------------------------------------------------- 4: steps
 
 
+STEPS: dict[str, Callable[[list[dict[str, Any]]], Dion]] = {
+    "Dion, polar": lambda groups: Dion(groups, direction="polar", replicas="single"),
+    "local step, polar": lambda groups: CurvaDion(
+        groups, gate=FixedPeriod(2**30), max_local_steps=None, sync=QuantizedAverage(2)
+    ),
+    "Dion, low rank": lambda groups: Dion(groups, replicas="single"),
+}
+
+
 def steps(device: torch.device) -> Found:
-    """Milliseconds of the host and the device, and launches, for two sizes of batches."""
-    found: Found = {}
+    """Milliseconds of the host and the device of a closed step, its launches and its peak."""
     large = device.type == "cuda"
-    models = ["gpt2-160m", "llama-1.3b"] if large else ["500x2000"]
-    for name in models:
-        for batch in (2**22, 2**27) if large else (2**14, 2**22):
-            most = sizes.most_together(device)._replace(batch=batch)
-            chosen = "ON_ACCELERATORS" if large else "ON_CPU"
-            with mock.patch.object(sizes, chosen, most):
-                for direction in ("polar", "low_rank"):
-                    key = f"{name}, {direction}, batches of {batch}"
-                    found[key] = timed(name, direction, device)
-    return found
+    return {
+        f"{name}, {kind}": timed(name, make, device)
+        for name in (["gpt2-160m", "llama-1.3b"] if large else ["500x2000"])
+        for kind, make in STEPS.items()
+    }
 
 
-def timed(model: str, direction: str, device: torch.device) -> Found:
-    """A closed step of one process."""
-    shapes = MODELS[model]
-    blocks = None if device.type == "cuda" else 50
+def timed(model: str, make: Callable[[list[dict[str, Any]]], Dion], device: torch.device) -> Found:
+    """A step of one process, and the kernels that take most of it."""
+    shapes, large = MODELS[model], device.type == "cuda"
+    blocks = None if large else 50
     X, groups = parameters(shapes.matrices(blocks), shapes.others(blocks), device)
-    optimizer = Dion(groups, direction=direction, replicas="single")  # type: ignore[arg-type]
+    optimizer = make(groups)
     for x in X:
         x.grad = torch.randn_like(x)
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     for _ in range(3):
         optimizer.step()
     wait(device)
-    host = []
+    host, whole = [], []
     for _ in range(5):
         begin = time.perf_counter()
         optimizer.step()
         host.append(time.perf_counter() - begin)
         wait(device)
+        whole.append(time.perf_counter() - begin)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if large else [])]
+    held = torch.cuda.memory_allocated() if large else 0
+    if large:
+        torch.cuda.reset_peak_memory_stats()
     with profile(activities=activities) as record:
         optimizer.step()
         wait(device)
     # Spans of record_function are there too, on the device's time line.
     found = [e for e in record.events() if e.device_type.name == "CUDA"]
     kernels = [e for e in found if not e.is_user_annotation]
+    by_name: Counter[str] = Counter()
+    for e in kernels:
+        by_name[e.name[:100]] += e.device_time / 1e3
     return {
         "host_ms": 1e3 * min(host),
-        "device_ms": sum(e.device_time for e in kernels) / 1e3,
-        "launches": sum(not e.name.startswith(("Memcpy", "Memset")) for e in kernels),
+        "whole_ms": 1e3 * min(whole),
+        "device_ms": sum(by_name.values()),
+        "launches": len(kernels),
         "copies": sum(e.name.startswith("Memcpy") for e in kernels),
+        "peak_bytes": torch.cuda.max_memory_allocated() - held if large else None,
+        "longest_ms": dict(by_name.most_common(5)),
     }
 
 

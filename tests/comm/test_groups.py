@@ -188,6 +188,8 @@ def end_with_a_background(rank):
     held = background.background_of(dist.group.WORLD, CPU)
     assert held.begin("an exchange", lambda: 1).result() == 1
     during, end = distributed.polling(os.getpid()), time.monotonic() + 20
+    if not during:
+        return None
     background._finish_all()
     while distributed.polling(os.getpid()) >= during and time.monotonic() < end:
         time.sleep(0.05)
@@ -196,7 +198,10 @@ def end_with_a_background(rank):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")
 def test_threads_of_gloo_end_before_the_interpreter_does():
-    assert distributed.run(2, end_with_a_background) == [True, True]
+    ended = distributed.run(2, end_with_a_background)
+    if None in ended:
+        pytest.skip("this torch does not name gloo's threads")
+    assert ended == [True, True]
 
 
 # ------------------------------------------------------------------------ one order
