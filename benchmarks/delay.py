@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import curvadion
 from cost_model import Link
-from curvadion.comm import background
+from curvadion.comm.worker import Exchange
 from curvadion.sync import coded_mean, under_way
 from gpt import GPT, GPTConfig
 from measure import axes_to_save, write
@@ -81,7 +81,7 @@ def worker(rank: int, ranks: int, delays: Sequence[int]) -> None:
     recorder.wrap(under_way, "_landed", "codes")
     recorder.wrap(coded_mean, "encode", "codes")
     recorder.wrap(coded_mean.Message, "exchange_", "exchange")
-    recorder.wrap(background.Exchange, "result", "waiting")
+    recorder.wrap(Exchange, "result", "waiting")
     steps = {delay: _training(delay) for delay in delays}
     torch.manual_seed(1 + rank)
     for step in steps.values():

@@ -1,22 +1,16 @@
-"""Collectives beside the training: in a thread and a process group of their own, in order."""
+"""Collectives beside the training, over a process group of their own."""
 
 from __future__ import annotations
 
 import atexit
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from curvadion.comm.groups import BACKGROUND, new_group, timeout_of
+from curvadion.comm.worker import Worker
 
-Result = TypeVar("Result")
-_Job = Callable[[], None]
 _of_group: dict[dist.ProcessGroup, Background] = {}
 
 
@@ -39,52 +33,14 @@ def no_background() -> Background:
     raise RuntimeError("This step was made without replicas: it has nothing to send in background.")
 
 
-class Exchange(Generic[Result]):
-    """An exchange under way; ``what`` it is, for errors."""
-
-    def __init__(self, what: str, device: torch.device) -> None:
-        self.what = what
-        self._future: Future[Result] = Future()
-        self._device = device
-        self._begun: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._begun = torch.cuda.current_stream(device).record_event()
-
-    def run(self, work: Callable[[], Result]) -> None:
-        try:
-            if self._begun is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._begun)
-            result = work()
-            if self._begun is not None:
-                torch.cuda.current_stream(self._device).synchronize()
-            self._future.set_result(result)
-        except BaseException as error:
-            self._future.set_exception(error)
-
-    def result(self) -> Result:
-        """What it gave, once it is done; RuntimeError with its name if it failed."""
-        try:
-            return self._future.result()
-        except Exception as error:
-            raise RuntimeError(
-                f"{self.what} failed: {error}. A replica may have ended or lost its connection: "
-                f"start again from the last checkpoint."
-            ) from error
-
-
-class Background:
-    """Does exchanges one after the other, in the same order on all ranks, over its own group."""
+class Background(Worker):
+    """Exchanges over a group of their own, in the same order on all ranks."""
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
         ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
         self.group = group = new_group(ranks, [like], backend=backend, description=BACKGROUND)
         self.timeout = timeout_of([group]).total_seconds()
-        self._device = device
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
-        )
-        self._thread.start()
+        super().__init__(device)
 
         # NCCL connects at the first collective of each kind. In mid-training kernels of other
         # groups would be running, and might wait for a rank that is still connecting.
@@ -95,42 +51,14 @@ class Background:
 
         self.begin("Connecting replicas for exchanges beside the training", connect).result()
 
-    def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
-        """Let the thread do some work, which sends over ``group`` only; what: for errors."""
-        exchange: Exchange[Result] = Exchange(what, self._device)
-        self._jobs.put(lambda: exchange.run(work))
-        return exchange
-
     def end(self, seconds: float) -> None:
         """End the thread, for which this waits so long, and the group, which torch would keep."""
-        self._jobs.put(None)
-        self._thread.join(seconds)
+        super().end(seconds)
         # To destroy a group of NCCL may wait for ranks that are lost or have not come so far.
         if self._device.type != "cuda" and not self._thread.is_alive():
             if _exists(self.group):
                 dist.destroy_process_group(self.group)
             del self.group  # with its threads, which release tensors
-
-
-class Stopwatch:
-    """Adds up the seconds inside its ``with`` blocks."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._since
-
-
-def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
-    if device.type == "cuda":  # the thread's own, and with it its device
-        torch.cuda.set_stream(torch.cuda.Stream(device))
-    for job in iter(jobs.get, None):
-        job()
-        del job  # and the tensors that it holds, before the wait for the next
 
 
 @atexit.register

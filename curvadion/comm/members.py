@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+
+from curvadion.comm.worker import Exchange
 
 
 class Opening(ABC):
@@ -25,15 +27,35 @@ class Opening(ABC):
         """Everybody's numbers, in the order of the group; RuntimeError if a member is lost."""
 
     @abstractmethod
-    def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
-        """Whether all members write what they have exchanged; collective.
+    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
+        """Let a thread do some work, which may exchange over the group; what: for errors."""
 
-        failed: whether this one cannot. record: what a member that was late needs to catch up.
+    @abstractmethod
+    def agree(self) -> None:
+        """Wait until all members have come so far; RuntimeError if one is lost. Collective."""
+
+    @abstractmethod
+    def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
+        """Whether this replica writes what has been exchanged: if it has not failed on any rank.
+
+        Collective in the replica; members have agreed before. record: the codes of the means in
+        order, as "codes", and what else a member that was late needs to catch up.
         """
 
 
 class Members(ABC):
-    """Replicas that come and go."""
+    """Replicas that come and go.
+
+    Attributes:
+        weight: of this replica's next steps in means, such as the tokens that a step reads, where
+            replicas read batches of different sizes. Set it before ``step()``.
+    """
+
+    weight: float = 1.0
+
+    def meet(self) -> None:
+        """Begin the opening that the next :meth:`begin` returns, before a step is taken."""
+        raise NotImplementedError
 
     @abstractmethod
     def begin(self) -> Opening:

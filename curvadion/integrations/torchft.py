@@ -14,7 +14,7 @@ import socket
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,10 +28,9 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 
 from curvadion import checks
 from curvadion.comm.members import Members, Opening
-from curvadion.layout.dtensor import local
-from curvadion.optim.handover import hand_over, take_over
+from curvadion.comm.worker import Exchange, Worker
+from curvadion.optim.handover import hand_over, shared_weights, take_over
 from curvadion.optim.outer import ReplicaOptimizer
-from curvadion.update.state import ANCHOR
 
 RETRY_AFTER, SAY_AFTER = 0.1, 60.0  # seconds
 logger = logging.getLogger("curvadion")
@@ -47,9 +46,14 @@ class Replicas(Members):
         replicas.start(optimizer, scheduler=scheduler)
 
     If a member is lost at an opening, nothing of it is written on any other: weights, momenta and
-    residuals stay as they are, and the next step opens again with those who are left. A replica
-    that comes takes anchors, momenta, counters, gate and schedulers from another one. A replica
-    that is late takes the means that it has missed, and keeps what it has learned since.
+    residuals stay as they are, and the next step opens again with those who are left. With a delay
+    the next opening does, and with ``CodedGradients`` no replica takes the step. A replica that
+    comes takes anchors, momenta, counters, gate and schedulers from another one. A replica that is
+    late takes the means that it has missed, and keeps what it has learned since; with
+    ``CodedGradients``, it takes over everything.
+
+    A replica may have several ranks (FSDP2, tensor parallelism): each makes its own Replicas.
+    Parameters live on a mesh of the replica's own ranks.
 
     Args:
         begins: whether to begin a run where none is found. None takes False in a process that
@@ -105,6 +109,8 @@ class Replicas(Members):
         self._optimizer: ReplicaOptimizer | None = None
         self._ready: _Opening | None = None
         self._fresh, self.present = False, 0
+        self._worker: Worker | None = None
+        self._replays = False  # whether who is late can take in what was missed
         self._chain = 0  # a checksum of all means so far: anchors are the same where it is
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         limit = timedelta(seconds=timeout)
@@ -137,16 +143,26 @@ class Replicas(Members):
                 f"optimizer={type(optimizer).__name__} has other replicas: pass replicas= to it."
             )
         self._optimizer, self._stateful = optimizer, stateful
+        self._replays = optimizer.sync.replays
         optimizer._create_states(optimizer._present_plan())
         self._chain = checksum_of_anchors(optimizer)
         since = time.monotonic()
         while True:
             opening = self.begin()
+            if self.openings and optimizer.sync.every_step:
+                # The first gradient will be one of the weights that were taken over.
+                self._ready, opening.fresh = opening, False
+                return
             if self.openings:
                 self._ready = opening
                 joined = optimizer.open_without_step()
             else:  # nobody has begun, or who has is between openings
-                joined = opening.commit(failed=not opening.anybody(self._begins), record={})
+                try:
+                    failed = not opening.anybody(self._begins)
+                    opening.agree()
+                except RuntimeError:
+                    failed = True
+                joined = opening.commit(failed=failed, record={})
             if joined:
                 return
             if time.monotonic() > since + SAY_AFTER:
@@ -156,6 +172,10 @@ class Replicas(Members):
                     "one that has. If all have died, start them all again, from a checkpoint."
                 )
             time.sleep(RETRY_AFTER)
+
+    def meet(self) -> None:
+        """Begin the opening that :meth:`begin` returns next."""
+        self._ready = self.begin()
 
     def begin(self) -> _Opening:
         """Meet the members that are present; weights and states may change by a peer's."""
@@ -184,6 +204,8 @@ class Replicas(Members):
 
     def close(self) -> None:
         """Leave the run, so that others need not notice by a timeout."""
+        if self._worker is not None:
+            self._worker.end(seconds=1.0)
         self._manager.shutdown(wait=False)
         self._group.shutdown()
 
@@ -264,28 +286,26 @@ class _Opening(Opening):
         return [list(numbers) for numbers in zip(*columns, strict=True)]
 
     def anybody(self, says: bool) -> bool:
-        """Whether a member says so; False if one is lost."""
-        try:
-            return self._any(says)
-        except RuntimeError:
-            return False
-
-    def _any(self, says: bool) -> bool:
+        """Whether a member says so; RuntimeError if one is lost."""
         self._raise_if_broken()
         told = torch.tensor([int(says)], dtype=torch.int32, device=self._replicas._device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         return bool(told.item())
+
+    def agree(self) -> None:
+        # An exchange may have succeeded here and failed elsewhere.
+        self.anybody(False)
+
+    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
+        if self._replicas._worker is None:
+            self._replicas._worker = Worker(self._replicas._device)
+        return self._replicas._worker.begin(what, work)
 
     def _raise_if_broken(self) -> None:
         if (error := self._manager.errored()) is not None:
             raise RuntimeError(f"the members could not meet: {error.original_exception}")
 
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
-        if not failed:
-            try:  # an exchange may have succeeded here and failed elsewhere
-                self._any(False)
-            except RuntimeError:
-                failed = True
         if failed:
             self._manager.report_error(RuntimeError("a member was lost at an opening"))
         number = self._manager.current_step()
@@ -303,7 +323,8 @@ class _Opening(Opening):
                 if codes is not None:
                     chain = zlib.crc32(codes.numpy().tobytes(), chain)
             replicas._chain = chain
-            replicas._history.append((number, {**record, "before": before, "chain": chain}))
+            if replicas._replays:
+                replicas._history.append((number, {**record, "before": before, "chain": chain}))
         return committed
 
 
@@ -364,10 +385,10 @@ def _own_store() -> TCPStore:
 
 
 def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
-    """The same where replicas hold the same anchors."""
+    """The same where replicas hold the same anchors, or weights where these never drift."""
     chain = 0
     for p in optimizer._present_plan().parameters:
-        anchor = local(p.state[ANCHOR]).float().cpu()
+        anchor = shared_weights(p).float().cpu()
         chain = zlib.crc32(anchor.contiguous().numpy().tobytes(), chain)
     return chain
 

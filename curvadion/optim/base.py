@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvadion import checks
-from curvadion.comm.background import Exchange
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import ReplicaGroup, Replicas
+from curvadion.comm.worker import Exchange
 from curvadion.gates import RMMC, AlwaysOpen, ByteBudget, FixedPeriod, Gate
 from curvadion.layout.parameters import shard_sizes
 from curvadion.metering import wire
@@ -394,12 +394,12 @@ def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
     """Raise ValueError for what does not go with replicas that come and go."""
     if replicas.members is None:
         return
-    if not (sync.elastic and not sync.delay):
+    if not sync.elastic:
         raise ValueError(
             f"sync={sync!r} with replicas={replicas.members!r}, which come and go: pass "
-            f"QuantizedAverage() without a delay."
+            f"QuantizedAverage() or CodedGradients()."
         )
-    if gate.reads_momentum or not gate.follows_schedule:
+    if not sync.every_step and (gate.reads_momentum or not gate.follows_schedule):
         raise ValueError(
             f"gate={gate!r} with replicas={replicas.members!r}, which come and go: pass a "
             f"schedule, such as wire_budget=0.01 or FixedPeriod(6)."

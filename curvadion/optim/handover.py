@@ -31,24 +31,31 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
         for p in optimizer._present_plan().parameters
     ]
     groups = [settings_of(group) for group in optimizer.param_groups]
-    return {"states": states, "groups": groups, "record": optimizer._record()}
+    weights = [shared_weights(p).cpu() for p in optimizer._present_plan().parameters]
+    return {"weights": weights, "states": states, "groups": groups, "record": optimizer._record()}
+
+
+def shared_weights(p: Parameter) -> Tensor:
+    """This rank's shard of what replicas last agreed on: the anchor, else the weights."""
+    return local(p.state[ANCHOR]) if ANCHOR in p.state else p.local
 
 
 @torch.no_grad()
 def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
     """Go on where another replica is: its anchors become weights, and nothing is owed."""
     parameters = optimizer._present_plan().parameters
-    shapes = [tuple(local(p.state[ANCHOR]).shape) for p in parameters]
-    theirs = [tuple(state[ANCHOR][0].shape) for state in given["states"]]
+    shapes = [tuple(p.local.shape) for p in parameters]
+    theirs = [tuple(weights.shape) for weights in given["weights"]]
     if shapes != theirs:
         raise ValueError(
             f"this replica differs from the others: its parameters have the shapes {shapes} here, "
             f"and theirs {theirs}. Build the same model and groups on all."
         )
-    for p, state in zip(parameters, given["states"], strict=True):
+    given_each = zip(parameters, given["states"], given["weights"], strict=True)
+    for p, state, weights in given_each:
         for key, value in state.items():
             _put(optimizer, p, key, value)
-        p.local.copy_(local(p.state[ANCHOR]))
+        p.local.copy_(weights)
         local(p.state[RESIDUAL]).zero_()
     for group, settings in zip(optimizer.param_groups, given["groups"], strict=True):
         for key, value in settings.items():
@@ -61,7 +68,7 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
     load_memory("sync", optimizer.sync, held.sync)
     optimizer.progress = held.progress
     optimizer.progress.local_steps = 0
-    optimizer.sync.after_join(parameters)
+    optimizer.sync.after_join(parameters, held.progress.steps)
 
 
 def _put(optimizer: ReplicaOptimizer, p: Parameter, key: str, value: Any) -> None:

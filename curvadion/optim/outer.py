@@ -58,6 +58,8 @@ class ReplicaOptimizer(OuterLayer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if (members := self._replicas.members) is not None and self.sync.every_step:
+            members.meet()  # states and settings may become a peer's
         self._check_settings()
         plan = self._present_plan()
         if plan.device.type == "meta":
@@ -109,7 +111,7 @@ class ReplicaOptimizer(OuterLayer):
         if not self.scheduled:
             reason = self._reason_to_open(met.signal)
             opens = reason is not None
-        elif reason is not None and self.sync.delay:
+        elif reason is not None and self.sync.delay and self._replicas.members is None:
             words = begin_comparison(self._word(plan), plan, self._background(plan.device))
             self._words.append((self.progress.steps + self.sync.delay, words))
 
@@ -179,14 +181,18 @@ class ReplicaOptimizer(OuterLayer):
     def open_without_step(self) -> bool:
         """Synchronise the next fragment with the members present; whether they all could."""
         plan = self._present_plan()
-        steps, members = self.progress.steps, self._replicas.members
-        step = self._inner_step(plan, plan.gradients(), steps, rests=True, members=members)
+        step = self._step_of_members(plan)
         with full_precision(plan.device):
             if self.sync.open_step(step) is False:
                 return False
         self.gate.spend(1)
         self.progress.local_steps = 0
         return True
+
+    def _step_of_members(self, plan: Plan) -> Step:
+        """A step that moves nothing."""
+        steps, members = self.progress.steps, self._replicas.members
+        return self._inner_step(plan, plan.gradients(), steps, rests=True, members=members)
 
     def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
         """What the gate's signals follow from; collective over the shards of a replica."""
@@ -365,8 +371,10 @@ class ReplicaOptimizer(OuterLayer):
             raise ValueError(
                 "exact=True needs a fixed group of replicas, but these come and go: leave it out."
             )
+        plan = self._present_plan()
         while self.drifted:
             self.open_without_step()
+            self.sync.finish(plan, self._step_of_members(plan))
 
     def _average_everything(self, plan: Plan) -> None:
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))

@@ -66,6 +66,7 @@ class Sync(ABC):
             other replicas, and a replica whose gradient is not finite takes part.
         ends_drift: whether openings end the replicas' drift.
         elastic: whether it works with replicas that come and go.
+        replays: whether a replica that is late can take in what it has missed (:meth:`catch_up`).
     """
 
     group_defaults: ClassVar[Mapping[str, Any]] = {
@@ -79,6 +80,7 @@ class Sync(ABC):
     every_step: ClassVar[bool] = False
     message_format: ClassVar[int] = 0
     elastic: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
     fragments_drifted: int = 0
     delay: int = 0
     ends_drift: bool = True
@@ -128,8 +130,11 @@ class Sync(ABC):
         Called before a first step, and again whenever there are new parameters or loaded states.
         """
 
-    def after_join(self, parameters: Sequence[Parameter]) -> None:
-        """Note that weights, states and memory are another replica's, and weights its anchors."""
+    def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
+        """Note that weights, states and memory are another replica's, after so many steps."""
+
+    def finish(self, plan: Plan, step: Step) -> None:
+        """Wait for an opening under way, where replicas come and go, and take in its means."""
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """Take in an opening that this replica has missed, from another one's record of it."""

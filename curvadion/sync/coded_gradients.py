@@ -10,6 +10,7 @@ weights, momenta and moments stay the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
+from curvadion.comm.members import Members
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import BITS, FORMAT
 from curvadion.sync.base import Costs, Step, Sync
@@ -66,6 +68,7 @@ class CodedGradients(Sync):
     state_keys = (StateKey(RESIDUAL, Owner.REPLICA, like_parameter=True),)
     sends_codes = True
     every_step = True
+    elastic = True
     message_format = FORMAT
     UNBUDGETED_BITS = 3
 
@@ -78,6 +81,7 @@ class CodedGradients(Sync):
         # Whether all state but the residuals is the same on all replicas; None before the first
         # step. False after the state of another sync was loaded.
         self._agree: bool | None = None
+        self._among = 0  # members of the last mean, where they come and go
 
     def choose_defaults(self, budget: float | None) -> None:
         self._budget = budget
@@ -98,7 +102,9 @@ class CodedGradients(Sync):
                 dtype = RESIDUAL_DTYPES[self.residual_dtype]
                 p.state[RESIDUAL] = torch.zeros_like(p.X.detach(), dtype=dtype)
 
-    def open_step(self, step: Step) -> None:
+    def open_step(self, step: Step) -> bool | None:
+        if step.members is not None:
+            return self._open_with(step.members, step)
         if self._agree is False and step.number:
             self.sync_weights(step.plan, step.replicas, step.state_keys())
         self._agree, self.fragments_drifted = True, 0
@@ -110,6 +116,44 @@ class CodedGradients(Sync):
             residuals = [local(p.state[RESIDUAL]) for p in run]
             coded_mean_([G[id(p)] for p in run], residuals, self.bits, step.replicas)
         step.take(gradients=G, directed=True)
+        return None
+
+    def _open_with(self, members: Members, step: Step) -> bool:
+        """A step with the mean gradient of the members present, or none if one of them is lost.
+
+        A replica that has just come, or whose gradient is not finite, has no part in the mean, but
+        takes the step: its weights stay those of the others.
+        """
+        opening, plan = members.begin(), step.plan
+        residuals = [local(p.state[RESIDUAL]) for p in plan.parameters]
+        kept, G = [residual.clone() for residual in residuals], dict[int, Tensor]()
+        weight = 0.0 if opening.fresh or step.rests else members.weight
+        weights, codes, failed = [weight], list[Tensor | None](), False
+        try:
+            weights = [own[0] for own in opening.gather([weight])]
+            share = weight * len(weights) / sum(weights) if any(weights) else 0.0
+            if self._among not in (0, len(weights)):  # residuals are parts of a mean of so many
+                torch._foreach_mul_(residuals, len(weights) / self._among)
+            for p in plan.parameters:
+                g = p.gradient_or_zeros
+                G[id(p)] = share * g if share else torch.zeros_like(g)
+            for run in coded_together(plan.parameters, self.bits):
+                sent = [G[id(p)] for p in run], [local(p.state[RESIDUAL]) for p in run]
+                codes.append(coded_mean_(*sent, self.bits, opening.group))
+            opening.agree()
+        except RuntimeError:  # a member was lost
+            failed = True
+        record = {"codes": [None if c is None else c.cpu() for c in codes]}
+        if not opening.commit(failed=failed, record=record):
+            torch._foreach_copy_(residuals, kept)
+            return False
+        self._among = len(weights)
+        if any(weights):
+            replace(step, rests=False).take(gradients=G, directed=True)
+        return True
+
+    def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
+        self._agree, self.fragments_drifted = True, 0
 
     def sync_weights(
         self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
@@ -120,11 +164,11 @@ class CodedGradients(Sync):
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "agree": bool(self._agree)}
+        return {**super().state_dict(), "agree": bool(self._agree), "among": self._among}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._agree = bool(state["agree"])
+        self._agree, self._among = bool(state["agree"]), state["among"]
 
     def after_load(self) -> None:
         self.fragments_drifted = 0 if self._agree else 1

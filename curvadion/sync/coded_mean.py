@@ -77,8 +77,8 @@ def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[
 
 def coded_mean_(
     X: Sequence[Tensor], residuals: Sequence[Tensor], bits: int, group: dist.ProcessGroup | None
-) -> None:
-    """X <- mean over the group of X; the same bits on every rank.
+) -> Tensor | None:
+    """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
 
     Every rank is the owner of an equal share of all numbers. Each sends its codes to the owners,
     which sum them in float32, so that no sum can overflow, and send the codes of the means back.
@@ -94,15 +94,17 @@ def coded_mean_(
         for x, residual in zip(X, residuals, strict=True):
             x.add_(residual)
             residual.zero_()
-        return
+        return None
+    rest = codes
     for some in chunks(X, 4 * most_together(codes.device).batch):
         wide = [torch.promote_types(x.dtype, torch.float32) for x in some]
         means = [x.new_empty(x.shape, dtype=d) for x, d in zip(some, wide, strict=True)]
         torch._foreach_zero_(means)
         rows = sum(blocks_of(x.numel()) for x in some)
         with record_function("curvadion.decode"):
-            ops.decode_add_(some, means, codes[:rows], bits)
-        codes = codes[rows:]
+            ops.decode_add_(some, means, rest[:rows], bits)
+        rest = rest[rows:]
+    return codes
 
 
 def moved_since(anchor: Tensor, x: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from curvadion import ops
-from curvadion.comm.background import Background, Exchange
+from curvadion.comm.background import Background
 from curvadion.comm.collectives import group_size
+from curvadion.comm.worker import Exchange
 from curvadion.gates import Gate
 from curvadion.ops.tensors import from_host
 from curvadion.sync.verify import Listing, raise_different

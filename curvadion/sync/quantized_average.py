@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 from operator import attrgetter
@@ -88,6 +88,7 @@ class QuantizedAverage(Sync):
     )
     sends_codes = True
     elastic = True
+    replays = True
     message_format = FORMAT
 
     def __init__(
@@ -124,10 +125,13 @@ class QuantizedAverage(Sync):
         self._sent_rates: list[list[float]] = []
         self._under_way = UnderWay()
         self._expecting = True  # a loaded state may hold means that are to be added
-        # Where replicas come and go, by fragment: this one's steps since the anchor, and how many
-        # replicas the residuals are to be divided by.
-        self._moved: list[int] = []
+        # Where replicas come and go, by fragment: the weight of this one's steps since the anchor,
+        # and how many replicas the residuals are to be divided by. An opening under way, and the
+        # step number of the replica that this one has taken over from.
+        self._moved: list[float] = []
         self._among: list[int] = []
+        self._pending: _Pending | None = None
+        self._joined_at = 0
 
     @property
     def count(self) -> int:
@@ -150,7 +154,7 @@ class QuantizedAverage(Sync):
         if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
             self._rates = [_largest(self._rates) for _ in range(count)]
             self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
-            self._moved = [max(self._moved, default=0)] * count
+            self._moved = [max(self._moved, default=0.0)] * count
             self._among = [max(self._among, default=0)] * count
         return Costs(message_bytes(chain.from_iterable(shards), self.bits) / count, count)
 
@@ -170,12 +174,14 @@ class QuantizedAverage(Sync):
         corrections.place_spectra(parameters, kept=self._keeps_spectra)
 
     def closed_step(self, step: Step) -> None:
+        self._count(step)
         self._step(step, None)
 
     def open_step(self, step: Step) -> bool | None:
         if step.members is not None:
             return self._open_with(step.members, step)
         fragment = self.next_fragment
+        self._count(step)
         self._step(step, fragment)
         self._rotate_from(fragment)
         if not self.delay:
@@ -185,7 +191,8 @@ class QuantizedAverage(Sync):
     def _step(self, step: Step, sending: int | None) -> None:
         """A step of the replica's own; means arrive that are due, and a fragment is sent."""
         plan, of = step.plan, self._fragment_of
-        self._count(plan)
+        if self._pending is not None and self._pending.due <= step.number:
+            self._commit()
         going = [fragment == sending for fragment in of]
         # A budget may open sooner than means arrive.
         self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
@@ -216,11 +223,12 @@ class QuantizedAverage(Sync):
         if measures:
             plan.measure_momenta()
 
-    def _count(self, plan: Plan) -> None:
+    def _count(self, step: Step) -> None:
         """Add a step and its learning rates to what each fragment has taken since its anchor."""
         self.fragments_drifted = self.count
-        self._moved = [moved + 1 for moved in self._moved]
-        rates = {g: float(group["lr"]) for g, group in plan.groups.items()}
+        if step.members is not None and not step.rests:
+            self._moved = [moved + step.members.weight for moved in self._moved]
+        rates = {g: float(group["lr"]) for g, group in step.plan.groups.items()}
         for sums in self._rates:
             sums.extend([0.0] * (max(rates, default=-1) + 1 - len(sums)))
             for g, rate in rates.items():
@@ -246,6 +254,7 @@ class QuantizedAverage(Sync):
         return openings
 
     def settle(self) -> None:
+        self._commit()
         self._under_way.settle()
 
     @property
@@ -319,81 +328,154 @@ class QuantizedAverage(Sync):
         """
         plan, fragment = step.plan, self.next_fragment
         if not step.rests:
-            self._count(plan)
-        going = [of == fragment for of in self._fragment_of]
-        stay, go = plan.select([not goes for goes in going]), plan.select(going)
-        parts = [part for part in (stay, go) if part.parameters]
-        batches = [replace(b) for b in step.batches(*parts)]  # a batch loses its directions
-        batches = [batch for batch in batches if batch.part is go]
+            self._count(step)
+        batches = self._batches_of(step, fragment)
         opening = members.begin()
         if opening.fresh or self.next_fragment != fragment:  # a peer's, or what was missed
-            fragment = self.next_fragment
-            go = plan.select([of == fragment for of in self._fragment_of])
-            batches = [Batch(go, chosen, None) for chosen in go.batches]
+            fragment, batches = self.next_fragment, []
+        go = self._of_fragment(plan, fragment)
         kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
+        now = self._joined_at if opening.fresh else step.number
+        pending = _Pending(opening, fragment, now + self.delay, kept, self._rates[fragment])
+        self._pending = pending
         codes: list[list[Tensor | None]] = []
-        count = max(plan.groups, default=-1) + 1
-        rates = (self._rates[fragment] + [0.0] * count)[:count]
-        failed, among = False, 0
+        batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
         try:
-            weight = 0.0 if opening.fresh else float(self._moved[fragment])
-            told = opening.gather([weight, *rates])
-            rates = [max(each) for each in zip(*(own[1:] for own in told), strict=True)]
-            among, total = len(told), sum(own[0] for own in told)
-            share = weight * among / total if total else 1.0
+            share, scale, rates = self._weigh(pending, max(plan.groups, default=-1) + 1)
             for batch in batches:
-                runs = coded_together(batch.plan.parameters, self.bits)
-                scale = among / (self._among[fragment] or among)
-                codes.append([self._send_share(run, share, scale, opening) for run in runs])
+                codes.append(self._send_shares(batch.plan, share, scale, pending))
+            if self.delay:
+                opening.begin("The end of an opening", opening.agree)
+            else:
+                opening.agree()
+                pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
         except RuntimeError:  # a member was lost
-            failed = True
-        flat = [None if c is None else c.cpu() for each in codes for c in each]
-        record = {"fragment": fragment, "rates": rates, "codes": flat}
-        if not opening.commit(failed=failed, record=record):
-            for residual, before in kept:
-                residual.copy_(before)
+            pending.failed = True
+        if self.delay and not pending.failed:
+            self._rotate_from(fragment)
+            return True
+        if not self._commit():
             return False
-        self._among[fragment] = among
         rate = _shared_rate(rates) if step.directed else None
         for batch, means in zip(batches, codes, strict=True):
             self._take_in(batch, means, rate)
-        self._rates[fragment], self._moved[fragment] = [], 0
         self._rotate_from(fragment)
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
         return True
 
-    def _send_share(
-        self, run: Sequence[Parameter], share: float, scale: float, opening: Opening
-    ) -> Tensor | None:
-        """The codes of the mean, of which this replica's part is ``share`` of an equal one.
+    def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
+        """Take a step; without a delay the batches of a fragment, with the directions taken."""
+        if self.delay:
+            self._step(step, None)
+            self._commit()
+            self._land(step.plan, directed=step.directed)
+            return []
+        stay = step.plan.select([of != fragment for of in self._fragment_of])
+        go = self._of_fragment(step.plan, fragment)
+        parts = [part for part in (stay, go) if part.parameters]
+        batches = [replace(b) for b in step.batches(*parts)]  # a batch loses its directions
+        return [batch for batch in batches if batch.part is go]
 
-        scale: of residuals, which are parts of a mean of as many replicas as there were.
+    def _of_fragment(self, plan: Plan, fragment: int) -> Plan:
+        return plan.select([of == fragment for of in self._fragment_of])
+
+    def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float, list[float]]:
+        """This replica's share of an equal one, the scale of its residuals, and everybody's rates.
+
+        Residuals are parts of a mean of as many replicas as there were.
         """
-        anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
-        X = [p.local for p in run]
-        if scale != 1.0:
-            torch._foreach_mul_(residuals, scale)
-        if share == 1.0:
-            return exchanged(X, anchors, residuals, self.bits, opening.group)
-        # What codes lose is lost of the message, so residuals have no share.
-        sent = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
-        return exchanged(sent, (), residuals, self.bits, opening.group)
+        fragment, opening = pending.fragment, pending.opening
+        rates = (self._rates[fragment] + [0.0] * groups)[:groups]
+        pending.moved = 0.0 if opening.fresh else self._moved[fragment]
+        told = opening.gather([pending.moved, *rates])
+        rates = [max(each) for each in zip(*(own[1:] for own in told), strict=True)]
+        pending.among, total = len(told), sum(own[0] for own in told)
+        self._sent_rates[fragment], self._rates[fragment] = rates, []
+        self._moved[fragment] = 0.0
+        share = pending.moved * pending.among / total if total else 1.0
+        return share, pending.among / (self._among[fragment] or pending.among), rates
 
-    def after_join(self, parameters: Sequence[Parameter]) -> None:
-        self._moved, self.fragments_drifted = [0] * len(self._moved), 0
+    def _commit(self) -> bool:
+        """End the opening under way: write what was exchanged, or put all back."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return True
+        fragment, failed = pending.fragment, pending.failed
+        try:
+            codes = pending.codes or self._under_way.codes()
+        except RuntimeError:
+            failed, codes = True, []
+        record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
+        if pending.opening.commit(failed=failed, record=record):
+            self._among[fragment] = pending.among
+            return True
+        self._under_way.take_back()
+        for residual, before in pending.kept:
+            residual.copy_(before)
+        if pending.among:
+            both = zip_longest(pending.rates, self._rates[fragment], fillvalue=0.0)
+            self._rates[fragment] = [sum(each) for each in both]
+            self._moved[fragment] += pending.moved
+        return False
+
+    def finish(self, plan: Plan, step: Step) -> None:
+        if self._pending is not None and self._commit():
+            self.fragments_drifted = max(0, self.fragments_drifted - 1)
+        self._land(plan, directed=step.directed)
+
+    def _land(self, plan: Plan, *, directed: bool) -> None:
+        """Take in what is under way, with the correction that anchors need to stay the same."""
+        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
+        rate = partial(_rate, self._sent_rates, fragments) if directed else None
+        arriving = [DUE in p.state for p in plan.parameters]
+        for chosen in plan.select(arriving).batches if any(arriving) else ():
+            self._arrive(Batch(chosen, chosen, None), rate)
+
+    def _send_shares(
+        self, plan: Plan, share: float, scale: float, pending: _Pending
+    ) -> list[Tensor | None]:
+        """The codes of the means, of which this replica's part is ``share`` of an equal one."""
+        group, codes = pending.opening.group, list[Tensor | None]()
+        for run in coded_together(plan.parameters, self.bits):
+            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
+            X = [p.local for p in run]
+            if scale != 1.0:
+                torch._foreach_mul_(residuals, scale)
+            if self.delay:
+                self._expecting = True
+                self._under_way.send(run, self.bits, pending.opening, pending.due, share)
+            elif share == 1.0:
+                codes.append(exchanged(X, anchors, residuals, self.bits, group))
+            else:
+                # What codes lose is lost of the message, so residuals have no share.
+                sent = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
+                codes.append(exchanged(sent, (), residuals, self.bits, group))
+        return codes
+
+    def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
+        self._moved, self.fragments_drifted = [0.0] * len(self._moved), 0
+        self._joined_at = steps
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D: what this replica has moved stays its own."""
-        fragment, codes = record["fragment"], iter(record["codes"])
-        for chosen in plan.select([of == fragment for of in self._fragment_of]).batches:
-            before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
-            count = len(list(coded_together(chosen.parameters, self.bits)))
-            means = [None if c is None else c.to(plan.device) for c in islice(codes, count)]
-            directed = any(p.matrices for p in chosen.parameters)
-            rate = _shared_rate(record["rates"]) if directed else None
-            self._take_in(Batch(chosen, chosen, None), means, rate)
-            for p, own in before:
-                p.local.add_(own)
+        fragment, codes, directed = record["fragment"], iter(record["codes"]), False
+        for chosen in self._of_fragment(plan, fragment).batches:
+            runs = list(coded_together(chosen.parameters, self.bits))
+            means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
+            directed |= any(p.matrices for p in chosen.parameters)
+            if not self.delay:
+                before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
+                rate = _shared_rate(record["rates"]) if directed else None
+                self._take_in(Batch(chosen, chosen, None), means, rate)
+                for p, own in before:
+                    p.local.add_(own)
+                continue
+            for run, mean in zip(runs, means, strict=True):
+                if mean is not None:
+                    self._under_way.missed_(run, self.bits, mean, due=0)
+        if self.delay:
+            self._sent_rates[fragment] = record["rates"]
+            self._land(plan, directed=directed)
         self._rotate_from(fragment)
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
@@ -428,6 +510,7 @@ class QuantizedAverage(Sync):
         self._rates = [list(sums) for sums in state["rates"]]
         self._sent_rates = [list(sums) for sums in state["sent_rates"]]
         self._moved, self._among = list(state["moved"]), list(state["among"])
+        self._pending = None
 
     def after_load(self) -> None:
         self._under_way, self._expecting = UnderWay(), True
@@ -439,6 +522,25 @@ class QuantizedAverage(Sync):
             f"residual_dtype={self.residual_dtype!r}, delay={self.delay}, "
             f"spectrum_decay={self.spectrum_decay})"
         )
+
+
+@dataclass
+class _Pending:
+    """An opening of members that has not been written yet, and what to put back if it cannot be.
+
+    due: the step that adds its means. rates, moved: this replica's since its anchor. among: the
+    members, 0 until they have met.
+    """
+
+    opening: Opening
+    fragment: int
+    due: int
+    kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and what they were
+    rates: Sequence[float]
+    moved: float = 0.0
+    among: int = 0
+    codes: Sequence[Tensor | None] = ()
+    failed: bool = False
 
 
 def _rate(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:

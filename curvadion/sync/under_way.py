@@ -12,15 +12,16 @@ away stays in X_i, and is part of the next pseudo-gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.comm.background import Background, Exchange, Stopwatch
+from curvadion.comm.worker import Exchange, Stopwatch
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import rows_of
 from curvadion.sync.coded_mean import Message, encode, moved_since
@@ -29,6 +30,14 @@ from curvadion.update.state import ANCHOR, RESIDUAL
 
 # State while something is under way: D_i; D once it is known; the step at which that is added.
 SENT, MEAN, DUE = "sent", "mean", "due"
+
+
+class Beside(Protocol):
+    """Does exchanges beside the training, over a group."""
+
+    group: dist.ProcessGroup
+
+    def begin(self, what: str, work: Callable[[], None]) -> Exchange[None]: ...
 
 
 @dataclass(frozen=True)
@@ -56,15 +65,27 @@ class UnderWay:
         """Nothing: what is under way belongs to one optimizer."""
         return UnderWay()
 
-    def send(self, parameters: Sequence[Parameter], bits: int, to: Background, due: int) -> None:
-        """Send what parameters of the same ranks have moved; due: the step that adds the mean."""
+    def send(
+        self,
+        parameters: Sequence[Parameter],
+        bits: int,
+        to: Beside,
+        due: int,
+        share: float = 1.0,
+    ) -> None:
+        """Send what parameters of the same ranks have moved; due: the step that adds the mean.
+
+        share: of this replica's part of the mean in an equal one.
+        """
         for p in parameters:
             p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
             local(p.state[SENT]).copy_(moved_since(local(p.state[ANCHOR]), p.local))
             p.state[DUE] = due
         group = to.group
         sent, residuals = ([local(p.state[k]) for p in parameters] for k in (SENT, RESIDUAL))
-        numbers = any(x.numel() for x in sent)
+        if share != 1.0:
+            sent = [share * x.float() for x in sent]
+        numbers = any(x.numel() for x in residuals)
         message = encode(sent, (), residuals, bits, group) if numbers else None
 
         def exchange() -> None:
@@ -79,6 +100,27 @@ class UnderWay:
         wanted = {id(p.X) for p in parameters if MEAN not in p.state}
         self.settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
         return [_landed(p) for p in parameters]
+
+    def codes(self) -> list[Tensor | None]:
+        """The codes of all means under way, in order; RuntimeError if an exchange failed."""
+        failed = [error for sent in self._sent if (error := sent.exchange.error()) is not None]
+        if failed:
+            raise RuntimeError(str(failed[0]))
+        return [None if s.message is None else s.message.codes.cpu() for s in self._sent]
+
+    def take_back(self) -> None:
+        """Forget what has been sent: no weight has moved by it."""
+        for p in (p for sent in self._sent for p in sent.parameters):
+            del p.state[SENT], p.state[DUE]
+        self._sent.clear()
+
+    def missed_(self, parameters: Sequence[Parameter], bits: int, codes: Tensor, due: int) -> None:
+        """Let the means of others arrive, in which this replica had no part."""
+        for p in parameters:
+            X = p.X.detach()
+            p.state[SENT] = torch.zeros_like(X, dtype=p.state[RESIDUAL].dtype)
+            p.state[MEAN], p.state[DUE] = torch.zeros_like(X, dtype=torch.float32), due
+        ops.decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
 
     def drop(self, parameters: Sequence[Parameter]) -> None:
         """Forget what is under way: parameters have got other weights, on which all agree."""

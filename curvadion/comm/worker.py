@@ -1,0 +1,96 @@
+"""Exchanges in a thread of their own, beside the training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+_Job = Callable[[], None]
+
+
+class Exchange(Generic[Result]):
+    """An exchange under way; ``what`` it is, for errors."""
+
+    def __init__(self, what: str, device: torch.device) -> None:
+        self.what = what
+        self._future: Future[Result] = Future()
+        self._device = device
+        self._begun: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._begun = torch.cuda.current_stream(device).record_event()
+
+    def run(self, work: Callable[[], Result]) -> None:
+        try:
+            if self._begun is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._begun)
+            result = work()
+            if self._begun is not None:
+                torch.cuda.current_stream(self._device).synchronize()
+            self._future.set_result(result)
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def error(self) -> BaseException | None:
+        """Why it failed, once it has ended; None if it did not."""
+        return self._future.exception()
+
+    def result(self) -> Result:
+        """What it gave, once it is done; RuntimeError with its name if it failed."""
+        try:
+            return self._future.result()
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.what} failed: {error}. A replica may have ended or lost its connection: "
+                f"start again from the last checkpoint."
+            ) from error
+
+
+class Worker:
+    """A thread that does exchanges one after the other, in the order in which they were begun."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
+        )
+        self._thread.start()
+
+    def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
+        """Let the thread do some work; what: for errors."""
+        exchange: Exchange[Result] = Exchange(what, self._device)
+        self._jobs.put(lambda: exchange.run(work))
+        return exchange
+
+    def end(self, seconds: float) -> None:
+        """End the thread, for which this waits so long."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+
+
+class Stopwatch:
+    """Adds up the seconds inside its ``with`` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
+def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
+    if device.type == "cuda":  # the thread's own, and with it its device
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+    for job in iter(jobs.get, None):
+        job()
+        del job  # and the tensors that it holds, before the wait for the next
