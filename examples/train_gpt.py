@@ -162,7 +162,7 @@ class Config:
     @property
     def readers(self) -> int:
         """How many data-parallel ranks read samples of their own."""
-        return self.elastic or self.sizes.readers
+        return (self.elastic or 1) * self.sizes.readers
 
     @property
     def tokens_per_step(self) -> int:
@@ -192,6 +192,19 @@ def set_learning_rates(optimizer: Optimizer, highest: list[dict[str, float]], sc
     """Give each group a share of its highest learning rates."""
     for group, rates in zip(optimizer.param_groups, highest, strict=True):
         group.update({key: scale * rate for key, rate in rates.items()})
+
+
+def check_elastic(config: Config) -> None:
+    """Raise ValueError for what replicas that come and go cannot do."""
+    wrong = None
+    if config.optimizer != "curvadion":
+        wrong = f"optimizer={config.optimizer!r}: pass curvadion"
+    elif config.sizes.replicas > 1:
+        wrong = f"parallel={config.parallel!r} over {dist.get_world_size()} processes: pass fsdp"
+    elif config.checkpoint_every:
+        wrong = f"checkpoint_every={config.checkpoint_every}: leave it out"
+    if wrong:
+        raise ValueError(f"elastic={config.elastic} with {wrong}")
 
 
 def build_optimizer(config: Config, model: GPT, replicas: Replicas) -> Optimizer:
@@ -397,7 +410,9 @@ class Trainer:
         if config.elastic:
             from curvadion.integrations import torchft
 
-            self.reader = int(os.environ["REPLICA_GROUP_ID"].rpartition("_")[2])
+            check_elastic(config)
+            number = int(os.environ["REPLICA_GROUP_ID"].rpartition("_")[2])
+            self.reader += number * config.sizes.readers
             members = torchft.Replicas()
         self.optimizer = build_optimizer(config, self.model, members or replicas)
         self.highest_lr = learning_rates(self.optimizer)

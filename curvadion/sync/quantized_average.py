@@ -419,9 +419,16 @@ class QuantizedAverage(Sync):
         return False
 
     def finish(self, plan: Plan, step: Step) -> None:
-        if self._pending is not None and self._commit():
-            self.fragments_drifted = max(0, self.fragments_drifted - 1)
+        pending = self._pending
+        written = pending is not None and self._commit()
         self._land(plan, directed=step.directed)
+        if pending is None or not written:
+            return
+        for p in self._of_fragment(plan, pending.fragment).parameters:
+            # What the rounding of D_i has left.
+            local(p.state[RESIDUAL]).add_(moved_since(anchor_of(p), p.local))
+            p.local.copy_(anchor_of(p))
+        self.fragments_drifted = max(0, self.fragments_drifted - 1)
 
     def _land(self, plan: Plan, *, directed: bool) -> None:
         """Take in what is under way, with the correction that anchors need to stay the same."""

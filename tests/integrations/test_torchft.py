@@ -102,15 +102,20 @@ def stay(rank, address, how):
         found.append({k: torch.as_tensor(v).clone() for k, v in held.items()})
         dist.barrier()
         if elastic:
+            optimizer.synchronize()
             replicas.close()
     plain, with_members = found
     assert plain.keys() == with_members.keys()
-    return [key for key, value in plain.items() if not value.equal(with_members[key])]
+    differ = [key for key, value in plain.items() if not value.equal(with_members[key])]
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return differ, zlib.crc32(weights.numpy())
 
 
 @pytest.mark.parametrize("how", STAYING)
 def test_members_that_stay_take_the_trajectory_of_a_process_group_bitwise(lighthouse, how):
-    assert distributed.run(3, stay, lighthouse, how) == [[], [], []]
+    found = distributed.run(3, stay, lighthouse, how)
+    assert [differ for differ, _ in found] == [[], [], []]
+    assert len({weights for _, weights in found}) == 1  # after synchronize()
 
 
 def stay_sharded(rank, address, how):
@@ -305,6 +310,36 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     assert all(len(of) > 2 for of in openings)
     if kind != "gradients":
         assert not any("took over" in event for event in events[1:])  # it never needed everything
+
+
+def start_again(rank, address):
+    """Three members, and after them two that load the checkpoint of one of the three."""
+    shared = [None]
+    for run, ranks in (("first", 3), ("again", 2)):
+        if rank < ranks:
+            model = toy.model()
+            replicas = replicas_of(address, f"{run} {rank}", min_replicas=ranks)
+            gate, sync = FixedPeriod(PERIOD), QuantizedAverage()
+            optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
+            if run == "again":
+                model.load_state_dict(shared[0]["model"])
+                optimizer.load_state_dict(shared[0]["optimizer"])
+            replicas.start(optimizer)
+            begun = optimizer.progress.steps
+            toy.train(model, optimizer, range(begun, begun + 10), rank)
+            shared = [{"model": model.state_dict(), "optimizer": optimizer.state_dict()}]
+        dist.broadcast_object_list(shared, src=0)
+        if rank < ranks:
+            optimizer.synchronize()
+            replicas.close()
+    if rank < 2:
+        return begun, zlib.crc32(agreed_on(optimizer, model).numpy())
+    return None
+
+
+def test_others_in_number_go_on_from_a_checkpoint_of_one(lighthouse):
+    one, two, _ = distributed.run(3, start_again, lighthouse)
+    assert one == two and one[0] == 10
 
 
 # -------------------------------------------------------------------- errors
