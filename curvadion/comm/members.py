@@ -10,6 +10,10 @@ import torch.distributed as dist
 
 from curvadion.comm.worker import Exchange
 
+# What collectives raise if a member is lost: torch cannot name a group that is none of its own, and
+# then fails with another error.
+LOST = (RuntimeError, ValueError)
+
 
 class Opening(ABC):
     """The members that are present at an opening; what they do is written once all can commit.

@@ -27,7 +27,7 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 from curvadion import checks
-from curvadion.comm.members import Members, Opening
+from curvadion.comm.members import LOST, Members, Opening
 from curvadion.comm.worker import Exchange, Worker
 from curvadion.optim.handover import hand_over, shared_weights, take_over
 from curvadion.optim.outer import ReplicaOptimizer
@@ -108,7 +108,8 @@ class Replicas(Members):
         self._stateful: dict[str, Any] = {}
         self._optimizer: ReplicaOptimizer | None = None
         self._ready: _Opening | None = None
-        self._fresh, self.present = False, 0
+        self.present = 0
+        self._given: dict[str, Any] | None = None
         self._worker: Worker | None = None
         self._replays = False  # whether who is late can take in what was missed
         self._chain = 0  # a checksum of all means so far: anchors are the same where it is
@@ -160,7 +161,7 @@ class Replicas(Members):
                 try:
                     failed = not opening.anybody(self._begins)
                     opening.agree()
-                except RuntimeError:
+                except LOST:
                     failed = True
                 joined = opening.commit(failed=failed, record={})
             if joined:
@@ -184,7 +185,7 @@ class Replicas(Members):
             return ready
         if self._optimizer is None:
             raise RuntimeError("replicas=Replicas(): call replicas.start(optimizer) before step().")
-        self._fresh = False
+        self._given = None
         try:
             self._manager.start_quorum()
         except Exception as error:
@@ -192,11 +193,13 @@ class Replicas(Members):
                 f"No opening could begin ({error}): the Lighthouse at TORCHFT_LIGHTHOUSE may be "
                 f"gone, or others took longer than quorum_timeout to come."
             ) from error
+        opening = _Opening(self)
+        self._take_over(opening)
         present = self._manager.num_participants()
         if present != self.present:
             self._note(f"{present} members instead of {self.present}")
         self.present = present
-        return _Opening(self)
+        return opening
 
     @property
     def openings(self) -> int:
@@ -227,6 +230,31 @@ class Replicas(Members):
         }
 
     def _load(self, given: dict[str, Any]) -> None:
+        self._given = given
+
+    def _inside(self) -> dist.ProcessGroup | None:
+        """The ranks of this replica; None for one."""
+        assert self._optimizer is not None
+        return self._optimizer._present_plan().inside
+
+    def _everybody(self, own: Any) -> list[Any]:
+        """What each rank of this replica says; collective in the replica."""
+        if (group := self._inside()) is None:
+            return [own]
+        said = [None] * group.size()
+        dist.all_gather_object(said, own, group=group)
+        return said
+
+    def _take_over(self, opening: _Opening) -> None:
+        """Take in what others have handed over: the same kind on all ranks, or nothing."""
+        given = self._given or {}
+        begun = self.openings > 0  # else each rank may take another replica's weights to begin from
+        kinds = self._everybody(sorted(given)) if begun else []
+        if any(kind != kinds[0] for kind in kinds):
+            opening.fail()
+            return
+        if not given:
+            return
         assert self._optimizer is not None
         if "missed" in given:
             plan = self._optimizer._present_plan()
@@ -236,7 +264,12 @@ class Replicas(Members):
                 self._history.append((number, record))
             self._note(f"caught up with {len(given['missed'])} openings")
             return
-        theirs = given["whole"]["stateful"]
+        # Each rank may have got its part from another replica, which have counters of their own.
+        whole = given["whole"]
+        shared = {"stateful": whole["stateful"], "optimizer": dict(whole["optimizer"])}
+        own = {key: shared["optimizer"].pop(key) for key in ("weights", "states")}
+        shared = self._everybody(shared)[0] if begun else shared
+        theirs = shared["stateful"]
         if theirs.keys() != self._stateful.keys():
             raise ValueError(
                 f"replicas.start() got {sorted(self._stateful)} here and {sorted(theirs)} on the "
@@ -244,13 +277,13 @@ class Replicas(Members):
             )
         for name, state in theirs.items():
             _load_into(self._stateful[name], state)
-        take_over(self._optimizer, given["whole"]["optimizer"])
-        self._chain = given["whole"]["chain"]
+        take_over(self._optimizer, {**shared["optimizer"], **own})
+        self._chain = whole["chain"]
         self._history.clear()
         self._history.extend(given["history"])
-        self._fresh = True
-        states = given["whole"]["optimizer"]["states"]
-        size = sum(v[0].nbytes for s in states for v in s.values() if isinstance(v, tuple))
+        opening.fresh = True
+        held = [v for s in own["states"] for v in s.values() if isinstance(v, tuple)]
+        size = sum(v[0].nbytes for v in held)
         self._note(f"took over from another replica: {size} bytes")
 
     def __repr__(self) -> str:
@@ -262,8 +295,8 @@ class _Opening(Opening):
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas, self._manager = replicas, replicas._manager
-        self.fresh = replicas._fresh
-        self._strayed = False  # whether most members have other anchors
+        self._failed = False
+        self._strayed = False  # whether this replica needs everything, as most hold other anchors
 
     @property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
@@ -285,6 +318,10 @@ class _Opening(Opening):
             raise RuntimeError("members hold different anchors")
         return [list(numbers) for numbers in zip(*columns, strict=True)]
 
+    def fail(self) -> None:
+        """Let this opening fail: the ranks of this replica need everything, at the next one."""
+        self._failed = self._strayed = True
+
     def anybody(self, says: bool) -> bool:
         """Whether a member says so; RuntimeError if one is lost."""
         self._raise_if_broken()
@@ -302,15 +339,18 @@ class _Opening(Opening):
         return self._replicas._worker.begin(what, work)
 
     def _raise_if_broken(self) -> None:
+        if self._failed:
+            raise RuntimeError("the ranks of this replica were handed over different things")
         if (error := self._manager.errored()) is not None:
             raise RuntimeError(f"the members could not meet: {error.original_exception}")
 
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
+        replicas = self._replicas
+        self._strayed = any(replicas._everybody(self._strayed))
         if failed:
             self._manager.report_error(RuntimeError("a member was lost at an opening"))
         number = self._manager.current_step()
         committed = bool(self._manager.should_commit())
-        replicas = self._replicas
         if self._strayed:
             # torchft then gives everything to this replica at the next opening.
             self._manager.load_state_dict({"step": 0, "batches_committed": 0})

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
-from curvadion.comm.members import Members
+from curvadion.comm.members import LOST, Members
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import BITS, FORMAT
 from curvadion.sync.base import Costs, Step, Sync
@@ -141,7 +141,7 @@ class CodedGradients(Sync):
                 sent = [G[id(p)] for p in run], [local(p.state[RESIDUAL]) for p in run]
                 codes.append(coded_mean_(*sent, self.bits, opening.group))
             opening.agree()
-        except RuntimeError:  # a member was lost
+        except LOST:
             failed = True
         record = {"codes": [None if c is None else c.cpu() for c in codes]}
         if not opening.commit(failed=failed, record=record):

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from curvadion import checks, ops
 from curvadion.comm.collectives import checksum, divide, group_size
-from curvadion.comm.members import Members, Opening
+from curvadion.comm.members import LOST, Members, Opening
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
 from curvadion.sync import corrections
@@ -349,7 +349,7 @@ class QuantizedAverage(Sync):
             else:
                 opening.agree()
                 pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
-        except RuntimeError:  # a member was lost
+        except LOST:
             pending.failed = True
         if self.delay and not pending.failed:
             self._rotate_from(fragment)
@@ -403,7 +403,7 @@ class QuantizedAverage(Sync):
         fragment, failed = pending.fragment, pending.failed
         try:
             codes = pending.codes or self._under_way.codes()
-        except RuntimeError:
+        except LOST:
             failed, codes = True, []
         record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
         if pending.opening.commit(failed=failed, record=record):
