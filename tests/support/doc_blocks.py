@@ -104,7 +104,7 @@ TRAINED = "optimizer = Dion(groups, replicas=dist.group.WORLD)\ntrain()\n"
 REPORTED = TRAINED + "loss = torch.ones(())\n"
 MESH = """
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, RowwiseParallel, parallelize_module,
 )
@@ -114,12 +114,6 @@ mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
 plan = {}
 for i in range(2):
     plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
-"""
-FSDP1 = """
-alone = [dist.new_group([rank]) for rank in range(2)]  # every rank makes both
-shards_of_a_replica, other_replicas = alone[dist.get_rank()], dist.group.WORLD
-from functools import partial
-FullyShardedDataParallel = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
 """
 SAVED = """
 import warnings
@@ -243,19 +237,14 @@ AROUND = {
         "curvadion.ops.use_backend(None)",
         needs=("the compiled library",),
     ),
-    "docs/layouts.md: # DDP": Around(after=STEPS, ranks=2),
-    "docs/layouts.md: # FSDP2": Around(MESH + 'mesh = init_device_mesh("cpu", (2,))', STEPS, 2),
+    "docs/layouts.md: # DDP": Around(after=STEPS, ranks=2, instead=AMPLE),
     "docs/layouts.md: # HSDP": Around(
-        MESH + 'mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))',
-        STEPS,
-        2,
+        MESH + "nodes, gpus = 2, 1", STEPS, 2, instead=(*AMPLE, ("cuda", "cpu"))
     ),
-    "docs/layouts.md: # Tensor parallel": Around(MESH + TENSOR_PARALLEL, STEPS, 2),
-    "docs/layouts.md: # FSDP1": Around(MESH + FSDP1, STEPS, 2),
     "docs/layouts.md: patterns=": Around(
         EXPERTS, "kinds = {g['stack_dims'] for g in groups if 'stack_dims' in g}\nassert 1 in kinds"
     ),
-    "docs/layouts.md: # collective; nothing to do": Around(BUDGETED, TOGETHER, 2),
+    "docs/layouts.md: # collective; does nothing": Around(BUDGETED, TOGETHER, 2),
     "docs/layouts.md: fit_to_checkpoint": Around(
         SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
     ),
