@@ -11,14 +11,16 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-PROJECT = "https://pypi.org/project/curvadion/"
 TRITON = ["triton; platform_system == 'Linux'"]
 TRAIN = ["tqdm", "tensorboard", "matplotlib"]
 DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 RUNNER = ["pytest", "pytest-timeout", "pytest-xdist"]
+HUGGINGFACE = ["transformers", "accelerate"]
+LIGHTNING = ["lightning"]
 TORCHFT = ["torchft>=0.2,<0.3"]
-# With which integrations are tested.
-FRAMEWORKS = ["transformers", "accelerate", "lightning", *TORCHFT]
+TORCHTITAN = ["torchtitan>=0.3,<0.4; python_version >= '3.11'"]
+# With which integrations are tested; requirements-torchtitan.txt has torchtitan.
+FRAMEWORKS = [*HUGGINGFACE, *LIGHTNING, *TORCHFT]
 TEST = [*RUNNER, "hypothesis", "mypy", "ruff", *TRAIN, *TRITON]
 
 
@@ -34,13 +36,13 @@ def version() -> str:
 def long_description() -> str:
     """Return the README for a page elsewhere, or nothing in a tree without one.
 
-    Files beside it are in the source archive: links to them lead there, and pictures are left out.
+    Links to files beside it become plain text, and pictures are left out.
     """
     readme = ROOT / "README.md"
     if not readme.exists():
         return ""
     text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", readme.read_text("utf-8"), flags=re.M)
-    return re.sub(r"\]\((?!https?:|#)[^)]*\)", f"]({PROJECT}#files)", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
 
 
 class BuildPackages(build_py):
@@ -66,9 +68,7 @@ setup(
     description="Low-rank distributed optimizers that synchronise only when curvature asks for it",
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    url=PROJECT,
     project_urls={
-        "Source archive": f"{PROJECT}#files",
         "Dion (paper)": "https://arxiv.org/abs/2504.05295",
         "CurvaDion (paper)": "https://arxiv.org/abs/2512.13728",
     },
@@ -83,7 +83,10 @@ setup(
     extras_require={
         "triton": TRITON,
         "deepspeed": ["deepspeed"],
+        "huggingface": HUGGINGFACE,
+        "lightning": LIGHTNING,
         "torchft": TORCHFT,
+        "torchtitan": TORCHTITAN,
         "train": TRAIN,
         "wandb": ["wandb"],
         "docs": DOCS,

@@ -10,5 +10,5 @@ def need(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{purpose} needs {error.name or module}: pip install 'curvadion[train]'"
+            f"{purpose} needs {error.name or module}: pip install '.[train]' in the checkout"
         ) from error

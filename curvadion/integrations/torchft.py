@@ -1,4 +1,4 @@
-"""Replicas that come and go, through torchft (torchft >= 0.2): ``pip install torchft``.
+"""Replicas that come and go, through torchft (the extra ``torchft``).
 
 torchft's Lighthouse knows who is alive; here an opening is a transaction of those who are. Start
 ``torchft_lighthouse`` once, and every replica with ``TORCHFT_LIGHTHOUSE`` in its environment.

@@ -73,3 +73,23 @@ def test_seconds_to_choose_by_are_those_of_the_cost_model():
 def test_links_lead_to_files(page):
     for path in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text("utf-8")):
         assert (page.parent / path).exists(), path
+
+
+def test_extras_that_commands_install_exist():
+    tree = ast.parse((ROOT / "setup.py").read_text("utf-8"))
+    [made] = [
+        [ast.literal_eval(key) for key in node.value.keys]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "extras_require"
+    ]
+    sources = [
+        path for folder in ("curvadion", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        extra
+        for path in (*PAGES, *sources)
+        for command in re.findall(r"pip install .*", path.read_text("utf-8"))
+        for extras in re.findall(r"\[([\w,-]+)\]'", command)
+        for extra in extras.split(",")
+    }
+    assert {"train", "huggingface"} <= named <= {*made}

@@ -92,12 +92,12 @@ GPT = """
 import os
 import hugging_face as hf
 
-hf.launch({!r})
+hf.launch()
 model = hf.gpt()
 dataset = torch.utils.data.Subset(hf.Tokens(), range(32))
 loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+os.environ["ACCELERATE_USE_CPU"] = "true"
 """
-ON_PROCESSORS = GPT.format("cpu") + "os.environ['ACCELERATE_USE_CPU'] = 'true'"
 STEPS = """
 optimizer = trainer.optimizer.optimizer
 assert optimizer.report.step == 6 and optimizer.param_groups[0]["initial_lr"] == 0.02
@@ -105,22 +105,14 @@ assert optimizer.report.step == 6 and optimizer.param_groups[0]["initial_lr"] ==
 NEEDS_HUGGING_FACE = ("transformers", "accelerate")
 HUGGING_FACE = {
     "docs/huggingface.md: ddp_find_unused_parameters": Around(
-        ON_PROCESSORS,
+        GPT,
         STEPS + "assert 'ByteBudget(share=0.01' in repr(optimizer)\n"
         "assert not optimizer.drifted and optimizer.drift() == 0",
         2,
         NEEDS_HUGGING_FACE,
     ),
-    "docs/huggingface.md: fsdp=True": Around(
-        GPT.format("gpu"),
-        STEPS + "assert type(optimizer) is Dion\n"
-        "from torch.distributed.tensor import DTensor\n"
-        "assert all(isinstance(p, DTensor) for p in trainer.model.parameters())",
-        2,
-        NEEDS_HUGGING_FACE,
-    ),
     "docs/huggingface.md: attach(Accelerator())": Around(
-        ON_PROCESSORS,
+        GPT,
         "assert optimizer.optimizer.report.step == len(loader) == 4\n"
         "assert optimizer.drift() == 0  # all ranks have come here, so the first has written\n"
         "assert os.path.isfile('checkpoint/model.safetensors')",
@@ -140,15 +132,26 @@ lightning_runs.as_if_torchrun_had_started(dist.get_rank(), dist.get_world_size()
 CPUAccelerator.auto_device_count = staticmethod(dist.get_world_size)
 dataset = [(torch.randn(8), torch.ones(8)) for _ in range(16)]
 data = torch.utils.data.DataLoader(dataset, batch_size=4)
+
+
+class Base(lightning_runs.LightningModule):  # what the page leaves to its reader
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return loss_function(self.model(inputs), targets)
 """
-TRAINING = LAUNCHED + definitions("docs/lightning.md", "class Training(")
+OF_READER = ("lightning.LightningModule", "Base")
+TRAINING = definitions("docs/lightning.md", "class Training(").replace(*OF_READER)
 FITTED = """
 from torch.distributed.tensor import DTensor
 
-trainer.fit({}(model), data)
+trainer.fit(Hybrid(model), data)
 assert all(isinstance(p, DTensor) for p in model.parameters())
 optimizer = trainer.optimizers[0]
-assert optimizer.report.step == {}
+assert optimizer.report.step == 3 and not optimizer.drifted and optimizer.drift() == 0
 """
 LIGHTNING = {
     "docs/lightning.md: class Training(": Around(
@@ -157,15 +160,14 @@ LIGHTNING = {
         "assert not optimizer.drifted and optimizer.drift() == 0",
         2,
         ("lightning",),
-    ),
-    "docs/lightning.md: class Sharded(": Around(
-        TRAINING, FITTED.format("Sharded", 6), 2, ("lightning",)
+        instead=(OF_READER,),
     ),
     "docs/lightning.md: class Hybrid(": Around(
-        TRAINING + definitions("docs/lightning.md", "class Sharded(") + WIDE,
-        FITTED.format("Hybrid", 3) + "assert not optimizer.drifted and optimizer.drift() == 0",
+        LAUNCHED + TRAINING + WIDE,
+        FITTED,
         4,
         ("lightning",),
+        instead=(("cuda", "cpu"), ("num_nodes=2", "num_nodes=2, max_epochs=3")),
     ),
 }
 
@@ -194,13 +196,12 @@ TORCHTITAN = {
         2,
         NEEDS_TITAN,
     ),
-    "docs/torchtitan.md: class OwnTrainer": Around(
-        TITAN,
-        TINY + "settings['optimizer'] = optimizer\n"
-        "trainer = OwnTrainer.Config(**settings).build()\n"
-        "assert type(trainer) is OwnTrainer" + TITAN_STEPS,
-        2,
-        NEEDS_TITAN,
+    "docs/torchtitan.md: on_processors": Around(
+        after="[optimizer] = trainer.optimizers.optimizers\n"
+        "assert optimizer.report.step == 30 and 'ByteBudget(share=0.5' in repr(optimizer)",
+        ranks=2,
+        needs=NEEDS_TITAN,
+        launched=True,
     ),
 }
 
