@@ -208,7 +208,7 @@ def test_threads_of_gloo_end_before_the_interpreter_does():
 
 
 # What completes where collectives of one rank never overlap: all without a delay, and one delay
-# whose replicas are one rank each. docs/several-nodes.md says what depends on more.
+# whose replicas are one rank each. docs/slow-links.md says what depends on more.
 PROGRAMS = {
     "always open": {"kind": Dion},
     "a gate that reads momenta": {"gate": RMMC(0.3)},

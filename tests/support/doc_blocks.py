@@ -31,11 +31,17 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """The blocks of all pages in some languages, numbered by page and language."""
+    """The blocks of all pages in some languages, numbered by page and language.
+
+    A diff counts as Python, as it reads once it is applied.
+    """
     found = []
     for path in PAGES:
         page, count = path.relative_to(ROOT).as_posix(), dict.fromkeys(languages, 0)
         for _, language, code in FENCED.findall(path.read_text("utf-8")):
+            if language == "diff":
+                kept = [line[1:] for line in code.splitlines() if not line.startswith("-")]
+                language, code = "python", "\n".join(kept)
             if language in languages:
                 count[language] += 1
                 name = f"{page}#{count[language]}"
@@ -160,6 +166,7 @@ averaged.update_parameters(model)
 TOGETHER = "assert not optimizer.drifted\n"
 STEPS = "train()\nassert optimizer.report.step == 3\n"
 AMPLE = (("wire_budget=0.01", "wire_budget=0.5"),)  # these models are small
+ON_CPUS = (("nccl", "gloo"), ("cuda", "cpu"))
 LIGHTHOUSE = """
 import itertools, os
 from torchft.coordination import LighthouseServer
@@ -249,12 +256,8 @@ AROUND = {
         SAVED, "assert torch.equal(model.head.weight, wanted)\ntrain()", 2
     ),
     "docs/muon.md: fully_shard": Around(
-        after="assert optimizer.report.step == len(data)",
-        ranks=2,
-        launched=True,
-        instead=(("nccl", "gloo"), ("cuda", "cpu")),
+        MESH, "assert optimizer.report.step == len(data)", 2, launched=True, instead=ON_CPUS
     ),
-    "docs/muon.md: parallelize_module": Around(MESH + TENSOR_PARALLEL, STEPS, 2),
     "docs/reading-a-report.md: write_json_line": Around(
         "optimizer = Dion(groups)", "assert len(open('run.jsonl').readlines()) == len(data)"
     ),
@@ -262,11 +265,18 @@ AROUND = {
         REPORTED, "writer.close()", needs=("tensorboard",)
     ),
     "docs/reading-a-report.md: wandb.init": Around(REPORTED, needs=("wandb",)),
-    "docs/several-nodes.md: nccl": Around(
-        after="assert mesh.shape == (2, 1)\n" + STEPS,
+    "docs/slow-links.md: integrations.ddp": Around(
+        after="assert optimizer.report.step == len(data)\n" + TOGETHER,
         ranks=2,
         launched=True,
-        instead=(("nccl", "gloo"), ("cuda", "cpu")),
+        instead=(*AMPLE, *ON_CPUS),
+    ),
+    "docs/slow-links.md: integrations.fsdp": Around(
+        MESH,
+        "assert mesh.shape == (2, 1)\n" + STEPS,
+        ranks=2,
+        launched=True,
+        instead=(*AMPLE, *ON_CPUS),
     ),
 }
 
