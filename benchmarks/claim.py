@@ -1,19 +1,22 @@
 """Print the tables of docs/convergence.md and of its details from the records.
 
     python benchmarks/claim.py
+    python benchmarks/claim.py --picture benchmarks/results/convergence/loss_over_bytes.png
 
-A row is a sync under a budget, at one size and on one text: its mean loss over seeds, above the
-best synchronous method's, beside the best rival's within the same bytes. The records are those of
-simulate.py, whose flags say here what is compared. tests/docs holds the pages to these tables.
+The second line draws losses on Python over bytes instead. A row is a sync under a budget, at one
+size and on one text: its mean loss over seeds, above the best synchronous method's, beside the best
+rival's within the same bytes. The records are those of simulate.py, whose flags say here what is
+compared. tests/docs holds the pages to these tables.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT / folder) for folder in ("", "kernels", "examples")]
@@ -25,6 +28,9 @@ RECORDS = ROOT / "benchmarks" / "results" / "convergence" / "simulated.json"
 TEXTS = {"python": "Python", "cpp": "C++"}
 GRADIENTS = "--method coded_gradients --bits 3 --look-ahead 2"
 IN_CODES, IN_THREE = "gradients in codes", "three fragments"
+
+
+Points: TypeAlias = list[tuple[float, float]]  # a share of the bytes, a loss
 
 
 class Row(NamedTuple):
@@ -134,10 +140,11 @@ def percent(ratio: float) -> str:
     return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text.replace("-", "−")
 
 
-def ended(records: Sequence[dict[str, Any]], flags: str) -> Ended:
-    """Return how the trainings ended that simulate.py would run with these flags, three seeds."""
+def ended(records: Sequence[dict[str, Any]], flags: str, seeds: int = 3) -> Ended:
+    """Return how the trainings ended that simulate.py would run with these flags, by seed."""
     found = []
-    for training in selected(parse(Options, [*flags.split(), "--seed", "0", "1", "2"])):
+    chosen = ["--seed", *map(str, range(seeds))]
+    for training in selected(parse(Options, [*flags.split(), *chosen])):
         record = record_of(training, records)
         if record is None:
             raise ValueError(f"no record of: simulate.py {flags} --seed {training.seed}")
@@ -188,12 +195,54 @@ def claim(records: Sequence[dict[str, Any]]) -> Iterator[str]:
             named = ""
 
 
+# Rivals at their best of what was tried, on Python and with one seed; only 131 thousand parameters.
+DILOCO = "--method diloco --bits 2 --outer-lr 1 --outer-momentum 0 --lr 0.008"
+ONE_SEED = {
+    "DiLoCo, 2-bit codes": {share: f"{DILOCO} --budget {share}" for share in (0.03, 0.01, 0.0025)},
+    "PowerSGD": {
+        share: f"--method powersgd_muon --lr 0.04 --budget {share}" for share in (0.1, 0.03)
+    },
+    "AdamW": {1.0: "--method adamw --lr 0.008 --weight-decay 0.1"},
+}
+
+
+def curves(records: Sequence[dict[str, Any]], size: Size) -> Iterator[tuple[str, Points]]:
+    """Yield what the picture shows of a size: (share, loss) by method, on Python."""
+    in_table: dict[str, Points] = {}
+    for row in (r for r in size.rows() if r.how != IN_THREE):
+        baseline, ours, rival = compared(records, size, "python", row)
+        name = "Curvadion, coded gradients" if row.how else "Curvadion"
+        in_table.setdefault(name, []).append((ours.share, ours.mean))
+        in_table.setdefault("mean weights in codes", []).append((rival.share, rival.mean))
+        in_table["best synchronous"] = [(1.0, baseline.mean)]
+    yield from in_table.items()
+    if size is SIZES[0]:
+        nesterov = ended(records, f"{size.every} --method muon --lr 0.04 --elementwise 1")
+        yield "Muon", [(1.0, nesterov.mean)]
+        for name, flags in ONE_SEED.items():
+            alone = [ended(records, f"{size.every} {each}", 1) for each in flags.values()]
+            yield name, [(each.share, each.mean) for each in alone]
+
+
 def read() -> list[dict[str, Any]]:
     """Return the records."""
     records: list[dict[str, Any]] = json.loads(RECORDS.read_text("utf-8"))["records"]
     return records
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the tables, or write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--picture", type=Path, help="draw losses over bytes here; print nothing")
+    path = parser.parse_args().picture
     records = read()
-    print("\n".join([*claim(records), "", *by_seed(records)]))
+    if path is None:
+        print("\n".join([*claim(records), "", *by_seed(records)]))
+        return
+    from convergence_plot import draw_claim
+
+    draw_claim({size.name: dict(curves(records, size)) for size in SIZES}, path)
+
+
+if __name__ == "__main__":
+    main()

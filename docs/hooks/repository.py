@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+UPWARDS = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 LINK = re.compile(r"!?\[([^\]]*)\]\((?!#)[^)\s]+\)")
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 
@@ -26,12 +26,12 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
         text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
     for page in list(files.documentation_pages()):
-        for path, _anchor in OUTSIDE.findall(page.content_string):
-            path = posixpath.normpath(path)
-            if path in PAGES or files.get_file_from_path(_on_site(path)) is not None:
+        for link, _anchor in UPWARDS.findall(page.content_string):
+            path = _outside(page.src_uri, link)
+            if path is None or path in PAGES or files.get_file_from_path(_on_site(path)):
                 continue
             if not (ROOT / path).is_file():
-                raise FileNotFoundError(f"{page.src_uri} links to ../{path}, which is no file")
+                raise FileNotFoundError(f"{page.src_uri} links to {link}, which is no file")
             source: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
             if path.endswith(".md"):  # its links would lead to files that the site does not have
                 source = {"content": LINK.sub(r"\1", (ROOT / path).read_text("utf-8"))}
@@ -42,11 +42,25 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links lead to these copies."""
-    return OUTSIDE.sub(lambda link: f"]({_on_site(link[1])}{link[2] or ''})", markdown)
+    here = page.file.src_uri
+
+    def lead(link: re.Match[str]) -> str:
+        path = _outside(here, link[1])
+        if path is None:
+            return link[0]
+        target = posixpath.relpath(_on_site(path), posixpath.dirname(here) or ".")
+        return f"]({target}{link[2] or ''})"
+
+    return UPWARDS.sub(lead, markdown)
+
+
+def _outside(page: str, link: str) -> str | None:
+    """Return the path in the checkout to which a page's link leads; None if it is in docs/."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if path.startswith("docs/") else path
 
 
 def _on_site(path: str) -> str:
-    path = posixpath.normpath(path)
     return path if path in PAGES else f"repository/{path}"

@@ -37,3 +37,12 @@ def test_gaps_beside_arguments_are_those_of_the_records(page, count):
             [row] = [r for r in size.rows() if (r.budget, r.how) == wanted]
             ended = [claim.compared(records, size, corpus, row)[:2] for corpus in claim.TEXTS]
             assert cell == ", ".join(ours.above(baseline) for baseline, ours in ended), row.name
+
+
+def test_the_picture_shows_what_the_readme_says():
+    small, medium = (dict(claim.curves(claim.read(), size)) for size in claim.SIZES)
+    assert {"Curvadion", "mean weights in codes", "best synchronous"} <= {*medium} < {*small}
+    [(_, adamw)] = small["AdamW"]
+    [at_one_percent] = [loss for share, loss in small["Curvadion"] if 0.009 < share < 0.011]
+    assert "AdamW on DDP ends about 4 % *above*" in (ROOT / "README.md").read_text("utf-8")
+    assert round(100 * (adamw / at_one_percent - 1)) == 4

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +33,9 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_built(site):
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert pages | {"CONTRIBUTING", "CHANGELOG"} <= {path.stem for path in site.glob("*.html")}
+    pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    pages |= {Path("CONTRIBUTING.md"), Path("CHANGELOG.md")}
+    assert all((site / page.with_suffix(".html")).is_file() for page in pages)
     assert (site / "repository/benchmarks/results/demo/summary.json").is_file()
 
 
@@ -45,9 +48,32 @@ def test_a_page_loads_nothing_from_elsewhere(site):
         assert loads.search(page.read_text("utf-8")) is None, page
 
 
+def test_search_works_from_a_folder(site):
+    # A browser reads neither JSON nor a worker's script beside a page that it opened as a file.
+    assert (site / "search/search_index.js").read_text("utf-8").startswith("var __index = {")
+    assert (site / "javascripts/iframe-worker.js").is_file()
+    for page in [site / "index.html", *(site / "api").glob("*.html")]:
+        scripts = re.findall(r"""<script src="?([^"> ]+)""", page.read_text("utf-8"))
+        [shim] = [path for path in scripts if "iframe-worker" in path]
+        assert (page.parent / shim).is_file(), page
+
+
+def test_search_finds_text_and_names(site):
+    text = (site / "search/search_index.json").read_text("utf-8")
+    found = {entry["location"] for entry in json.loads(text)["docs"]}
+    assert {"index.html", "faq.html", "api/gates.html#curvadion.ByteBudget"} <= found
+
+
 def test_public_names_are_in_the_reference(site):
     import curvadion
 
-    text = (site / "api.html").read_text("utf-8")
+    text = "".join(page.read_text("utf-8") for page in (site / "api").glob("*.html"))
     for name in curvadion.__all__:
         assert f'id="curvadion.{name}"' in text, name
+
+
+def test_docstrings_link_to_classes(site):
+    text = (site / "api/curvadion.html").read_text("utf-8")
+    assert re.search(r'href="?dion\.html#curvadion\.Dion\b', text)  # from a docstring
+    assert re.search(r'href="?extending\.html#curvadion\.Gate\b', text)  # from the signature
+    assert not re.search(r":(?:class|func|meth|mod):", text)

@@ -18,7 +18,7 @@ from pathlib import Path
 import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -39,13 +39,14 @@ def blocks(*languages: str) -> list[Block]:
     for path in PAGES:
         page, count = path.relative_to(ROOT).as_posix(), dict.fromkeys(languages, 0)
         for _, language, code in FENCED.findall(path.read_text("utf-8")):
+            code = textwrap.dedent(code)
             if language == "diff":
                 kept = [line[1:] for line in code.splitlines() if not line.startswith("-")]
                 language, code = "python", "\n".join(kept)
             if language in languages:
                 count[language] += 1
                 name = f"{page}#{count[language]}"
-                found.append(Block(name, page, language, textwrap.dedent(code)))
+                found.append(Block(name, page, language, code))
     return found
 
 
@@ -149,9 +150,9 @@ model.layer.experts = Experts()
 model.layer.c_attn = nn.Linear(8, 24)
 model.layer.patch_embed = nn.Conv2d(3, 8, 4)
 """
-EMA = """
-from curvadion.integrations.ddp import keep_gradients_local
-
+DDP = "from curvadion.integrations.ddp import keep_gradients_local\n"
+EMA = f"""
+{DDP}
 ddp = DistributedDataParallel(model)
 keep_gradients_local(ddp)
 """
@@ -167,6 +168,7 @@ TOGETHER = "assert not optimizer.drifted\n"
 STEPS = "train()\nassert optimizer.report.step == 3\n"
 AMPLE = (("wire_budget=0.01", "wire_budget=0.5"),)  # these models are small
 ON_CPUS = (("nccl", "gloo"), ("cuda", "cpu"))
+TWO_NODES = (*AMPLE, ("cuda", "cpu"), ("(nodes, 8)", "(2, 1)"))
 LIGHTHOUSE = """
 import itertools, os
 from torchft.coordination import LighthouseServer
@@ -194,12 +196,13 @@ class Around:
 
 
 AROUND = {
-    "README.md: curvadion.Dion(groups, lr=0.02)": Around(
-        after="assert optimizer.report.step == len(data)"
-    ),
     "README.md: lr=0.02, replicas=dist": Around(
-        after="assert optimizer.report.step == len(data)" + "\n" + TOGETHER, ranks=2, launched=True
+        after="assert optimizer.report.step == len(data)\n" + TOGETHER, ranks=2
     ),
+    "README.md: fully_shard": Around(MESH, STEPS, ranks=2, instead=TWO_NODES),
+    "docs/index.md: # DDP averages": Around(after=STEPS, ranks=2, instead=AMPLE),
+    "docs/index.md: fully_shard": Around(MESH, STEPS, ranks=2, instead=TWO_NODES),
+    "docs/index.md: curvadion.Replicated": Around(after=STEPS, ranks=2, instead=AMPLE),
     "CONTRIBUTING.md: class Growing": Around(
         after="optimizer = CurvaDion(groups, replicas=dist.group.WORLD, gate=Growing())\n"
         "train(steps=6)\nassert optimizer.gate.wait == 3 and optimizer.report.reason == 'growing'",
@@ -210,7 +213,7 @@ AROUND = {
         "    gate=curvadion.FixedPeriod(3))\n" + STEPS + "assert optimizer.drift() < 1e-6",
         ranks=2,
     ),
-    "README.md: curvadion.Replicated": Around(after=STEPS, ranks=2, instead=AMPLE),
+    "README.md: curvadion.Replicated": Around(DDP, STEPS, ranks=2, instead=AMPLE),
     "docs/any-optimizer.md: keep_gradients_local": Around(
         after="assert optimizer.report.step == len(data) and optimizer.inner == (inner,)",
         ranks=2,
@@ -223,6 +226,9 @@ AROUND = {
     ),
     "docs/elastic.md: Replicas": Around(
         LIGHTHOUSE, "assert optimizer.report.step == 3", instead=AMPLE, needs=("torchft",)
+    ),
+    "docs/index.md: torchft": Around(
+        LIGHTHOUSE, "train()\nassert optimizer.report.step == 3", instead=AMPLE, needs=("torchft",)
     ),
     "docs/getting-started.md: first.jsonl": Around(
         after="lines = open('first.jsonl').readlines() if rank == 0 else [0] * 100\n"
@@ -265,6 +271,21 @@ AROUND = {
         REPORTED, "writer.close()", needs=("tensorboard",)
     ),
     "docs/reading-a-report.md: wandb.init": Around(REPORTED, needs=("wandb",)),
+    "docs/recipes.md: torch.no_grad():\n    loss": Around(
+        BUDGETED + "inputs, targets = data[0]", TOGETHER, ranks=2
+    ),
+    "docs/recipes.md: LambdaLR": Around(
+        BUDGETED + "warmup, decay, total = 10, 10, 100",
+        "assert scheduler.get_last_lr() == [0.1 * lr for lr in scheduler.base_lrs]",
+        ranks=2,
+    ),
+    "docs/recipes.md: micro_batches": Around(
+        EMA + BUDGETED + "micro_batches = 3", "assert optimizer.report.step == 2", ranks=2
+    ),
+    "docs/recipes.md: AveragedModel": Around(EMA + BUDGETED, EMA_AGREES, ranks=2),
+    "docs/recipes.md: FixedPeriod": Around(
+        after=STEPS + "assert optimizer.inner == (inner,)", ranks=2
+    ),
     "docs/slow-links.md: integrations.ddp": Around(
         after="assert optimizer.report.step == len(data)\n" + TOGETHER,
         ranks=2,
