@@ -52,6 +52,7 @@ class Options:
     join_timeout: float = option(2.0, "seconds that an opening waits for members who are alive")
     total: int = option(4000, "steps of all replicas together")
     period: int = option(6, "steps from one opening to the next")
+    delay: int = option(0, "steps after which means arrive")
     optimizer: str = option("curvadion", "or adamw, inside Replicated")
     lr: float = option(0.04, "of matrices; of AdamW a tenth")
     seed: int = option(0, "of weights, data and kills")
@@ -89,7 +90,7 @@ def replica(
     joined[slot] = 1
     log = open(f"{folder}/{slot}-{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
     print(json.dumps({"started": time.time() - begun, "at": optimizer.progress.steps}), file=log)
-    last, longest, noted = time.time(), 0.0, 0
+    last, longest, noted, openings = time.time(), 0.0, 0, replicas.openings
     while sum(steps) < options.total:
         [(inputs, targets)] = batches(steps[slot], slot)
         optimizer.zero_grad()
@@ -102,10 +103,11 @@ def replica(
         if options.slow > 1 and slot == options.replicas - 1:
             time.sleep((options.slow - 1) * max(options.pause, 0.02))
             last = time.time()
-        if optimizer.report.gate_open:
+        if replicas.openings != openings:  # some have just been written
+            openings = replicas.openings
             anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
             digest = hashlib.sha1(b"".join(a.numpy().tobytes() for a in anchors)).hexdigest()
-            told = {"opening": replicas.openings, "digest": digest, "members": replicas.present}
+            told = {"opening": openings, "digest": digest, "members": replicas.present}
             print(json.dumps({**told, "longest": longest, "time": now}), file=log)
             torch.save([a.clone() for a in anchors], f"{folder}/anchors-{slot}.tmp")
             os.replace(f"{folder}/anchors-{slot}.tmp", f"{folder}/anchors-{slot}.pt")
@@ -120,13 +122,14 @@ def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any) -> 
     gate = curvadion.FixedPeriod(options.period)
     if options.optimizer == "adamw":
         inner = torch.optim.AdamW(model.parameters(), lr=options.lr / 10)
-        return curvadion.Replicated(inner, replicas=replicas, gate=gate)
+        sync = curvadion.QuantizedAverage(delay=options.delay)
+        return curvadion.Replicated(inner, replicas=replicas, gate=gate, sync=sync)
     return curvadion.CurvaDion(
         curvadion.param_groups(model, elementwise_lr=options.lr / 2),
         lr=options.lr,
         replicas=replicas,
         gate=gate,
-        sync=curvadion.QuantizedAverage(),
+        sync=curvadion.QuantizedAverage(delay=options.delay),
     )
 
 
