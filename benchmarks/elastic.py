@@ -91,7 +91,9 @@ def replica(
     log = open(f"{folder}/{slot}-{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
     print(json.dumps({"started": time.time() - begun, "at": optimizer.progress.steps}), file=log)
     last, longest, noted, openings = time.time(), 0.0, 0, replicas.openings
+    alone, closed = 0.0, 0  # seconds of steps that wait for nobody, and how many they are
     while sum(steps) < options.total:
+        since = time.time()
         [(inputs, targets)] = batches(steps[slot], slot)
         optimizer.zero_grad()
         model(inputs, targets).backward()
@@ -103,11 +105,14 @@ def replica(
         if options.slow > 1 and slot == options.replicas - 1:
             time.sleep((options.slow - 1) * max(options.pause, 0.02))
             last = time.time()
+        if not optimizer.report.gate_open:
+            alone, closed = alone + time.time() - since, closed + 1
         if replicas.openings != openings:  # some have just been written
             openings = replicas.openings
             anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
             digest = hashlib.sha1(b"".join(a.numpy().tobytes() for a in anchors)).hexdigest()
             told = {"opening": openings, "digest": digest, "members": replicas.present}
+            told |= {"slot": slot, "speed": closed / alone}
             print(json.dumps({**told, "longest": longest, "time": now}), file=log)
             torch.save([a.clone() for a in anchors], f"{folder}/anchors-{slot}.tmp")
             os.replace(f"{folder}/anchors-{slot}.tmp", f"{folder}/anchors-{slot}.pt")
@@ -158,10 +163,13 @@ def run(options: Options) -> dict[str, Any]:
 
         processes = [start(slot) for slot in range(options.replicas)]
         begun, kills = time.time(), 0
+        together: tuple[float, int] | None = None  # when all had joined, and the steps by then
         due: dict[int, float] = {}
         next_kill = time.time() + 10
         while sum(steps) < options.total:
             time.sleep(0.02)
+            if together is None and all(joined):
+                together = time.time(), sum(steps)
             for slot in [s for s, when in due.items() if when < time.time()]:
                 del due[slot]
                 processes[slot] = start(slot, again=True)
@@ -188,6 +196,7 @@ def run(options: Options) -> dict[str, Any]:
         "kills": kills,
         "seconds": ended - begun,
         "steps": [int(count) for count in steps],
+        "steps_a_second": (sum(steps) - together[1]) / (ended - together[0]) if together else None,
         **summarised(lines, ended),
         "val_loss": loss,
     }
@@ -208,7 +217,9 @@ def summarised(lines: list[dict[str, Any]], ended: float) -> dict[str, Any]:
             openings.setdefault(line["opening"], set()).add(line["digest"])
     events = [line["event"] for line in lines if "event" in line]
     started = [line["started"] for line in lines if line.get("at")]
+    speeds = {x["slot"]: x["speed"] for x in lines if "speed" in x}
     return {
+        "speeds_add_up_to": sum(speeds.values()),
         "openings": len(openings),
         "openings_with_several_digests": sum(len(found) > 1 for found in openings.values()),
         "failed_openings": sum("failed" in event for event in events),
