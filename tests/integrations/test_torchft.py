@@ -161,36 +161,6 @@ def test_so_do_replicas_of_several_ranks(lighthouse, how):
     assert distributed.run(4, stay_sharded, lighthouse, how) == [[], [], [], []]
 
 
-def weigh(rank, address, delay):
-    """What the anchors have moved by after an opening, and what this replica's weights had."""
-    model, replicas = toy.model(), replicas_of(address, f"weight {delay} {rank}", min_replicas=2)
-    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(bits=8, delay=delay)
-    optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
-    replicas.start(optimizer)
-    replicas.weight = (300, 100)[rank]
-    start, begin = (
-        nn.utils.parameters_to_vector(model.parameters()).detach().clone(),
-        replicas.begin,
-    )
-
-    def noted_begin():
-        moved.append(nn.utils.parameters_to_vector(model.parameters()).detach() - start)
-        return begin()
-
-    moved, replicas.begin = [], noted_begin
-    while replicas.openings < 2:
-        toy.train(model, optimizer, [optimizer.progress.steps], rank)
-    replicas.close()
-    return agreed_on(optimizer, model) - start, moved[0]
-
-
-@pytest.mark.parametrize("delay", [0, 2])
-def test_means_are_weighted(lighthouse, delay):
-    (mean, one), (_, two) = distributed.run(2, weigh, lighthouse, delay)
-    weighted, equal = (3 * one + two) / 4, (one + two) / 2
-    assert (mean - weighted).norm() < 0.1 * (equal - weighted).norm()
-
-
 # -------------------------------------------------------------------- members that die
 
 
