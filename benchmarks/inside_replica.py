@@ -39,7 +39,7 @@ Shape = tuple[int, int]
 SPEED = 0.4 * 989e12
 BANDWIDTHS = {8: 450e9, 64: 50e9, 512: 50e9}  # bytes a second of a rank: NVLink; 400 Gb/s
 HALF, FLOAT, DOUBLE = 2, 4, 8
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
+DOCUMENT = Path(__file__).resolve().parent / "results" / "scaling" / "README.md"
 BEGIN, END = "<!-- inside: made by benchmarks/inside_replica.py -->", "<!-- inside: end -->"
 
 

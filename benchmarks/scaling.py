@@ -60,7 +60,7 @@ AFFORDABLE = 1.1  # times the work
 TRAINING = ("llama-1.3b", 26e9)  # tokens of all replicas together
 DAY = 86400.0
 
-DOCUMENT = ROOT / "docs" / "scaling.md"
+DOCUMENT = ROOT / "benchmarks" / "results" / "scaling" / "README.md"
 MEASURED = ROOT / "benchmarks" / "results" / "scaling" / "link.json"
 
 

@@ -44,14 +44,23 @@ def test_a_quoted_error_is_in_the_source(quoted):
     assert in_source(quoted)
 
 
+SECONDS = ROOT / "benchmarks" / "results" / "scaling" / "README.md"
+
+
 def rows(text):
     """Cells of the tables' rows."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`*") for cell in line.strip("|").split("|")] for line in lines]
 
 
+def test_days_are_those_of_the_cost_model():
+    page, notes = (rows(path.read_text("utf-8")) for path in (ROOT / "docs/scaling.md", SECONDS))
+    days = [row for row in page if len(row) == 5]
+    assert len(days) == 11 and all(row in notes for row in days)
+
+
 def test_seconds_to_choose_by_are_those_of_the_cost_model():
-    scaling = (ROOT / "docs" / "scaling.md").read_text("utf-8")
+    scaling = SECONDS.read_text("utf-8")
     links = ("100 Gb/s", "10 Gb/s", "1 Gb/s", "100 Mb/s")
     of_model = {}
     for name, computed, part in re.findall(
