@@ -149,8 +149,9 @@ class FixedPeriod(Gate):
     def check_feasible(self, max_local_steps: int | None) -> None:
         if max_local_steps is not None and self.period - 1 > max_local_steps:
             raise ValueError(
-                f"gate={self!r} takes {self.period - 1} local steps, but "
-                f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
+                f"gate={self!r} opens after {self.period - 1} local steps, but "
+                f"max_local_steps={max_local_steps} would open it earlier: pass "
+                f"max_local_steps=None."
             )
 
     def expected_period(self, open_cost: float) -> float:
@@ -214,7 +215,8 @@ class ByteBudget(Gate):
         """Openings that a step pays for; more than one if the budget is ample."""
         if self.open_cost is None:
             raise RuntimeError(
-                f"gate={self!r} must know what an open step sends: use sync=QuantizedAverage()."
+                f"gate={self!r} needs a sync that knows how many bytes an open step sends: pass "
+                f"sync=QuantizedAverage()."
             )
         return self.share / self.open_cost
 
@@ -232,8 +234,8 @@ class ByteBudget(Gate):
         if max_local_steps is not None and longest > max_local_steps:
             raise ValueError(
                 f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
-                f"max_local_steps={max_local_steps} asks for more: pass a larger one or None, "
-                f"a larger budget, or fewer bits if the codes have more than 1."
+                f"max_local_steps={max_local_steps} asks for more: raise max_local_steps or pass "
+                f"None, raise wire_budget, or lower bits if it is above 1."
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:

@@ -26,8 +26,8 @@ def keep_gradients_local(model: Model) -> Model:
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
-            f"{type(model).__name__} has no module of FSDP2: call fully_shard(model, mesh=...) "
-            f"first, or build FSDP1 with process_group= the shards of one replica."
+            f"{type(model).__name__} contains no FSDP2 module: call fully_shard(model, mesh=...) "
+            f"first, or build FSDP1 with the shards of one replica as process_group=."
         )
     for module in sharded:
         for group in _parameter_groups(module):
@@ -46,8 +46,8 @@ def declare_flat_shards(model: Model) -> Model:
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:
         raise TypeError(
-            f"{type(model).__name__} has no FullyShardedDataParallel: parameters of FSDP2's "
-            f"fully_shard are DTensors and need no declaration."
+            f"{type(model).__name__} contains no FullyShardedDataParallel module: parameters of "
+            f"FSDP2's fully_shard are DTensors and need no declaration."
         )
     for wrapper in wrappers:
         if wrapper._handle is not None and wrapper._handle.uses_sharded_strategy:
@@ -88,14 +88,15 @@ def _declare_handle(handle: Any) -> None:
     flat = handle.flat_param
     if flat._params is None:
         raise ValueError(
-            "model was built with use_orig_params=False, which flattens parameters together: build "
-            "it with use_orig_params=True."
+            "model was built with use_orig_params=False, which merges several parameters into one: "
+            "build it with use_orig_params=True."
         )
     facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
     for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
         if not contiguous:
             raise ValueError(
-                f"{name} of shape {tuple(shape)} is not contiguous: make it so before wrapping."
+                f"{name} of shape {tuple(shape)} is not contiguous: make it contiguous before "
+                f"wrapping the model."
             )
         start, stop = 0, 0
         if info.in_shard:

@@ -84,22 +84,23 @@ def optimizer_of(trainer: Any) -> Dion | None:
 def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
     if not trainer.is_deepspeed_enabled and optimizer_of(trainer) is None:
         raise ValueError(
-            f"trainer has the optimizer {type(trainer.optimizer).__name__} already: leave "
-            f"optimizers= out, and attach before train(), which makes one."
+            f"trainer already has the optimizer {type(trainer.optimizer).__name__}: leave "
+            f"optimizers= out, and call attach before train(), which creates the optimizer."
         )
     if settings:
         raise ValueError(
             f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer, or "
-            f"trainer has one already: give them to it, or leave optimizers= out."
+            f"trainer already has one: set these in the JSON or on that optimizer, or leave "
+            f"optimizers= out."
         )
 
 
 def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
-            f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW; "
-            f"Dion's default for matrices is 0.02: set TrainingArguments(learning_rate=...), or "
-            f"attach(trainer, lr=...) to keep {TRAINERS_RATE}.",
+            f"learning_rate={TRAINERS_RATE} is the default of TrainingArguments, meant for AdamW; "
+            f"Dion's default for matrices is 0.02. Set TrainingArguments(learning_rate=...), or "
+            f"call attach(trainer, lr={TRAINERS_RATE}) to keep this value.",
             stacklevel=3,
         )
 

@@ -109,7 +109,8 @@ def _ours(optimizer: Optimizer) -> Dion:
         return optimizer
     raise TypeError(
         f"configure_optimizers returned {type(optimizer).__name__}, but with the callback Replicas "
-        f"every optimizer must be a CurvaDion or Dion, whose groups take algorithm='adamw'."
+        f"every optimizer must be a CurvaDion or Dion: put other parameters into groups with "
+        f"algorithm='adamw'."
     )
 
 
@@ -126,8 +127,8 @@ def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
         return
     if any(optimizer._replicas.size == 1 for optimizer in optimizers):
         raise RuntimeError(
-            "configure_optimizers returned optimizers with and without replicas, and nothing would "
-            "average the gradients of the latter: give all of them the same replicas=."
+            "configure_optimizers returned optimizers with and without replicas, so nothing would "
+            "average the gradients of the latter: pass the same replicas= to all of them."
         )
     keep_gradients_local(strategy.model)
 

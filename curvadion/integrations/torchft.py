@@ -97,8 +97,8 @@ class Replicas(Members):
             checks.number(name, seconds, least=1e-3)
         if "TORCHFT_LIGHTHOUSE" not in os.environ:
             raise ValueError(
-                "TORCHFT_LIGHTHOUSE is not in the environment: start torchft_lighthouse, and set "
-                "it to its address, such as http://host:29510."
+                "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, and "
+                "set the variable to its address, such as http://host:29510."
             )
         if begins is None:
             begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -141,7 +141,8 @@ class Replicas(Members):
         """
         if optimizer._replicas.members is not self:
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} has other replicas: pass replicas= to it."
+                f"optimizer={type(optimizer).__name__} was not built with these replicas: pass "
+                f"replicas= to its constructor."
             )
         self._optimizer, self._stateful = optimizer, stateful
         self._replays = optimizer.sync.replays
@@ -169,8 +170,8 @@ class Replicas(Members):
             if time.monotonic() > since + SAY_AFTER:
                 since = math.inf
                 logger.warning(
-                    "This replica may begin no run, because it has been restarted, and waits for "
-                    "one that has. If all have died, start them all again, from a checkpoint."
+                    "This replica was restarted, so it does not begin a run but waits to join one. "
+                    "If all replicas have died, start all of them again from a checkpoint."
                 )
             time.sleep(RETRY_AFTER)
 
@@ -184,14 +185,18 @@ class Replicas(Members):
             self._ready = None
             return ready
         if self._optimizer is None:
-            raise RuntimeError("replicas=Replicas(): call replicas.start(optimizer) before step().")
+            raise RuntimeError(
+                "replicas=Replicas() has not joined the run: call replicas.start(optimizer) before "
+                "step()."
+            )
         self._given = None
         try:
             self._manager.start_quorum()
         except Exception as error:
             raise RuntimeError(
                 f"No opening could begin ({error}): the Lighthouse at TORCHFT_LIGHTHOUSE may be "
-                f"gone, or others took longer than quorum_timeout to come."
+                f"down, or other replicas took longer than quorum_timeout. Restart the Lighthouse, "
+                f"or raise quorum_timeout."
             ) from error
         opening = _Opening(self)
         self._take_over(opening)
@@ -272,8 +277,8 @@ class Replicas(Members):
         theirs = shared["stateful"]
         if theirs.keys() != self._stateful.keys():
             raise ValueError(
-                f"replicas.start() got {sorted(self._stateful)} here and {sorted(theirs)} on the "
-                f"replica that this one takes over from: pass the same on all."
+                f"replicas.start() got {sorted(self._stateful)} here, but {sorted(theirs)} on the "
+                f"replica whose state this one copies: pass the same arguments on every replica."
             )
         for name, state in theirs.items():
             _load_into(self._stateful[name], state)
@@ -340,7 +345,7 @@ class _Opening(Opening):
 
     def _raise_if_broken(self) -> None:
         if self._failed:
-            raise RuntimeError("the ranks of this replica were handed over different things")
+            raise RuntimeError("the ranks of this replica received different states")
         if (error := self._manager.errored()) is not None:
             raise RuntimeError(f"the members could not meet: {error.original_exception}")
 

@@ -52,8 +52,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
             raise ValueError(f"kind={config.kind!r} must be one of {sorted(KINDS)}")
         if config.param_groups:
             raise ValueError(
-                f"param_groups={config.param_groups!r} are torchtitan's: leave them empty, and say "
-                f"in groups={{'patterns': ...}} which parameters are matrices."
+                f"param_groups={config.param_groups!r} must be empty, because curvadion builds the "
+                f"groups itself: choose which parameters are matrices with groups={{'patterns': "
+                f"...}}."
             )
         self.model_parts = model_parts
         self.max_norm: float | None = None  # to which each step clips; None before attach
@@ -67,8 +68,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         """Clip gradients and take a step; collective. RuntimeError before :func:`attach`."""
         if self.max_norm is None:
             raise RuntimeError(
-                "no trainer knows of these optimizers, so it would save replicas that differ: call "
-                "curvadion.integrations.torchtitan.attach(trainer)."
+                "These optimizers are not attached to a trainer, which would save replicas that "
+                "differ: call curvadion.integrations.torchtitan.attach(trainer)."
             )
         if self.max_norm != math.inf:
             for optimizer in self.optimizers:
@@ -110,13 +111,13 @@ def attach(trainer: Any) -> None:
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
         raise TypeError(
-            f"trainer.optimizers is a {type(optimizers).__name__}: build it with "
-            f"optimizer=ReplicaOptimizers.Config(...)."
+            f"trainer.optimizers is a {type(optimizers).__name__}, but must be a "
+            f"ReplicaOptimizers: build the trainer with optimizer=ReplicaOptimizers.Config(...)."
         )
     if trainer.parallel_dims.pp_enabled:
         raise RuntimeError(
-            "parallelism.pipeline_parallel_degree must be 1: each stage would have a norm and a "
-            "gate of its own."
+            "parallelism.pipeline_parallel_degree must be 1: otherwise each stage would have its "
+            "own gradient norm and its own gate."
         )
     if optimizers.max_norm is not None:
         raise RuntimeError("trainer is attached already: call attach(trainer) once.")
@@ -164,8 +165,9 @@ def with_curvadion(
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(
-            f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: give "
-            f"another trainer optimizer=ReplicaOptimizers.Config(...), and attach it."
+            f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: for "
+            f"another trainer set optimizer=ReplicaOptimizers.Config(...), and call "
+            f"attach(trainer)."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})

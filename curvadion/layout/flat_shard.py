@@ -46,8 +46,8 @@ def declare_flat_shard(
     """
     if is_dtensor(parameter):
         raise TypeError(
-            f"the parameter is a DTensor of placements {parameter.placements}, which already tell "
-            f"what it holds: do not declare it"
+            f"parameter is a DTensor with placements {parameter.placements}, which already say "
+            f"what each rank holds: do not declare it"
         )
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group={group!r} must be a ProcessGroup or None")
@@ -56,7 +56,7 @@ def declare_flat_shard(
         raise ValueError(f"parameter of shape {tuple(parameter.shape)} must be 1-D: flatten it")
     if not 0 <= start <= stop <= numel or parameter.numel() != stop - start:
         raise ValueError(
-            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and have the parameter's "
+            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and cover the parameter's "
             f"{parameter.numel()} elements"
         )
     setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
@@ -111,7 +111,7 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
     stops = [0, *(stop for _, stop in held)]
     if [start for start, _ in held] != stops[:-1] or stops[-1] != math.prod(shard.shape):
         raise ValueError(
-            f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
-            f"{math.prod(shard.shape)} elements once: declare each rank's own range."
+            f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover each of "
+            f"its {math.prod(shard.shape)} elements exactly once: declare each rank's own range."
         )
     return ranges

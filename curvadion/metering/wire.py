@@ -83,7 +83,9 @@ class WireMeter:
     def __enter__(self) -> WireMeter:
         with _lock:
             if self in _active:
-                raise RuntimeError("This WireMeter is already active: nest a second one in it.")
+                raise RuntimeError(
+                    "This WireMeter is already active: enter a second WireMeter inside it instead."
+                )
             install_kernels()
             _active.append(self)
         return self

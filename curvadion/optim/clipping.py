@@ -66,8 +66,9 @@ def clip_grad_norm_(
     norm = (square / group_size(replicas)).sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"The norm of the gradients is {norm.item()}: some rank has a NaN or an Inf. Pass "
-            f"error_if_nonfinite=False to leave gradients as they are and let step() skip."
+            f"The norm of the gradients is {norm.item()}: a gradient on some rank has a NaN or an "
+            f"Inf. Pass error_if_nonfinite=False to leave the gradients unchanged and let step() "
+            f"skip the update."
         )
     # Under a schedule replicas would step with what nobody has clipped: they do not hear of each
     # other's NaN. No host read.
@@ -84,8 +85,9 @@ def _check_arguments(
 ) -> None:
     if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} must be a CurvaDion, Dion or Replicated, not "
-            f"its parameters nor a wrapper: for others there is torch.nn.utils.clip_grad_norm_."
+            f"optimizer={type(optimizer).__name__} must be the CurvaDion, Dion or Replicated "
+            f"optimizer itself, not its parameters or a wrapper: for other optimizers use "
+            f"torch.nn.utils.clip_grad_norm_."
         )
     if max_norm != math.inf:
         checks.number("max_norm", max_norm)

@@ -104,8 +104,8 @@ class GroupedOptimizer(ReplicaOptimizer):
         if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
             self._unknown_keys |= found
             warnings.warn(
-                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept, "
-                f"without effect here.",
+                f"{type(self).__name__} does not know the keys {sorted(found)} of parameter "
+                f"groups: they are kept without effect.",
                 stacklevel=3,
             )
 

@@ -65,7 +65,7 @@ class ReplicaOptimizer(OuterLayer):
         if plan.device.type == "meta":
             raise ValueError(
                 f"{plan.parameters[0].name} is on the meta device: call "
-                f"model.to_empty(device=...), initialise it, and build the optimizer then."
+                f"model.to_empty(device=...), initialise the weights, and then build the optimizer."
             )
         if not self.progress.steps:
             _warn_without_gradients(plan.parameters)
@@ -352,7 +352,8 @@ class ReplicaOptimizer(OuterLayer):
         """
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
-                f"exact=False needs a sync that sends codes, but it is {self.sync!r}: leave it out."
+                f"exact=False needs a sync that sends codes, but this optimizer has "
+                f"sync={self.sync!r}: leave exact out."
             )
         plan = self._present_plan()
         if self._replicas.members is not None:
@@ -369,7 +370,8 @@ class ReplicaOptimizer(OuterLayer):
     def _synchronize_members(self, *, exact: bool | None) -> None:
         if exact:
             raise ValueError(
-                "exact=True needs a fixed group of replicas, but these come and go: leave it out."
+                "exact=True needs a fixed group of replicas, but these come and go: leave exact "
+                "out."
             )
         plan = self._present_plan()
         while self.drifted:
@@ -430,8 +432,8 @@ class ReplicaOptimizer(OuterLayer):
 def _warn_without_gradients(parameters: Sequence[Parameter]) -> None:
     if parameters and all(p.X.grad is None for p in parameters):
         warnings.warn(
-            f"No parameter of the optimizer has a gradient at the first step, such as "
-            f"{parameters[0].name}: call backward() before, and make the optimizer after "
+            f"No parameter of the optimizer has a gradient at the first step (for example "
+            f"{parameters[0].name}): call backward() before step(), and build the optimizer after "
             f"fully_shard and other wrappers, which replace parameters.",
             stacklevel=checks.user_stacklevel(),
         )

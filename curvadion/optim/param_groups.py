@@ -103,8 +103,9 @@ def param_groups(
     routed = [_routed(parameter, rules) for parameter in _kinds(model)]
     if unmatched := rules.keys() - {parameter.pattern for parameter in routed}:
         raise ValueError(
-            f"patterns {sorted(unmatched)} match no trainable parameter (or only ones an earlier "
-            f"pattern took); names look like {[parameter.name for parameter in routed][:4]}"
+            f"patterns {sorted(unmatched)} match no trainable parameter (or only ones that an "
+            f"earlier pattern matched); parameter names look like "
+            f"{[parameter.name for parameter in routed][:4]}"
         )
     if not routed:
         raise ValueError("model has no trainable parameters: nothing to optimize")
@@ -182,14 +183,16 @@ def _rule(pattern: str, wanted: object) -> tuple[str, dict[str, Any]]:
 
 def _check_kind(argument: str, kind: object) -> None:
     if kind not in KINDS:
-        raise ValueError(f"{argument} names the kind {kind!r}; kinds are {KINDS}")
+        raise ValueError(f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}")
 
 
 def _check_keys(name: str, keys: object) -> None:
     if not isinstance(keys, Mapping):
         raise TypeError(f"{name}={keys!r} must be a dict of group keys")
     if taken := {"params", "param_names"} & set(keys):
-        raise ValueError(f"{name} has {sorted(taken)}: the model gives the parameters")
+        raise ValueError(
+            f"{name} must not have the keys {sorted(taken)}: the model provides the parameters"
+        )
 
 
 def _routed(
@@ -294,10 +297,11 @@ def _warn_of_large(routed: Sequence[_Parameter], elementwise: str) -> None:
     pattern, these = next(iter(lines.items()))
     kind = "stack" if len(these[0].shape) > 2 else "matrix"
     warnings.warn(
-        f"param_groups leaves {share:.0%} of the model's elements to {elementwise} though they may "
-        f"be matrices: {named}. For Dion pass for example patterns={{{pattern!r}: {kind!r}}}, or "
-        f"{{'kind': {kind!r}, 'input_first': True}} for {kind!r} if they are (..., in, out); to "
-        f"leave them patterns={{{pattern!r}: 'vector'}}.",
+        f"param_groups assigns {share:.0%} of the model's elements to {elementwise}, although they "
+        f"may be matrices: {named}. To use Dion for them pass for example patterns={{{pattern!r}: "
+        f"{kind!r}}}, or {{'kind': {kind!r}, 'input_first': True}} instead of {kind!r} if they are "
+        f"stored as (..., in, out); to keep {elementwise} without this warning pass "
+        f"patterns={{{pattern!r}: 'vector'}}.",
         stacklevel=checks.user_stacklevel(),
     )
 
@@ -307,9 +311,10 @@ def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> No
     tables = [p for p in routed if p.kind in ("embedding", "head")]
     if tables and not any(p.kind in ("matrix", "stack") for p in routed):
         warnings.warn(
-            f"param_groups finds no matrix for Dion, so all parameters take {elementwise}: "
-            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one is a "
-            f"hidden layer's, pass for example patterns={{{tables[-1].name!r}: 'matrix'}}.",
+            f"param_groups found no matrix for Dion, so all parameters use {elementwise}: "
+            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one of them "
+            f"is the weight of a hidden layer, pass for example patterns={{{tables[-1].name!r}: "
+            f"'matrix'}}.",
             stacklevel=checks.user_stacklevel(),
         )
 

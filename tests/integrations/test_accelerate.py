@@ -304,7 +304,7 @@ MISTAKES = {
     ),
     "not told": ("ValueError", "num_processes=1, but WORLD_SIZE=2", "use_cpu=True", "cpu=True"),
     "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
-    "some parameters": ("ValueError", "one norm over all of an optimizer"),
+    "some parameters": ("ValueError", "one norm over all parameters of an optimizer"),
 }
 
 
