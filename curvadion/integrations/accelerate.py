@@ -27,21 +27,23 @@ _PREPARED = "_curvadion_prepared"  # an attribute of accelerators: the models th
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
-    """Let an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
+    """Make an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
 
-    Call it right after ``Accelerator(...)``, which makes the process group. ``prepare`` then leaves
-    gradients to the optimizer, ``clip_grad_norm_`` takes one factor for all replicas, and
-    ``save_state``, on all ranks, first calls ``synchronize(exact=True)``. ``get_state_dict`` and
-    ``save_model`` call ``optimizer.eval()`` under FSDP2; under DDP call it on all ranks before.
+    Call it right after ``Accelerator(...)``, which creates the process group. ``prepare`` then
+    leaves gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all
+    replicas, and ``save_state``, which must be called on all ranks, first calls
+    ``synchronize(exact=True)``. ``get_state_dict`` and ``save_model`` call ``optimizer.eval()``
+    under FSDP2; under DDP call that on all ranks first.
 
-    A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
-    not tell of it; ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
-    Returns ``accelerator`` itself; to attach it again changes nothing.
+    A step skipped for a NaN still advances schedulers; ``optimizer_step_was_skipped`` does not
+    report it, but ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
+    Returns ``accelerator``; attaching it again has no effect.
 
     Raises:
-        ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate takes each of several
-            processes for the only one; from ``prepare``, if replicas leave a parameter's gradient
-            to nobody, and if an optimizer has stepped before FSDP2 shards its parameters.
+        ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate treats each of several
+            processes as the only one; from ``prepare``, if nothing would average a parameter's
+            gradient over replicas, and if an optimizer has stepped before FSDP2 shards its
+            parameters.
         RuntimeError: from ``join_uneven_inputs``, because replicas step together.
     """
     from accelerate import Accelerator

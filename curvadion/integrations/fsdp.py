@@ -16,11 +16,11 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(model: Model) -> Model:
     """Stop FSDP2 from averaging gradients over replicas, for optimizers that do it themselves.
 
-    On a mesh of (replicate, shard) FSDP sends nothing along ``replicate`` any more. The optimizer
+    On a (replicate, shard) mesh FSDP no longer sends anything along ``replicate``; the optimizer
     does: ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is the mean over the shards of
     this replica. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
-    Call it between two steps; it returns ``model``. A mesh without replicas is left as it is.
+    Call it between two steps; it returns ``model``. A mesh without replicas is left unchanged.
     TypeError if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -36,11 +36,11 @@ def keep_gradients_local(model: Model) -> Model:
 
 
 def declare_flat_shards(model: Model) -> Model:
-    """Tell optimizers which part of each parameter of FSDP1 a rank holds.
+    """Tell optimizers which part of each FSDP1 parameter this rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would look like a vector. Call this between two steps; it returns ``model``. TypeError if
-    nothing in ``model`` is a FullyShardedDataParallel; ValueError if one was built with
+    would otherwise look like a vector. Call this between two steps; it returns ``model``. TypeError
+    if nothing in ``model`` is a FullyShardedDataParallel; ValueError if one was built with
     use_orig_params=False, or holds a parameter that is not contiguous.
     """
     wrappers = FullyShardedDataParallel.fsdp_modules(model)

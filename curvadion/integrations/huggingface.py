@@ -30,21 +30,23 @@ _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
 def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any) -> Trainer:
-    """Let a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
+    """Make a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
 
     Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``; it returns ``trainer``.
 
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
-    of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
-    under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is
-    attached, and ``max_grad_norm`` takes one factor for all replicas. Replicas agree on weights
-    before an evaluation and at the end of ``train()``, and on all state before a checkpoint; before
-    a ``save_model()`` in between call ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get
-    :meth:`curvadion.Summary.scalars` since the last one, as ``curvadion/wire_bytes`` and so on.
+    of TrainingArguments (``optim`` and Adam's values are ignored) and the replicas of the run: all
+    ranks under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Trainer's
+    Accelerator is attached too, and ``max_grad_norm`` uses one factor for all replicas. Weights are
+    synchronised before an evaluation and at the end of ``train()``, and all state before a
+    checkpoint; before a ``save_model()`` in between call ``trainer.optimizer.eval()`` on all ranks.
+    Trainer logs :meth:`curvadion.Summary.scalars` of the steps since the last log, as
+    ``curvadion/wire_bytes`` and so on.
 
-    ``settings`` are arguments of the optimizer, CurvaDion or Dion (the one to take for one replica
-    in shards, FSDP2 alone), and of :func:`curvadion.param_groups`. Give none with DeepSpeed's JSON,
-    and to a trainer that was given ``optimizers=(curvadion's, None)``, which it keeps.
+    ``optimizer`` is the class CurvaDion or Dion (use Dion for a single sharded replica, FSDP2
+    alone). ``settings`` are its arguments and those of :func:`curvadion.param_groups`. Pass none
+    with DeepSpeed's JSON, or to a trainer built with ``optimizers=(curvadion's, None)``, which
+    keeps that optimizer.
 
     TypeError for another class or, from ``train()``, an unknown setting; ValueError for settings
     where the optimizer exists already; RuntimeError if the trainer is attached already.

@@ -23,20 +23,21 @@ except ImportError:
 
 
 class Replicas(Callback):  # type: ignore[misc, unused-ignore]
-    """Lets CurvaDion or Dion synchronise what Lightning would average.
+    """Callback that lets CurvaDion or Dion synchronise replicas in place of Lightning.
 
-    On DDP, or FSDP2 with a mesh of (replicate, shard), gradients are left to the optimizer when
-    ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas, and by value as
-    ever. Replicas agree on weights before a validation, a file of weights and the end of training,
-    and on all state before a checkpoint.
+    With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the optimizer
+    when ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas; clipping by
+    value is unchanged. Weights are synchronised before validation, before a file of weights is
+    saved and at the end of training, and all state before a checkpoint.
 
-    Every ``log_every_n_steps`` steps the loggers get what :meth:`curvadion.Summary.scalars` tells
-    of the steps since the last time, as ``curvadion/wire_bytes`` and so on; with several optimizers
-    under ``curvadion0/``, ``curvadion1/`` and so on.
+    Every ``log_every_n_steps`` steps the loggers get :meth:`curvadion.Summary.scalars` of the steps
+    since the last log, as ``curvadion/wire_bytes`` and so on; with several optimizers under
+    ``curvadion0/``, ``curvadion1/`` and so on.
 
     ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a RuntimeError
     with FSDPStrategy (FSDP1) and DeepSpeedStrategy, and if only some optimizers have replicas.
-    log: whether to log, and to count bytes for it. As in::
+
+    log: whether to log, and to count bytes for the log. Example::
 
         lightning.Trainer(strategy="ddp", callbacks=[Replicas()]).fit(model, data)
     """

@@ -1,4 +1,4 @@
-"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that clips and saves by it."""
+"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that clips and saves with it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ REPLICATE = "dp_replicate"  # torchtitan's name of the dimension of meshes along
 
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
-    """One CurvaDion or Dion for each model part, in place of torchtitan's container.
+    """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
     Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
     replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
-    multiplied by the number of replicas: their mean over replicas is the whole gradient. A trainer
-    must be told of it, with :func:`attach`; :class:`Trainer` does it. ValueError or TypeError for a
-    wrong configuration.
+    multiplied by the number of replicas: their mean over replicas is then the gradient of the whole
+    batch. Attach the trainer with :func:`attach`; :class:`Trainer` does this itself. ValueError or
+    TypeError for a wrong configuration.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
         """What to build: ``kind(param_groups(part, **groups), **options)``, "CurvaDion" or "Dion".
 
-        ``replicas`` follows from the mesh; the option "single" leaves the averaging to FSDP.
+        ``replicas`` is derived from the mesh; the option "single" leaves the averaging to FSDP.
         """
 
         kind: str = "CurvaDion"
@@ -103,10 +103,11 @@ def _replicas(part: nn.Module) -> DeviceMesh | None:
 
 
 def attach(trainer: Any) -> None:
-    """Let a torchtitan Trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
+    """Make a torchtitan Trainer clip, save and evaluate through its :class:`ReplicaOptimizers`.
 
-    Call it before ``train``. The trainer's own clipping only measures afterwards. TypeError if its
-    optimizers are others; RuntimeError under pipeline parallelism, and if it is attached already.
+    Call it before ``train``. Afterwards the trainer's own clipping only measures. TypeError if the
+    trainer has other optimizers; RuntimeError under pipeline parallelism, and if it is attached
+    already.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
@@ -158,10 +159,11 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A :class:`Trainer.Config` with CurvaDion or Dion, the ``kind``, in place of the optimizers.
+    """A :class:`Trainer.Config` whose optimizers are ``kind``: "CurvaDion" or "Dion".
 
-    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for that of
-    a subclass. groups: keyword arguments of ``curvadion.param_groups``. options: of the optimizer.
+    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for a
+    subclass. groups: keyword arguments of ``curvadion.param_groups``. options: those of the
+    optimizer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(

@@ -36,13 +36,14 @@ def declare_flat_shard(
 ) -> None:
     """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Elements count in row-major order. Every rank of ``group`` (None if all elements are here)
-    declares its own range, which may be empty. Together the ranges cover the tensor exactly once;
-    this is checked at the first step. All replicas hold the same ranges.
+    Elements are numbered in row-major order. Every rank of ``group`` (None if all elements are
+    here) declares its own range, which may be empty. Together the ranges cover the tensor exactly
+    once; this is checked at the first step. All replicas hold the same ranges.
 
     The optimizer's state is sharded in the same way. Each rank saves and loads its own state_dict
     with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it. TypeError
-    for a DTensor and a group that is none; ValueError if shapes and range do not fit.
+    for a DTensor, or if ``group`` is not a process group; ValueError if shapes and range do not
+    fit.
     """
     if is_dtensor(parameter):
         raise TypeError(
@@ -111,7 +112,7 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
     stops = [0, *(stop for _, stop in held)]
     if [start for start, _ in held] != stops[:-1] or stops[-1] != math.prod(shard.shape):
         raise ValueError(
-            f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover each of "
-            f"its {math.prod(shard.shape)} elements exactly once: declare each rank's own range."
+            f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
+            f"{math.prod(shard.shape)} elements exactly once: declare each rank's own range."
         )
     return ranges

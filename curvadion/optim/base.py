@@ -87,12 +87,12 @@ class OuterLayer(Optimizer):
 
     @property
     def sync(self) -> Sync:
-        """How replicas synchronise. It is chosen once: state of the parameters belongs to it."""
+        """How replicas synchronise; fixed at construction: parameter state depends on it."""
         return self._sync
 
     @property
     def scheduled(self) -> bool:
-        """Whether replicas know openings beforehand, and wait for nobody at the other steps."""
+        """Whether replicas know openings in advance, and do not wait at other steps."""
         gate = self.gate
         silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
         return silent and self._replicas.size > 1
@@ -243,12 +243,12 @@ class OuterLayer(Optimizer):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; every group also holds ``progress``: what the run, gate and sync remember.
+        """As in torch; every group also holds ``progress``: the state of run, gate and sync.
 
-        Replicas hold momenta and, after local steps, weights of their own. A file that one rank
-        writes keeps those of one replica, and ``torch.distributed.checkpoint.save`` mixes them:
-        call ``synchronize(exact=True)`` before. A warning says so if states differ. Ignore it if
-        each rank saves and loads its own.
+        Each replica has its own momenta and, after local steps, its own weights. A file that one
+        rank writes keeps only those of one replica, and ``torch.distributed.checkpoint.save`` mixes
+        them: call ``synchronize(exact=True)`` first. If states differ, a warning is issued; ignore
+        it if each rank saves and loads its own state.
         """
         if self._states_differ:
             warnings.warn(
@@ -269,9 +269,9 @@ class OuterLayer(Optimizer):
         return record(self.progress, self.gate, self.sync, saved_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; a load that fails changes nothing.
+        """Restore what :meth:`state_dict` returned; a load that fails changes nothing.
 
-        A gate or a sync of another class begins anew; a warning says so of a sync.
+        A gate or sync of another class starts fresh; for a sync a warning is issued.
         """
         held = read_record(state_dict)
         same_sync = held.sync_class == type(self.sync).__name__

@@ -43,49 +43,51 @@ def param_groups(
     patterns: Mapping[str, str | Mapping[str, Any]] | None = None,
     verbose: bool = False,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for CurvaDion and Dion, by the kinds of parameter that the model has.
+    """Parameter groups for CurvaDion and Dion, by the kind of each of the model's parameters.
 
     Kinds, by module type and name:
         "matrix": 2-D weights of linear layers; algorithm "dion". The weights of transformers'
             Conv1D have ``input_first``.
         "stack": 3-D weights (E, m, n) of E experts, which are E matrices; algorithm "dion",
-            ``stack_dims=1``. Known are a module's ``gate_up_proj`` and ``down_proj``
-            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others), ``input_first`` or not.
+            ``stack_dims=1``. Recognised are a module's ``gate_up_proj`` and ``down_proj``
+            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others), with ``input_first`` where
+            needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an output
             head or has as many outputs as an embedding has entries.
-        "vector": all others: norms, biases, convolutions, parameters of their own.
+        "vector": all others: norms, biases, convolutions, bare ``nn.Parameter``s.
 
-    "matrix" and "stack" take the optimizer's ``lr``. The other kinds take ``elementwise`` without
-    weight decay, at rates of their own: AdamW at 0.01, its head at 0.003; Lion at 0.003, its head
-    at 0.001. Where you lower ``lr``, lower ``elementwise_lr`` as well.
+    "matrix" and "stack" use the optimizer's ``lr``. The other kinds use ``elementwise`` without
+    weight decay, with learning rates of their own: 0.01 for AdamW (0.003 for a head), 0.003 for
+    Lion (0.001 for a head). If you lower ``lr``, lower ``elementwise_lr`` as well.
 
     Skinny matrices, of which one side is 4 to 64 long and the other at least 8 times as long, such
-    as LoRA's, have ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in
-    ``options`` is for all matrices of the kind, skinny or not.
+    as LoRA's, get ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in
+    ``options`` applies to all matrices of the kind, skinny or not.
 
     Args:
         model: the module to optimize.
-        elementwise: "adamw" or "lion", for all that is no matrix.
-        elementwise_lr: one learning rate for all that is no matrix, instead of those above.
-        options: group keys by kind, over all of the above, e.g. ``{"head": {"lr": 1e-3}}``.
-        patterns: shell-style patterns of parameter names to kinds, of which the first that matches
-            counts, e.g. ``{"*.router.weight": "vector"}``; or to a kind and further group keys:
-            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
-        verbose: print what went where, with the groups' keys.
+        elementwise: "adamw" or "lion", for all parameters that are not matrices.
+        elementwise_lr: one learning rate for all of these, instead of those above.
+        options: group keys by kind, which override all of the above, e.g.
+            ``{"head": {"lr": 1e-3}}``.
+        patterns: dict from shell-style patterns of parameter names to kinds, e.g.
+            ``{"*.router.weight": "vector"}``, or to a kind and further group keys:
+            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first match counts.
+        verbose: print each parameter's group, with the groups' keys.
 
     Returns:
         Groups whose ``params`` are (name, parameter) pairs; frozen parameters are left out, shared
         ones appear once.
 
     Raises:
-        TypeError: if ``model`` is not a module, or options of a kind are no dict.
-        ValueError: for unknown kinds, patterns that match nothing or no such shape, undeclared flat
+        TypeError: if ``model`` is not a module, or options of a kind are not a dict.
+        ValueError: for unknown kinds, patterns that match nothing or a wrong shape, undeclared flat
             weights, or a model without trainable parameters.
 
     Warns:
-        UserWarning: names large tensors that take ``elementwise`` though they may be matrices, and
-            embeddings and heads if, without patterns, nothing is left for Dion.
+        UserWarning: names large tensors that use ``elementwise`` although they may be matrices, and
+            embeddings and heads if, without patterns, no matrix is left for Dion.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

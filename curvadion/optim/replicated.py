@@ -37,34 +37,34 @@ DEFAULT_BUDGET = 0.01
 
 
 class Replicated(ReplicaOptimizer):
-    """Any optimizer on replicas that rarely talk.
+    """Wrapper around any optimizer, for replicas that rarely synchronise.
 
-    Each replica steps by itself with the optimizers that it is given. When the gate opens,
-    replicas take the mean of what their weights have moved, in a few bits::
+    Each replica takes local steps with the given optimizers. When the gate opens, replicas average
+    the changes of their weights, in codes of a few bits::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
 
-    Use it in the place of the inner optimizer: for ``step``, schedulers, a GradScaler, hooks and
-    checkpoints. Groups are the inner optimizers' own, so that a change in one is seen in the other.
-    Inner states, such as momenta, remain each replica's own; ``synchronize(exact=True)`` takes the
-    means of those that are floating-point tensors.
+    Use it in place of the inner optimizer: for ``step``, schedulers, a GradScaler, hooks and
+    checkpoints. Groups are shared with the inner optimizers, so a change in one is visible in the
+    other. Inner states, such as momenta, stay local to each replica; ``synchronize(exact=True)``
+    averages those that are floating-point tensors.
 
     Args:
         optimizer: a torch.optim.Optimizer, or a sequence of them with different parameters, such as
-            Muon for matrices and AdamW for the rest. Its step may not need a closure.
-        replicas: as of :class:`curvadion.Dion`.
-        gate, sync, max_local_steps, warmup_steps: as of :class:`curvadion.CurvaDion`, but sync is
+            Muon for matrices and AdamW for the rest. Its step must not need a closure.
+        replicas: as in :class:`curvadion.Dion`.
+        gate, sync, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`, but sync is
             QuantizedAverage() by default, and the gate a budget of 1 %. LowRank() needs CurvaDion.
         wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
             all-reduce of all float32 gradients at every step.
         momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW or
-            "momentum_buffer" of Muon, for gates that read it. They see how the step before has
-            changed it, since an optimizer tells its momentum only after a step.
+            "momentum_buffer" of Muon, for gates that read it. They see its change in the previous
+            step, because an optimizer's momentum is known only after a step.
 
     Attributes:
         inner: the inner optimizers, a tuple.
-        report, progress: as of :class:`curvadion.Dion`.
+        report, progress: as in :class:`curvadion.Dion`.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -274,13 +274,13 @@ class Replicated(ReplicaOptimizer):
             self._momenta(plan, plan.gradients())  # which notes the norms of the means
 
     def eval(self) -> None:
-        """Synchronise replicas that have drifted; then what inner optimizers do for evaluations."""
+        """Synchronise replicas that have drifted, then call the inner optimizers' ``eval``."""
         super().eval()
         for optimizer in self.inner:
             getattr(optimizer, "eval", _nothing)()
 
     def train(self) -> None:
-        """What inner optimizers do after evaluations."""
+        """Call the inner optimizers' ``train``."""
         for optimizer in self.inner:
             getattr(optimizer, "train", _nothing)()
 

@@ -325,7 +325,7 @@ def stepped_before(rank):
 
 def test_an_optimizer_that_has_stepped_before_it_is_sharded_is_an_error():
     for message in distributed.run(2, stepped_before):
-        assert message.startswith("ValueError: Dion has taken 1 steps, and FSDP2 has given it")
+        assert message.startswith("ValueError: Dion had already taken 1 steps when FSDP2 replaced")
 
 
 # -------------------------------------------------------------------- accumulation, precision
