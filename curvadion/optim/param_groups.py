@@ -55,7 +55,7 @@ def param_groups(
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an output
             head or has as many outputs as an embedding has entries.
-        "vector": all others: norms, biases, convolutions, bare ``nn.Parameter``s.
+        "vector": all others: norms, biases, convolutions, bare parameters.
 
     "matrix" and "stack" use the optimizer's ``lr``. The other kinds use ``elementwise`` without
     weight decay, with learning rates of their own: 0.01 for AdamW (0.003 for a head), 0.003 for

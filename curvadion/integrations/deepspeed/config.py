@@ -47,8 +47,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     unknown = engine._config._param_dict["optimizer"].keys() - {"type", "params", "legacy_fusion"}
     if unknown:
         raise ValueError(
-            f"optimizer.{min(unknown)} is not a known key: hyperparameters belong in "
-            f"optimizer.params"
+            f"optimizer.{min(unknown)} is unknown: put hyperparameters in optimizer.params"
         )
     params.pop(REPLICA_SIZE, None)
     replicas = between_replicas(engine)
