@@ -29,6 +29,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 from curvadion import checks
 from curvadion.comm.members import LOST, Members, Opening
 from curvadion.comm.worker import Exchange, Worker
+from curvadion.metering import wire
 from curvadion.optim.handover import hand_over, shared_weights, take_over
 from curvadion.optim.outer import ReplicaOptimizer
 
@@ -343,6 +344,7 @@ class _Opening(Opening):
 
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
         if self._replicas._worker is None:
+            wire.install_kernels()  # a meter may be entered while the thread communicates
             self._replicas._worker = Worker(self._replicas._device)
         return self._replicas._worker.begin(what, work)
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -25,11 +25,10 @@ from torch.profiler import record_function
 
 from curvadion import checks, ops
 from curvadion.comm.collectives import checksum, divide, group_size
-from curvadion.comm.members import LOST, Members, Opening
 from curvadion.layout.dtensor import local
 from curvadion.ops.codes import FORMAT
 from curvadion.sync import corrections
-from curvadion.sync.base import Costs, Step, Sync
+from curvadion.sync.base import Costs, Step
 from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
@@ -39,9 +38,9 @@ from curvadion.sync.coded_mean import (
     coded_together,
     exchanged,
     message_bytes,
-    moved_since,
 )
 from curvadion.sync.corrections import Rate, anchor_of, copies_of
+from curvadion.sync.member_openings import MemberOpenings, rate_of
 from curvadion.sync.under_way import DUE, MEAN, SENT, UnderWay
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter
@@ -51,7 +50,7 @@ from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, 
 LONGEST_LOOK_AHEAD = 4.1  # that of a budget of 1 %
 
 
-class QuantizedAverage(Sync):
+class QuantizedAverage(MemberOpenings):
     """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
     P and R are not sent between replicas, so their rank costs no bytes. An opening is a local step,
@@ -105,6 +104,7 @@ class QuantizedAverage(Sync):
         delay: int = 0,
         spectrum_decay: float = 0.8,
     ) -> None:
+        super().__init__()
         check_bits(bits)
         checks.integer("fragments", fragments, 1)
         checks.boolean("align_momentum", align_momentum)
@@ -120,30 +120,7 @@ class QuantizedAverage(Sync):
         self.delay = delay
         self.spectrum_decay = float(spectrum_decay)
         self._keeps_spectra = align_momentum and spectrum_decay > 0
-        self.next_fragment = 0
-        self._fragment_of: list[int] = []  # of each parameter of the plan
-        self._dealt = 0  # a checksum of it, which tells of the run that was saved
-        # The sums of learning rates over all steps since the anchor, by fragment and group; and
-        # those of the fragments whose means are under way.
-        self._rates: list[list[float]] = []
-        self._sent_rates: list[list[float]] = []
-        self._under_way = UnderWay()
-        self._expecting = True  # a loaded state may hold means that are to be added
-        # Where replicas come and go, by fragment: the weight of this one's steps since the anchor,
-        # and how many replicas the residuals are to be divided by. An opening under way, and the
-        # step number of the replica that this one has taken over from.
-        self._moved: list[float] = []
-        self._among: list[int] = []
-        self._pending: _Pending | None = None
-        self._joined_at = 0
-
-    @property
-    def count(self) -> int:
-        """How many fragments there are: fewer than asked for if parameters are few."""
-        return max(self._fragment_of, default=-1) + 1
-
-    def _rotate_from(self, fragment: int) -> None:
-        self.next_fragment = (fragment + 1) % max(1, self.count)
+        self._dealt = 0  # a checksum of how fragments are divided, of the run that was saved
 
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
@@ -183,7 +160,7 @@ class QuantizedAverage(Sync):
 
     def open_step(self, step: Step) -> bool | None:
         if step.members is not None:
-            return self._open_with(step.members, step)
+            return self.open_with(step.members, step)
         fragment = self.next_fragment
         self._count(step)
         self._step(step, fragment)
@@ -195,8 +172,7 @@ class QuantizedAverage(Sync):
     def _step(self, step: Step, sending: int | None) -> None:
         """A step of the replica's own; means arrive that are due, and a fragment is sent."""
         plan, of = step.plan, self._fragment_of
-        if self._pending is not None and self._pending.due <= step.number:
-            self._commit()
+        self._commit_due(step.number)
         going = [fragment == sending for fragment in of]
         # A budget may open sooner than means arrive.
         self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
@@ -212,7 +188,7 @@ class QuantizedAverage(Sync):
         stay, arrive, go = map(plan.select, (staying, arriving, going))
         fragments = dict(zip(map(id, plan.parameters), of, strict=True))
         rate, sent_rate = (
-            partial(_rate, sums, fragments) if step.directed else None
+            partial(rate_of, sums, fragments) if step.directed else None
             for sums in (self._rates, self._sent_rates)
         )
         for batch in step.batches(*(part for part in (stay, arrive, go) if part.parameters)):
@@ -226,17 +202,6 @@ class QuantizedAverage(Sync):
             self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
         if measures:
             plan.measure_momenta()
-
-    def _count(self, step: Step) -> None:
-        """Add a step and its learning rates to what each fragment has taken since its anchor."""
-        self.fragments_drifted = self.count
-        if step.members is not None and not step.rests:
-            self._moved = [moved + step.members.weight for moved in self._moved]
-        rates = {g: float(group["lr"]) for g, group in step.plan.groups.items()}
-        for sums in self._rates:
-            sums.extend([0.0] * (max(rates, default=-1) + 1 - len(sums)))
-            for g, rate in rates.items():
-                sums[g] += rate
 
     def _due(self, step: Step) -> set[int]:
         """The parameters whose means are added at this step, by id."""
@@ -322,173 +287,6 @@ class QuantizedAverage(Sync):
             corrections.subtract_from_(plan.stacks, anchor_of, before)
             corrections.correct_polar_(plan, before, rate)
 
-    # ---------------------------------------------------------------- replicas that come and go
-
-    def _open_with(self, members: Members, step: Step) -> bool:
-        """A step, then an opening that the members present write once all of them can.
-
-        Directions and the codes of all batches are held until then; a residual is put back if one
-        cannot. Means are weighted by the steps that each has taken.
-        """
-        plan, fragment = step.plan, self.next_fragment
-        if not step.rests:
-            self._count(step)
-        batches = self._batches_of(step, fragment)
-        opening = members.begin()
-        if opening.fresh or self.next_fragment != fragment:  # a peer's, or what was missed
-            fragment, batches = self.next_fragment, []
-        go = self._of_fragment(plan, fragment)
-        kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
-        now = self._joined_at if opening.fresh else step.number
-        pending = _Pending(opening, fragment, now + self.delay, kept, self._rates[fragment])
-        self._pending = pending
-        codes: list[list[Tensor | None]] = []
-        batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
-        try:
-            share, scale, rates = self._weigh(pending, max(plan.groups, default=-1) + 1)
-            for batch in batches:
-                codes.append(self._send_shares(batch.plan, share, scale, pending))
-            if self.delay:
-                opening.begin("The end of an opening", opening.agree)
-            else:
-                opening.agree()
-                pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
-        except LOST:
-            pending.failed = True
-        if self.delay and not pending.failed:
-            self._rotate_from(fragment)
-            return True
-        if not self._commit():
-            return False
-        rate = _shared_rate(rates) if step.directed else None
-        for batch, means in zip(batches, codes, strict=True):
-            self._take_in(batch, means, rate)
-        self._rotate_from(fragment)
-        self.fragments_drifted = max(0, self.fragments_drifted - 1)
-        return True
-
-    def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
-        """Take a step; without a delay the batches of a fragment, with the directions taken."""
-        if self.delay:
-            self._step(step, None)
-            self._commit()
-            self._land(step.plan, directed=step.directed)
-            return []
-        stay = step.plan.select([of != fragment for of in self._fragment_of])
-        go = self._of_fragment(step.plan, fragment)
-        parts = [part for part in (stay, go) if part.parameters]
-        batches = [replace(b) for b in step.batches(*parts)]  # a batch loses its directions
-        return [batch for batch in batches if batch.part is go]
-
-    def _of_fragment(self, plan: Plan, fragment: int) -> Plan:
-        return plan.select([of == fragment for of in self._fragment_of])
-
-    def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float, list[float]]:
-        """This replica's share of an equal one, the scale of its residuals, and everybody's rates.
-
-        Residuals are parts of a mean of as many replicas as there were.
-        """
-        fragment, opening = pending.fragment, pending.opening
-        rates = (self._rates[fragment] + [0.0] * groups)[:groups]
-        pending.moved = 0.0 if opening.fresh else self._moved[fragment]
-        told = opening.gather([pending.moved, *rates])
-        rates = [max(each) for each in zip(*(own[1:] for own in told), strict=True)]
-        pending.among, total = len(told), sum(own[0] for own in told)
-        self._sent_rates[fragment], self._rates[fragment] = rates, []
-        self._moved[fragment] = 0.0
-        share = pending.moved * pending.among / total if total else 1.0
-        return share, pending.among / (self._among[fragment] or pending.among), rates
-
-    def _commit(self) -> bool:
-        """End the opening under way: write what was exchanged, or put all back."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return True
-        fragment, failed = pending.fragment, pending.failed
-        try:
-            codes = pending.codes or self._under_way.codes()
-        except LOST:
-            failed, codes = True, []
-        record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
-        if pending.opening.commit(failed=failed, record=record):
-            self._among[fragment] = pending.among
-            return True
-        self._under_way.take_back()
-        for residual, before in pending.kept:
-            residual.copy_(before)
-        if pending.among:
-            both = zip_longest(pending.rates, self._rates[fragment], fillvalue=0.0)
-            self._rates[fragment] = [sum(each) for each in both]
-            self._moved[fragment] += pending.moved
-        return False
-
-    def finish(self, plan: Plan, step: Step) -> None:
-        pending = self._pending
-        written = pending is not None and self._commit()
-        self._land(plan, directed=step.directed)
-        if pending is None or not written:
-            return
-        for p in self._of_fragment(plan, pending.fragment).parameters:
-            # What the rounding of D_i has left.
-            local(p.state[RESIDUAL]).add_(moved_since(anchor_of(p), p.local))
-            p.local.copy_(anchor_of(p))
-        self.fragments_drifted = max(0, self.fragments_drifted - 1)
-
-    def _land(self, plan: Plan, *, directed: bool) -> None:
-        """Take in what is under way, with the correction that anchors need to stay the same."""
-        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
-        rate = partial(_rate, self._sent_rates, fragments) if directed else None
-        arriving = [DUE in p.state for p in plan.parameters]
-        for chosen in plan.select(arriving).batches if any(arriving) else ():
-            self._arrive(Batch(chosen, chosen, None), rate)
-
-    def _send_shares(
-        self, plan: Plan, share: float, scale: float, pending: _Pending
-    ) -> list[Tensor | None]:
-        """The codes of the means, of which this replica's part is ``share`` of an equal one."""
-        group, codes = pending.opening.group, list[Tensor | None]()
-        for run in coded_together(plan.parameters, self.bits):
-            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
-            X = [p.local for p in run]
-            if scale != 1.0:
-                torch._foreach_mul_(residuals, scale)
-            if self.delay:
-                self._expecting = True
-                self._under_way.send(run, self.bits, pending.opening, pending.due, share)
-            elif share == 1.0:
-                codes.append(exchanged(X, anchors, residuals, self.bits, group))
-            else:
-                # What codes lose is lost of the message, so residuals have no share.
-                sent = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
-                codes.append(exchanged(sent, (), residuals, self.bits, group))
-        return codes
-
-    def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
-        self._moved, self.fragments_drifted = [0.0] * len(self._moved), 0
-        self._joined_at = steps
-
-    def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
-        """X <- X + D, anchor <- anchor + D: what this replica has moved stays its own."""
-        fragment, codes, directed = record["fragment"], iter(record["codes"]), False
-        for chosen in self._of_fragment(plan, fragment).batches:
-            runs = list(coded_together(chosen.parameters, self.bits))
-            means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
-            directed |= any(p.matrices for p in chosen.parameters)
-            if not self.delay:
-                before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
-                rate = _shared_rate(record["rates"]) if directed else None
-                self._take_in(Batch(chosen, chosen, None), means, rate)
-                for p, own in before:
-                    p.local.add_(own)
-                continue
-            for run, mean in zip(runs, means, strict=True):
-                if mean is not None:
-                    self._under_way.missed_(run, self.bits, mean, due=0)
-        if self.delay:
-            self._sent_rates[fragment] = record["rates"]
-            self._land(plan, directed=directed)
-        self._rotate_from(fragment)
-
     def before_average(self, parameters: Sequence[Parameter]) -> None:
         self._arrive_all(parameters)
         for p in parameters:
@@ -511,8 +309,7 @@ class QuantizedAverage(Sync):
     def state_dict(self) -> dict[str, Any]:
         own = {"next_fragment": self.next_fragment, "dealt": self._dealt}
         rates = {"rates": self._rates, "sent_rates": self._sent_rates}
-        elastic = {"moved": self._moved, "among": self._among}
-        return {**super().state_dict(), **own, **rates, **elastic}
+        return {**super().state_dict(), **own, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -520,8 +317,6 @@ class QuantizedAverage(Sync):
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
         self._rates = [list(sums) for sums in state["rates"]]
         self._sent_rates = [list(sums) for sums in state["sent_rates"]]
-        self._moved, self._among = list(state["moved"]), list(state["among"])
-        self._pending = None
 
     def after_load(self) -> None:
         self._under_way, self._expecting = UnderWay(), True
@@ -533,36 +328,6 @@ class QuantizedAverage(Sync):
             f"residual_dtype={self.residual_dtype!r}, delay={self.delay}, "
             f"spectrum_decay={self.spectrum_decay})"
         )
-
-
-@dataclass
-class _Pending:
-    """An opening of members that has not been written yet, and what to put back if it cannot be.
-
-    due: the step that adds its means. rates, moved: this replica's since its anchor. among: the
-    members, 0 until they have met.
-    """
-
-    opening: Opening
-    fragment: int
-    due: int
-    kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and what they were
-    rates: Sequence[float]
-    moved: float = 0.0
-    among: int = 0
-    codes: Sequence[Tensor | None] = ()
-    failed: bool = False
-
-
-def _rate(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
-    """A parameter's sum of learning rates; fragments by the id of the parameter."""
-    sums = rates[fragments[id(p)]]
-    return sums[p.position] if p.position < len(sums) else 0.0
-
-
-def _shared_rate(rates: Sequence[float]) -> Rate:
-    """Sums of learning rates by group."""
-    return lambda p: rates[p.position] if p.position < len(rates) else 0.0
 
 
 def _largest(sums: Sequence[Sequence[float]]) -> list[float]:

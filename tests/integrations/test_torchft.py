@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -159,36 +159,6 @@ def stay_sharded(rank, address, how):
 @pytest.mark.parametrize("how", ["polar, two fragments", "a delay, two fragments", "torch's AdamW"])
 def test_so_do_replicas_of_several_ranks(lighthouse, how):
     assert distributed.run(4, stay_sharded, lighthouse, how) == [[], [], [], []]
-
-
-def weigh(rank, address, delay):
-    """What the anchors have moved by after an opening, and what this replica's weights had."""
-    model, replicas = toy.model(), replicas_of(address, f"weight {delay} {rank}", min_replicas=2)
-    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(bits=8, delay=delay)
-    optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
-    replicas.start(optimizer)
-    replicas.weight = (300, 100)[rank]
-    start, begin = (
-        nn.utils.parameters_to_vector(model.parameters()).detach().clone(),
-        replicas.begin,
-    )
-
-    def noted_begin():
-        moved.append(nn.utils.parameters_to_vector(model.parameters()).detach() - start)
-        return begin()
-
-    moved, replicas.begin = [], noted_begin
-    while replicas.openings < 2:
-        toy.train(model, optimizer, [optimizer.progress.steps], rank)
-    replicas.close()
-    return agreed_on(optimizer, model) - start, moved[0]
-
-
-@pytest.mark.parametrize("delay", [0, 2])
-def test_means_are_weighted(lighthouse, delay):
-    (mean, one), (_, two) = distributed.run(2, weigh, lighthouse, delay)
-    weighted, equal = (3 * one + two) / 4, (one + two) / 2
-    assert (mean - weighted).norm() < 0.1 * (equal - weighted).norm()
 
 
 # -------------------------------------------------------------------- members that die
@@ -340,6 +310,74 @@ def test_others_go_on_when_one_dies_and_take_it_back(lighthouse, tmp_path, kind)
     assert all(len(of) > 2 for of in openings)
     if kind != "gradients":
         assert not any("took over" in event for event in events[1:])  # it never needed everything
+
+
+def live_sharded(replica, shard, port, address, folder, begins):
+    """One of two ranks that hold a replica; a line for its start and each opening."""
+    torch.set_num_threads(1)
+    store = TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=shard, world_size=2)
+    names = {"RANK": shard, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({k: str(v) for k, v in names.items()}, MASTER_ADDR="localhost")
+    model = toy.model()
+    fully_shard(model)
+    replicas = replicas_of(address, f"sharded {replica}", begins=begins)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(fragments=2)
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
+    replicas.start(optimizer)
+    log = Path(folder, f"{replica}.{shard} {os.getpid()}").open("a", buffering=1)  # noqa: SIM115
+    print(json.dumps({"started": optimizer.progress.steps}), file=log)
+    openings = replicas.openings
+    while not Path(folder, "enough").exists():
+        toy.train(model, optimizer, [optimizer.progress.steps], replica)
+        if replicas.openings != openings:
+            openings = replicas.openings
+            anchors = [local(optimizer.state[p]["anchor"]).flatten() for p in model.parameters()]
+            told = {"opening": openings, "anchors": zlib.crc32(torch.cat(anchors).numpy())}
+            print(json.dumps(told), file=log)
+        time.sleep(0.02)
+    os._exit(0)
+
+
+def test_a_replica_of_several_ranks_comes_back(lighthouse, tmp_path):
+    stores = []
+
+    def start(replica, begins=True):
+        stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        given = [(replica, k, stores[-1].port, lighthouse, str(tmp_path), begins) for k in (0, 1)]
+        processes = [distributed.of_forkserver(live_sharded, each) for each in given]
+        for process in processes:
+            process.start()
+        return processes
+
+    # Two that stay: the ranks of a newcomer take over from one each.
+    running = [start(0), start(1), start(2)]
+    try:
+        until(tmp_path, "2.0", lambda line: line.get("opening", 0) >= 3)
+        for process in running[2]:
+            process.kill()
+        until(tmp_path, "0.1", lambda line: line.get("opening", 0) >= 6)
+        running[2] = start(2, begins=False)
+        for rank in ("2.0", "2.1"):
+            until(tmp_path, rank, lambda line: line.get("started", 0) > 0)
+        last = max(line.get("opening", 0) for line in lines_of(tmp_path, "0.0"))
+        for rank in ("0.0", "0.1", "1.0", "1.1", "2.0", "2.1"):
+            until(tmp_path, rank, lambda line: line.get("opening", 0) >= last + 3)
+        Path(tmp_path, "enough").touch()
+    finally:
+        for process in (process for replica in running for process in replica):
+            process.join(5)
+            process.kill()
+    started = [
+        max(line.get("started", 0) for line in lines_of(tmp_path, rank)) for rank in ("2.0", "2.1")
+    ]
+    assert started[0] == started[1] > 2 * PERIOD
+    for shard in (0, 1):
+        told = [lines_of(tmp_path, f"{replica}.{shard}") for replica in range(3)]
+        found = [{x["opening"]: x["anchors"] for x in lines if "opening" in x} for lines in told]
+        for number in range(2, last + 3):
+            anchors = [of[number] for of in found if number in of]
+            assert len(anchors) > 1 and len(set(anchors)) == 1, (shard, number, anchors)
 
 
 def start_again(rank, address):

@@ -11,6 +11,7 @@ import distributed
 import toy
 from curvadion import CurvaDion, FixedPeriod, QuantizedAverage, Replicated
 from curvadion.comm.members import Members, Opening
+from curvadion.comm.worker import Worker
 
 pytestmark = pytest.mark.numeric
 
@@ -38,35 +39,47 @@ class OfGroup(Opening):
         dist.all_gather_object(told, list(numbers), group=self.group)
         return told
 
+    def begin(self, what, work):
+        self.members.worker = getattr(self.members, "worker", None) or Worker(torch.device("cpu"))
+        return self.members.worker.begin(what, work)
+
+    def agree(self):
+        dist.barrier(self.group)
+
     def commit(self, *, failed, record):
         assert not failed
         self.members.records.append(record)
         return len(self.members.records) not in self.members.fails
 
 
-def vector(rank, members, period, rate=0.1):
+def vector(rank, members, period, rate=0.1, delay=0):
     """One parameter that moves by a known step, with codes of eight bits."""
     x = nn.Parameter(torch.zeros(512))
     x.grad = torch.randn(512, generator=torch.Generator().manual_seed(rank))
-    sync = QuantizedAverage(bits=8, residual_dtype="float32")
+    sync = QuantizedAverage(bits=8, residual_dtype="float32", delay=delay)
     inner = torch.optim.SGD([x], lr=rate)
     return x, Replicated(inner, replicas=members, gate=FixedPeriod(period), sync=sync)
 
 
-def weighted(rank, openings):
+def weighted(rank, openings, weights):
     """Anchors after openings before which one member takes twice as many steps as the other."""
-    x, optimizer = vector(rank, Chosen(dist.group.WORLD), period=4 if rank == 0 else 2)
+    members = Chosen(dist.group.WORLD)
+    members.weight = weights[rank]
+    x, optimizer = vector(rank, members, period=4 if rank == 0 else 2)
     for _ in range(openings * (4 if rank == 0 else 2)):
         optimizer.step()
     assert optimizer.report.gate_open
     return optimizer.state[x]["anchor"], x.grad
 
 
-def test_means_are_weighted_by_the_steps_of_each():
-    (anchor, g), (there, h) = distributed.run(2, weighted, 8)
+@pytest.mark.parametrize("weights", [(1, 1), (300, 100)])
+def test_means_are_weighted_by_the_steps_of_each(weights):
+    (anchor, g), (there, h) = distributed.run(2, weighted, 8, weights)
     assert anchor.equal(there)
-    # Over 4 and 2 steps: (4 D + 2 D') / 6 with D = -0.1 * 4 g and D' = -0.1 * 2 h, eight times.
-    expected = -0.1 * 8 * (16 * g.double() + 4 * h.double()) / 6
+    # Over 4 and 2 steps: (4 w D + 2 v D') / (4 w + 2 v), D = -0.1 * 4 g and D' = -0.1 * 2 h, eight
+    # times.
+    w, v = weights
+    expected = -0.1 * 8 * (16 * w * g.double() + 4 * v * h.double()) / (4 * w + 2 * v)
     assert (anchor - expected).norm() < 0.005 * expected.norm()
 
 
@@ -92,33 +105,35 @@ def test_residuals_stay_shares_of_the_mean_that_they_are_from():
     assert (moved - expected).norm() < 0.15 * expected.norm()  # in codes of eight bits
 
 
-def missing(rank):
+def missing(rank, delay):
     """A member that misses two openings, and catches up by the records of the other."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     members, model = Chosen(dist.group.WORLD), toy.model()
-    sync, gate = QuantizedAverage(fragments=3), FixedPeriod(2)
+    sync, gate = QuantizedAverage(fragments=3, delay=delay), FixedPeriod(2)
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
-    toy.train(model, optimizer, range(6), rank)
+    first, second, last = 6 + delay, 10 + delay, 14 + delay  # when what was sent has arrived
+    toy.train(model, optimizer, range(first), rank)
     members.group, count = alone, len(members.records)
     if rank == 0:
-        toy.train(model, optimizer, range(6, 10), rank)
+        toy.train(model, optimizer, range(first, second), rank)
     told = [members.records[count:]]
     dist.broadcast_object_list(told, src=0)
     anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
     if rank:
         own = [p - a for p, a in zip(model.parameters(), anchors, strict=True)]
-        plan, (first, second) = optimizer._present_plan(), told[0]
-        optimizer.sync.catch_up(plan, first)
-        members.missed = [lambda: optimizer.sync.catch_up(plan, second)]
+        plan, records = optimizer._present_plan(), told[0]
+        optimizer.sync.catch_up(plan, records[0])
+        members.missed = [lambda: optimizer.sync.catch_up(plan, records[1])]
         for p, a, moved in zip(model.parameters(), anchors, own, strict=True):
             assert torch.allclose(p - a, moved, atol=1e-6)
     members.group = dist.group.WORLD
-    toy.train(model, optimizer, range(10, 14), rank)
+    toy.train(model, optimizer, range(second, last), rank)
     return anchors
 
 
-def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own():
-    one, two = distributed.run(2, missing)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(delay):
+    one, two = distributed.run(2, missing, delay)
     assert all(map(torch.equal, one, two))
 
 
@@ -135,6 +150,26 @@ def test_a_failed_opening_is_tried_again_at_the_next_step():
     (opened, weights), (there, others) = distributed.run(2, failing)
     assert opened == there == [False, False, True, False, False, False, True, False, False]
     assert any(not weights[name].equal(others[name]) for name in weights)
+
+
+def failing_late(rank):
+    """By step, the anchor and the residual, where the second of three openings is not written."""
+    members = Chosen(dist.group.WORLD, fails=(2,))
+    x, optimizer = vector(rank, members, period=3, delay=1)
+    held = []
+    for _ in range(10):
+        optimizer.step()
+        held.append([optimizer.state[x][key].clone() for key in ("anchor", "residual")])
+    return held, x.grad
+
+
+def test_an_opening_that_fails_when_it_is_due_puts_all_back():
+    (held, g), (there, h) = distributed.run(2, failing_late)
+    for of_rank in (held, there):
+        assert all(map(torch.equal, of_rank[6], of_rank[4]))
+    assert held[9][0].equal(there[9][0])
+    expected = -0.1 * 9 * (g.double() + h.double()) / 2
+    assert (held[9][0] - expected).norm() < 0.02 * expected.norm()  # what the last codes have lost
 
 
 def alone(rank):

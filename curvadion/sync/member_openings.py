@@ -1,0 +1,293 @@
+"""Openings of replicas that come and go: written by all members that are present, or by none.
+
+Replicas send codes of what their weights have moved, as in any opening, and wait until all have got
+the means. A member that is lost before that makes the opening fail: residuals are put back, and no
+weight has moved. Means are weighted by the steps that each replica has taken.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvadion.comm.members import LOST, Members, Opening
+from curvadion.comm.worker import Exchange
+from curvadion.layout.dtensor import local
+from curvadion.sync.base import Step, Sync
+from curvadion.sync.coded_mean import coded_together, exchanged, moved_since
+from curvadion.sync.corrections import Rate, anchor_of
+from curvadion.sync.under_way import DUE, UnderWay
+from curvadion.update.inner_step import Batch
+from curvadion.update.parameter import Parameter
+from curvadion.update.plan import Plan
+from curvadion.update.state import ANCHOR, RESIDUAL
+
+
+@dataclass
+class _Pending:
+    """An opening of members that has not been written yet, and what to put back if it cannot be.
+
+    due: the step that adds its means. rates, moved: this replica's since its anchor. among: the
+    members, 0 until they have met.
+    """
+
+    opening: Opening
+    fragment: int
+    due: int
+    kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and what they were
+    rates: Sequence[float]
+    moved: float = 0.0
+    among: int = 0
+    codes: Sequence[Tensor | None] = ()
+    agreement: Exchange[Any] | None = None  # with a delay: that all have got the means
+    failed: bool = False
+
+
+class MemberOpenings(Sync):
+    """An average of weights in fragments, and how members take part in it."""
+
+    bits: int
+
+    def __init__(self) -> None:
+        self.next_fragment = 0
+        self._fragment_of: list[int] = []  # of each parameter of the plan
+        # The sums of learning rates over all steps since the anchor, by fragment and group; and
+        # those of the fragments whose means are under way.
+        self._rates: list[list[float]] = []
+        self._sent_rates: list[list[float]] = []
+        self._under_way = UnderWay()
+        self._expecting = True  # a loaded state may hold means that are to be added
+        # By fragment: the weight of this replica's steps since the anchor, and how many replicas
+        # the residuals are to be divided by.
+        self._moved: list[float] = []
+        self._among: list[int] = []
+        self._pending: _Pending | None = None
+        self._joined_at = 0  # the step of the replica from which this one has taken over
+
+    @abstractmethod
+    def _step(self, step: Step, sending: int | None) -> None:
+        """A step of the replica's own; means arrive that are due, and a fragment is sent."""
+
+    @abstractmethod
+    def _arrive(self, batch: Batch, rate: Rate | None) -> None:
+        """Take in the means of a batch, then correct."""
+
+    @abstractmethod
+    def _take_in(self, batch: Batch, codes: Sequence[Tensor | None], rate: Rate | None) -> None:
+        """Move the anchors of a batch by the means in codes, and weights there; then correct."""
+
+    @property
+    def count(self) -> int:
+        """How many fragments there are: fewer than asked for if parameters are few."""
+        return max(self._fragment_of, default=-1) + 1
+
+    def _rotate_from(self, fragment: int) -> None:
+        self.next_fragment = (fragment + 1) % max(1, self.count)
+
+    def _count(self, step: Step) -> None:
+        """Add a step and its learning rates to what each fragment has taken since its anchor."""
+        self.fragments_drifted = self.count
+        if step.members is not None and not step.rests:
+            self._moved = [moved + step.members.weight for moved in self._moved]
+        rates = {g: float(group["lr"]) for g, group in step.plan.groups.items()}
+        for sums in self._rates:
+            sums.extend([0.0] * (max(rates, default=-1) + 1 - len(sums)))
+            for g, rate in rates.items():
+                sums[g] += rate
+
+    def open_with(self, members: Members, step: Step) -> bool:
+        """A step, then an opening that the members present write once all of them can.
+
+        Directions and the codes of all batches are held until then; a residual is put back if one
+        cannot. Means are weighted by the steps that each has taken.
+        """
+        plan, fragment = step.plan, self.next_fragment
+        if not step.rests:
+            self._count(step)
+        batches = self._batches_of(step, fragment)
+        opening = members.begin()
+        if opening.fresh or self.next_fragment != fragment:  # a peer's, or what was missed
+            fragment, batches = self.next_fragment, []
+        go = self._of_fragment(plan, fragment)
+        kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
+        now = self._joined_at if opening.fresh else step.number
+        pending = _Pending(opening, fragment, now + self.delay, kept, self._rates[fragment])
+        self._pending = pending
+        codes: list[list[Tensor | None]] = []
+        batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
+        try:
+            share, scale, rates = self._weigh(pending, max(plan.groups, default=-1) + 1)
+            for batch in batches:
+                codes.append(self._send_shares(batch.plan, share, scale, pending))
+            if self.delay:
+                pending.agreement = opening.begin("The end of an opening", opening.agree)
+            else:
+                opening.agree()
+                pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
+        except LOST:
+            pending.failed = True
+        if self.delay and not pending.failed:
+            self._rotate_from(fragment)
+            return True
+        if not self._commit():
+            return False
+        rate = shared_rate(rates) if step.directed else None
+        for batch, means in zip(batches, codes, strict=True):
+            self._take_in(batch, means, rate)
+        self._rotate_from(fragment)
+        self.fragments_drifted = max(0, self.fragments_drifted - 1)
+        return True
+
+    def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
+        """Take a step; without a delay the batches of a fragment, with the directions taken."""
+        if self.delay:
+            self._step(step, None)
+            self._commit()
+            self._land(step.plan, directed=step.directed)
+            return []
+        stay = step.plan.select([of != fragment for of in self._fragment_of])
+        go = self._of_fragment(step.plan, fragment)
+        parts = [part for part in (stay, go) if part.parameters]
+        batches = [replace(b) for b in step.batches(*parts)]  # a batch loses its directions
+        return [batch for batch in batches if batch.part is go]
+
+    def _of_fragment(self, plan: Plan, fragment: int) -> Plan:
+        return plan.select([of == fragment for of in self._fragment_of])
+
+    def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float, list[float]]:
+        """This replica's share of an equal one, the scale of its residuals, and everybody's rates.
+
+        Residuals are parts of a mean of as many replicas as there were.
+        """
+        fragment, opening = pending.fragment, pending.opening
+        rates = (self._rates[fragment] + [0.0] * groups)[:groups]
+        pending.moved = 0.0 if opening.fresh else self._moved[fragment]
+        told = opening.gather([pending.moved, *rates])
+        rates = [max(each) for each in zip(*(own[1:] for own in told), strict=True)]
+        pending.among, total = len(told), sum(own[0] for own in told)
+        self._sent_rates[fragment], self._rates[fragment] = rates, []
+        self._moved[fragment] = 0.0
+        share = pending.moved * pending.among / total if total else 1.0
+        return share, pending.among / (self._among[fragment] or pending.among), rates
+
+    def _commit(self) -> bool:
+        """End the opening under way: write what was exchanged, or put all back."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return True
+        fragment, failed = pending.fragment, pending.failed
+        try:
+            codes = pending.codes or self._under_way.codes()
+            if pending.agreement is not None:
+                pending.agreement.result()
+        except LOST:
+            failed, codes = True, []
+        record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
+        if pending.opening.commit(failed=failed, record=record):
+            self._among[fragment] = pending.among
+            return True
+        self._under_way.take_back()
+        for residual, before in pending.kept:
+            residual.copy_(before)
+        if pending.among:
+            both = zip_longest(pending.rates, self._rates[fragment], fillvalue=0.0)
+            self._rates[fragment] = [sum(each) for each in both]
+            self._moved[fragment] += pending.moved
+        return False
+
+    def finish(self, plan: Plan, step: Step) -> None:
+        pending = self._pending
+        written = pending is not None and self._commit()
+        self._land(plan, directed=step.directed)
+        if pending is None or not written:
+            return
+        for p in self._of_fragment(plan, pending.fragment).parameters:
+            # What the rounding of D_i has left.
+            local(p.state[RESIDUAL]).add_(moved_since(anchor_of(p), p.local))
+            p.local.copy_(anchor_of(p))
+        self.fragments_drifted = max(0, self.fragments_drifted - 1)
+
+    def _land(self, plan: Plan, *, directed: bool) -> None:
+        """Take in what is under way, with the correction that anchors need to stay the same."""
+        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
+        rate = partial(rate_of, self._sent_rates, fragments) if directed else None
+        arriving = [DUE in p.state for p in plan.parameters]
+        for chosen in plan.select(arriving).batches if any(arriving) else ():
+            self._arrive(Batch(chosen, chosen, None), rate)
+
+    def _send_shares(
+        self, plan: Plan, share: float, scale: float, pending: _Pending
+    ) -> list[Tensor | None]:
+        """The codes of the means, of which this replica's part is ``share`` of an equal one."""
+        group, codes = pending.opening.group, list[Tensor | None]()
+        for run in coded_together(plan.parameters, self.bits):
+            anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
+            X = [p.local for p in run]
+            if scale != 1.0:
+                torch._foreach_mul_(residuals, scale)
+            if self.delay:
+                self._expecting = True
+                self._under_way.send(run, self.bits, pending.opening, pending.due, share)
+            elif share == 1.0:
+                codes.append(exchanged(X, anchors, residuals, self.bits, group))
+            else:
+                # What codes lose is lost of the message, so residuals have no share.
+                sent = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
+                codes.append(exchanged(sent, (), residuals, self.bits, group))
+        return codes
+
+    def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
+        self._moved, self.fragments_drifted = [0.0] * len(self._moved), 0
+        self._joined_at = steps
+
+    def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
+        """X <- X + D, anchor <- anchor + D: what this replica has moved stays its own."""
+        fragment, codes, directed = record["fragment"], iter(record["codes"]), False
+        for chosen in self._of_fragment(plan, fragment).batches:
+            runs = list(coded_together(chosen.parameters, self.bits))
+            means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
+            directed |= any(p.matrices for p in chosen.parameters)
+            if not self.delay:
+                before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
+                rate = shared_rate(record["rates"]) if directed else None
+                self._take_in(Batch(chosen, chosen, None), means, rate)
+                for p, own in before:
+                    p.local.add_(own)
+                continue
+            for run, mean in zip(runs, means, strict=True):
+                if mean is not None:
+                    self._under_way.missed_(run, self.bits, mean, due=0)
+        if self.delay:
+            self._sent_rates[fragment] = record["rates"]
+            self._land(plan, directed=directed)
+        self._rotate_from(fragment)
+
+    def _commit_due(self, step: int) -> None:
+        if self._pending is not None and self._pending.due <= step:
+            self._commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "moved": self._moved, "among": self._among}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._moved, self._among = list(state["moved"]), list(state["among"])
+        self._pending = None
+
+
+def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
+    """A parameter's sum of learning rates; fragments by the id of the parameter."""
+    sums = rates[fragments[id(p)]]
+    return sums[p.position] if p.position < len(sums) else 0.0
+
+
+def shared_rate(rates: Sequence[float]) -> Rate:
+    """Sums of learning rates by group."""
+    return lambda p: rates[p.position] if p.position < len(rates) else 0.0
