@@ -1,9 +1,9 @@
-"""DeepSpeed knows "CurvaDion" and "Dion" once this module is imported.
+"""Registers the optimizers "CurvaDion" and "Dion" with DeepSpeed on import.
 
     import curvadion.deepspeed
     engine, *_ = deepspeed.initialize(model=model, config="ds_config.json")
 
-Short for :mod:`curvadion.integrations.deepspeed` and its ``register()``.
+Shorthand for ``curvadion.integrations.deepspeed.register()``.
 """
 
 from curvadion.integrations.deepspeed import declare_shapes, register

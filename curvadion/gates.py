@@ -1,8 +1,8 @@
 """Gates decide at which steps replicas synchronise. The answer is the same on every replica.
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the maximum
-over replicas in one collective of 24 bytes, and hands it to every replica's gate. A gate that needs
-no signal is a schedule: every replica knows its answer beforehand.
+over replicas in one collective of 24 bytes, and passes it to every replica's gate. A gate that
+needs no signal is a schedule: every replica knows its answer in advance.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from curvadion import checks
 
 
 class Gate(ABC):
-    """Decides at each step whether replicas synchronise. Subclass it to write another.
+    """Decides at each step whether replicas synchronise. Subclass it to write your own.
 
     Class attributes:
         reason: why the gate opened, for reports.
-        reads_momentum: whether it has a :meth:`signal`. If not, no momentum norm is taken.
+        reads_momentum: whether it has a :meth:`signal`. If not, no momentum norm is computed.
         always_open: whether it opens at every step.
-        follows_schedule: whether :meth:`opens` depends on no signal. Replicas then tell each other
-            nothing while the gate is closed. Without effect if it reads momenta.
+        follows_schedule: whether :meth:`opens` ignores the signal. Replicas then exchange nothing
+            while the gate is closed. Has no effect if the gate reads momenta.
 
-    Each optimizer needs a gate of its own, which remembers how far its run has come.
+    Each optimizer needs its own gate, because a gate keeps the state of one run.
 
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-        open_cost: what an open step sends, as such a share; the optimizer sets it, if it knows it.
-        openings_per_full_sync: how many openings synchronise all weights; set likewise.
+        open_cost: the bytes that an open step sends, as the same kind of share; the optimizer sets
+            it if it knows it.
+        openings_per_full_sync: how many openings it takes to synchronise all weights; the optimizer
+            sets it as well.
     """
 
     reason: str = "gate"
@@ -50,10 +52,10 @@ class Gate(ABC):
             cls.reads_momentum = cls.signal is not Gate.signal
 
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
-        """One number >= 0 per matrix, of which :meth:`opens` gets the largest of all replicas.
+        """One number >= 0 per matrix; :meth:`opens` gets the largest over all replicas.
 
-        Negative numbers count as 0. A NaN counts as a gradient that is not finite: the step is left
-        out. A gate that reads something else gets it in its constructor, and returns for instance
+        Negative numbers count as 0. A NaN counts as a non-finite gradient: the step is skipped. A
+        gate that reads something else gets it in its constructor, and returns for example
         ``torch.full_like(after, loss)``.
 
         Args:
@@ -68,25 +70,25 @@ class Gate(ABC):
 
         Args:
             signal: the largest signal of any matrix on any replica (0 without signals).
-            local_steps: steps taken since the replicas last synchronised, whatever made them do
-                so: this gate, a warm-up, the bound on local runs or ``synchronize()``.
+            local_steps: steps taken since the replicas last synchronised, whatever the cause: this
+                gate, a warm-up, the bound on local runs or ``synchronize()``.
 
-        May depend only on these and on earlier calls: else replicas wait for each other forever.
-        Called once at each step that is not left out, in a warm-up too.
+        The result may depend only on these arguments and on earlier calls; otherwise replicas wait
+        for each other forever. Called once at each step that is not skipped, also during warm-up.
         """
 
     def spend(self, openings: float) -> None:
-        """Note that as much was sent as so many open steps send."""
+        """Record that as many bytes were sent as ``openings`` open steps send."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
-        """Raise ValueError if the gate cannot do its work within this bound on local runs."""
+        """Raise ValueError if the gate cannot work with this bound on local steps."""
 
     def longest_run(self, bound: int | None) -> int | None:
-        """The longest run of local steps at present, if ``max_local_steps`` is ``bound``."""
+        """The maximum number of local steps in a row now, if ``max_local_steps`` is ``bound``."""
         return bound
 
     def expected_period(self, open_cost: float) -> float:
-        """Steps from one opening to the next if an open step sends this share; 1 if unforeseen."""
+        """Steps from one opening to the next if an open step sends this share; 1 if unknown."""
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +104,8 @@ class RMMC(Gate):
 
         RMMC = max over matrices and replicas of | ||M|| - ||M_prev|| | / ||M_prev||
 
-    A first gradient on a zero momentum is an infinite change; no change of a zero momentum is none.
+    A first gradient on a zero momentum counts as an infinite change; a zero momentum that stays
+    zero counts as no change.
 
     Raises:
         TypeError: if ``threshold``, tau, is not a number. ValueError: if it is negative or NaN.
@@ -149,8 +152,9 @@ class FixedPeriod(Gate):
     def check_feasible(self, max_local_steps: int | None) -> None:
         if max_local_steps is not None and self.period - 1 > max_local_steps:
             raise ValueError(
-                f"gate={self!r} takes {self.period - 1} local steps, but "
-                f"max_local_steps={max_local_steps} ends them earlier: pass max_local_steps=None."
+                f"gate={self!r} opens after {self.period - 1} local steps, but "
+                f"max_local_steps={max_local_steps} would open it earlier: pass "
+                f"max_local_steps=None."
             )
 
     def expected_period(self, open_cost: float) -> float:
@@ -161,7 +165,7 @@ class FixedPeriod(Gate):
 
 
 class AlwaysOpen(Gate):
-    """Synchronise at every step: Dion."""
+    """Open at every step, as Dion does."""
 
     reason = "always"
     always_open = follows_schedule = True
@@ -174,20 +178,23 @@ class AlwaysOpen(Gate):
 
 
 class ByteBudget(Gate):
-    """Open as often as a budget of bytes allows.
+    """Open as often as a byte budget allows.
 
-    Every step earns what the budget allows it to send, and the gate opens as soon as the cost of an
-    opening is earned. The gate keeps back what the last agreement of a run will send, so that a run
-    which ends with ``synchronize()`` ends within its budget, and pays back what was sent beyond it
-    (by an exact synchronisation, or during a warm-up). Both take at most half of what steps earn:
-    openings are at most twice as rare as the budget allows, and the first comes after two periods.
+    Every step earns the bytes that the budget allows per step, and the gate opens as soon as the
+    cost of an opening has been earned. The gate reserves the bytes of a final ``synchronize()``, so
+    that a run that ends with one stays within its budget, and it pays back bytes sent beyond the
+    budget (by an exact synchronisation, or during warm-up). Reserving and paying back use at most
+    half of what steps earn: openings are at most twice as rare as the budget allows, and the first
+    comes after two periods.
 
     Args:
-        share: of the bytes of an all-reduce of all gradients in float32 at every step, in (0, 1].
+        share: the budget, a share in (0, 1] of the bytes of an all-reduce of all gradients in
+            float32 at every step.
 
     Raises:
-        TypeError, ValueError: if ``share`` is none of these.
-        RuntimeError: when it is asked to open but the optimizer cannot tell what that costs.
+        TypeError: if ``share`` is not a number. ValueError: if it is outside (0, 1].
+        RuntimeError: when the gate is asked to open but the optimizer does not know the cost of an
+            opening.
     """
 
     reason = "budget"
@@ -214,12 +221,13 @@ class ByteBudget(Gate):
         """Openings that a step pays for; more than one if the budget is ample."""
         if self.open_cost is None:
             raise RuntimeError(
-                f"gate={self!r} must know what an open step sends: use sync=QuantizedAverage()."
+                f"gate={self!r} needs a sync that knows how many bytes an open step sends: pass "
+                f"sync=QuantizedAverage()."
             )
         return self.share / self.open_cost
 
     def longest_run(self, bound: int | None) -> int | None:
-        """Twice as long while it keeps or pays something back."""
+        """``bound``, or twice as long while the gate reserves or pays back bytes."""
         return bound if bound is None or self._credit >= 1 else 2 * bound + 1
 
     def expected_period(self, open_cost: float) -> float:
@@ -232,8 +240,8 @@ class ByteBudget(Gate):
         if max_local_steps is not None and longest > max_local_steps:
             raise ValueError(
                 f"wire_budget={self.share!r} allows an opening every {longest + 1} steps, but "
-                f"max_local_steps={max_local_steps} asks for more: pass a larger one or None, "
-                f"a larger budget, or fewer bits if the codes have more than 1."
+                f"max_local_steps={max_local_steps} asks for more: raise max_local_steps or pass "
+                f"None, raise wire_budget, or lower bits if it is above 1."
             )
 
     def opens(self, signal: float, local_steps: int) -> bool:

@@ -72,8 +72,9 @@ def _codes() -> Iterator[str]:
                 expected = _coded(known, bits)
             if not all(map(torch.equal, found, expected)):
                 raise RuntimeError(
-                    f"codes of {bits} bits on {device} differ from those of plain PyTorch: force "
-                    f"it with CURVADION_BACKEND=torch, and report this with the lines above"
+                    f"codes of {bits} bits on {device} differ from those of plain PyTorch: set "
+                    f"CURVADION_BACKEND=torch to use plain PyTorch, and report this with the lines "
+                    f"above"
                 )
         yield f"  {ops.backend_for(device)!r} on {device} makes those of plain PyTorch"
 

@@ -30,7 +30,9 @@ def _exists(group: dist.ProcessGroup) -> bool:
 
 def no_background() -> Background:
     """Stands for the exchanges of a step that has none: raises RuntimeError."""
-    raise RuntimeError("This step was made without replicas: it has nothing to send in background.")
+    raise RuntimeError(
+        "This step has no replicas, so it cannot exchange anything in the background."
+    )
 
 
 class Background(Worker):

@@ -51,9 +51,9 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
         if not lost or error.__cause__ is not None:
             raise
         raise RuntimeError(
-            f"{call} is a call of all ranks, and another rank has ended or did not make it within "
-            f"the timeout of its process group. Look for the first error of the other ranks, make "
-            f"the call on every rank, and start again from the last checkpoint. ({error})"
+            f"{call} must be called on every rank, but another rank has exited or did not call it "
+            f"within the timeout of its process group. Find the first error in the other ranks' "
+            f"logs, make the call on every rank, and restart from the last checkpoint. ({error})"
         ) from error
 
 

@@ -154,7 +154,7 @@ class ReplicaGroup:
         if self.members is not None:
             raise TypeError(
                 f"an optimizer with replicas={self.members!r} cannot be pickled: save its "
-                f"state_dict()."
+                f"state_dict() instead."
             )
         name = None if self.process_group is None else self.process_group.group_name
         return _replica_group_by_name, (name, self.single)
@@ -164,14 +164,15 @@ def _process_group(replicas: object) -> Group | None:
     if isinstance(replicas, DeviceMesh):
         if replicas.ndim != 1:
             raise ValueError(
-                f"replicas={replicas!r} has {replicas.ndim} dimensions: pass the one along which "
-                f"weights are replicated, e.g. mesh['replicate']."
+                f"replicas={replicas!r} has {replicas.ndim} dimensions, but must have one: pass "
+                f"the dimension that replicates the weights, e.g. mesh['replicate']."
             )
         replicas = replicas.get_group()
     if replicas is not None and not isinstance(replicas, Group):
         raise TypeError(
-            f"replicas={replicas!r} must be a ProcessGroup that this rank is in, a one-dimensional "
-            f"DeviceMesh, 'single' or None: pass torch.distributed.group.WORLD for all ranks."
+            f"replicas={replicas!r} must be a ProcessGroup that contains this rank, a "
+            f"one-dimensional DeviceMesh, 'single' or None: pass torch.distributed.group.WORLD for "
+            f"all ranks."
         )
     return replicas
 
@@ -183,6 +184,6 @@ def _replica_group_by_name(name: str | None, single: bool) -> ReplicaGroup:
         if group.group_name == name:
             return ReplicaGroup(group)
     raise RuntimeError(
-        f"The optimizer was pickled with the process group {name!r}, which this process does not "
-        f"have: call torch.distributed.init_process_group before unpickling."
+        f"The optimizer was pickled with the process group {name!r}, which does not exist in this "
+        f"process: call torch.distributed.init_process_group before unpickling."
     )

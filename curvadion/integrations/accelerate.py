@@ -27,21 +27,23 @@ _PREPARED = "_curvadion_prepared"  # an attribute of accelerators: the models th
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
-    """Let an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
+    """Make an ``accelerate.Accelerator`` work with CurvaDion and Dion under DDP and FSDP2.
 
-    Call it right after ``Accelerator(...)``, which makes the process group. ``prepare`` then leaves
-    gradients to the optimizer, ``clip_grad_norm_`` takes one factor for all replicas, and
-    ``save_state``, on all ranks, first calls ``synchronize(exact=True)``. ``get_state_dict`` and
-    ``save_model`` call ``optimizer.eval()`` under FSDP2; under DDP call it on all ranks before.
+    Call it right after ``Accelerator(...)``, which creates the process group. ``prepare`` then
+    leaves gradient averaging to the optimizer, ``clip_grad_norm_`` uses one factor for all
+    replicas, and ``save_state``, which must be called on all ranks, first calls
+    ``synchronize(exact=True)``. ``get_state_dict`` and ``save_model`` call ``optimizer.eval()``
+    under FSDP2; under DDP call that on all ranks first.
 
-    A step that is left out for a NaN counts for schedulers, and ``optimizer_step_was_skipped`` does
-    not tell of it; ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
-    Returns ``accelerator`` itself; to attach it again changes nothing.
+    A step skipped for a NaN still advances schedulers; ``optimizer_step_was_skipped`` does not
+    report it, but ``optimizer.optimizer.report.skipped`` does. With one process nothing changes.
+    Returns ``accelerator``; attaching it again has no effect.
 
     Raises:
-        ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate takes each of several
-            processes for the only one; from ``prepare``, if replicas leave a parameter's gradient
-            to nobody, and if an optimizer has stepped before FSDP2 shards its parameters.
+        ValueError: under DeepSpeed, Megatron-LM and FSDP1, and if Accelerate treats each of several
+            processes as the only one; from ``prepare``, if nothing would average a parameter's
+            gradient over replicas, and if an optimizer has stepped before FSDP2 shards its
+            parameters.
         RuntimeError: from ``join_uneven_inputs``, because replicas step together.
     """
     from accelerate import Accelerator
@@ -73,8 +75,8 @@ def _check_kind(accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
     if kind in ("DEEPSPEED", "MEGATRON_LM", "FSDP") and not accelerator.is_fsdp2:
         raise ValueError(
-            f"accelerator runs {kind}, but attach is for DDP and FSDP2: set fsdp_version=2 for "
-            f"FSDP; for DeepSpeed import curvadion.deepspeed, whose engine needs no attach."
+            f"accelerator runs {kind}, but attach supports only DDP and FSDP2: for FSDP set "
+            f"fsdp_version=2; for DeepSpeed import curvadion.deepspeed and leave attach out."
         )
     world = os.environ.get("WORLD_SIZE", "1")
     if accelerator.num_processes == 1 and int(world) > 1:
@@ -91,8 +93,8 @@ def _prepared(accelerator: Any, result: Any) -> None:
             own = {id(X) for group in optimizer.param_groups for X in group["params"]}
             if optimizer.state and not any(id(X) in own for X in optimizer.state):
                 raise ValueError(
-                    f"{type(optimizer).__name__} has taken {optimizer.progress.steps} steps, and "
-                    f"FSDP2 has given it other parameters: call accelerator.prepare(model, "
+                    f"{type(optimizer).__name__} had already taken {optimizer.progress.steps} "
+                    f"steps when FSDP2 replaced its parameters: call accelerator.prepare(model, "
                     f"optimizer) before the first step and before loading a state."
                 )
             if not optimizer.progress.steps:
@@ -141,14 +143,15 @@ def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
         where = mesh if accelerator.is_fsdp2 else "dist.group.WORLD"
         raise ValueError(
             f"replicas=None in {type(optimizer).__name__}, but accelerator runs several replicas: "
-            f"pass replicas={where} once the Accelerator has been made (before, dist.group.WORLD "
-            f"is None), or replicas='single' to leave averaging of all gradients to the framework."
+            f"pass replicas={where} after creating the Accelerator (before that, dist.group.WORLD "
+            f"is None), or replicas='single' to let the framework average all gradients."
         )
     for other in map(unwrapped, accelerator._optimizers):
         if own & _ids(other) and not (isinstance(other, Dion) and other._replicas.size > 1):
             raise ValueError(
-                f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of one "
-                f"model: give the latter all of them, or both the same replicas=."
+                f"{type(other).__name__} and {type(optimizer).__name__} hold parameters of the "
+                f"same model: give all of them to {type(optimizer).__name__}, or pass the same "
+                f"replicas= to both optimizers."
             )
 
 
@@ -176,9 +179,9 @@ def _clip_grad_norm_(
         return theirs(parameters, max_norm, norm_type=norm_type)
     if len(asked) > 1 or not _ids(asked[0]) <= given:
         raise ValueError(
-            f"clip_grad_norm_ got parameters of {len(asked)} optimizers with replicas, or not all "
-            f"of one, and replicas need one norm over all of an optimizer's: pass all of one, or "
-            f"call curvadion.clip_grad_norm_(optimizer, max_norm)."
+            f"clip_grad_norm_ got parameters of {len(asked)} optimizers with replicas, or only "
+            f"some parameters of one. Replicas need one norm over all parameters of an optimizer: "
+            f"pass exactly these, or call curvadion.clip_grad_norm_(optimizer, max_norm)."
         )
     accelerator.unscale_gradients(asked[0])
     return clip_grad_norm_(asked[0], max_norm, norm_type)
@@ -199,5 +202,5 @@ def _refuse_uneven_inputs(accelerator: Any) -> None:
     if any(optimizer._replicas.size > 1 for optimizer in _optimizers(accelerator)):
         raise RuntimeError(
             "join_uneven_inputs lets ranks stop at different steps, but replicas step together: "
-            "give all ranks as many batches (even_batches=True, or drop_last=True)."
+            "give every rank the same number of batches (even_batches=True, or drop_last=True)."
         )

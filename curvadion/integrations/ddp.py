@@ -14,21 +14,22 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(ddp: Model) -> Model:
     """Stop DDP from reducing gradients, for optimizers that communicate themselves.
 
-    ``ddp``, which is returned, is a DistributedDataParallel, or ``torch.compile`` of one, before
-    its first backward. Optimizers then want its ranks as ``replicas``. ``p.grad`` is this replica's
-    own gradient, neither summed nor divided; gradient accumulation needs no ``no_sync()``. To clip
-    gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
+    ``ddp`` is a DistributedDataParallel, or ``torch.compile`` of one, before its first backward; it
+    is returned. Pass its process group to the optimizer as ``replicas``. ``p.grad`` is this
+    replica's own gradient, neither summed nor divided; gradient accumulation needs no
+    ``no_sync()``. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
-    DDP goes on reducing the map of used parameters, 4 bytes per parameter: in every backward with
+    DDP still reduces the map of used parameters, 4 bytes per parameter: in every backward with
     ``find_unused_parameters=True``, in the first with ``static_graph=True``. A parameter that only
     other replicas used gets a gradient of zeros.
 
-    DDP broadcasts its first rank's buffers before every forward. This ends if all of them are
-    non-persistent, such as tables of rotary embeddings. Persistent ones may be state, such as
-    BatchNorm's running statistics, and are broadcast as before: build the DistributedDataParallel
-    with ``broadcast_buffers=False`` if each replica may keep its own.
+    DDP broadcasts its first rank's buffers before every forward. This stops if all of them are
+    non-persistent, such as rotary embedding tables. Persistent buffers may be state, such as
+    BatchNorm's running statistics, and are still broadcast: build the DistributedDataParallel with
+    ``broadcast_buffers=False`` if each replica may keep its own.
 
-    TypeError if ``ddp`` is none. RuntimeError if it has another hook, as DDP's mixed precision has.
+    TypeError if ``ddp`` is neither of these. RuntimeError if it already has a communication hook,
+    such as that of DDP's mixed precision.
     """
     wrapper: Any = ddp
     while isinstance(wrapper, nn.Module) and "_orig_mod" in wrapper._modules:

@@ -16,18 +16,18 @@ Model = TypeVar("Model", bound=nn.Module)
 def keep_gradients_local(model: Model) -> Model:
     """Stop FSDP2 from averaging gradients over replicas, for optimizers that do it themselves.
 
-    On a mesh of (replicate, shard) FSDP sends nothing along ``replicate`` any more. The optimizer
+    On a (replicate, shard) mesh FSDP no longer sends anything along ``replicate``; the optimizer
     does: ``CurvaDion(..., replicas=mesh["replicate"])``. ``p.grad`` is the mean over the shards of
     this replica. To clip gradients call ``curvadion.clip_grad_norm_(optimizer, max_norm)``.
 
-    Call it between two steps; it returns ``model``. A mesh without replicas is left as it is.
+    Call it between two steps; it returns ``model``. A mesh without replicas is left unchanged.
     TypeError if nothing in ``model`` was sharded by ``torch.distributed.fsdp.fully_shard``.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise TypeError(
-            f"{type(model).__name__} has no module of FSDP2: call fully_shard(model, mesh=...) "
-            f"first, or build FSDP1 with process_group= the shards of one replica."
+            f"{type(model).__name__} contains no FSDP2 module: call fully_shard(model, mesh=...) "
+            f"first, or build FSDP1 with the shards of one replica as process_group=."
         )
     for module in sharded:
         for group in _parameter_groups(module):
@@ -36,18 +36,18 @@ def keep_gradients_local(model: Model) -> Model:
 
 
 def declare_flat_shards(model: Model) -> Model:
-    """Tell optimizers which part of each parameter of FSDP1 a rank holds.
+    """Tell optimizers which part of each FSDP1 parameter this rank holds.
 
     FullyShardedDataParallel(use_orig_params=True) leaves a flat range of every parameter, which
-    would look like a vector. Call this between two steps; it returns ``model``. TypeError if
-    nothing in ``model`` is a FullyShardedDataParallel; ValueError if one was built with
+    would otherwise look like a vector. Call this between two steps; it returns ``model``. TypeError
+    if nothing in ``model`` is a FullyShardedDataParallel; ValueError if one was built with
     use_orig_params=False, or holds a parameter that is not contiguous.
     """
     wrappers = FullyShardedDataParallel.fsdp_modules(model)
     if not wrappers:
         raise TypeError(
-            f"{type(model).__name__} has no FullyShardedDataParallel: parameters of FSDP2's "
-            f"fully_shard are DTensors and need no declaration."
+            f"{type(model).__name__} contains no FullyShardedDataParallel module: parameters of "
+            f"FSDP2's fully_shard are DTensors and need no declaration."
         )
     for wrapper in wrappers:
         if wrapper._handle is not None and wrapper._handle.uses_sharded_strategy:
@@ -88,14 +88,15 @@ def _declare_handle(handle: Any) -> None:
     flat = handle.flat_param
     if flat._params is None:
         raise ValueError(
-            "model was built with use_orig_params=False, which flattens parameters together: build "
-            "it with use_orig_params=True."
+            "model was built with use_orig_params=False, which merges several parameters into one: "
+            "build it with use_orig_params=True."
         )
     facts = flat._fqns, flat._shapes, flat._contiguities, flat._shard_param_infos
     for parameter, name, shape, contiguous, info in zip(flat._params, *facts, strict=True):
         if not contiguous:
             raise ValueError(
-                f"{name} of shape {tuple(shape)} is not contiguous: make it so before wrapping."
+                f"{name} of shape {tuple(shape)} is not contiguous: make it contiguous before "
+                f"wrapping the model."
             )
         start, stop = 0, 0
         if info.in_shard:

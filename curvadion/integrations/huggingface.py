@@ -30,21 +30,23 @@ _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
 def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any) -> Trainer:
-    """Let a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
+    """Make a ``transformers.Trainer``, or a subclass, train with CurvaDion or Dion.
 
     Call it before ``train()``, as in ``attach(trainer, wire_budget=0.01)``; it returns ``trainer``.
 
     Trainer then creates ``optimizer(param_groups(model), ...)``, with ``lr`` and ``weight_decay``
-    of TrainingArguments (not ``optim`` and Adam's values) and the replicas that it runs: all ranks
-    under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Its accelerator is
-    attached, and ``max_grad_norm`` takes one factor for all replicas. Replicas agree on weights
-    before an evaluation and at the end of ``train()``, and on all state before a checkpoint; before
-    a ``save_model()`` in between call ``trainer.optimizer.eval()`` on all ranks. Trainer's logs get
-    :meth:`curvadion.Summary.scalars` since the last one, as ``curvadion/wire_bytes`` and so on.
+    of TrainingArguments (``optim`` and Adam's values are ignored) and the replicas of the run: all
+    ranks under DDP, the mesh's ``dp_replicate`` under FSDP2, none in one process. Trainer's
+    Accelerator is attached too, and ``max_grad_norm`` uses one factor for all replicas. Weights are
+    synchronised before an evaluation and at the end of ``train()``, and all state before a
+    checkpoint; before a ``save_model()`` in between call ``trainer.optimizer.eval()`` on all ranks.
+    Trainer logs :meth:`curvadion.Summary.scalars` of the steps since the last log, as
+    ``curvadion/wire_bytes`` and so on.
 
-    ``settings`` are arguments of the optimizer, CurvaDion or Dion (the one to take for one replica
-    in shards, FSDP2 alone), and of :func:`curvadion.param_groups`. Give none with DeepSpeed's JSON,
-    and to a trainer that was given ``optimizers=(curvadion's, None)``, which it keeps.
+    ``optimizer`` is the class CurvaDion or Dion (use Dion for a single sharded replica, FSDP2
+    alone). ``settings`` are its arguments and those of :func:`curvadion.param_groups`. Pass none
+    with DeepSpeed's JSON, or to a trainer built with ``optimizers=(curvadion's, None)``, which
+    keeps that optimizer.
 
     TypeError for another class or, from ``train()``, an unknown setting; ValueError for settings
     where the optimizer exists already; RuntimeError if the trainer is attached already.
@@ -84,22 +86,23 @@ def optimizer_of(trainer: Any) -> Dion | None:
 def _check_given(trainer: Any, settings: Mapping[str, Any]) -> None:
     if not trainer.is_deepspeed_enabled and optimizer_of(trainer) is None:
         raise ValueError(
-            f"trainer has the optimizer {type(trainer.optimizer).__name__} already: leave "
-            f"optimizers= out, and attach before train(), which makes one."
+            f"trainer already has the optimizer {type(trainer.optimizer).__name__}: leave "
+            f"optimizers= out, and call attach before train(), which creates the optimizer."
         )
     if settings:
         raise ValueError(
             f"attach(trainer) got {sorted(settings)}, but DeepSpeed's JSON names the optimizer, or "
-            f"trainer has one already: give them to it, or leave optimizers= out."
+            f"trainer already has one: set these in the JSON or on that optimizer, or leave "
+            f"optimizers= out."
         )
 
 
 def _warn_of_rate(args: Any, settings: Mapping[str, Any]) -> None:
     if "lr" not in settings and args.learning_rate == TRAINERS_RATE:
         warnings.warn(
-            f"learning_rate={TRAINERS_RATE} is what TrainingArguments have by default, for AdamW; "
-            f"Dion's default for matrices is 0.02: set TrainingArguments(learning_rate=...), or "
-            f"attach(trainer, lr=...) to keep {TRAINERS_RATE}.",
+            f"learning_rate={TRAINERS_RATE} is the default of TrainingArguments, meant for AdamW; "
+            f"Dion's default for matrices is 0.02. Set TrainingArguments(learning_rate=...), or "
+            f"call attach(trainer, lr={TRAINERS_RATE}) to keep this value.",
             stacklevel=3,
         )
 

@@ -23,20 +23,21 @@ except ImportError:
 
 
 class Replicas(Callback):  # type: ignore[misc, unused-ignore]
-    """Lets CurvaDion or Dion synchronise what Lightning would average.
+    """Callback that lets CurvaDion or Dion synchronise replicas in place of Lightning.
 
-    On DDP, or FSDP2 with a mesh of (replicate, shard), gradients are left to the optimizer when
-    ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas, and by value as
-    ever. Replicas agree on weights before a validation, a file of weights and the end of training,
-    and on all state before a checkpoint.
+    With DDP, or FSDP2 on a (replicate, shard) mesh, gradient averaging is left to the optimizer
+    when ``fit`` starts. ``gradient_clip_val`` clips by one norm over all replicas; clipping by
+    value is unchanged. Weights are synchronised before validation, before a file of weights is
+    saved and at the end of training, and all state before a checkpoint.
 
-    Every ``log_every_n_steps`` steps the loggers get what :meth:`curvadion.Summary.scalars` tells
-    of the steps since the last time, as ``curvadion/wire_bytes`` and so on; with several optimizers
-    under ``curvadion0/``, ``curvadion1/`` and so on.
+    Every ``log_every_n_steps`` steps the loggers get :meth:`curvadion.Summary.scalars` of the steps
+    since the last log, as ``curvadion/wire_bytes`` and so on; with several optimizers under
+    ``curvadion0/``, ``curvadion1/`` and so on.
 
     ``fit`` raises a TypeError if an optimizer is neither CurvaDion nor Dion, and a RuntimeError
     with FSDPStrategy (FSDP1) and DeepSpeedStrategy, and if only some optimizers have replicas.
-    log: whether to log, and to count bytes for it. As in::
+
+    log: whether to log, and to count bytes for the log. Example::
 
         lightning.Trainer(strategy="ddp", callbacks=[Replicas()]).fit(model, data)
     """
@@ -109,7 +110,8 @@ def _ours(optimizer: Optimizer) -> Dion:
         return optimizer
     raise TypeError(
         f"configure_optimizers returned {type(optimizer).__name__}, but with the callback Replicas "
-        f"every optimizer must be a CurvaDion or Dion, whose groups take algorithm='adamw'."
+        f"every optimizer must be a CurvaDion or Dion: put other parameters into groups with "
+        f"algorithm='adamw'."
     )
 
 
@@ -126,8 +128,8 @@ def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
         return
     if any(optimizer._replicas.size == 1 for optimizer in optimizers):
         raise RuntimeError(
-            "configure_optimizers returned optimizers with and without replicas, and nothing would "
-            "average the gradients of the latter: give all of them the same replicas=."
+            "configure_optimizers returned optimizers with and without replicas, so nothing would "
+            "average the gradients of the latter: pass the same replicas= to all of them."
         )
     keep_gradients_local(strategy.model)
 

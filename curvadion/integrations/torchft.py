@@ -1,7 +1,7 @@
 """Replicas that come and go, through torchft (the extra ``torchft``).
 
-torchft's Lighthouse knows who is alive; here an opening is a transaction of those who are. Start
-``torchft_lighthouse`` once, and every replica with ``TORCHFT_LIGHTHOUSE`` in its environment.
+torchft's Lighthouse tracks which replicas are alive; an opening is a transaction among these. Start
+``torchft_lighthouse`` once, and set ``TORCHFT_LIGHTHOUSE`` in the environment of every replica.
 """
 
 from __future__ import annotations
@@ -46,31 +46,33 @@ class Replicas(Members):
         optimizer = curvadion.CurvaDion(groups, lr=0.02, replicas=replicas, wire_budget=0.01)
         replicas.start(optimizer, scheduler=scheduler)
 
-    If a member is lost at an opening, nothing of it is written on any other: weights, momenta and
-    residuals stay as they are, and the next step opens again with those who are left. With a delay
-    the next opening does, and with ``CodedGradients`` no replica takes the step. A replica that
-    comes takes anchors, momenta, counters, gate and schedulers from another one. A replica that is
-    late takes the means that it has missed, and keeps what it has learned since; with
-    ``CodedGradients``, it takes over everything.
+    If a member is lost during an opening, no other member writes anything of it: weights, momenta
+    and residuals stay as they are, and the next step opens again with the remaining members. With a
+    delay the next opening does, and with ``CodedGradients`` no replica takes the step. A replica
+    that joins copies anchors, momenta, counters, gate and schedulers from another one. A replica
+    that is late applies the means that it has missed, and keeps what it has learned since; with
+    ``CodedGradients`` it copies everything.
 
-    A replica may have several ranks (FSDP2, tensor parallelism): each makes its own Replicas.
-    Parameters live on a mesh of the replica's own ranks.
+    A replica may have several ranks (FSDP2, tensor parallelism): each rank creates its own
+    Replicas. Parameters live on a mesh of the replica's own ranks.
 
     Args:
-        begins: whether to begin a run where none is found. None takes False in a process that
-            torchrun has restarted: others may only be too late to be found.
-        min_replicas: an opening of fewer members fails, and replicas go on by themselves. Give
-            ``torchft_lighthouse --min_replicas`` the same number, so that openings wait for them.
-        timeout: seconds after which an exchange counts as failed, where a peer hangs; those that
-            die are noticed at once. Longer than it takes to hand over weights and states to a
-            newcomer, for which the others wait.
-        quorum_timeout: seconds after which an opening raises an error because others did not come.
-            Longer than the slowest replica takes from one opening to the next.
-        kept: how many openings' means a member keeps for late ones; each takes ``bits`` an element
-            of CPU memory.
-        replica_id: a name for logs, by which members are sorted; None takes REPLICA_GROUP_ID of the
-            environment, or a random one.
-        device: of the weights; None takes the current accelerator, or the CPU.
+        begins: whether to begin a run if none is found. None means False in a process that torchrun
+            has restarted (others may be alive but not found yet), and True otherwise.
+        min_replicas: an opening with fewer members fails, and replicas continue on their own. Pass
+            the same number to ``torchft_lighthouse --min_replicas``, so that openings wait for
+            them.
+        timeout: seconds after which an exchange with a hanging peer fails; dead peers are noticed
+            at once. It must exceed the time to copy weights and states to a newcomer, for which the
+            others wait.
+        quorum_timeout: seconds after which an opening raises an error because others did not
+            arrive. It must exceed the time that the slowest replica takes from one opening to the
+            next.
+        kept: how many openings' means a member keeps for late replicas; each uses ``bits`` bits of
+            CPU memory per element.
+        replica_id: a name for logs, by which members are sorted; None uses REPLICA_GROUP_ID from
+            the environment, or a random name.
+        device: the device of the weights; None uses the current accelerator, or the CPU.
 
     Attributes:
         events: what happened, a list of (seconds since the epoch, text).
@@ -98,8 +100,8 @@ class Replicas(Members):
             checks.number(name, seconds, least=1e-3)
         if "TORCHFT_LIGHTHOUSE" not in os.environ:
             raise ValueError(
-                "TORCHFT_LIGHTHOUSE is not in the environment: start torchft_lighthouse, and set "
-                "it to its address, such as http://host:29510."
+                "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, and "
+                "set the variable to its address, such as http://host:29510."
             )
         if begins is None:
             begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -133,16 +135,18 @@ class Replicas(Members):
         )
 
     def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
-        """Join the run: begin it, or take over where another replica is; before the first step.
+        """Join the run before the first step: begin it, or copy another replica's state.
 
         Args:
-            optimizer: the one that these replicas were given to.
-            stateful: what else a newcomer takes over, with ``state_dict`` and ``load_state_dict``,
-                such as a scheduler; of a torch.nn.Module the buffers.
+            optimizer: the optimizer that was built with these replicas.
+            stateful: other objects whose state a newcomer copies, with ``state_dict`` and
+                ``load_state_dict``, such as a scheduler; of a torch.nn.Module the buffers are
+                copied.
         """
         if optimizer._replicas.members is not self:
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} has other replicas: pass replicas= to it."
+                f"optimizer={type(optimizer).__name__} was not built with these replicas: pass "
+                f"replicas= to its constructor."
             )
         self._optimizer, self._stateful = optimizer, stateful
         self._replays = optimizer.sync.replays
@@ -170,8 +174,8 @@ class Replicas(Members):
             if time.monotonic() > since + SAY_AFTER:
                 since = math.inf
                 logger.warning(
-                    "This replica may begin no run, because it has been restarted, and waits for "
-                    "one that has. If all have died, start them all again, from a checkpoint."
+                    "This replica was restarted, so it does not begin a run but waits to join one. "
+                    "If all replicas have died, start all of them again from a checkpoint."
                 )
             time.sleep(RETRY_AFTER)
 
@@ -180,19 +184,23 @@ class Replicas(Members):
         self._ready = self.begin()
 
     def begin(self) -> _Opening:
-        """Meet the members that are present; weights and states may change by a peer's."""
+        """Meet the members that are present; a peer's weights and states may replace these."""
         if (ready := self._ready) is not None:
             self._ready = None
             return ready
         if self._optimizer is None:
-            raise RuntimeError("replicas=Replicas(): call replicas.start(optimizer) before step().")
+            raise RuntimeError(
+                "replicas=Replicas() has not joined the run: call replicas.start(optimizer) before "
+                "step()."
+            )
         self._given = None
         try:
             self._manager.start_quorum()
         except Exception as error:
             raise RuntimeError(
                 f"No opening could begin ({error}): the Lighthouse at TORCHFT_LIGHTHOUSE may be "
-                f"gone, or others took longer than quorum_timeout to come."
+                f"down, or other replicas took longer than quorum_timeout. Restart the Lighthouse, "
+                f"or raise quorum_timeout."
             ) from error
         opening = _Opening(self)
         self._take_over(opening)
@@ -207,7 +215,7 @@ class Replicas(Members):
         return int(self._manager.current_step())
 
     def close(self) -> None:
-        """Leave the run, so that others need not notice by a timeout."""
+        """Leave the run, so that others do not have to wait for a timeout."""
         if self._worker is not None:
             self._worker.end(seconds=1.0)
         self._manager.shutdown(wait=False)
@@ -273,8 +281,8 @@ class Replicas(Members):
         theirs = shared["stateful"]
         if theirs.keys() != self._stateful.keys():
             raise ValueError(
-                f"replicas.start() got {sorted(self._stateful)} here and {sorted(theirs)} on the "
-                f"replica that this one takes over from: pass the same on all."
+                f"replicas.start() got {sorted(self._stateful)} here, but {sorted(theirs)} on the "
+                f"replica whose state this one copies: pass the same arguments on every replica."
             )
         for name, state in theirs.items():
             _load_into(self._stateful[name], state)
@@ -342,7 +350,7 @@ class _Opening(Opening):
 
     def _raise_if_broken(self) -> None:
         if self._failed:
-            raise RuntimeError("the ranks of this replica were handed over different things")
+            raise RuntimeError("the ranks of this replica received different states")
         if (error := self._manager.errored()) is not None:
             raise RuntimeError(f"the members could not meet: {error.original_exception}")
 

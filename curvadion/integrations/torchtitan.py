@@ -1,4 +1,4 @@
-"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that clips and saves by it."""
+"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that clips and saves with it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ REPLICATE = "dp_replicate"  # torchtitan's name of the dimension of meshes along
 
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
-    """One CurvaDion or Dion for each model part, in place of torchtitan's container.
+    """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
     Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
     replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
-    multiplied by the number of replicas: their mean over replicas is the whole gradient. A trainer
-    must be told of it, with :func:`attach`; :class:`Trainer` does it. ValueError or TypeError for a
-    wrong configuration.
+    multiplied by the number of replicas: their mean over replicas is then the gradient of the whole
+    batch. Attach the trainer with :func:`attach`; :class:`Trainer` does this itself. ValueError or
+    TypeError for a wrong configuration.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
         """What to build: ``kind(param_groups(part, **groups), **options)``, "CurvaDion" or "Dion".
 
-        ``replicas`` follows from the mesh; the option "single" leaves the averaging to FSDP.
+        ``replicas`` is derived from the mesh; the option "single" leaves the averaging to FSDP.
         """
 
         kind: str = "CurvaDion"
@@ -52,8 +52,9 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
             raise ValueError(f"kind={config.kind!r} must be one of {sorted(KINDS)}")
         if config.param_groups:
             raise ValueError(
-                f"param_groups={config.param_groups!r} are torchtitan's: leave them empty, and say "
-                f"in groups={{'patterns': ...}} which parameters are matrices."
+                f"param_groups={config.param_groups!r} must be empty, because curvadion builds the "
+                f"groups itself: choose which parameters are matrices with groups={{'patterns': "
+                f"...}}."
             )
         self.model_parts = model_parts
         self.max_norm: float | None = None  # to which each step clips; None before attach
@@ -67,8 +68,8 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
         """Clip gradients and take a step; collective. RuntimeError before :func:`attach`."""
         if self.max_norm is None:
             raise RuntimeError(
-                "no trainer knows of these optimizers, so it would save replicas that differ: call "
-                "curvadion.integrations.torchtitan.attach(trainer)."
+                "These optimizers are not attached to a trainer, which would save replicas that "
+                "differ: call curvadion.integrations.torchtitan.attach(trainer)."
             )
         if self.max_norm != math.inf:
             for optimizer in self.optimizers:
@@ -102,21 +103,22 @@ def _replicas(part: nn.Module) -> DeviceMesh | None:
 
 
 def attach(trainer: Any) -> None:
-    """Let a torchtitan Trainer clip, save and evaluate by its :class:`ReplicaOptimizers`.
+    """Make a torchtitan Trainer clip, save and evaluate through its :class:`ReplicaOptimizers`.
 
-    Call it before ``train``. The trainer's own clipping only measures afterwards. TypeError if its
-    optimizers are others; RuntimeError under pipeline parallelism, and if it is attached already.
+    Call it before ``train``. Afterwards the trainer's own clipping only measures. TypeError if the
+    trainer has other optimizers; RuntimeError under pipeline parallelism, and if it is attached
+    already.
     """
     optimizers, checkpointer = trainer.optimizers, trainer.checkpointer
     if not isinstance(optimizers, ReplicaOptimizers):
         raise TypeError(
-            f"trainer.optimizers is a {type(optimizers).__name__}: build it with "
-            f"optimizer=ReplicaOptimizers.Config(...)."
+            f"trainer.optimizers is a {type(optimizers).__name__}, but must be a "
+            f"ReplicaOptimizers: build the trainer with optimizer=ReplicaOptimizers.Config(...)."
         )
     if trainer.parallel_dims.pp_enabled:
         raise RuntimeError(
-            "parallelism.pipeline_parallel_degree must be 1: each stage would have a norm and a "
-            "gate of its own."
+            "parallelism.pipeline_parallel_degree must be 1: otherwise each stage would have its "
+            "own gradient norm and its own gate."
         )
     if optimizers.max_norm is not None:
         raise RuntimeError("trainer is attached already: call attach(trainer) once.")
@@ -157,15 +159,17 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A :class:`Trainer.Config` with CurvaDion or Dion, the ``kind``, in place of the optimizers.
+    """A :class:`Trainer.Config` whose optimizers are ``kind``: "CurvaDion" or "Dion".
 
-    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for that of
-    a subclass. groups: keyword arguments of ``curvadion.param_groups``. options: of the optimizer.
+    config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for a
+    subclass. groups: keyword arguments of ``curvadion.param_groups``. options: those of the
+    optimizer.
     """
     if type(config) not in (torchtitan.trainer.Trainer.Config, Trainer.Config):
         raise TypeError(
-            f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: give "
-            f"another trainer optimizer=ReplicaOptimizers.Config(...), and attach it."
+            f"config={type(config).__qualname__} must be a torchtitan.trainer.Trainer.Config: for "
+            f"another trainer set optimizer=ReplicaOptimizers.Config(...), and call "
+            f"attach(trainer)."
         )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values["optimizer"] = ReplicaOptimizers.Config(kind=kind, options=options, groups=groups or {})

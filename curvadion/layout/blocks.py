@@ -28,7 +28,10 @@ def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blo
     """Number of rows of each block; row_blocks: how many of equal size, or each one's size."""
     if isinstance(row_blocks, int):
         if rows % row_blocks:
-            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list their sizes")
+            raise ValueError(
+                f"{name}={row_blocks!r} does not divide {rows} rows evenly: list the sizes of the "
+                f"blocks"
+            )
         return [rows // row_blocks] * row_blocks
     if sum(row_blocks) != rows:
         raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")
@@ -91,7 +94,7 @@ def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
     if any(d.axes for d in inner):
         raise ValueError(
             f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}, but only "
-            f"rows, columns and stacked dimensions can be"
+            f"rows, columns and stack dimensions can be sharded"
         )
     shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
     if inner and len(columns.held) * shards != X.shape[-len(inner) - 1]:

@@ -56,7 +56,9 @@ def is_shard(placement: Placement) -> bool:
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     """The ranks whose mesh coordinates differ from this one's along ``axes`` only; collective."""
     if (coordinate := mesh.get_coordinate()) is None:
-        raise ValueError(f"rank {dist.get_rank()} holds a parameter of {mesh} but is not in it")
+        raise ValueError(
+            f"rank {dist.get_rank()} holds a parameter on {mesh} but is not in that mesh"
+        )
     return group_of_ranks(_ranks_along(mesh, tuple(coordinate), tuple(axes)))
 
 

@@ -36,18 +36,19 @@ def declare_flat_shard(
 ) -> None:
     """Declare that ``parameter``, 1-D, holds elements [start, stop) of a tensor of ``shape``.
 
-    Elements count in row-major order. Every rank of ``group`` (None if all elements are here)
-    declares its own range, which may be empty. Together the ranges cover the tensor exactly once;
-    this is checked at the first step. All replicas hold the same ranges.
+    Elements are numbered in row-major order. Every rank of ``group`` (None if all elements are
+    here) declares its own range, which may be empty. Together the ranges cover the tensor exactly
+    once; this is checked at the first step. All replicas hold the same ranges.
 
     The optimizer's state is sharded in the same way. Each rank saves and loads its own state_dict
     with torch.save, in the same layout; torch.distributed.checkpoint cannot reshard it. TypeError
-    for a DTensor and a group that is none; ValueError if shapes and range do not fit.
+    for a DTensor, or if ``group`` is not a process group; ValueError if shapes and range do not
+    fit.
     """
     if is_dtensor(parameter):
         raise TypeError(
-            f"the parameter is a DTensor of placements {parameter.placements}, which already tell "
-            f"what it holds: do not declare it"
+            f"parameter is a DTensor with placements {parameter.placements}, which already say "
+            f"what each rank holds: do not declare it"
         )
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group={group!r} must be a ProcessGroup or None")
@@ -56,7 +57,7 @@ def declare_flat_shard(
         raise ValueError(f"parameter of shape {tuple(parameter.shape)} must be 1-D: flatten it")
     if not 0 <= start <= stop <= numel or parameter.numel() != stop - start:
         raise ValueError(
-            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and have the parameter's "
+            f"[start, stop)=[{start}, {stop}) must lie in [0, {numel}) and cover the parameter's "
             f"{parameter.numel()} elements"
         )
     setattr(parameter, _FLAT_SHARD, FlatShard(tuple(shape), start, stop, group))
@@ -112,6 +113,6 @@ def ranges_of_all_ranks(shard: FlatShard) -> list[tuple[int, int]]:
     if [start for start, _ in held] != stops[:-1] or stops[-1] != math.prod(shard.shape):
         raise ValueError(
             f"the flat shards {ranges} of a parameter of shape {shard.shape} do not cover its "
-            f"{math.prod(shard.shape)} elements once: declare each rank's own range."
+            f"{math.prod(shard.shape)} elements exactly once: declare each rank's own range."
         )
     return ranges

@@ -16,14 +16,15 @@ class StepReport:
 
     Attributes:
         reason: why the gate opened ("threshold", "period", "always", "warm-up", "longest local
-            run", or what a user's gate says), "closed", or "non-finite gradient".
+            run", or a user's gate's own reason), "closed", or "non-finite gradient".
         rmmc: the gate's largest signal over all matrices and replicas: the relative maximum
-            momentum change (arXiv 2512.13728). None if the gate reads no momentum, or at a skip.
-        skipped: whether this replica skipped the step for a non-finite gradient: its own, or, where
-            replicas hear each other before the step, any replica's. On a GPU the host does not wait
-            for that where no other replica does: then, whether it skipped the step before.
-        wire_bytes: payload in bytes of all collectives of this process since the last report, the
-            optimizer's and others'. None if no WireMeter is active.
+            momentum change (arXiv 2512.13728). None if the gate reads no momentum, or if the step
+            was skipped.
+        skipped: whether this replica skipped the step for a non-finite gradient: its own, or any
+            replica's if replicas communicate before the step. On a GPU, if no other replica waits
+            for this, the host does not either: the value is then that of the previous step.
+        wire_bytes: payload in bytes of all collectives of this process since the last report,
+            whether or not the optimizer called them. None if no WireMeter is active.
         waited_seconds: how long the step waited for a late exchange of a sync with a delay.
     """
 
@@ -40,7 +41,7 @@ class StepReport:
     wire_bytes_by_ranks: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as values that JSON can hold: an infinite RMMC becomes the string "inf"."""
+        """The fields as JSON values: an infinite RMMC becomes the string "inf"."""
         return {key: _strict(value) for key, value in asdict(self).items()}
 
     def scalars(self) -> dict[str, float]:
@@ -51,7 +52,7 @@ class StepReport:
 
 @dataclass
 class Summary:
-    """Running totals over reports; a few numbers, however long the training runs."""
+    """Running totals over reports; its size does not grow with the run."""
 
     steps: int = 0  # reports added; skipped steps count
     open_steps: int = 0  # at which replicas synchronised
@@ -74,7 +75,7 @@ class Summary:
         return self.open_steps / self.steps if self.steps else 0.0
 
     def scalars(self, last: StepReport) -> dict[str, float]:
-        """What a log gets, if finite: the mean ``wire_bytes`` of a step, and the last ``rmmc``."""
+        """Finite scalars for logs: the mean ``wire_bytes`` of a step, and the last ``rmmc``."""
         return _finite(
             {
                 "wire_bytes": self.wire_bytes / self.steps if self.steps else 0.0,

@@ -47,8 +47,8 @@ class WireMeter:
     """Context manager that counts what this process communicates, by group and collective.
 
     The payload is the logical message of a call, whichever algorithm moves it. The bytes sent are a
-    rank's share of the least traffic with which n ranks can do the call, as a ring does. Compare
-    payloads between calls of one kind, and bytes sent between calls of different kinds.
+    rank's share of the minimum traffic with which n ranks can perform the call, as a ring does.
+    Compare payloads between calls of one kind, and bytes sent between calls of different kinds.
 
     ==================  ===================================================  ===================
     collective          payload                                              sent, of the payload
@@ -66,10 +66,10 @@ class WireMeter:
     In a group of one rank nothing is sent, and its calls count 0 bytes. A coalesced call is one
     call with the sum of its tensors. A call that raises is not counted.
 
-    Meters nest, and each one counts everything while it is active. They can be left in any order
-    and entered again; then they go on counting. Entering an active one is a RuntimeError. Counting
-    is thread-safe. Enter the first meter only while no thread of your own is inside a collective,
-    because this replaces kernels, for good::
+    Meters nest, and each one counts everything while it is active. They can be exited in any order
+    and entered again, and then continue counting. Entering an active one raises RuntimeError.
+    Counting is thread-safe. Enter the first meter only while no thread of your own is inside a
+    collective, because this replaces kernels permanently::
 
         with WireMeter() as meter:
             train_step()
@@ -83,7 +83,9 @@ class WireMeter:
     def __enter__(self) -> WireMeter:
         with _lock:
             if self in _active:
-                raise RuntimeError("This WireMeter is already active: nest a second one in it.")
+                raise RuntimeError(
+                    "This WireMeter is already active: enter a second WireMeter inside it instead."
+                )
             install_kernels()
             _active.append(self)
         return self
@@ -129,9 +131,10 @@ class WireMeter:
         return {name: count.calls for name, count in self._by_collective().items()}
 
     def between(self, replica_size: int) -> WireCount:
-        """The count of groups, also destroyed ones, with ranks of several replicas.
+        """The count of all groups, including destroyed ones, that span several replicas.
 
-        Replicas are so many ranks in a row; TypeError or ValueError if that is no positive integer.
+        A replica is ``replica_size`` consecutive ranks; TypeError or ValueError if that is not a
+        positive integer.
         """
         checks.integer("replica_size", replica_size, 1)
         ranks = _ranks_by_group()
@@ -144,7 +147,7 @@ class WireMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count calls inside the ``with`` block, by any thread; other meters still do."""
+        """Stop counting inside the ``with`` block, on all threads; other meters still count."""
         with _lock:
             self._pauses += 1
         try:

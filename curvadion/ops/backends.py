@@ -61,8 +61,8 @@ def backend_for(device: torch.device) -> str:
     _check_available(name)
     if not _takes(name, device.type):
         raise RuntimeError(
-            f"backend {name!r} is forced, but does not take tensors on {device}: move them to a "
-            f"device that it takes, or do not force a backend."
+            f"backend {name!r} is forced, but does not support tensors on {device}: move them to a "
+            f"supported device, or do not force a backend."
         )
     return name
 

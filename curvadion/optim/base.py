@@ -87,12 +87,12 @@ class OuterLayer(Optimizer):
 
     @property
     def sync(self) -> Sync:
-        """How replicas synchronise. It is chosen once: state of the parameters belongs to it."""
+        """How replicas synchronise; fixed at construction: parameter state depends on it."""
         return self._sync
 
     @property
     def scheduled(self) -> bool:
-        """Whether replicas know openings beforehand, and wait for nobody at the other steps."""
+        """Whether replicas know openings in advance, and do not wait at other steps."""
         gate = self.gate
         silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
         return silent and self._replicas.size > 1
@@ -206,7 +206,8 @@ class OuterLayer(Optimizer):
             if id(p.X) in kept and not p.X.requires_grad:
                 raise RuntimeError(
                     f"{p.name} was frozen while replicas have drifted, so that each would keep "
-                    f"weights of its own: set requires_grad_(True), and synchronize() first."
+                    f"weights of its own: call requires_grad_(True), then synchronize(), and "
+                    f"freeze it after that."
                 )
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
@@ -242,19 +243,20 @@ class OuterLayer(Optimizer):
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; every group also holds ``progress``: what the run, gate and sync remember.
+        """As in torch; every group also holds ``progress``: the state of run, gate and sync.
 
-        Replicas hold momenta and, after local steps, weights of their own. A file that one rank
-        writes keeps those of one replica, and ``torch.distributed.checkpoint.save`` mixes them:
-        call ``synchronize(exact=True)`` before. A warning says so if states differ. Ignore it if
-        each rank saves and loads its own.
+        Each replica has its own momenta and, after local steps, its own weights. A file that one
+        rank writes keeps only those of one replica, and ``torch.distributed.checkpoint.save`` mixes
+        them: call ``synchronize(exact=True)`` first. If states differ, a warning is issued; ignore
+        it if each rank saves and loads its own state.
         """
         if self._states_differ:
             warnings.warn(
                 f"state_dict() while the replicas' states differ, "
                 f"{self.progress.steps_since_exact} steps after they were the same: a checkpoint "
-                f"of one replica loses what the others hold. Call optimizer.synchronize(exact="
-                f"True) on all ranks before, or let each rank save and load its own.",
+                f"of one replica loses what the others hold. Call "
+                f"optimizer.synchronize(exact=True) on all ranks first, or let each rank save and "
+                f"load its own state.",
                 stacklevel=checks.user_stacklevel(),
             )
         self.sync.settle()
@@ -267,9 +269,9 @@ class OuterLayer(Optimizer):
         return record(self.progress, self.gate, self.sync, saved_by)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; a load that fails changes nothing.
+        """Restore what :meth:`state_dict` returned; a load that fails changes nothing.
 
-        A gate or a sync of another class begins anew; a warning says so of a sync.
+        A gate or sync of another class starts fresh; for a sync a warning is issued.
         """
         held = read_record(state_dict)
         same_sync = held.sync_class == type(self.sync).__name__
@@ -353,8 +355,8 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
     sync: Sync = copy.deepcopy(given)
     if gate.share is not None and sync.prepare([[1]]) is None:
         raise ValueError(
-            f"sync={sync!r} with gate={gate!r}: a budget needs a sync that knows what an opening "
-            f"sends, such as QuantizedAverage()."
+            f"sync={sync!r} with gate={gate!r}: a byte budget needs a sync that knows how many "
+            f"bytes an opening sends, such as QuantizedAverage()."
         )
     sync.choose_defaults(gate.share)
     return sync
@@ -385,8 +387,8 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
     elif gate.share and gate.open_cost and gate.open_cost > gate.share:
         raise ValueError(
             f"wire_budget={gate.share!r} is less than sync={sync!r} sends at every step "
-            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits (1 takes "
-            f"3.3%) or sync=QuantizedAverage()."
+            f"({gate.open_cost:.2%} of dense gradients): pass a larger budget, fewer bits (1 bit "
+            f"uses 3.3%) or sync=QuantizedAverage()."
         )
 
 
@@ -396,13 +398,13 @@ def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
         return
     if not sync.elastic:
         raise ValueError(
-            f"sync={sync!r} with replicas={replicas.members!r}, which come and go: pass "
-            f"QuantizedAverage() or CodedGradients()."
+            f"sync={sync!r} does not work with replicas={replicas.members!r}, which come and go: "
+            f"pass QuantizedAverage() or CodedGradients()."
         )
     if not sync.every_step and (gate.reads_momentum or not gate.follows_schedule):
         raise ValueError(
-            f"gate={gate!r} with replicas={replicas.members!r}, which come and go: pass a "
-            f"schedule, such as wire_budget=0.01 or FixedPeriod(6)."
+            f"gate={gate!r} does not work with replicas={replicas.members!r}, which come and go: "
+            f"pass a schedule, such as wire_budget=0.01 or FixedPeriod(6)."
         )
 
 
@@ -422,10 +424,10 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"replicas=None with gate={gate!r}, sync={sync!r}: there are "
-            f"{dist.get_world_size()} processes, each with whole parameters, and none of them "
-            f"would ever hear of the others. Pass replicas=torch.distributed.group.WORLD (after "
-            f"init_process_group) with keep_gradients_local, or replicas='single' if each trains "
-            f"by itself or something else averages the gradients; to shard the model, make the "
-            f"groups after fully_shard."
+            f"replicas=None with gate={gate!r}, sync={sync!r}: there are {dist.get_world_size()} "
+            f"processes, each with whole parameters, and none of them would ever hear of the "
+            f"others. Pass replicas=torch.distributed.group.WORLD (after init_process_group) with "
+            f"keep_gradients_local, or replicas='single' if each process trains alone or something "
+            f"else averages the gradients; to shard the model, build the parameter groups after "
+            f"fully_shard."
         )

@@ -24,11 +24,11 @@ def fit_to_checkpoint(
     *,
     storage_reader: StorageReader | None = None,
 ) -> None:
-    """Prepare ``state`` to load a checkpoint that was saved under other arguments. In place.
+    """Prepare ``state``, in place, to load a checkpoint that was saved with other arguments.
 
-    ``torch.distributed.checkpoint.load`` wants the sizes and keys that were saved: right factors
-    get their saved columns, and what was not saved is left out. ``load_state_dict`` converts it
-    then. For a checkpoint of the same arguments this changes nothing::
+    ``torch.distributed.checkpoint.load`` needs the sizes and keys that were saved: right factors
+    get their saved number of columns, and keys that were not saved are removed. ``load_state_dict``
+    then converts the state. For a checkpoint of the same arguments this changes nothing::
 
         weights, held = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": held}
@@ -39,12 +39,12 @@ def fit_to_checkpoint(
         )
 
     Args:
-        state: as it is given to ``load``, with what get_optimizer_state_dict returned in it.
-        checkpoint_id: as it is given to ``load``.
-        storage_reader: as it is given to ``load``.
+        state: the dict for ``load``, which contains what get_optimizer_state_dict returned.
+        checkpoint_id: as in ``load``.
+        storage_reader: as in ``load``.
 
     Raises:
-        ValueError: if neither of the two is given.
+        ValueError: if neither checkpoint_id nor storage_reader is given.
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.filesystem import FileSystemReader

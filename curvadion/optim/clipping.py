@@ -27,24 +27,24 @@ def clip_grad_norm_(
 
         norm = sqrt( mean over replicas of ||G_i||^2 ),   G_i <- G_i min(1, max_norm / norm)
 
-    G_i is replica i's own gradient, of all parameters and all shards together. All replicas take
-    the same factor, so clipping keeps the direction of their mean gradient, whose norm is at most
-    this one. ``torch.nn.utils.clip_grad_norm_`` would divide each by its own norm.
+    G_i is replica i's own gradient, of all parameters and all shards together. All replicas use the
+    same factor, so clipping keeps the direction of their mean gradient, whose norm is at most
+    ``norm``. ``torch.nn.utils.clip_grad_norm_`` would scale each replica by its own norm.
 
     Collective: call it on all ranks of all replicas, after backward and before ``step``. It sends
-    one all-reduce of 8 bytes, and under sequence parallelism adds up gradients that are still
-    summands. For one replica that is not sharded it does what torch's function does. With a
-    GradScaler call ``scaler.unscale_(optimizer)`` first.
+    one all-reduce of 8 bytes, and under sequence parallelism first sums partial gradients. For one
+    unsharded replica it does what torch's function does. With a GradScaler call
+    ``scaler.unscale_(optimizer)`` first.
 
     If a gradient on any rank holds a NaN or an Inf, no gradient is scaled, and all ranks skip the
-    next step. Under a schedule all gradients become NaN for that.
+    next step. Under a schedule it sets all gradients to NaN for this purpose.
 
     Args:
         optimizer: a CurvaDion, Dion or Replicated, whose parameters' gradients are clipped.
         max_norm: >= 0; ``math.inf`` only measures.
-        norm_type: 2, no other.
+        norm_type: must be 2.
         error_if_nonfinite: raise an error if the norm is NaN or Inf; waits for the device.
-        foreach: accepted because torch's function has it; without effect.
+        foreach: accepted for compatibility with torch; has no effect.
 
     Returns:
         The norm before clipping, a float64 scalar tensor, the same on all ranks.
@@ -66,8 +66,9 @@ def clip_grad_norm_(
     norm = (square / group_size(replicas)).sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"The norm of the gradients is {norm.item()}: some rank has a NaN or an Inf. Pass "
-            f"error_if_nonfinite=False to leave gradients as they are and let step() skip."
+            f"The norm of the gradients is {norm.item()}: a gradient on some rank has a NaN or an "
+            f"Inf. Pass error_if_nonfinite=False to leave the gradients unchanged and let step() "
+            f"skip the update."
         )
     # Under a schedule replicas would step with what nobody has clipped: they do not hear of each
     # other's NaN. No host read.
@@ -84,8 +85,9 @@ def _check_arguments(
 ) -> None:
     if not isinstance(optimizer, ReplicaOptimizer):
         raise TypeError(
-            f"optimizer={type(optimizer).__name__} must be a CurvaDion, Dion or Replicated, not "
-            f"its parameters nor a wrapper: for others there is torch.nn.utils.clip_grad_norm_."
+            f"optimizer={type(optimizer).__name__} must be the CurvaDion, Dion or Replicated "
+            f"optimizer itself, not its parameters or a wrapper: for other optimizers use "
+            f"torch.nn.utils.clip_grad_norm_."
         )
     if max_norm != math.inf:
         checks.number("max_norm", max_norm)

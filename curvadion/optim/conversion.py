@@ -61,7 +61,7 @@ def convert(
         for live, held in zip(param_groups, saved["param_groups"], strict=True)
     ]
     if wrong := check.settings(saved["param_groups"]) or check.settings(groups):
-        raise ValueError(f"state_dict holds an impossible value: {wrong}")
+        raise ValueError(f"state_dict holds an invalid value: {wrong}")
     check_anchors(saved, record, sync)
     of_sync = {key.name for key in sync.state_keys}
     dropped = set() if same_sync else {*record.sync_keys, *of_sync}
@@ -97,7 +97,7 @@ def warn_of_others(
     if states and record.sync_class != type(sync).__name__:
         warnings.warn(
             f"state_dict was saved with another sync ({record.sync_class}): weights, momenta and "
-            f"moments go on, and what sync={sync!r} keeps begins anew. {more}".rstrip(),
+            f"moments are restored, but the state of sync={sync!r} starts fresh. {more}".rstrip(),
             stacklevel=checks.user_stacklevel(),
         )
     if record.replica not in (None, here):
@@ -106,8 +106,8 @@ def warn_of_others(
             f"state_dict was saved by replica {number} of {total} while their states differed "
             f"({record.progress.steps_since_exact} steps after they were the same), and is loaded "
             f"by replica {here.number} of {here.total}: what the other {total - 1} held is lost. "
-            f"Call optimizer.synchronize(exact=True) before saving, or let each replica load what "
-            f"it saved itself.",
+            f"Call optimizer.synchronize(exact=True) before saving, or let each replica load the "
+            f"state that it saved itself.",
             stacklevel=checks.user_stacklevel(),
         )
 
@@ -117,7 +117,7 @@ def _check_groups(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], step
     if len(here) != len(there):
         raise ValueError(
             f"state_dict has a different number of parameter groups: {len(there)} instead of "
-            f"{len(here)}. Make the optimizer as it was made when it was saved, such as by "
+            f"{len(here)}. Build the optimizer as in the run that saved it, for example with "
             f"param_groups(model) or attach(trainer, ...)."
         )
     for g, (live, held) in enumerate(zip(here, there, strict=True)):
@@ -133,8 +133,9 @@ def _check_groups(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], step
             )
         if live["algorithm"] != held.get("algorithm"):
             raise ValueError(
-                f"state_dict has algorithm={held.get('algorithm')!r} in param group {g}, which has "
-                f"{live['algorithm']!r} here: give groups in the order in which they were saved."
+                f"state_dict has algorithm={held.get('algorithm')!r} in param group {g}, but this "
+                f"optimizer's group has {live['algorithm']!r}: pass the groups in the order in "
+                f"which they were saved."
             )
     # torch.distributed.checkpoint silently saves and loads none while there are gradients.
     trained = any(X.requires_grad for group in here for X in group["params"])
@@ -163,10 +164,11 @@ def _fitting(
     checked = {**before, "direction": "polar"} if turns else before
     if wrong := _misfit(X, checked, state, of_sync):
         raise ValueError(
-            f"state_dict holds {wrong} for {name} of shape {global_shape(X)}: load a whole "
-            f"checkpoint of the same parameters, algorithm, stack_dims and row_blocks. A state "
-            f"moves between layouts through torch.distributed.checkpoint.state_dict."
-            f"set_optimizer_state_dict (a full one with StateDictOptions(full_state_dict=True))."
+            f"state_dict holds {wrong} for {name} of shape {global_shape(X)}: load a complete "
+            f"checkpoint of the same parameters, algorithm, stack_dims and row_blocks. To load a "
+            f"state in another layout use "
+            f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict (for a full state "
+            f"with StateDictOptions(full_state_dict=True))."
         )
     if after["algorithm"] != "dion":
         return state
@@ -253,8 +255,9 @@ def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
         raise ValueError(
             f"state_dict holds the flat shard from element {held} of {name} of shape "
             f"{global_shape(X)}, but this rank has the one from element {here} (None: no flat "
-            f"shard). Flat shards move to no other rank or layout, nor through "
-            f"torch.distributed.checkpoint: let each rank torch.save and load its own."
+            f"shard). Flat shards cannot move to another rank or layout, or through "
+            f"torch.distributed.checkpoint: save and load them on each rank with torch.save and "
+            f"torch.load."
         )
 
 

@@ -1,4 +1,4 @@
-"""CurvaDion: steps of each replica's own, and a gate that says when replicas synchronise."""
+"""CurvaDion: local steps on each replica, and a gate that decides when replicas synchronise."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ class CurvaDion(Dion):
 
         gate        when replicas synchronise: RMMC, every k steps, a byte budget, always
         sync        how they do: LowRank, the papers' step; in a few bits, QuantizedAverage, the
-                    mean of what weights have moved, or CodedGradients, that of gradients
-        group keys  what a step of a matrix is made of: rank, momentum rule, look-ahead, ...
+                    mean of the weights' changes, or CodedGradients, the mean of gradients
+        group keys  how the update of a matrix is computed: rank, momentum rule, look-ahead, ...
 
-    While the gate is closed each replica takes a step of its own, and replicas send each other the
-    meeting's 24 bytes, or nothing if the gate follows a schedule. Parameters that are not matrices
-    take AdamW or Lion under the same gate.
+    While the gate is closed each replica takes a local step, and replicas exchange only 24 bytes,
+    or nothing if the gate follows a schedule. Parameters that are not matrices use AdamW or Lion
+    under the same gate.
 
     Args:
-        params, lr, replicas: as of :class:`curvadion.Dion`.
+        params, lr, replicas: as in :class:`curvadion.Dion`.
         gate: RMMC(0.3) by default, and AlwaysOpen() with CodedGradients().
         sync: LowRank() by default, and QuantizedAverage() with a gate that counts bytes. The
-            optimizer takes a copy, ``optimizer.sync``.
+            optimizer works on a copy, ``optimizer.sync``.
         wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
             all-reduce of all float32 gradients at every step.
         threshold: tau, short for gate=RMMC(threshold).
-        local_step: what a matrix does while the gate is closed: "dion", a step along its direction
-            inside the replica, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
-        local_lr: learning rate of the "gradient" local step; None takes lr.
-        max_local_steps: longest run of local steps, which a byte budget may double; None: no bound.
-        warmup_steps: that many first steps are always synchronised.
-        momentum, betas, eps, weight_decay: as of Dion. So are rank_multiple_of, stack_dims,
+        local_step: the update of a matrix while the gate is closed: "dion", a step along the
+            replica's own direction, or "gradient", X <- (1 - lr wd) X - local_lr G (the paper's).
+        local_lr: learning rate of the "gradient" local step; None uses lr.
+        max_local_steps: maximum number of local steps in a row, which a byte budget may double;
+            None: no limit.
+        warmup_steps: number of steps at the start of training that are always synchronised.
+        momentum, betas, eps, weight_decay: as in Dion. So are rank_multiple_of, stack_dims,
             row_blocks, input_first, momentum_rule, newton_schulz, newton_schulz_steps, gather,
             exchange_dtype, update_scale, momentum_dtype, q_dtype and stochastic_rounding.
-        look_ahead, direction, rank_fraction, right_factor: as of Dion; None takes the sync's
+        look_ahead, direction, rank_fraction, right_factor: as in Dion; None uses the sync's
             default. LowRank: 0, "low_rank", 1/4 and "column_normalized". QuantizedAverage: 1.6
-            times the root of the steps from one agreement on a weight to the next (3.9 for six
-            steps), "polar", 1 and "qr"; with a rank_fraction below 1 the direction is "low_rank".
-            CodedGradients: the same, and 2 for look_ahead. ``repr(optimizer)`` shows them.
+            times the square root of the number of steps between two synchronisations of a weight
+            (3.9 for six steps), "polar", 1 and "qr"; with a rank_fraction below 1 the direction is
+            "low_rank". CodedGradients: the same, but 2 for look_ahead. ``repr(optimizer)`` shows
+            them.
 
-    The arguments ``gate`` to ``warmup_steps``, but for ``local_lr``, concern all groups; the others
+    The arguments ``gate`` to ``warmup_steps``, except ``local_lr``, apply to all groups; the others
     are defaults of group keys.
 
     Raises:

@@ -19,7 +19,7 @@ DirectionName = Literal["low_rank", "polar", "normuon", "dion2", "nordion2"]
 
 
 class Dion(GroupedOptimizer):
-    """Dion (arXiv 2504.05295, algorithm 1): every step is one step of all replicas together.
+    """Dion optimizer (arXiv 2504.05295, algorithm 1): replicas synchronise at every step.
 
     Per matrix X (m x n), on every replica i:
 
@@ -28,55 +28,61 @@ class Dion(GroupedOptimizer):
         M_i <- M_i - (1 - mu) P R^T,   Q = column_normalize(R)
         X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T            the same on every replica
 
-    Parameters that are not matrices take AdamW or Lion with the mean gradient.
+    Parameters that are not matrices use AdamW or Lion with the mean gradient.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, such as
             ``curvadion.param_groups(model)``. A group's ``algorithm`` is "dion", "adamw" or "lion".
         lr: learning rate, a number or a tensor of one element.
         replicas: the ranks that hold replicas of the weights, a ProcessGroup or a one-dimensional
-            DeviceMesh, whose gradients must reach ``step`` unaveraged. None for one replica,
-            "single" where several processes hold whole weights and this is meant.
+            DeviceMesh. Their gradients must reach ``step`` unaveraged. None for one replica;
+            "single" if several processes hold whole weights and need no synchronisation, because
+            each trains alone or something else averages the gradients.
         momentum: the factor mu by which momenta decay.
-        look_ahead: directions are those of M + look_ahead G: a look-ahead, 1 / mu is Nesterov's.
+        look_ahead: directions are computed from M + look_ahead G; 1 / mu is Nesterov's momentum.
         betas, eps: of AdamW and Lion.
         weight_decay: decoupled, X <- (1 - lr weight_decay) X.
-        direction: what the step of a matrix is made of. "low_rank": P Q^T as above. "polar": the
+        direction: how the update of a matrix is computed. "low_rank": P Q^T as above. "polar": the
             polar factor of the momentum, U = B (B^T B)^(-1/2), Muon's direction, of full rank;
             between replicas it sends dense gradients. "normuon": U with rows divided by their
             second moments (arXiv 2510.05491). "dion2": U of the largest share rank_fraction of the
             rows of a wide matrix, of the columns of a tall one (arXiv 2512.16928). "nordion2":
-            both. Groups that name a rank_fraction below 1 and no direction take "low_rank".
+            both. Groups that set a rank_fraction below 1 and no direction use "low_rank".
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
         rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
         stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
-            experts). Of the others the first are rows and all further ones together columns.
-        row_blocks: how many equal blocks of rows are matrices of their own (3 for a fused QKV
-            weight), or the sizes of such blocks.
+            experts). Of the remaining dimensions the first is the rows, and all others together are
+            the columns.
+        row_blocks: into how many equal blocks of rows, each treated as a separate matrix, the rows
+            are split (3 for a fused QKV weight), or the sizes of such blocks.
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
-        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G. The same for "polar".
+        momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G. Both are the same for
+            "polar".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
-        newton_schulz: the iterations of "polar". "polar_express" has the best coefficients for
-            their number (arXiv 2505.16932). Singular values from 0.003 of a bound of the largest,
-            at most n^(1/8) times it, come out in [0.8, 1.2] with 4 steps, those from 0.001 on
-            within 0.12 of 1 with 5 and 0.001 with 6 (0.05 with rounding in float32). "muon" has
+        newton_schulz: the iteration for "polar". "polar_express" has the best coefficients for the
+            number of steps (arXiv 2505.16932). Singular values from 0.003 of a bound of the
+            largest, at most n^(1/8) times it, come out in [0.8, 1.2] with 4 steps, those from 0.001
+            on within 0.12 of 1 with 5 and 0.001 with 6 (0.05 with rounding in float32). "muon" has
             Muon's: 5 bring those from 0.002 of the Frobenius norm on to between 0.68 and 1.21.
-        newton_schulz_steps: how many there are.
-        gather: how ranks that hold shards find polar factors. "auto": each matrix goes to one of
-            them and back, where that is cheaper than the sum of Gram matrices. "never": none does.
-        exchange_dtype: "float32" or "bfloat16", in which such matrices are sent; None takes
-            bfloat16 where products are in half precision, and their own dtype elsewhere.
+        newton_schulz_steps: the number of iterations.
+        gather: how ranks that hold shards compute polar factors. "auto": each matrix is sent to one
+            of them and back, if that is cheaper than summing Gram matrices. "never": no matrix is
+            sent.
+        exchange_dtype: "float32" or "bfloat16", in which these matrices are sent; None uses
+            bfloat16 if matrix products run in half precision, and the matrices' own dtype
+            otherwise.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
-        momentum_dtype, q_dtype: of the state, a torch.dtype or its name; None takes X's.
+        momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses X's.
         stochastic_rounding: round bfloat16 matrices up or down at random, so that updates smaller
-            than their spacing count on average. Replicas that agree keep the same bits.
+            than their spacing still take effect on average. Identical replicas stay bitwise
+            identical.
 
-    Each argument but ``params`` and ``replicas`` is the default of a group key, as in torch.
+    Every argument except ``params`` and ``replicas`` is the default of a group key, as in torch.
 
     Attributes:
         report: what happened at the last step, a :class:`curvadion.StepReport`.
-        progress: how far the run has come: ``steps``, ``local_steps`` and more.
+        progress: counters of the run: ``steps``, ``local_steps`` and more.
 
     Raises:
         TypeError, ValueError: naming the argument or group key and the value.

@@ -1,4 +1,4 @@
-"""Groups and states of :class:`curvadion.Dion`, whose keys say what the step of a matrix is."""
+"""Groups and states of :class:`curvadion.Dion`, whose keys say how updates are computed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GroupedOptimizer(ReplicaOptimizer):
         Keys of other tools are kept without effect, and a warning names them.
 
         Raises:
-            ValueError, TypeError: for misspelt keys, and for impossible values and parameters.
+            ValueError, TypeError: for misspelt keys, invalid values and unsupported parameters.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
@@ -104,8 +104,8 @@ class GroupedOptimizer(ReplicaOptimizer):
         if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
             self._unknown_keys |= found
             warnings.warn(
-                f"{type(self).__name__} knows no {sorted(found)} in parameter groups: kept, "
-                f"without effect here.",
+                f"{type(self).__name__} does not know the keys {sorted(found)} of parameter "
+                f"groups: they are kept without effect.",
                 stacklevel=3,
             )
 
@@ -143,18 +143,18 @@ class GroupedOptimizer(ReplicaOptimizer):
         return wrong_state(self.param_groups, self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but every tensor keeps the dtype it was saved with.
+        """As in torch, but every tensor keeps the dtype it was saved with.
 
-        From the saved state come momenta, right factors, moments, counters and the groups' values,
-        learning rates among them. This optimizer decides on the gate, the sync, the direction and
-        the rank: right factors keep their first columns, and others are initial. A gate or sync of
-        another class begins anew. Under another sync right_factor and look_ahead are those of this
-        optimizer's groups, and a warning says so.
+        The saved state provides momenta, right factors, moments, counters and the groups' values,
+        including learning rates. This optimizer keeps its own gate, sync, direction and rank: right
+        factors keep their first columns, and new columns are initialised. A gate or sync of another
+        class starts fresh. Under another sync right_factor and look_ahead are those of this
+        optimizer's groups, and a warning is issued.
 
         Raises:
-            TypeError: if this is no state_dict.
+            TypeError: if ``state_dict`` is not a state_dict.
             ValueError: if groups or parameters do not match, the state is another optimizer's,
-                damaged, missing or another rank's shard, or drifted weights would be an anchor.
+                damaged, missing or another rank's shard, or drifted weights would become an anchor.
         """
         super().load_state_dict(state_dict)
         self._warn_unknown_keys(self.param_groups)

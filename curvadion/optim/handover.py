@@ -48,8 +48,8 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
     theirs = [tuple(weights.shape) for weights in given["weights"]]
     if shapes != theirs:
         raise ValueError(
-            f"this replica differs from the others: its parameters have the shapes {shapes} here, "
-            f"and theirs {theirs}. Build the same model and groups on all."
+            f"This replica differs from the others: its parameters have the shapes {shapes}, "
+            f"theirs have {theirs}. Build the same model and parameter groups on every replica."
         )
     given_each = zip(parameters, given["states"], given["weights"], strict=True)
     for p, state, weights in given_each:

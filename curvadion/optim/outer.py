@@ -47,12 +47,12 @@ class ReplicaOptimizer(OuterLayer):
     @_disable_dynamo  # torch.compiler.disable would import torch._dynamo with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One optimizer step; collective over the replicas.
+        """Take one optimizer step; collective over the replicas.
 
         Raises:
-            ValueError: if a group holds an impossible value.
+            ValueError: if a group holds an invalid value.
             RuntimeError: on every replica, if gradients are identical on all of them, or if their
-                optimizers differ; at the tenth step in a row left out for a bad gradient.
+                optimizers differ; at the tenth step in a row that is skipped for a bad gradient.
         """
         loss = None
         if closure is not None:
@@ -65,7 +65,7 @@ class ReplicaOptimizer(OuterLayer):
         if plan.device.type == "meta":
             raise ValueError(
                 f"{plan.parameters[0].name} is on the meta device: call "
-                f"model.to_empty(device=...), initialise it, and build the optimizer then."
+                f"model.to_empty(device=...), initialise the weights, and then build the optimizer."
             )
         if not self.progress.steps:
             _warn_without_gradients(plan.parameters)
@@ -281,7 +281,7 @@ class ReplicaOptimizer(OuterLayer):
     # ---------------------------------------------------------------- what is noted of it
 
     def skip_step(self, *, tolerate: bool) -> None:
-        """Count a step that a framework has left out; tolerate: raise no error if many are."""
+        """Count a step that a framework has skipped; tolerate: raise no error after many."""
         self._hear(tolerate=tolerate)
         self.progress.steps += 1
         self._report(None, None, skipped=True)
@@ -334,25 +334,26 @@ class ReplicaOptimizer(OuterLayer):
     def synchronize(self, *, exact: bool | None = None) -> None:
         """Synchronise replicas, so that they hold the same weights; collective.
 
-        For before an evaluation or a checkpoint, and before parameters are frozen. A byte budget
-        counts it, and opens the gate less often until it is paid back.
+        Call it before an evaluation or a checkpoint, and before freezing parameters. A byte budget
+        counts its bytes, and opens the gate less often until they are paid back.
 
         Args:
-            exact: True averages weights, momenta and moments exactly, as a checkpoint needs it that
-                keeps one replica's state for all. It sends 2 (direction="polar") to 2.6 times as
-                much as an all-reduce of all gradients. All state is then the same on every
-                replica, that of frozen parameters too, whose weights stay as they are.
-                False needs a sync that sends codes, such as QuantizedAverage. It sends those of the
-                fragments that have drifted (0.065 times in 2 bits, if all have). Weights are then
-                the same on every replica; momenta, moments and residuals remain its own.
-                None takes False with such a sync, and True without.
+            exact: True averages weights, momenta and moments exactly. A checkpoint that keeps one
+                replica's state for all needs this. It sends 2 (direction="polar") to 2.6 times as
+                much as an all-reduce of all gradients. All state is then identical on every
+                replica, including that of frozen parameters, whose weights do not change. False
+                needs a sync that sends codes, such as QuantizedAverage. It sends the codes of the
+                fragments that have drifted (0.065 times as much as the all-reduce at 2 bits, if all
+                have). Weights are then identical on every replica; each keeps its own momenta,
+                moments and residuals. None means False with such a sync, and True otherwise.
 
         Raises:
             ValueError: if ``exact`` is False with a sync that sends no codes.
         """
         if exact is False and not self.sync.sends_codes:
             raise ValueError(
-                f"exact=False needs a sync that sends codes, but it is {self.sync!r}: leave it out."
+                f"exact=False needs a sync that sends codes, but this optimizer has "
+                f"sync={self.sync!r}: leave exact out."
             )
         plan = self._present_plan()
         if self._replicas.members is not None:
@@ -369,7 +370,8 @@ class ReplicaOptimizer(OuterLayer):
     def _synchronize_members(self, *, exact: bool | None) -> None:
         if exact:
             raise ValueError(
-                "exact=True needs a fixed group of replicas, but these come and go: leave it out."
+                "exact=True needs a fixed group of replicas, but these come and go: leave exact "
+                "out."
             )
         plan = self._present_plan()
         while self.drifted:
@@ -393,10 +395,10 @@ class ReplicaOptimizer(OuterLayer):
 
     @torch.no_grad()
     def broadcast_weights(self, source: int = 0) -> None:
-        """Give all replicas the weights of one, frozen ones too; collective, before a first step.
+        """Copy one replica's weights, also frozen ones, to all; collective, before the first step.
 
         Args:
-            source: the replica, as a rank of the process group ``replicas``.
+            source: the replica to copy from, as a rank of the process group ``replicas``.
         """
         group = self._replicas.process_group
         if group is None:
@@ -430,8 +432,8 @@ class ReplicaOptimizer(OuterLayer):
 def _warn_without_gradients(parameters: Sequence[Parameter]) -> None:
     if parameters and all(p.X.grad is None for p in parameters):
         warnings.warn(
-            f"No parameter of the optimizer has a gradient at the first step, such as "
-            f"{parameters[0].name}: call backward() before, and make the optimizer after "
+            f"No parameter of the optimizer has a gradient at the first step (for example "
+            f"{parameters[0].name}): call backward() before step(), and build the optimizer after "
             f"fully_shard and other wrappers, which replace parameters.",
             stacklevel=checks.user_stacklevel(),
         )

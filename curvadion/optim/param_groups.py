@@ -43,49 +43,51 @@ def param_groups(
     patterns: Mapping[str, str | Mapping[str, Any]] | None = None,
     verbose: bool = False,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for CurvaDion and Dion, by the kinds of parameter that the model has.
+    """Parameter groups for CurvaDion and Dion, by the kind of each of the model's parameters.
 
     Kinds, by module type and name:
         "matrix": 2-D weights of linear layers; algorithm "dion". The weights of transformers'
             Conv1D have ``input_first``.
         "stack": 3-D weights (E, m, n) of E experts, which are E matrices; algorithm "dion",
-            ``stack_dims=1``. Known are a module's ``gate_up_proj`` and ``down_proj``
-            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others), ``input_first`` or not.
+            ``stack_dims=1``. Recognised are a module's ``gate_up_proj`` and ``down_proj``
+            (transformers' Mixtral, Qwen3-MoE, Llama 4 and others), with ``input_first`` where
+            needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
         "head": weights tied to an embedding, and of a linear layer that is named like an output
             head or has as many outputs as an embedding has entries.
-        "vector": all others: norms, biases, convolutions, parameters of their own.
+        "vector": all others: norms, biases, convolutions, bare parameters.
 
-    "matrix" and "stack" take the optimizer's ``lr``. The other kinds take ``elementwise`` without
-    weight decay, at rates of their own: AdamW at 0.01, its head at 0.003; Lion at 0.003, its head
-    at 0.001. Where you lower ``lr``, lower ``elementwise_lr`` as well.
+    "matrix" and "stack" use the optimizer's ``lr``. The other kinds use ``elementwise`` without
+    weight decay, with learning rates of their own: 0.01 for AdamW (0.003 for a head), 0.003 for
+    Lion (0.001 for a head). If you lower ``lr``, lower ``elementwise_lr`` as well.
 
     Skinny matrices, of which one side is 4 to 64 long and the other at least 8 times as long, such
-    as LoRA's, have ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in
-    ``options`` is for all matrices of the kind, skinny or not.
+    as LoRA's, get ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in
+    ``options`` applies to all matrices of the kind, skinny or not.
 
     Args:
         model: the module to optimize.
-        elementwise: "adamw" or "lion", for all that is no matrix.
-        elementwise_lr: one learning rate for all that is no matrix, instead of those above.
-        options: group keys by kind, over all of the above, e.g. ``{"head": {"lr": 1e-3}}``.
-        patterns: shell-style patterns of parameter names to kinds, of which the first that matches
-            counts, e.g. ``{"*.router.weight": "vector"}``; or to a kind and further group keys:
-            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``.
-        verbose: print what went where, with the groups' keys.
+        elementwise: "adamw" or "lion", for all parameters that are not matrices.
+        elementwise_lr: one learning rate for all of these, instead of those above.
+        options: group keys by kind, which override all of the above, e.g.
+            ``{"head": {"lr": 1e-3}}``.
+        patterns: dict from shell-style patterns of parameter names to kinds, e.g.
+            ``{"*.router.weight": "vector"}``, or to a kind and further group keys:
+            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first match counts.
+        verbose: print each parameter's group, with the groups' keys.
 
     Returns:
         Groups whose ``params`` are (name, parameter) pairs; frozen parameters are left out, shared
         ones appear once.
 
     Raises:
-        TypeError: if ``model`` is not a module, or options of a kind are no dict.
-        ValueError: for unknown kinds, patterns that match nothing or no such shape, undeclared flat
+        TypeError: if ``model`` is not a module, or options of a kind are not a dict.
+        ValueError: for unknown kinds, patterns that match nothing or a wrong shape, undeclared flat
             weights, or a model without trainable parameters.
 
     Warns:
-        UserWarning: names large tensors that take ``elementwise`` though they may be matrices, and
-            embeddings and heads if, without patterns, nothing is left for Dion.
+        UserWarning: names large tensors that use ``elementwise`` although they may be matrices, and
+            embeddings and heads if, without patterns, no matrix is left for Dion.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -103,8 +105,9 @@ def param_groups(
     routed = [_routed(parameter, rules) for parameter in _kinds(model)]
     if unmatched := rules.keys() - {parameter.pattern for parameter in routed}:
         raise ValueError(
-            f"patterns {sorted(unmatched)} match no trainable parameter (or only ones an earlier "
-            f"pattern took); names look like {[parameter.name for parameter in routed][:4]}"
+            f"patterns {sorted(unmatched)} match no trainable parameter (or only ones that an "
+            f"earlier pattern matched); parameter names look like "
+            f"{[parameter.name for parameter in routed][:4]}"
         )
     if not routed:
         raise ValueError("model has no trainable parameters: nothing to optimize")
@@ -182,14 +185,16 @@ def _rule(pattern: str, wanted: object) -> tuple[str, dict[str, Any]]:
 
 def _check_kind(argument: str, kind: object) -> None:
     if kind not in KINDS:
-        raise ValueError(f"{argument} names the kind {kind!r}; kinds are {KINDS}")
+        raise ValueError(f"{argument} has the unknown kind {kind!r}: it must be one of {KINDS}")
 
 
 def _check_keys(name: str, keys: object) -> None:
     if not isinstance(keys, Mapping):
         raise TypeError(f"{name}={keys!r} must be a dict of group keys")
     if taken := {"params", "param_names"} & set(keys):
-        raise ValueError(f"{name} has {sorted(taken)}: the model gives the parameters")
+        raise ValueError(
+            f"{name} must not have the keys {sorted(taken)}: the model provides the parameters"
+        )
 
 
 def _routed(
@@ -294,10 +299,11 @@ def _warn_of_large(routed: Sequence[_Parameter], elementwise: str) -> None:
     pattern, these = next(iter(lines.items()))
     kind = "stack" if len(these[0].shape) > 2 else "matrix"
     warnings.warn(
-        f"param_groups leaves {share:.0%} of the model's elements to {elementwise} though they may "
-        f"be matrices: {named}. For Dion pass for example patterns={{{pattern!r}: {kind!r}}}, or "
-        f"{{'kind': {kind!r}, 'input_first': True}} for {kind!r} if they are (..., in, out); to "
-        f"leave them patterns={{{pattern!r}: 'vector'}}.",
+        f"param_groups assigns {share:.0%} of the model's elements to {elementwise}, although they "
+        f"may be matrices: {named}. To use Dion for them pass for example patterns={{{pattern!r}: "
+        f"{kind!r}}}, or {{'kind': {kind!r}, 'input_first': True}} instead of {kind!r} if they are "
+        f"stored as (..., in, out); to keep {elementwise} without this warning pass "
+        f"patterns={{{pattern!r}: 'vector'}}.",
         stacklevel=checks.user_stacklevel(),
     )
 
@@ -307,9 +313,10 @@ def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> No
     tables = [p for p in routed if p.kind in ("embedding", "head")]
     if tables and not any(p.kind in ("matrix", "stack") for p in routed):
         warnings.warn(
-            f"param_groups finds no matrix for Dion, so all parameters take {elementwise}: "
-            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one is a "
-            f"hidden layer's, pass for example patterns={{{tables[-1].name!r}: 'matrix'}}.",
+            f"param_groups found no matrix for Dion, so all parameters use {elementwise}: "
+            f"{', '.join(f'{p.name!r} counts as {p.kind!r}' for p in tables[:4])}. If one of them "
+            f"is the weight of a hidden layer, pass for example patterns={{{tables[-1].name!r}: "
+            f"'matrix'}}.",
             stacklevel=checks.user_stacklevel(),
         )
 

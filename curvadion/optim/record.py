@@ -71,7 +71,7 @@ def load_memory(name: str, choice: Gate | Sync, memory: Mapping[str, Any]) -> No
         choice.load_state_dict(dict(memory))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"state_dict holds the memory {memory!r}, which {name}={choice!r} cannot load "
+            f"state_dict holds {memory!r}, which {name}={choice!r} cannot load "
             f"({type(error).__name__}: {error})."
         ) from error
 
@@ -88,8 +88,8 @@ def read_record(state_dict: Mapping[str, Any]) -> Record:
     if any(RECORD not in group for group in groups):
         raise ValueError(
             f"state_dict was not saved by an optimizer of curvadion: a param group lacks the key "
-            f"{RECORD!r}. Load it into the optimizer that saved it; that of an optimizer inside "
-            f"Replicated into optimizer.inner[i]."
+            f"{RECORD!r}. Load it into an optimizer of the class that saved it; if that one is "
+            f"inside Replicated, into optimizer.inner[i]."
         )
     return parse_record(groups[0][RECORD])
 

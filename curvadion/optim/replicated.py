@@ -37,34 +37,34 @@ DEFAULT_BUDGET = 0.01
 
 
 class Replicated(ReplicaOptimizer):
-    """Any optimizer on replicas that rarely talk.
+    """Wrapper around any optimizer, for replicas that rarely synchronise.
 
-    Each replica steps by itself with the optimizers that it is given. When the gate opens,
-    replicas take the mean of what their weights have moved, in a few bits::
+    Each replica takes local steps with the given optimizers. When the gate opens, replicas average
+    the changes of their weights, in codes of a few bits::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = curvadion.Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
 
-    Use it in the place of the inner optimizer: for ``step``, schedulers, a GradScaler, hooks and
-    checkpoints. Groups are the inner optimizers' own, so that a change in one is seen in the other.
-    Inner states, such as momenta, remain each replica's own; ``synchronize(exact=True)`` takes the
-    means of those that are floating-point tensors.
+    Use it in place of the inner optimizer: for ``step``, schedulers, a GradScaler, hooks and
+    checkpoints. Groups are shared with the inner optimizers, so a change in one is visible in the
+    other. Inner states, such as momenta, stay local to each replica; ``synchronize(exact=True)``
+    averages those that are floating-point tensors.
 
     Args:
         optimizer: a torch.optim.Optimizer, or a sequence of them with different parameters, such as
-            Muon for matrices and AdamW for the rest. Its step may not need a closure.
-        replicas: as of :class:`curvadion.Dion`.
-        gate, sync, max_local_steps, warmup_steps: as of :class:`curvadion.CurvaDion`, but sync is
+            Muon for matrices and AdamW for the rest. Its step must not need a closure.
+        replicas: as in :class:`curvadion.Dion`.
+        gate, sync, max_local_steps, warmup_steps: as in :class:`curvadion.CurvaDion`, but sync is
             QuantizedAverage() by default, and the gate a budget of 1 %. LowRank() needs CurvaDion.
         wire_budget: short for gate=ByteBudget(wire_budget), a share in (0, 1] of the bytes of an
             all-reduce of all float32 gradients at every step.
         momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW or
-            "momentum_buffer" of Muon, for gates that read it. They see how the step before has
-            changed it, since an optimizer tells its momentum only after a step.
+            "momentum_buffer" of Muon, for gates that read it. They see its change in the previous
+            step, because an optimizer's momentum is known only after a step.
 
     Attributes:
         inner: the inner optimizers, a tuple.
-        report, progress: as of :class:`curvadion.Dion`.
+        report, progress: as in :class:`curvadion.Dion`.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -93,11 +93,14 @@ class Replicated(ReplicaOptimizer):
             gate = AlwaysOpen() if always else ByteBudget(DEFAULT_BUDGET)
         gate = chosen_gate(gate, wire_budget)
         if isinstance(sync, LowRank):
-            raise ValueError(f"sync={sync!r} shares the factors of Dion: pass QuantizedAverage().")
+            raise ValueError(
+                f"sync={sync!r} averages Dion's low-rank factors, which other optimizers do not "
+                f"have: pass sync=QuantizedAverage()."
+            )
         sync = chosen_sync(QuantizedAverage() if sync is None else sync, gate)
         if gate.reads_momentum and momentum is None:
             raise ValueError(
-                f"gate={gate!r} reads momenta, and momentum=None: name the key of the optimizer's "
+                f"gate={gate!r} reads momenta, but momentum=None: pass the key of the optimizer's "
                 f"state that holds them, such as momentum='exp_avg' for AdamW."
             )
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
@@ -213,8 +216,9 @@ class Replicated(ReplicaOptimizer):
             if group is not None and several and spans(p.X, group):
                 raise ValueError(
                     f"optimizer={several[0]} with {p.name} on a device mesh that spans the "
-                    f"replicas: its products would mix what replicas hold. Call "
-                    f"fully_shard(model, mesh=mesh['shard']), with the dimension of one replica."
+                    f"replicas: its matrix products would mix values of different replicas. Call "
+                    f"fully_shard(model, mesh=mesh['shard']), with the mesh dimension of one "
+                    f"replica."
                 )
 
     # ---------------------------------------------------------------- a step
@@ -249,31 +253,34 @@ class Replicated(ReplicaOptimizer):
         keys = {key for state in states for key in state}
         if taken := keys & self._own_keys:
             raise ValueError(
-                f"optimizer={type(self.inner[0]).__name__} has states {sorted(taken)}, which are "
-                f"names of sync={self.sync!r}: it cannot be inside Replicated."
+                f"optimizer={type(self.inner[0]).__name__} has states {sorted(taken)}, but "
+                f"sync={self.sync!r} uses the same names: Replicated cannot wrap it."
             )
         if self._momentum is not None and keys and self._momentum not in keys:
-            raise ValueError(f"momentum={self._momentum!r} is no state: there are {sorted(keys)}.")
+            raise ValueError(
+                f"momentum={self._momentum!r} is not a key of the optimizer's state: it must be "
+                f"one of {sorted(keys)}."
+            )
 
     def _average_everything(self, plan: Plan) -> None:
         held = [(p.name, sorted(p.state)) for p in plan.parameters]
         if not all_ranks_equal(held, self._replicas.process_group, plan.device):
             raise RuntimeError(
-                "The replicas' optimizers hold states of different parameters, whose means cannot "
-                "be taken: let all use the same parameters before synchronize(exact=True)."
+                "The replicas' optimizers hold states of different parameters, which cannot be "
+                "averaged: use the same parameters on every replica before synchronize(exact=True)."
             )
         super()._average_everything(plan)
         if self.gate.reads_momentum:
             self._momenta(plan, plan.gradients())  # which notes the norms of the means
 
     def eval(self) -> None:
-        """Synchronise replicas that have drifted; then what inner optimizers do for evaluations."""
+        """Synchronise replicas that have drifted, then call the inner optimizers' ``eval``."""
         super().eval()
         for optimizer in self.inner:
             getattr(optimizer, "eval", _nothing)()
 
     def train(self) -> None:
-        """What inner optimizers do after evaluations."""
+        """Call the inner optimizers' ``train``."""
         for optimizer in self.inner:
             getattr(optimizer, "train", _nothing)()
 
@@ -301,7 +308,7 @@ class Replicated(ReplicaOptimizer):
         if len(saved["param_groups"]) != len(self.param_groups):
             raise ValueError(
                 f"state_dict has {len(saved['param_groups'])} parameter groups instead of "
-                f"{len(self.param_groups)}: make the optimizer as it was made when it was saved."
+                f"{len(self.param_groups)}: build the optimizer as in the run that saved it."
             )
         try:
             for optimizer in self.inner:
@@ -426,7 +433,7 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
     if not given:
         raise ValueError(f"optimizer={optimizer!r} must hold at least one optimizer")
     if len(set(map(id, given))) < len(given):
-        raise ValueError(f"optimizer={optimizer!r} holds one of them twice")
+        raise ValueError(f"optimizer={optimizer!r} contains the same optimizer twice")
     for one in given:
         if not isinstance(one, Optimizer):
             raise TypeError(
@@ -450,7 +457,7 @@ def _placed(key: str, value: Any, X: Tensor) -> Any:
         raise ValueError(
             f"state_dict holds a {key!r} of shape {tuple(value.shape)} and placements "
             f"{placements_of(value)} for a parameter of shape {tuple(X.shape)} and placements "
-            f"{placements_of(X)}: load a whole checkpoint of the same parameters. A state moves "
-            f"between layouts through torch.distributed.checkpoint."
+            f"{placements_of(X)}: load a complete checkpoint of the same parameters. To load a "
+            f"state in another layout use torch.distributed.checkpoint."
         )
     return value.detach().clone().to(X.device)

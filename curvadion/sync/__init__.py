@@ -1,6 +1,6 @@
 """How replicas synchronise, and what they agree on before a step.
 
-What a sync kind of one's own needs is here by name: Sync, Step, Costs, StateKey and Owner.
+It also exports what a custom sync needs: Sync, Step, Costs, StateKey and Owner.
 """
 
 from curvadion.sync.base import Costs, Step, Sync

@@ -44,20 +44,22 @@ class Costs(NamedTuple):
 
 
 class Sync(ABC):
-    """How replicas synchronise when the gate opens: the outer step. Subclass it for another.
+    """How replicas synchronise when the gate opens: the outer step. Subclass it for your own.
 
-    Each optimizer works with a copy, which remembers how far its run has come.
+    Each optimizer works on a copy, which keeps the state of its run.
 
     Class attributes:
-        group_defaults: what None stands for in group keys, where that differs from Sync's. Without
-            "look_ahead" :meth:`look_ahead` tells that one. "direction" is for full rank: groups of
-            another rank_fraction take "low_rank".
-        state_keys: what it keeps of each parameter, beside the table of curvadion.update.state. A
-            state "anchor" holds the weights that replicas last agreed on: ranks compare it.
-        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Codes lose
-            something, so one replica's state cannot stand for all, even if weights agree.
+        group_defaults: what None stands for in group keys, if that differs from Sync's. Without
+            "look_ahead" :meth:`look_ahead` gives that default. "direction" is for full rank: groups
+            with another rank_fraction use "low_rank".
+        state_keys: what it stores for each parameter, in addition to the table of
+            curvadion.update.state. A state "anchor" holds the weights that replicas last agreed on;
+            ranks compare it.
+        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Codes are lossy,
+            so one replica's state cannot represent all, even if weights are identical.
         every_step: whether replicas must synchronise at every step: gates may not close.
-        message_format: a number that replicas must have in common to read each other's messages.
+        message_format: a number that must be the same on all replicas for them to read each other's
+            messages.
 
     Attributes:
         fragments_drifted: how many fragments of the weights have moved since replicas agreed on
@@ -66,7 +68,7 @@ class Sync(ABC):
             other replicas, and a replica whose gradient is not finite takes part.
         ends_drift: whether openings end the replicas' drift.
         elastic: whether it works with replicas that come and go.
-        replays: whether a replica that is late can take in what it has missed (:meth:`catch_up`).
+        replays: whether a replica that is late can apply what it has missed (:meth:`catch_up`).
     """
 
     group_defaults: ClassVar[Mapping[str, Any]] = {
@@ -100,7 +102,7 @@ class Sync(ABC):
         """Note that states and this kind's memory have been loaded."""
 
     def settle(self) -> None:
-        """Wait for what is under way, so that states hold it: for copies and checkpoints."""
+        """Wait for exchanges under way, so that states contain them, for copies and checkpoints."""
 
     @property
     def waited_seconds(self) -> float:
@@ -108,7 +110,7 @@ class Sync(ABC):
         return 0.0
 
     def choose_defaults(self, budget: float | None) -> None:
-        """Set what None stands for in the constructor's arguments.
+        """Replace None in the constructor's arguments by defaults.
 
         budget: the gate's, as a share of dense gradients; None if it counts no bytes.
         """
@@ -116,7 +118,7 @@ class Sync(ABC):
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
         """Learn how many elements each shard of every parameter has, in the order of a plan.
 
-        Returns what openings send, None if that is unknown.
+        Returns what openings send, or None if that is unknown.
         """
         return None
 
@@ -125,7 +127,7 @@ class Sync(ABC):
         return 0.0
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
-        """Create what this kind keeps of parameters, where it is missing; weights agree then.
+        """Create the missing state of parameters, whose weights are identical on all replicas.
 
         Called before a first step, and again whenever there are new parameters or loaded states.
         """
@@ -134,18 +136,18 @@ class Sync(ABC):
         """Note that weights, states and memory are another replica's, after so many steps."""
 
     def finish(self, plan: Plan, step: Step) -> None:
-        """Wait for an opening under way, where replicas come and go, and take in its means."""
+        """Wait for an opening under way, where replicas come and go, and apply its means."""
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
-        """Take in an opening that this replica has missed, from another one's record of it."""
+        """Apply an opening that this replica has missed, from another replica's record of it."""
         raise NotImplementedError
 
     def sync_weights(
         self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
     ) -> int:
-        """Synchronise weights, for ``sends_codes``; collective. Returns openings it was worth.
+        """Synchronise weights, for ``sends_codes``; collective. Returns the cost, in openings.
 
-        keys: of states beside the table of curvadion.update.state.
+        keys: of states in addition to the table of curvadion.update.state.
         """
         raise NotImplementedError
 

@@ -41,18 +41,20 @@ from curvadion.update.state import RESIDUAL, Owner, StateKey
 
 
 class CodedGradients(Sync):
-    """One step of all replicas with the mean of their gradients, in codes of a few bits.
+    """Replicas average their gradients at every step, in codes of a few bits.
 
-    Replicas never differ, and every direction and algorithm works as with dense gradients. The gate
-    must always be open, or be a byte budget that pays for every step. Codes of 1, 2, 3, 4 and 8
-    bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more where many parameters, or
-    their shards, have less than 256 numbers. Exact synchronisations come on top of a budget. So
-    does the first step after the checkpoint of another sync: it averages weights and all state.
+    Replicas stay identical, and every direction and algorithm works as with dense gradients. The
+    gate must always be open, or be a byte budget that covers every step. Codes of 1, 2, 3, 4 and 8
+    bits send 3.3, 6.5, 9.6, 12.7 and 25.2 % of dense gradients, and more if many parameters, or
+    their shards, have fewer than 256 elements. A budget covers neither exact
+    synchronisations nor the first step after loading a checkpoint of another sync, which averages
+    weights and all state.
 
     Args:
-        bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step, 2 at
-            least, and 3 without a budget.
-        residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
+        bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step,
+            but at least 2, and 3 without a budget.
+        residual_dtype: dtype of the residuals (what the codes have lost): "bfloat16", "float32" or
+            the torch.dtype.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.

@@ -18,18 +18,18 @@ from curvadion.update.state import MOMENTUM
 
 
 class LowRank(Sync):
-    """The open step of the papers, after an exact average of the weights if they have drifted.
+    """The papers' open step: Dion, after an exact average of the weights if they have drifted.
 
         M_i <- M_i + G_i
         P = orth( mean_i(M_i Q) ),   R = mean_i( M_i^T P ),   Q = column_normalize(R)
         M_i <- M_i - (1 - mu) P R^T,   X <- (1 - lr wd) X - lr sqrt(m / n) P Q^T
 
-    (Dion, arXiv 2504.05295, algorithm 1.) Polar directions, AdamW and Lion take the mean gradient,
-    sent whole; ``.grad`` then holds it. A gradient that is None on some replica counts as zero.
+    (Dion, arXiv 2504.05295, algorithm 1.) Polar directions, AdamW and Lion use the mean gradient,
+    sent dense; ``.grad`` then holds it. A gradient that is None on some replica counts as zero.
 
     Args:
-        average_weights: whether replicas that took local steps first average their weights and
-            the moments of AdamW and Lion. If not, they stay different until ``synchronize()``.
+        average_weights: whether replicas that took local steps first average their weights and the
+            moments of AdamW and Lion. If False, they stay different until ``synchronize()``.
 
     Raises:
         TypeError: if ``average_weights`` is not a boolean.

@@ -1,4 +1,4 @@
-"""Replicas step by themselves, then take the mean of what their weights moved, in a few bits.
+"""Replicas take local steps, then average the changes of their weights, in a few bits.
 
 Replicas share an anchor, the weights they last agreed on. When the gate opens, each sends its
 pseudo-gradient, what its weights have moved since, in codes, and all move to the mean:
@@ -51,25 +51,29 @@ LONGEST_LOOK_AHEAD = 4.1  # that of a budget of 1 %
 
 
 class QuantizedAverage(MemberOpenings):
-    """Local steps, then the mean of the replicas' pseudo-gradients in codes of a few bits.
+    """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
-    P and R never cross the replicas: their rank costs no bytes. An opening is a local step, then
-    the exchange of codes for one fragment.
+    P and R are not sent between replicas, so their rank costs no bytes. An opening is a local step,
+    followed by the exchange of codes for one fragment.
 
     Args:
-        bits: of a code: 1, 2, 3, 4 or 8. None takes what a byte budget pays for at every step (3
-            for 0.1), 2 at least, but 1 below 0.3 %.
-        fragments: how many parts of about equal size parameters are divided into. Each opening
-            synchronises one, in rotation; a byte budget then opens as many times more often.
-        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections), for
-            no bytes. For local_step="dion"; copies a batch's weights.
-        polar_correction: whether to restore the length that means of directions lose to noise, for
-            no bytes. For local_step="dion"; copies a batch's anchors.
-        residual_dtype: "bfloat16" or "float32", or the torch.dtype, of what the codes have lost.
-        delay: how many steps later means are added, less than the gate's period; 0 waits for each
-            exchange. Codes travel meanwhile in a thread of their own. A step waits for late means.
+        bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step
+            (3 for 0.1), but at least 2, or 1 below 0.3 %.
+        fragments: number of parts of about equal size that parameters are divided into. Each
+            opening synchronises one, in rotation; a byte budget then opens that many times more
+            often.
+        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections);
+            sends no bytes. For local_step="dion"; copies a batch's weights.
+        polar_correction: whether to restore the length that means of directions lose to noise;
+            sends no bytes. For local_step="dion"; copies a batch's anchors.
+        residual_dtype: dtype of the residuals (what the codes have lost): "bfloat16", "float32" or
+            the torch.dtype.
+        delay: number of steps after which means are added, less than the gate's period; 0 waits for
+            each exchange. Codes are exchanged in a separate thread meanwhile. A step waits for late
+            means.
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
-            alignment, for polar directions. Takes min(m, n)^2 numbers a matrix, shared by ranks.
+            alignment, for polar directions. Stores min(m, n)^2 elements per matrix, sharded over
+            ranks.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.

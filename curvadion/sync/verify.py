@@ -34,8 +34,8 @@ OTHER_WEIGHTS = (
     "every rank before the first step."
 )
 OTHER_GRADIENTS = (
-    "The ranks of one replica lack gradients of different parameters: let each of them use the "
-    "same parameters, and multiply by zero what one shall not contribute."
+    "The ranks of one replica lack gradients of different parameters: use the same parameters on "
+    "each of these ranks, and multiply a contribution by zero to leave it out."
 )
 # How to keep gradients on their replica, by the module whose import tells of the framework.
 FRAMEWORKS = {
@@ -47,8 +47,8 @@ FRAMEWORKS = {
     "deepspeed": "import curvadion.deepspeed, and name the optimizer in the JSON",
 }
 TORCH_ALONE = (
-    "with DDP call curvadion.integrations.ddp.keep_gradients_local(model), with FSDP that of "
-    "curvadion.integrations.fsdp"
+    "with DDP call curvadion.integrations.ddp.keep_gradients_local(model), with FSDP2 call "
+    "curvadion.integrations.fsdp.keep_gradients_local(model)"
 )
 
 Listing = list[tuple[str, str]]
@@ -131,8 +131,8 @@ def raise_different(own: Listing, group: dist.ProcessGroup) -> None:
     raise RuntimeError(
         f"The replicas' optimizers differ: {'; '.join(found[:SHOWN])}{more}. Build the optimizer "
         f"from the same arguments, parameters and names on every rank, load the same checkpoint on "
-        f"all or none, and change settings on all at one step (a scheduler such as "
-        f"ReduceLROnPlateau needs the mean loss over replicas)."
+        f"every rank or on none, and change settings on every rank at the same step (a scheduler "
+        f"such as ReduceLROnPlateau needs the mean loss over replicas)."
     )
 
 
@@ -191,9 +191,9 @@ def verify_replicas(
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
             f"on all replicas: something else has already averaged them, or every replica reads "
-            f"the same batch. To stop the averaging, {'; '.join([*advice, TORCH_ALONE])}; with "
-            f"anything else switch its gradient all-reduce off, or pass replicas='single' to leave "
-            f"the averaging to it."
+            f"the same batch. To stop the averaging, {'; '.join([*advice, TORCH_ALONE])}; in any "
+            f"other framework disable its all-reduce of gradients, or pass replicas='single' to "
+            f"leave the averaging to it."
         )
     # So few never tell anything. All ranks count the same.
     few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS

@@ -1,4 +1,4 @@
-"""The interface of a direction: what the step of a matrix is made of.
+"""The interface of a direction: how the update of a matrix is computed.
 
 Another direction is one more file, and a line in :mod:`curvadion.update.directions`. What moves
 along changed polar factors overrides :meth:`curvadion.update.polar.Polar.rescaled` only, as
@@ -49,7 +49,7 @@ class Taken(ABC):
 
 
 class Direction(ABC):
-    """What the step of a matrix is made of."""
+    """How the update of a matrix is computed."""
 
     # Whether it can take means over replicas inside its products, for the papers' open step. Other
     # directions get the replicas' mean gradient there.

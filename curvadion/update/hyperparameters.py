@@ -38,12 +38,15 @@ def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None
     """
     for key in group:
         if not isinstance(key, str):
-            raise TypeError(f"The key {key!r} (={group[key]!r}) of a parameter group is no string")
+            raise TypeError(
+                f"The key {key!r} (={group[key]!r}) of a parameter group must be a string"
+            )
         if key in _CHECKS or key == RECORD or key in FOREIGN_KEYS:
             continue
         if key in arguments:
             raise ValueError(
-                f"{key}={group[key]!r} concerns all parameter groups: pass it to the optimizer."
+                f"{key}={group[key]!r} applies to all parameter groups: pass it to the optimizer's "
+                f"constructor."
             )
         close = difflib.get_close_matches(key, _CHECKS, n=1, cutoff=0.75)
         if close and f"_{close[0]}_" in f"_{key}_":
@@ -100,7 +103,7 @@ def learning_rate(key: str, value: object) -> None:
     """Raise unless it is a number >= 0 or a tensor of one, not read if on an accelerator."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(f"{key} has shape {tuple(value.shape)}: give it one element")
+            raise ValueError(f"{key} must have one element, but has shape {tuple(value.shape)}")
         if value.device.type != "cpu":
             return
         value = value.item()

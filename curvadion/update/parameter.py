@@ -54,7 +54,9 @@ class Parameter:
         if gradient is None:
             return None
         if gradient.is_sparse:
-            raise RuntimeError(f"{self.name} has a sparse gradient: its module needs sparse=False")
+            raise RuntimeError(
+                f"{self.name} has a sparse gradient: build its module with sparse=False"
+            )
         return local(gradient)
 
     @property
@@ -261,20 +263,23 @@ def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
     shape, stack_dims = global_shape(X), group["stack_dims"]
     if len(shape) < stack_dims + 2:
         raise ValueError(
-            f"{name} has shape {shape}, but algorithm='dion' with stack_dims={stack_dims} takes "
-            f"{stack_dims + 2}-D parameters or more: put it in a group with algorithm='adamw' or "
-            f"'lion', or let curvadion.param_groups(model) make the groups. (A parameter of "
-            f"FullyShardedDataParallel looks flat until "
+            f"{name} has shape {shape}, but algorithm='dion' with stack_dims={stack_dims} needs "
+            f"parameters of {stack_dims + 2} dimensions or more: put it in a group with "
+            f"algorithm='adamw' or 'lion', or let curvadion.param_groups(model) build the groups. "
+            f"(A parameter of FullyShardedDataParallel looks flat until "
             f"curvadion.integrations.fsdp.declare_flat_shards(model) has been called.)"
         )
     if 0 in shape:
         raise ValueError(f"{name} has shape {shape}: a matrix needs rows and columns")
     if group["input_first"] and len(shape) != stack_dims + 2:
         raise ValueError(
-            f"{name} has shape {shape}, but input_first=True with stack_dims={stack_dims} takes "
-            f"{stack_dims + 2}-D parameters, (..., in, out)"
+            f"{name} has shape {shape}, but input_first=True with stack_dims={stack_dims} needs "
+            f"parameters of {stack_dims + 2} dimensions, (..., in, out)"
         )
     rows = shape[-1] if group["input_first"] else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
-        raise ValueError(f"{name} of shape {shape} is not contiguous: make it so before")
+        raise ValueError(
+            f"{name} of shape {shape} is not contiguous: make it contiguous before building the "
+            f"optimizer"
+        )

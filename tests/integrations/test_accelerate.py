@@ -304,7 +304,7 @@ MISTAKES = {
     ),
     "not told": ("ValueError", "num_processes=1, but WORLD_SIZE=2", "use_cpu=True", "cpu=True"),
     "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
-    "some parameters": ("ValueError", "one norm over all of an optimizer"),
+    "some parameters": ("ValueError", "one norm over all parameters of an optimizer"),
 }
 
 
@@ -325,7 +325,7 @@ def stepped_before(rank):
 
 def test_an_optimizer_that_has_stepped_before_it_is_sharded_is_an_error():
     for message in distributed.run(2, stepped_before):
-        assert message.startswith("ValueError: Dion has taken 1 steps, and FSDP2 has given it")
+        assert message.startswith("ValueError: Dion had already taken 1 steps when FSDP2 replaced")
 
 
 # -------------------------------------------------------------------- accumulation, precision

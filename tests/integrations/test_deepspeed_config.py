@@ -95,7 +95,7 @@ def refuse_clients(rank):
 
 def test_replicas_must_be_those_of_the_engine():
     first, second = distributed.run(2, refuse_clients)
-    assert "the engine's replicas with zero_optimization.stage=2 are on None" in first[0]
+    assert "with zero_optimization.stage=2 the engine's replicas are on the ranks None" in first[0]
     assert "replicas holds the ranks [1]" in second[0]
     assert "replicas holds the ranks [0], but" in first[1]
 

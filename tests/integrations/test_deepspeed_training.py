@@ -137,6 +137,6 @@ def one_rate(rank, rate):
 def test_one_rate_for_all_groups_is_warned_of():
     ((said,), groups), *_ = distributed.run(2, one_rate, 0.02)
     assert groups == 2
-    assert re.search(r"warmup_max_lr=0\.02 gives all.*write a list with one rate for each", said)
+    assert re.search(r"warmup_max_lr=0\.02 sets this.*write a list with one rate per group", said)
     for said, _ in distributed.run(2, one_rate, [0.02, 0.003]):
         assert not said

@@ -287,7 +287,7 @@ MISTAKES = {
         "with transformers call curvadion.integrations.huggingface.attach(trainer)",
     ),
     "twice": ("RuntimeError", "attached already"),
-    "another optimizer": ("ValueError", "optimizer SGD already"),
+    "another optimizer": ("ValueError", "already has the optimizer SGD"),
 }
 
 

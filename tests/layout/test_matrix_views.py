@@ -157,8 +157,8 @@ def test_a_schedule_of_gates_equals_a_simulation_of_the_replicas(name, local_ste
     ("shape", "options", "message"),
     [
         ((8, 4), {"row_blocks": 3}, r"w: row_blocks=3 does not divide 8 rows"),
-        ((8, 4), {"stack_dims": 1}, "stack_dims=1 takes 3-D parameters"),
-        ((4, 8, 3), {"input_first": True}, "input_first=True with stack_dims=0 takes 2-D"),
+        ((8, 4), {"stack_dims": 1}, "stack_dims=1 needs parameters of 3 dim"),
+        ((4, 8, 3), {"input_first": True}, "input_first=True with stack_dims=0 needs"),
     ],
 )
 def test_views_that_do_not_fit(shape, options, message):

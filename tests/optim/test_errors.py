@@ -223,7 +223,9 @@ def alone(rank):
 
 def test_a_call_that_another_rank_does_not_make():
     said, _ = distributed.run(2, alone)
-    assert re.match(r"optimizer\.step\(\) is a call of all ranks.*make the call on every", said)
+    assert re.match(
+        r"optimizer\.step\(\) must be called on every rank.*make the call on every", said
+    )
 
 
 def test_rmmc_gate_without_matrices():

@@ -149,7 +149,11 @@ def test_a_pattern_may_give_group_keys():
     ("arguments", "error", "message"),
     [
         ({"patterns": {"*": {"row_blocks": 3}}}, ValueError, "has no 'kind'"),
-        ({"patterns": {"*": {"kind": "experts"}}}, ValueError, "kind 'experts'; kinds are"),
+        (
+            {"patterns": {"*": {"kind": "experts"}}},
+            ValueError,
+            "unknown kind 'experts': it must be one of",
+        ),
         ({"options": {"matrix": 3}}, TypeError, r"options\['matrix'\]=3"),
         ({"options": {"matrices": {"lr": 1.0}}}, ValueError, "options.*'matrices'.*matrix"),
         ({"elementwise": "sgd"}, ValueError, "elementwise='sgd'"),

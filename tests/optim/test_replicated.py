@@ -339,7 +339,7 @@ def test_another_sync_keeps_the_inner_state():
         ({"optimizer": "AdamW"}, TypeError, "optimizer=str must be a torch.optim.Optimizer"),
         ({"optimizer": []}, ValueError, "at least one optimizer"),
         ({"optimizer": CurvaDion}, TypeError, "synchronises replicas itself"),
-        ({"sync": LowRank()}, ValueError, "shares the factors of Dion"),
+        ({"sync": LowRank()}, ValueError, "averages Dion's low-rank factors"),
         ({"gate": RMMC(0.3)}, ValueError, "momentum='exp_avg' for AdamW"),
         ({"wire_budget": 1.5}, ValueError, "wire_budget=1.5"),
         ({"wire_budget": 0.1, "gate": AlwaysOpen()}, ValueError, "pass one of them"),

@@ -47,7 +47,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
     unknown = engine._config._param_dict["optimizer"].keys() - {"type", "params", "legacy_fusion"}
     if unknown:
         raise ValueError(
-            f"optimizer.{min(unknown)} is unknown: hyperparameters belong into optimizer.params"
+            f"optimizer.{min(unknown)} is unknown: put hyperparameters in optimizer.params"
         )
     params.pop(REPLICA_SIZE, None)
     replicas = between_replicas(engine)
@@ -77,8 +77,9 @@ def _warn_of_one_rate(engine: Any, optimizer: Dion) -> None:
     for key in LARGEST_RATES:
         if isinstance(params.get(key), (int, float)) and len(set(rates)) > 1:
             warnings.warn(
-                f"scheduler.params.{key}={params[key]!r} gives all parameter groups this learning "
-                f"rate, and they have {rates}: write a list with one rate for each, in this order.",
+                f"scheduler.params.{key}={params[key]!r} sets this learning rate for all parameter "
+                f"groups, whose own rates are {rates}: write a list with one rate per group, in "
+                f"this order.",
                 stacklevel=checks.user_stacklevel(),
             )
 
@@ -103,8 +104,8 @@ def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> li
     if any(isinstance(item, dict) for item in given):
         if routing:
             raise ValueError(
-                f"{sorted(routing)} route parameters, but model_parameters came in groups: drop "
-                f"one of them"
+                f"{sorted(routing)} route parameters, but model_parameters already holds parameter "
+                f"groups: drop one of the two"
             )
         return [item if isinstance(item, dict) else {"params": [item]} for item in given]
     declare_shapes(module)
@@ -116,7 +117,7 @@ def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> li
     if unknown := [p for p in given if p.requires_grad and id(p) not in found]:
         raise ValueError(
             f"model_parameters holds {len(unknown)} parameters that the model does not have (the "
-            f"first of shape {tuple(unknown[0].shape)}): give them in groups"
+            f"first of shape {tuple(unknown[0].shape)}): pass them as parameter groups"
         )
     return [group for group in groups if group["params"]]
 
@@ -138,14 +139,15 @@ def check_replicas(engine: Any, optimizer: Dion) -> None:
     found, wanted = (g and dist.get_process_group_ranks(g) for g in (replicas, between))
     if found != wanted:
         raise ValueError(
-            f"replicas holds the ranks {found}, but the engine's replicas with {where} are on "
-            f"{wanted} (None: one replica is sharded over all ranks): pass a group of these"
+            f"replicas holds the ranks {found}, but with {where} the engine's replicas are on the "
+            f"ranks {wanted} (None: one replica is sharded over all ranks): pass a process group "
+            f"of those ranks"
         )
     local_step = getattr(optimizer, "local_step", None)
     drifts = local_step == "dion" and not optimizer.gate.always_open
     if between is None and (drifts or optimizer.sync.sends_codes):
         raise ValueError(
             f"local_step={local_step!r} and sync={optimizer.sync!r} with {where}: one replica is "
-            f"sharded over all ranks, so nothing drifts. Give no codes, no budget and "
-            f"local_step='gradient', or divide the ranks by optimizer.params.{REPLICA_SIZE}."
+            f"sharded over all ranks, so there is nothing to synchronise. Remove codes and budget "
+            f"and use local_step='gradient', or form replicas with optimizer.params.{REPLICA_SIZE}."
         )

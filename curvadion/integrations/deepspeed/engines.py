@@ -19,7 +19,7 @@ from curvadion.optim.dion import Dion
 
 @cache
 def register() -> None:
-    """Teach DeepSpeed the optimizers' names; again is harmless."""
+    """Register CurvaDion and Dion with DeepSpeed; calling it again has no effect."""
     import deepspeed
     from deepspeed.runtime.zero import utils
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init

@@ -82,8 +82,8 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     # A rank that differs would create other groups than those that the rest waits for.
     if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
         raise ValueError(
-            f"{KEY}={size} and zero_optimization.stage={stage} on this rank, and others on "
-            f"another: give all ranks the same configuration and optimizer"
+            f"{KEY}={size} and zero_optimization.stage={stage} on this rank differ from another "
+            f"rank's: use the same configuration and optimizer on every rank"
         )
     if size is None or size == (world if stage else 1):
         _check_shards(engine)
@@ -262,7 +262,7 @@ def check_engine(engine: Any) -> None:
         (engine.load_universal_checkpoint(), "checkpoint.load_universal", "set it to false"),
         (half, "torch_autocast.dtype", "use bfloat16: ranks would scale float16 losses alone"),
         (sequences, "sequence_parallel_size", "use zero_optimization.stage >= 1"),
-        (sums, "gradient_allreduce_op", "use 'mean', which is what replicas take"),
+        (sums, "gradient_allreduce_op", "use 'mean', which replicas need"),
     ]
     for key in ("offload_optimizer", "offload_param"):
         name, offload = f"zero_optimization.{key}", getattr(zero, key)

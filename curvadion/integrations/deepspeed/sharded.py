@@ -224,7 +224,10 @@ def partitions_of(zero: Any) -> list[Partition]:
     for masters, names in _FLAT.items():
         if hasattr(zero, masters):
             return list(_stage_1_and_2(zero, masters, *names))
-    raise RuntimeError(f"{type(zero).__name__} is no ZeRO optimizer whose partitions are known")
+    raise RuntimeError(
+        f"{type(zero).__name__} is not a supported ZeRO optimizer: the layout of its partitions is "
+        f"unknown"
+    )
 
 
 def _stage_1_and_2(zero: Any, masters: str, parameters: str, shares: str) -> Iterator[Partition]:
