@@ -147,6 +147,7 @@ def run(options: Options) -> dict[str, Any]:
         min_replicas=1,
         join_timeout_ms=int(1000 * options.join_timeout),
         heartbeat_timeout_ms=1000,
+        quorum_tick_ms=20,
     )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
