@@ -1,7 +1,7 @@
 """The code blocks of the documents, and what has to be there before one of them runs.
 
 A block runs in a folder of its own on every rank of a gloo group, after COMMON and the code of its
-entry in AROUND, here or in doc_frameworks.py. A key, "docs/guide.md: delay=1", is the page and what
+entry in AROUND, here or in doc_frameworks.py. A key, "docs/guide.md: ByteBudget", is the page and what
 only that block of the page holds. A block without an entry runs after COMMON alone, in one process.
 """
 
@@ -237,14 +237,7 @@ AROUND = {
         ranks=2,
         launched=True,
     ),
-    "docs/guide.md: load_state_dict": Around(
-        "optimizer = Dion(groups)\ntrain()\nstate = optimizer.state_dict()",
-        STEPS.replace("3", "6") + "assert optimizer.param_groups[0]['direction'] == 'polar'",
-    ),
-    "docs/guide.md: dist.group.WORLD, wire_budget=0.01)": Around(after=STEPS, ranks=2),
-    "docs/guide.md: delay=1": Around(after=STEPS, ranks=2),
-    "docs/guide.md: AveragedModel": Around(EMA + BUDGETED, EMA_AGREES, ranks=2),
-    "docs/guide.md: WireMeter": Around(TRAINED, "assert meter.total_bytes > 0", ranks=2),
+    "docs/guide.md: ByteBudget": Around(after=STEPS, ranks=2, instead=(("0.01", "0.5"),)),
     "docs/kernels.md: use_backend": Around(
         after="assert curvadion.ops.backend_for(torch.device('cpu')) == 'cpu'\n"
         "curvadion.ops.use_backend(None)",
@@ -270,7 +263,6 @@ AROUND = {
     "docs/reading-a-report.md: add_scalar": Around(
         REPORTED, "writer.close()", needs=("tensorboard",)
     ),
-    "docs/reading-a-report.md: wandb.init": Around(REPORTED, needs=("wandb",)),
     "docs/recipes.md: torch.no_grad():\n    loss": Around(
         BUDGETED + "inputs, targets = data[0]", TOGETHER, ranks=2
     ),
