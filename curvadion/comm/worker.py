@@ -37,10 +37,6 @@ class Exchange(Generic[Result]):
         except BaseException as error:
             self._future.set_exception(error)
 
-    def error(self) -> BaseException | None:
-        """Why it failed, once it has ended; None if it did not."""
-        return self._future.exception()
-
     def result(self) -> Result:
         """What it gave, once it is done; RuntimeError with its name if it failed."""
         try:

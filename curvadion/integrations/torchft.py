@@ -16,6 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -150,7 +151,9 @@ class Replicas(Members):
             )
         self._optimizer, self._stateful = optimizer, stateful
         self._replays = optimizer.sync.replays
-        optimizer._create_states(optimizer._present_plan())
+        plan = optimizer._present_plan()
+        optimizer._create_states(plan)
+        optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # of a checkpoint, perhaps
         self._chain = checksum_of_anchors(optimizer)
         since = time.monotonic()
         while True:
@@ -307,13 +310,26 @@ class _Opening(Opening):
         self._failed = False
         self._strayed = False  # whether this replica needs everything, as most hold other anchors
 
-    @property
+    @cached_property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
-        # The wrapper's rank is 0 on every replica.
+        # The wrapper's rank is 0 on every replica, and its group another after the next quorum.
         group: dist.ProcessGroup = self._replicas._group.parent
         return group
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        told, why = None, None
+        try:
+            told = self._gather(numbers)
+        except LOST as error:
+            why = str(error)
+        # The ranks of a replica go on together, or none of them does.
+        for reason in self._replicas._everybody(why):
+            if reason is not None:
+                raise RuntimeError(reason)
+        assert told is not None
+        return told
+
+    def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
         self._raise_if_broken()
         device = self._replicas._device
         chain = float(self._replicas._chain)

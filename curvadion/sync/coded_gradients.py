@@ -9,6 +9,7 @@ weights, momenta and moments stay the same.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -38,6 +39,8 @@ from curvadion.sync.meeting import MEETING_BYTES
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import RESIDUAL, Owner, StateKey
+
+logger = logging.getLogger("curvadion")
 
 
 class CodedGradients(Sync):
@@ -127,6 +130,7 @@ class CodedGradients(Sync):
         takes the step: its weights stay those of the others.
         """
         opening, plan = members.begin(), step.plan
+        self._agree, self.fragments_drifted = True, 0
         residuals = [local(p.state[RESIDUAL]) for p in plan.parameters]
         kept, G = [residual.clone() for residual in residuals], dict[int, Tensor]()
         weight = 0.0 if opening.fresh or step.rests else members.weight
@@ -143,11 +147,14 @@ class CodedGradients(Sync):
                 sent = [G[id(p)] for p in run], [local(p.state[RESIDUAL]) for p in run]
                 codes.append(coded_mean_(*sent, self.bits, opening.group))
             opening.agree()
-        except LOST:
+        except LOST as error:
+            logger.info("An opening fails: %s", error)
             failed = True
         record = {"codes": [None if c is None else c.cpu() for c in codes]}
-        if not opening.commit(failed=failed, record=record):
+        written = opening.commit(failed=failed, record=record)
+        if not written or not any(weights):  # nothing moves by what was sent
             torch._foreach_copy_(residuals, kept)
+        if not written:
             return False
         self._among = len(weights)
         if any(weights):

@@ -7,8 +7,9 @@ weight has moved. Means are weighted by the steps that each replica has taken.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -28,6 +29,8 @@ from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL
+
+logger = logging.getLogger("curvadion")
 
 
 @dataclass
@@ -127,23 +130,31 @@ class MemberOpenings(Sync):
             for batch in batches:
                 codes.append(self._send_shares(batch.plan, share, scale, pending))
             if self.delay:
-                pending.agreement = opening.begin("The end of an opening", opening.agree)
-            else:
-                opening.agree()
-                pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
-        except LOST:
+                pending.agreement = opening.begin("The end of an opening", self._agree_on(opening))
+                return True
+            opening.agree()
+            pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
+        except LOST as error:
+            logger.info("An opening fails: %s", error)
             pending.failed = True
-        if self.delay and not pending.failed:
-            self._rotate_from(fragment)
-            return True
         if not self._commit():
             return False
         rate = shared_rate(rates) if step.directed else None
         for batch, means in zip(batches, codes, strict=True):
             self._take_in(batch, means, rate)
-        self._rotate_from(fragment)
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
         return True
+
+    def _agree_on(self, opening: Opening) -> Callable[[], None]:
+        """What ends the exchanges under way: that all members have got the means."""
+        exchanges = self._under_way.exchanges()
+
+        def agree() -> None:
+            for exchange in exchanges:  # they are done: the thread keeps their order
+                exchange.result()
+            opening.agree()
+
+        return agree
 
     def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
         """Take a step; without a delay the batches of a fragment, with the directions taken."""
@@ -182,16 +193,18 @@ class MemberOpenings(Sync):
         pending, self._pending = self._pending, None
         if pending is None:
             return True
-        fragment, failed = pending.fragment, pending.failed
+        fragment, failed, codes = pending.fragment, pending.failed, pending.codes
         try:
-            codes = pending.codes or self._under_way.codes()
-            if pending.agreement is not None:
+            if pending.agreement is not None:  # first: the thread must be idle before the vote
                 pending.agreement.result()
-        except LOST:
-            failed, codes = True, []
+                codes = self._under_way.codes()
+        except LOST as error:
+            logger.info("An opening fails: %s", error)
+            failed = True
         record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
         if pending.opening.commit(failed=failed, record=record):
             self._among[fragment] = pending.among
+            self._rotate_from(fragment)
             return True
         self._under_way.take_back()
         for residual, before in pending.kept:
@@ -246,6 +259,7 @@ class MemberOpenings(Sync):
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
         self._moved, self.fragments_drifted = [0.0] * len(self._moved), 0
         self._joined_at = steps
+        self._under_way.drop(parameters)  # of a checkpoint, perhaps
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D: what this replica has moved stays its own."""

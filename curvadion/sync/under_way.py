@@ -13,6 +13,7 @@ away stays in X_i, and is part of the next pseudo-gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -101,15 +102,19 @@ class UnderWay:
         self.settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
         return [_landed(p) for p in parameters]
 
+    def exchanges(self) -> list[Exchange[None]]:
+        """All that are under way, in order."""
+        return [sent.exchange for sent in self._sent]
+
     def codes(self) -> list[Tensor | None]:
-        """The codes of all means under way, in order; RuntimeError if an exchange failed."""
-        failed = [error for sent in self._sent if (error := sent.exchange.error()) is not None]
-        if failed:
-            raise RuntimeError(str(failed[0]))
+        """The codes of all means under way, in order, once they are there."""
         return [None if s.message is None else s.message.codes.cpu() for s in self._sent]
 
     def take_back(self) -> None:
-        """Forget what has been sent: no weight has moved by it."""
+        """Forget what has been sent, once the thread is done with it: no weight has moved by it."""
+        for sent in self._sent:
+            with suppress(RuntimeError):
+                sent.exchange.result()
         for p in (p for sent in self._sent for p in sent.parameters):
             del p.state[SENT], p.state[DUE]
         self._sent.clear()

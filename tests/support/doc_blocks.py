@@ -1,8 +1,9 @@
 """The code blocks of the documents, and what has to be there before one of them runs.
 
 A block runs in a folder of its own on every rank of a gloo group, after COMMON and the code of its
-entry in AROUND, here or in doc_frameworks.py. A key, "docs/guide.md: ByteBudget", is the page and what
-only that block of the page holds. A block without an entry runs after COMMON alone, in one process.
+entry in AROUND, here or in doc_frameworks.py. A key, "docs/guide.md: ByteBudget", is the page and
+what only that block of the page holds. A block without an entry runs after COMMON alone, in one
+process.
 """
 
 from __future__ import annotations
