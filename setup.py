@@ -42,7 +42,7 @@ def long_description() -> str:
     if not readme.exists():
         return ""
     text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", readme.read_text("utf-8"), flags=re.M)
-    return re.sub(r"\[([^]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 class BuildPackages(build_py):

@@ -51,6 +51,16 @@ def lighthouse():
     server.shutdown()
 
 
+@pytest.fixture
+def patient():
+    """A Lighthouse that waits for all who are alive, however busy the machine."""
+    server = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=30_000, heartbeat_timeout_ms=10_000
+    )
+    yield server.address()
+    server.shutdown()
+
+
 def replicas_of(address, name, **more):
     from curvadion.integrations.torchft import Replicas
 
@@ -112,8 +122,8 @@ def stay(rank, address, how):
 
 
 @pytest.mark.parametrize("how", STAYING)
-def test_members_that_stay_take_the_trajectory_of_a_process_group_bitwise(lighthouse, how):
-    found = distributed.run(3, stay, lighthouse, how)
+def test_members_that_stay_take_the_trajectory_of_a_process_group_bitwise(patient, how):
+    found = distributed.run(3, stay, patient, how)
     assert [differ for differ, _ in found] == [[], [], []]
     assert len({weights for _, weights in found}) == 1  # after synchronize()
 
@@ -157,8 +167,8 @@ def stay_sharded(rank, address, how):
 
 
 @pytest.mark.parametrize("how", ["polar, two fragments", "a delay, two fragments", "torch's AdamW"])
-def test_so_do_replicas_of_several_ranks(lighthouse, how):
-    assert distributed.run(4, stay_sharded, lighthouse, how) == [[], [], [], []]
+def test_so_do_replicas_of_several_ranks(patient, how):
+    assert distributed.run(4, stay_sharded, patient, how) == [[], [], [], []]
 
 
 # -------------------------------------------------------------------- members that die
