@@ -279,7 +279,7 @@ class Replicas(Members):
         # Each rank may have got its part from another replica, which have counters of their own.
         whole = given["whole"]
         shared = {"stateful": whole["stateful"], "optimizer": dict(whole["optimizer"])}
-        own = {key: shared["optimizer"].pop(key) for key in ("weights", "states")}
+        own = {key: shared["optimizer"].pop(key) for key in ("shapes", "weights", "states")}
         shared = self._everybody(shared)[0] if begun else shared
         theirs = shared["stateful"]
         if theirs.keys() != self._stateful.keys():

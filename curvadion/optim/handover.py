@@ -31,8 +31,15 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
         for p in optimizer._present_plan().parameters
     ]
     groups = [settings_of(group) for group in optimizer.param_groups]
-    weights = [shared_weights(p).cpu() for p in optimizer._present_plan().parameters]
-    return {"weights": weights, "states": states, "groups": groups, "record": optimizer._record()}
+    parameters = optimizer._present_plan().parameters
+    return {
+        "shapes": [tuple(p.local.shape) for p in parameters],
+        # Anchors are among the states.
+        "weights": [None if ANCHOR in p.state else p.local.cpu() for p in parameters],
+        "states": states,
+        "groups": groups,
+        "record": optimizer._record(),
+    }
 
 
 def shared_weights(p: Parameter) -> Tensor:
@@ -45,7 +52,7 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
     """Go on where another replica is: its anchors become weights, and nothing is owed."""
     parameters = optimizer._present_plan().parameters
     shapes = [tuple(p.local.shape) for p in parameters]
-    theirs = [tuple(weights.shape) for weights in given["weights"]]
+    theirs = given["shapes"]
     if shapes != theirs:
         raise ValueError(
             f"This replica differs from the others: its parameters have the shapes {shapes}, "
@@ -55,7 +62,7 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
     for p, state, weights in given_each:
         for key, value in state.items():
             _put(optimizer, p, key, value)
-        p.local.copy_(weights)
+        p.local.copy_(shared_weights(p) if weights is None else weights)
         local(p.state[RESIDUAL]).zero_()
     for group, settings in zip(optimizer.param_groups, given["groups"], strict=True):
         for key, value in settings.items():

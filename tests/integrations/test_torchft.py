@@ -78,6 +78,15 @@ def optimizer_of(model, kind, replicas, **more):
     return CurvaDion(toy.groups(model), lr=0.02, replicas=replicas, **more)
 
 
+def held_by(model, optimizer):
+    """This rank's weights and states, by parameter."""
+    optimizer.sync.settle()
+    states = [dict(optimizer.state[p]) for p in model.parameters()]
+    held = {f"{i}.{k}": v for i, s in enumerate(states) for k, v in s.items()}
+    held |= {str(i): p.detach() for i, p in enumerate(model.parameters())}
+    return {k: local(torch.as_tensor(v)).clone() for k, v in held.items()}
+
+
 # -------------------------------------------------------------------- members that stay
 
 STAYING = {
@@ -107,11 +116,7 @@ def stay(rank, address, how):
         if elastic:
             replicas.start(optimizer)
         toy.train(model, optimizer, range(14), rank)
-        optimizer.sync.settle()
-        states = [dict(optimizer.state[p]) for p in model.parameters()]
-        held = {f"{i}.{k}": v for i, s in enumerate(states) for k, v in s.items()}
-        held |= {str(i): p.detach() for i, p in enumerate(model.parameters())}
-        found.append({k: torch.as_tensor(v).clone() for k, v in held.items()})
+        found.append(held_by(model, optimizer))
         dist.barrier()
         if elastic:
             optimizer.synchronize()
@@ -156,11 +161,7 @@ def stay_sharded(rank, address, how):
         if elastic:
             replicas.start(optimizer)
         toy.train(model, optimizer, range(14), replica)
-        optimizer.sync.settle()
-        states = [dict(optimizer.state[p]) for p in model.parameters()]
-        held = {f"{i}.{k}": v for i, s in enumerate(states) for k, v in s.items()}
-        held |= {str(i): p.detach() for i, p in enumerate(model.parameters())}
-        found.append({k: local(torch.as_tensor(v)).clone() for k, v in held.items()})
+        found.append(held_by(model, optimizer))
         dist.barrier()
         if elastic:
             replicas.close()
@@ -206,7 +207,7 @@ def live(slot, address, folder, kind, dies_at, begins):
         return [t.detach().clone() for t in (*held, *model.parameters())]
 
     watch_openings(replicas, dies_at, snapshot)
-    noted, openings = 0, replicas.openings
+    noted, openings, at_start = 0, replicas.openings, len(replicas.events)
     while not Path(folder, "enough").exists():
         step = optimizer.progress.steps
         optimizer.zero_grad()
@@ -219,9 +220,10 @@ def live(slot, address, folder, kind, dies_at, begins):
         if replicas.openings != openings:
             openings, digest = replicas.openings, zlib.crc32(agreed_on(optimizer, model).numpy())
             print(json.dumps({"opening": openings, "anchors": digest}), file=log)
-        for _, what in replicas.events[noted:]:
+        for number, (_, what) in enumerate(replicas.events[noted:], noted):
             print(json.dumps({"event": what}), file=log)
-            if "nothing of it was written" in what and kind != "delay":
+            failed = "nothing of it was written" in what and number >= at_start
+            if failed and kind != "delay":
                 now = zip(replicas.before, snapshot(), strict=True)
                 changed = [i for i, (a, b) in enumerate(now) if not a.equal(b)]
                 print(json.dumps({"failed": True, "changed": changed}), file=log)
