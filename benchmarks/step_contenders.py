@@ -234,7 +234,11 @@ def _alone(model: Model) -> Callable[[], object]:
     X, M, G = matrices, [torch.zeros_like(x) for x in matrices], gradients
     ones, step, decay = ([n] * len(X) for n in (1.0, 1e-3, 1 - 1e-5))
     moments = [
-        {"step": torch.zeros(()), "exp_avg": torch.zeros_like(x), "exp_avg_sq": torch.zeros_like(x)}
+        {
+            "step": x.new_zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(x),
+            "exp_avg_sq": torch.zeros_like(x),
+        }
         for x in others
     ]
     options = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
