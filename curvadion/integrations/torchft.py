@@ -34,7 +34,7 @@ from curvadion.metering import wire
 from curvadion.optim.handover import hand_over, shared_weights, take_over
 from curvadion.optim.outer import ReplicaOptimizer
 
-RETRY_AFTER, SAY_AFTER = 0.1, 60.0  # seconds
+RETRY_AFTER, SAY_AFTER = 0.5, 60.0  # seconds
 logger = logging.getLogger("curvadion")
 
 
@@ -127,7 +127,6 @@ class Replicas(Members):
             state_dict=self._save,
             min_replica_size=min_replicas,
             use_async_quorum=False,
-            init_sync=begins,
             timeout=limit,
             quorum_timeout=timedelta(seconds=quorum_timeout),
             checkpoint_transport=_Transport(limit, self),

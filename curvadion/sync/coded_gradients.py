@@ -148,7 +148,7 @@ class CodedGradients(Sync):
                 codes.append(coded_mean_(*sent, self.bits, opening.group))
             opening.agree()
         except LOST as error:
-            logger.info("An opening fails: %s", error)
+            logger.warning("An opening fails: %s", error)
             failed = True
         record = {"codes": [None if c is None else c.cpu() for c in codes]}
         written = opening.commit(failed=failed, record=record)

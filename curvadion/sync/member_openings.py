@@ -135,7 +135,7 @@ class MemberOpenings(Sync):
             opening.agree()
             pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
         except LOST as error:
-            logger.info("An opening fails: %s", error)
+            logger.warning("An opening fails: %s", error)
             pending.failed = True
         if not self._commit():
             return False
@@ -199,7 +199,7 @@ class MemberOpenings(Sync):
                 pending.agreement.result()
                 codes = self._under_way.codes()
         except LOST as error:
-            logger.info("An opening fails: %s", error)
+            logger.warning("An opening fails: %s", error)
             failed = True
         record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
         if pending.opening.commit(failed=failed, record=record):

@@ -366,7 +366,7 @@ def test_a_replica_of_several_ranks_comes_back(lighthouse, tmp_path):
         return processes
 
     # Two that stay: the ranks of a newcomer take over from one each.
-    running = [start(0), start(1), start(2)]
+    running = [start(0), start(1, begins=False), start(2, begins=False)]
     try:
         until(tmp_path, "2.0", lambda line: line.get("opening", 0) >= 3)
         for process in running[2]:
@@ -421,6 +421,31 @@ def start_again(rank, address):
 def test_others_in_number_go_on_from_a_checkpoint_of_one(lighthouse):
     one, two, three = distributed.run(3, start_again, lighthouse)
     assert one == two == three and one[0] >= 2 * PERIOD
+
+
+def begin_one(rank, address):
+    """A replica that may not begin a run, and one that comes later and begins it."""
+    torch.manual_seed(rank)
+    model = toy.model()
+    for p in model.parameters():
+        nn.init.normal_(p)
+    replicas = replicas_of(address, f"begin {rank}", begins=rank == 1)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage()
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
+    dist.barrier()
+    time.sleep(rank)  # the first has met nobody by then
+    replicas.start(optimizer)
+    begun = nn.utils.parameters_to_vector(model.parameters()).detach()
+    dist.barrier()
+    replicas.close()
+    return zlib.crc32(begun.numpy()), replicas.openings
+
+
+# torchft lets others copy from whoever is first by name.
+def test_a_replica_that_may_not_begin_waits_for_one_that_does(lighthouse):
+    waited, begun = distributed.run(2, begin_one, lighthouse)
+    assert waited == begun
+    assert begun[1] == 1
 
 
 # -------------------------------------------------------------------- errors
