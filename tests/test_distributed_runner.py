@@ -9,13 +9,6 @@ import torch.distributed as dist
 import distributed
 
 
-def total(rank, x):
-    tensor = torch.full((2,), x * (rank + 1), requires_grad=True)
-    with torch.no_grad():
-        dist.all_reduce(tensor)
-    return tensor
-
-
 def identity(rank):
     return os.getpid(), dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
 
@@ -24,6 +17,12 @@ def raise_on(culprit, rank):
     if rank == culprit:
         raise ValueError(f"rank {rank} is unhappy")
     dist.barrier()
+
+
+def fail_on(culprit, rank):
+    found = torch.tensor(2.5 + rank)
+    assert rank != culprit
+    assert found == 2.5
 
 
 def die_on(culprit, rank):
@@ -46,27 +45,20 @@ def reduce_once_more_on(culprit, rank):
     works[0].wait()
 
 
-def test_returns_what_each_rank_computed():
-    results = distributed.run(2, total, 2.0)
-    expected = torch.full((2,), 6.0)
-    assert len(results) == 2
-    for tensor in results:
-        assert torch.equal(tensor.detach(), expected)
-        assert not tensor.is_shared()
-
-
 def test_workers_are_reused_over_world_sizes():
     few = [pid for pid, *_ in distributed.run(2, identity)]
     many = [pid for pid, *_ in distributed.run(4, identity)]
     again = [pid for pid, *_ in distributed.run(2, identity)]
     assert many[:2] == few == again
     assert len({*many, os.getpid()}) == 5
+    assert distributed.run(2, identity) == [(pid, rank, 2, 1) for rank, pid in enumerate(few)]
 
 
 @pytest.mark.parametrize(
     ("disaster", "said"),
     [
         (raise_on, ["rank 1 raised", "ValueError: rank 1 is unhappy", "in raise_on"]),
+        (fail_on, ["assert rank != culprit", "found = tensor(3.5"]),
         (die_on, ["rank 1 died with exit code 7"]),
         (hang_on, ["1 of 2 ranks failed", "rank 1 did not answer within 2 s", "in linger"]),
     ],

@@ -7,6 +7,10 @@
 
     assert distributed.run(2, total, 3.0) == [torch.tensor(3.0)] * 2
 
+    @distributed.on_ranks(2)                 # a test that is the same on every rank
+    def test_total(rank):
+        assert total(rank, 3.0) == 3.0
+
 Each call gets fresh process groups, and the torch seed 0 on every rank. Module state of the code
 under test survives from call to call, as it does in a notebook. After any failure all workers are
 replaced, and so they are when groups of past calls that something still holds become many.
@@ -18,9 +22,11 @@ import atexit
 import faulthandler
 import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
+import reprlib
 import signal
 import socket
 import sys
@@ -81,6 +87,37 @@ def run(
     if _pool.is_worn():
         shutdown()
     return results
+
+
+def on_ranks(world_size: int, *, timeout: float = 60.0) -> Callable[..., Any]:
+    """Makes a test of what every rank does: it fails if one raises.
+
+    What pytest gives the test, every rank is given: it must pickle.
+    """
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            run(world_size, _test_on_rank, test, given, timeout=timeout)
+
+        _, *others = inspect.signature(function).parameters.values()
+        cast(Any, test).__signature__ = inspect.Signature(others)
+        return test
+
+    return made
+
+
+def _test_on_rank(rank: int, test: Any, given: dict[str, Any]) -> None:
+    test.__wrapped__(rank, **given)
+
+
+def gathered(value: Any) -> list[Any]:
+    """In a worker: what each rank passes, by rank."""
+    import torch.distributed as dist
+
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
 
 
 def free_port() -> int:
@@ -293,8 +330,18 @@ def _answer(store: Any, message: tuple[Any, ...]) -> tuple[bool, bytes | str]:
         )
         torch.manual_seed(0)
         return False, pickle.dumps(function(rank, *args))
-    except BaseException:
-        return True, f"raised\n{traceback.format_exc()}"
+    except BaseException as error:
+        return True, f"raised\n{traceback.format_exc()}{_values(error)}"
+
+
+def _values(error: BaseException) -> str:
+    """What a failed assertion has seen: nothing here rewrites assertions to tell it."""
+    if not isinstance(error, AssertionError):
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    shown = reprlib.Repr()
+    shown.maxother = shown.maxstring = 300
+    return "".join(f"    {name} = {shown.repr(x)}\n" for name, x in frame.f_locals.items())
 
 
 def _clean_up() -> str | None:

@@ -1,6 +1,13 @@
 """What steps raise."""
 
-from __future__ import annotations
+
+def by(kinds, function, *args, **kwargs):
+    """The text of an error of these kinds that a call raises; None if it raises none."""
+    try:
+        function(*args, **kwargs)
+    except kinds as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def told(steps, take):
