@@ -1,26 +1,17 @@
 """The benchmarks of kernels and steps run, and write what their documentation promises."""
 
-from __future__ import annotations
-
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 import distributed
 import fresh
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(script, *arguments):
-    environment = {**os.environ, "CURVADION_BACKEND": ""}
-    return fresh.python(ROOT / "benchmarks" / script, *arguments, environment=environment, cwd=ROOT)
-
 
 def records(script, path, *arguments):
-    result = run(script, *arguments, "--device", "cpu", "--rounds", "2", "--output", path)
+    arguments = ("--device", "cpu", "--rounds", "2", "--output", path, *arguments)
+    script = fresh.ROOT / "benchmarks" / script
+    result = fresh.python(script, *arguments, CURVADION_BACKEND="")
     assert result.returncode == 0, result.stderr[-2000:]
     written = json.loads(path.read_text("utf-8"))
     assert written["command"].startswith("OMP_NUM_THREADS=") and written["environment"]["torch"]
@@ -105,7 +96,7 @@ for point in gpu_report.POINTS.keys() - {"processes"}:
 
 
 def test_every_point_of_the_report_of_a_gpu_runs_or_says_why_not(tmp_path):
-    said = fresh.python("-c", EVERY_POINT, tmp_path, cwd=ROOT)
+    said = fresh.python("-c", EVERY_POINT, tmp_path)
     assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
     points = dict(line.split() for line in said.stdout.splitlines())
     skipped = {point for point, was in points.items() if was == "True"}

@@ -1,10 +1,8 @@
 """Means of pseudo-gradients that arrive some steps after they were sent."""
 
-from __future__ import annotations
-
 import math
+import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distributed
+import fresh
 from curvadion import (
     RMMC,
     ByteBudget,
@@ -20,7 +19,6 @@ from curvadion import (
     QuantizedAverage,
 )
 from tolerance import Rounding, assert_close
-from two_programs import two_programs
 
 pytestmark = pytest.mark.numeric
 SHAPES = [(20, 12), (12, 26), (1, 9), (40,)]
@@ -50,22 +48,17 @@ def train(X, optimizer, rank, steps, **more):
         optimizer.step()
 
 
-def gathered(tensors):
-    """Those of all ranks, by rank."""
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [t.detach().clone() for t in tensors])
-    return every
-
-
-def assert_all_equal(every):
-    for other in every[1:]:
-        assert all(map(torch.equal, every[0], other))
+def assert_agree(X):
+    first, *others = distributed.gathered(X)
+    assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 # -------------------------------------------------------------------- every second use
 
 
-def agree(rank, gate):
+@pytest.mark.parametrize("gate", [RMMC(0.0), ByteBudget(0.3)], ids=repr)
+@distributed.on_ranks(2)
+def test_replicas_agree_whenever_they_are_asked(rank, gate):
     X = weights()
     optimizer = build(X, gate, 3)
     for step in range(12):
@@ -73,76 +66,60 @@ def agree(rank, gate):
         if step in (4, 7, 9):
             optimizer.synchronize(exact=step == 7)
             assert not optimizer.drifted
-            assert_all_equal(gathered(X))
+            assert_agree(X)
     optimizer.synchronize()
-    assert_all_equal(gathered(X))
+    assert_agree(X)
 
 
-@pytest.mark.parametrize("gate", [RMMC(0.0), ByteBudget(0.3)], ids=repr)
-def test_replicas_agree_whenever_they_are_asked(gate):
-    distributed.run(2, agree, gate)
-
-
-def broadcast(rank):
+@distributed.on_ranks(2)
+def test_a_broadcast_takes_the_place_of_what_is_under_way(rank):
     X = weights()
     optimizer = build(X, FixedPeriod(3), 2)
     train(X, optimizer, rank, range(4))
-    before = gathered(X)[1]
+    before = distributed.gathered(X)[1]
     optimizer.broadcast_weights(1)
     assert all(map(torch.equal, X, before))
     train(X, optimizer, rank, range(4, 9))
     optimizer.synchronize()
-    assert_all_equal(gathered(X))
-
-
-def test_a_broadcast_takes_the_place_of_what_is_under_way():
-    distributed.run(2, broadcast)
+    assert_agree(X)
 
 
 # -------------------------------------------------------------------- when something goes wrong
 
 
-def leave_steps_out(rank, at):
+@pytest.mark.parametrize("at", [(3,), (5,), (6, 7, 8)], ids=str)
+@distributed.on_ranks(2)
+def test_a_nonfinite_gradient_concerns_its_replica(rank, at):
     X = weights()
     optimizer = build(X, FixedPeriod(4), 2)
     for step in range(13):
         give_gradients(X, step, rank)
-        if step in at and rank == 1:
+        bad = step in at and rank == 1
+        if bad:
             X[1].grad.fill_(math.nan)
         before = [x.detach().clone() for x in X]
         optimizer.step()
-        bad = step in at and rank == 1
         assert optimizer.report.skipped == bad and optimizer.progress.steps == step + 1
         if bad and step not in (5, 9):  # at which a mean arrives
             assert all(map(torch.equal, X, before))
     optimizer.synchronize()
-    assert_all_equal(gathered(X))
+    assert_agree(X)
     assert all(torch.isfinite(x).all() for x in X)
 
 
-@pytest.mark.parametrize("at", [(3,), (5,), (6, 7, 8)], ids=str)
-def test_a_nonfinite_gradient_concerns_its_replica(at):
-    distributed.run(2, leave_steps_out, at)
-
-
-def wait_for_the_other(rank, folder):
+@distributed.on_ranks(2)
+def test_nobody_waits_for_a_slow_replica_before_the_delay_is_used_up(rank, tmp_path):
     """Rank 1 takes its opening's step only when rank 0 has taken all steps before the arrival."""
-    X, delay = weights(), 4
+    X, delay, done = weights(), 4, tmp_path / "done"
     optimizer = build(X, FixedPeriod(6), delay)
     train(X, optimizer, rank, range(5))
-    done = Path(folder) / "done"
-    if rank == 1:
-        while not done.exists():
-            time.sleep(0.01)
+    while rank == 1 and not done.exists():
+        time.sleep(0.01)
     train(X, optimizer, rank, range(5, 5 + delay))
     done.touch()
     train(X, optimizer, rank, range(5 + delay, 8 + delay))
     optimizer.synchronize()
-    assert_all_equal(gathered(X))
-
-
-def test_nobody_waits_for_a_slow_replica_before_the_delay_is_used_up(tmp_path):
-    distributed.run(2, wait_for_the_other, str(tmp_path))
+    assert_agree(X)
 
 
 PROGRAM = """
@@ -167,11 +144,17 @@ PROGRAM = """
 """
 
 
+def two_programs(folder, **inserted):
+    """Two processes that rendezvous in a folder; inserted: replaces the names in braces."""
+    text = textwrap.dedent(PROGRAM).format(**inserted)
+    return [fresh.start("-c", text, rank, folder / "store") for rank in range(2)]
+
+
 def test_a_lost_replica_ends_the_others_with_an_error(tmp_path):
     """It ends at the step of an opening, before it sends."""
-    one, other = two_programs(PROGRAM, tmp_path, stop=5, ends="os._exit(3)")
-    ended = one.finish(90)
-    assert other.finish(10).returncode == 3
+    one, other = two_programs(tmp_path, stop=5, ends="os._exit(3)")
+    ended = fresh.finish(one, 90)
+    assert fresh.finish(other, 10).returncode == 3
     err = ended.stderr
     assert ended.returncode == 1, err
     assert "RuntimeError: The comparison of the replicas' settings failed" in err, err
@@ -183,8 +166,8 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
 
     One replica takes this step later: the exchange of the other still waits when it ends.
     """
-    for process in two_programs(PROGRAM, tmp_path, stop=8, ends="time.sleep(2)"):
-        said = process.finish(90)
+    for process in two_programs(tmp_path, stop=8, ends="time.sleep(2)"):
+        said = fresh.finish(process, 90)
         assert said.returncode == 0, said.stderr
         assert said.stdout.strip() == "took 9" and "terminate" not in said.stderr
 
@@ -192,8 +175,8 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
 # -------------------------------------------------------------------- beside the training
 
 
-def roundings(rank):
-    """Weights move by what bfloat16 cannot hold; what it rounds away must arrive once."""
+@distributed.on_ranks(2)
+def test_what_bfloat16_rounds_away_is_sent_once(rank):
     X = weights()
     optimizer = build(X, FixedPeriod(2), 1, bits=8, lr=0.0)
     for step in range(40):
@@ -205,10 +188,6 @@ def roundings(rank):
     optimizer.synchronize(exact=True)
     for x, x0 in zip(X, weights(), strict=True):
         assert_close(x - x0, torch.full_like(x, 40 * 1.001), Rounding(torch.float32, steps=40))
-
-
-def test_what_bfloat16_rounds_away_is_sent_once():
-    distributed.run(2, roundings)
 
 
 def test_a_delay_must_be_less_than_the_period():
