@@ -14,6 +14,15 @@ def seeded(*key):
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
+def random(*key, shape):
+    return torch.randn(shape, generator=seeded(*key))
+
+
+def half_common(name, shape, step, replica):
+    """A gradient of which one half is common to the replicas."""
+    return random("all", name, step, shape=shape) + random("own", name, step, replica, shape=shape)
+
+
 def weights(shape, seed=0):
     return torch.randn(shape, generator=seeded("X", shape, seed))
 

@@ -4,8 +4,6 @@ The reference starts each step from what the replicas hold, because a number on 
 codes may fall on either side of it.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -30,7 +28,7 @@ from curvadion.layout.dtensor import local
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.meeting import MEETING_BYTES
 from quantized_reference import IN_CODES, blocks_of, mean_in_codes
-from seeded import seeded
+from seeded import half_common, random
 from tolerance import Rounding, assert_close, assert_within
 
 pytestmark = pytest.mark.numeric
@@ -47,16 +45,10 @@ MISSING = {(2, 0, "4"), (3, 1, "bias"), (4, 0, "2")}
 FULL_RANK = {"gate": AlwaysOpen(), "rank_fraction": 1.0, "right_factor": "qr"}
 
 
-def random(*key, shape):
-    return torch.randn(shape, generator=seeded(*key))
-
-
 def gradient(name, step, rank):
-    """Half of it common to the replicas; None where it is missing."""
-    if (step, rank, name) in MISSING:
-        return None
-    shape = SHAPES[name]
-    return random("all", name, step, shape=shape) + random("own", name, step, rank, shape=shape)
+    """None where it is missing."""
+    missing = (step, rank, name) in MISSING
+    return None if missing else half_common(name, SHAPES[name], step, rank)
 
 
 def start(dtype):
@@ -177,12 +169,21 @@ def test_replicas_step_along_the_references_means(ranks, bits, dtype, direction)
 # ------------------------------------------------------------------------------- shards
 
 
-def train_sharded(rank, setup, layout):
-    """By step: drift, bytes of codes sent and expected, how far means are from exact ones."""
+@pytest.mark.parametrize(
+    ("setup", "layout"),
+    [
+        (fsdp_training.setup, "hsdp 2x2"),
+        (fsdp_training.setup, "FSDP1, replicas outside"),
+        (tensor_parallel_training.setup, "dp x tp"),
+    ],
+    ids=["hsdp", "FSDP1", "dp x tp"],
+)
+@pytest.mark.chosen_inputs
+@distributed.on_ranks(4)
+def test_shards_share_means_with_their_like(rank, setup, layout):
     model, replicas, _, reader = setup(layout)
     optimizer = CurvaDion(transformer.groups(model), replicas=replicas, sync=CodedGradients(8))
     group = replicas.get_group()
-    found = []
     for step in range(2):
         optimizer.zero_grad()
         transformer.loss_of(model, step, reader).backward()
@@ -196,75 +197,47 @@ def train_sharded(rank, setup, layout):
             mean /= group.size()
         with WireMeter() as meter:
             optimizer.step()
+        assert optimizer.drift() == 0
         codes = sum(
             n.sent
             for (name, kind), n in meter.records.items()
             if name == group.group_name and "all_to" in kind
         )
-        errors = [
-            float((local(x.grad) - mean).norm() / mean.norm().clamp_min(1e-9))
-            for x, mean in zip(X, exact, strict=True)
-            if mean.numel()
-        ]
         expected = message_bytes((local(x).numel() for x in X), 8)
-        found.append((optimizer.drift(), codes, expected, max(errors, default=0.0)))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("setup", "layout"),
-    [
-        (fsdp_training.setup, "hsdp 2x2"),
-        (fsdp_training.setup, "FSDP1, replicas outside"),
-        (tensor_parallel_training.setup, "dp x tp"),
-    ],
-    ids=["hsdp", "FSDP1", "dp x tp"],
-)
-@pytest.mark.chosen_inputs
-def test_shards_share_means_with_their_like(setup, layout):
-    ranks = distributed.run(4, train_sharded, setup, layout)
-    for step in zip(*ranks, strict=True):
-        assert all(drift == 0 for drift, *_ in step)
-        assert sum(codes for _, codes, _, _ in step) == sum(expected for _, _, expected, _ in step)
-        assert max(error for *_, error in step) < 0.05
+        assert sum(distributed.gathered(codes)) == sum(distributed.gathered(expected))
+        for x, mean in zip(X, exact, strict=True):
+            assert (local(x.grad) - mean).norm() <= 0.05 * mean.norm()
 
 
 # ------------------------------------------------------------------------------- bytes
-
-
-def spend(rank, options):
-    X = start(torch.float32)
-    optimizer = optimizer_of(X, **options)
-    sent = []
-    for step in (1, 5, 6, 1, 5):
-        give_gradients(X, step, rank)
-        with WireMeter() as meter:
-            optimizer.step()
-        sent.append(meter.total_sent)
-        assert optimizer.report.gate_open
-    return sent, optimizer.sync.bits, optimizer.param_groups[0]["look_ahead"], repr(optimizer.gate)
 
 
 @pytest.mark.parametrize(
     ("options", "bits"),
     [({}, 3), ({"wire_budget": 0.5}, 8), ({"wire_budget": 0.2}, 3)],
 )
-def test_a_step_sends_the_codes_and_what_replicas_agree_on(options, bits):
+@distributed.on_ranks(2)
+def test_a_step_sends_the_codes_and_what_replicas_agree_on(rank, options, bits):
+    X = start(torch.float32)
+    optimizer = optimizer_of(X, **options)
+    for step in (1, 5, 6, 1, 5):
+        give_gradients(X, step, rank)
+        with WireMeter() as meter:
+            optimizer.step()
+        assert optimizer.report.gate_open
+    assert (optimizer.sync.bits, optimizer.param_groups[0]["look_ahead"]) == (bits, 2.0)
+    assert "AlwaysOpen" in repr(optimizer.gate) or "wire_budget" in options
+    # The first steps also compare the replicas.
     sizes = [math.prod(shape) for shape in SHAPES.values()]
-    for sent, chosen, look_ahead, gate in distributed.run(2, spend, options):
-        assert (chosen, look_ahead) == (bits, 2.0)
-        assert "AlwaysOpen" in gate or "wire_budget" in options
-        # The first steps also compare the replicas.
-        assert sent[-1] == message_bytes(sizes, bits) + MEETING_BYTES
-        if "wire_budget" in options:
-            assert sent[-1] <= options["wire_budget"] * 4 * sum(sizes)
+    assert meter.total_sent == message_bytes(sizes, bits) + MEETING_BYTES
+    assert meter.total_sent <= options.get("wire_budget", 1.0) * 4 * sum(sizes)
 
 
 # ------------------------------------------------------------------------------- exact means
 
 
-def synchronise(rank):
-    """What a run holds before and after an exact synchronisation in its middle."""
+@distributed.on_ranks(2)
+def test_an_exact_synchronisation_keeps_what_codes_owe(rank):
     X = start(torch.float32)
     optimizer = optimizer_of(X, CodedGradients(2, residual_dtype="float32"))
     for step in (1, 5):
@@ -273,19 +246,14 @@ def synchronise(rank):
     before = held(X, optimizer)
     with WireMeter() as meter:
         optimizer.synchronize()
+    assert meter.total_sent == 0  # weights agree anyway
     optimizer.synchronize(exact=True)
-    return before, held(X, optimizer), meter.total_sent
-
-
-def test_an_exact_synchronisation_keeps_what_codes_owe():
-    ranks = distributed.run(2, synchronise)
-    for before, after, sent in ranks:
-        assert sent == 0  # weights agree anyway
-        for name in SHAPES:
-            assert before[name]["X"].equal(after[name]["X"])
-            mean = sum(r[0][name]["residual"] for r in ranks) / 2
-            assert mean.norm() > 0
-            assert_close(after[name]["residual"], mean, Rounding(torch.float32))
+    after, each = held(X, optimizer), distributed.gathered(before)
+    for name in SHAPES:
+        assert before[name]["X"].equal(after[name]["X"])
+        mean = sum(of[name]["residual"] for of in each) / 2
+        assert mean.norm() > 0
+        assert_close(after[name]["residual"], mean, Rounding(torch.float32))
 
 
 # ------------------------------------------------------------------------------- errors
@@ -318,17 +286,14 @@ def test_one_replica_takes_its_own_gradients():
     assert not coded.state[X]["residual"].any()
 
 
-def expanded(rank):
-    """Weights after a step whose gradient is one row for all, in one replica's memory too."""
+@distributed.on_ranks(2)
+def test_a_gradient_may_repeat_its_memory(rank):
+    """One row for all, in one replica's memory too."""
     X = nn.Parameter(torch.ones(24, 20))
     optimizer = CurvaDion([X], replicas=dist.group.WORLD, sync=CodedGradients(8))
     for step in range(2):
         row = random("row", step, rank, shape=(1, 20)).expand(24, 20)
         X.grad = row if rank == 0 else row.clone()
         optimizer.step()
-    return X.detach()
-
-
-def test_a_gradient_may_repeat_its_memory():
-    first, other = distributed.run(2, expanded)
+    first, other = distributed.gathered(X)
     assert first.equal(other)

@@ -5,8 +5,6 @@ the replicas' pseudo-gradients. The rest compares it with itself in shards and a
 copies and other syncs.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -24,7 +22,7 @@ from curvadion.layout.dtensor import local
 from curvadion.sync.base import Costs
 from curvadion.sync.meeting import MEETING_BYTES
 from curvadion.update.state import Owner, StateKey, key_of
-from seeded import seeded
+from seeded import half_common, random
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
@@ -95,26 +93,17 @@ PERIOD, STEPS = 3, 11
 MISSING = {(0, 1, "tall"), (1, 5, "wide"), (0, 8, "square"), (1, 8, "square"), (1, 7, "vector")}
 
 
-def random(*key, shape):
-    return torch.randn(shape, generator=seeded(*key))
-
-
-def start():
-    return {name: 0.2 * random("X", name, shape=shape) for name, shape in SHAPES.items()}
-
-
 def gradients(step, rank):
     """None where one is missing; half of the others is common to the replicas."""
     return {
-        name: None
-        if (rank, step, name) in MISSING
-        else random("all", name, step, shape=shape) + random("own", name, step, rank, shape=shape)
+        name: None if (rank, step, name) in MISSING else half_common(name, shape, step, rank)
         for name, shape in SHAPES.items()
     }
 
 
 def parameters():
-    return {name: nn.Parameter(x) for name, x in start().items()}
+    drawn = {name: 0.2 * random("X", name, shape=shape) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(x) for name, x in drawn.items()}
 
 
 def optimizer_of(X, sync, gate=None, **options):
@@ -136,7 +125,6 @@ def take(X, optimizer, steps, rank):
 
 
 def held(X, optimizer):
-    """Weights and every tensor of the state, by parameter and key."""
     tensors = {(name, "X"): x.detach().clone() for name, x in X.items()}
     for name, x in X.items():
         state = optimizer.state.get(x, {}).items()
@@ -153,8 +141,8 @@ def assert_same(these, those):
 # -------------------------------------------------------------------- where it goes
 
 
-def train(rank):
-    """What is held after steps that end with a synchronisation."""
+@distributed.on_ranks(2)
+def test_replicas_agree_at_openings_and_when_they_are_asked(rank):
     X = parameters()
     optimizer = optimizer_of(X, OuterMomentum())
     for step in range(STEPS):
@@ -164,11 +152,7 @@ def train(rank):
     assert optimizer.sync.openings == STEPS // PERIOD
     optimizer.synchronize()
     assert not optimizer.drifted and optimizer.drift() == 0
-    return held(X, optimizer)
-
-
-def test_replicas_agree_at_openings_and_when_they_are_asked():
-    assert_same(*distributed.run(2, train))
+    assert_same(*distributed.gathered(held(X, optimizer)))
 
 
 def test_an_outer_step_as_long_as_the_local_ones_changes_nothing():
@@ -183,33 +167,32 @@ def test_an_outer_step_as_long_as_the_local_ones_changes_nothing():
 
 def test_shards_of_replicas_take_the_trajectory_of_whole_ones():
     training.assert_trains_like_whole_replicas(
-        fsdp_training.setup, "hsdp 2x2", 2, 2,
-        schedule=training.OPEN_STEPS, options=(("sync", OuterMomentum()),),
-    )  # fmt: skip
+        fsdp_training.setup,
+        "hsdp 2x2",
+        2,
+        2,
+        schedule=training.OPEN_STEPS,
+        options=(("sync", OuterMomentum()),),
+    )
 
 
 # -------------------------------------------------------------------- what it sends
 
 
-def spend(rank, gate):
-    """Bytes sent at each step, and what the gate was told of the costs."""
+@distributed.on_ranks(2)
+def test_an_opening_sends_the_pseudo_gradients_and_a_budget_knows_it(rank):
     X = parameters()
-    optimizer = optimizer_of(X, OuterMomentum(), gate)
-    sent = []
+    optimizer = optimizer_of(X, OuterMomentum(), ByteBudget(0.45))
+    openings = 0
     for step in range(24):
         with WireMeter() as meter:
             take(X, optimizer, [step], rank)
-        sent.append((optimizer.report.gate_open, meter.total_sent))
-    return sent, optimizer.gate.open_cost
-
-
-def test_an_opening_sends_the_pseudo_gradients_and_a_budget_knows_it():
-    for sent, open_cost in distributed.run(2, spend, ByteBudget(0.45)):
-        assert open_cost == pytest.approx(1.0 + MEETING_BYTES / (4 * NUMBERS))
-        for opened, count in sent[1:]:  # the first compares replicas
-            assert count == (MEETING_BYTES + 4 * NUMBERS) * opened
-        openings = sum(opened for opened, _ in sent)
-        assert 4 <= openings <= 0.45 * len(sent)
+        opened = optimizer.report.gate_open
+        openings += opened
+        if step:  # the first compares replicas
+            assert meter.total_sent == (MEETING_BYTES + 4 * NUMBERS) * opened
+    assert optimizer.gate.open_cost == pytest.approx(1.0 + MEETING_BYTES / (4 * NUMBERS))
+    assert 4 <= openings <= 0.45 * 24
 
 
 # -------------------------------------------------------------------- copies and checkpoints
@@ -239,7 +222,6 @@ def test_a_run_goes_on_bitwise():
 
 
 def alone(sync):
-    """An optimizer after three steps of one replica."""
     X = parameters()
     optimizer = optimizer_of(X, sync, FixedPeriod(1))
     take(X, optimizer, range(3), 0)

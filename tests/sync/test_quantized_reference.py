@@ -4,8 +4,6 @@ The reference starts each step from what the replicas hold: a number that lies o
 two codes may fall on either side of it, and all later steps depend on that.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from curvadion import CurvaDion, QuantizedAverage, Replicated
 from curvadion.ops.codes import BITS, levels
 from quantized_reference import QuantizedReference, off_centre
 from scheduled import Scheduled
-from seeded import seeded
+from seeded import half_common, random
 from tolerance import Rounding
 
 pytestmark = pytest.mark.numeric
@@ -55,16 +53,10 @@ def shapes():
     return {str(i): shape for i, shape in enumerate(MATRICES)} | VECTORS
 
 
-def random(*key, shape):
-    return torch.randn(shape, generator=seeded(*key))
-
-
 def gradient(name, step, rank):
-    """Half of it common to the replicas; None where it is missing."""
-    if (step, rank, name) in MISSING:
-        return None
-    shape = shapes()[name]
-    return random("all", name, step, shape=shape) + random("own", name, step, rank, shape=shape)
+    """None where it is missing."""
+    missing = (step, rank, name) in MISSING
+    return None if missing else half_common(name, shapes()[name], step, rank)
 
 
 def start(dtype):
