@@ -1,7 +1,5 @@
 """A budget of bytes: when it opens the gate, and what replicas then send and agree on."""
 
-from __future__ import annotations
-
 import copy
 import math
 from itertools import pairwise
@@ -19,7 +17,6 @@ from curvadion import RMMC, ByteBudget, CurvaDion, FixedPeriod, QuantizedAverage
 from curvadion.sync.coded_mean import message_bytes
 from curvadion.sync.meeting import MEETING_BYTES
 from curvadion.sync.quantized_average import divide
-from gate_steps import ask
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
@@ -29,6 +26,16 @@ def gate_that_costs(share, open_cost=0.05):
     gate = ByteBudget(share)
     gate.open_cost = open_cost
     return gate
+
+
+def ask(gate, steps):
+    """The steps at which a gate opens."""
+    openings = []
+    for step in range(steps):
+        if gate.opens(1.0, 0):
+            gate.spend(1)
+            openings.append(step)
+    return openings
 
 
 def test_a_period_is_as_even_as_the_budget_allows():
@@ -236,7 +243,8 @@ def test_the_look_ahead_is_that_of_the_period_in_use():
     assert known == {optimizer.defaults["look_ahead"]} == {round(1.6 * math.sqrt(period), 1)}
 
 
-def synchronize(rank):
+@distributed.on_ranks(2)
+def test_synchronize_sends_what_the_codes_have_lost(rank):
     model = toy.model()
     optimizer = optimizer_of(model, gate=FixedPeriod(3), sync=QuantizedAverage(bits=1))
     toy.train(model, optimizer, range(4), rank)
@@ -250,19 +258,14 @@ def synchronize(rank):
         state = optimizer.state[x]
         assert_close(x, mean, Rounding(torch.float32))
         assert torch.equal(state["anchor"], x) and not state["residual"].any()
-    return toy.weights(model)
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
 
 
-def test_synchronize_sends_what_the_codes_have_lost():
-    first, second = distributed.run(2, synchronize)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def agree_before_the_end(rank, loads):
-    """Weights after replicas have agreed between two openings, what that sent, and the formula's.
-
-    One of two fragments has been synchronised just before, and a checkpoint loaded.
-    """
+@pytest.mark.filterwarnings("ignore:state_dict")
+@pytest.mark.parametrize("loads", [False, True])
+@distributed.on_ranks(2)
+def test_replicas_can_agree_before_the_gate_opens(rank, loads):
+    """One of two fragments has been synchronised just before, and a checkpoint loaded."""
     model = toy.model()
     how = {"gate": FixedPeriod(3), "sync": QuantizedAverage(fragments=2)}
     optimizer = optimizer_of(model, **how)
@@ -274,17 +277,11 @@ def agree_before_the_end(rank, loads):
     with WireMeter() as meter:
         optimizer.synchronize()
         optimizer.synchronize(exact=False)  # nothing has moved
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
     sizes = [x.numel() for group in optimizer.param_groups for x in group["params"]]
     fragments = zip(sizes, divide(sizes, 2), strict=True)
-    return toy.weights(model), meter.total_sent, message_bytes((n for n, f in fragments if f), 2)
-
-
-@pytest.mark.filterwarnings("ignore:state_dict")
-@pytest.mark.parametrize("loads", [False, True])
-def test_replicas_can_agree_before_the_gate_opens(loads):
-    (first, sent, formula), (second, more, _) = distributed.run(2, agree_before_the_end, loads)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert (sent + more) / 2 == formula
+    left = message_bytes((size for size, fragment in fragments if fragment), 2)
+    assert sum(distributed.gathered(meter.total_sent)) / 2 == left
 
 
 def test_only_a_sync_that_sends_codes_agrees_by_them():
@@ -294,7 +291,9 @@ def test_only_a_sync_that_sends_codes_agrees_by_them():
         optimizer.synchronize(exact=False)
 
 
-def narrow(rank, delay):
+@pytest.mark.parametrize("delay", [0, 1])
+@distributed.on_ranks(2)
+def test_bfloat16_weights_follow_a_float32_anchor(rank, delay):
     model = toy.model(torch.bfloat16)
     sync = QuantizedAverage(delay=delay)
     optimizer = optimizer_of(model, gate=FixedPeriod(2), sync=sync)
@@ -304,20 +303,11 @@ def narrow(rank, delay):
         anchor = optimizer.state[x]["anchor"]
         assert anchor.dtype == torch.float32
         assert torch.equal(x, anchor.to(torch.bfloat16))
-    return toy.weights(model)
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_bfloat16_weights_follow_a_float32_anchor(delay):
-    first, second = distributed.run(2, narrow, delay)
-    toy.assert_bitwise_equal(first, second)
-
-
-def too_small_a_budget(rank):
+@distributed.on_ranks(2)
+def test_a_budget_that_cannot_be_met_is_an_error(rank):
     model = toy.model()
     with pytest.raises(ValueError, match="max_local_steps=1 "):
         toy.train(model, optimizer_of(model, wire_budget=0.03, max_local_steps=1), [0], rank)
-
-
-def test_a_budget_that_cannot_be_met_is_an_error():
-    distributed.run(2, too_small_a_budget)
