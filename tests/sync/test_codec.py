@@ -10,14 +10,27 @@ import distributed
 from curvadion import ops
 from curvadion.metering.wire import WireMeter
 from curvadion.ops import coding
-from curvadion.ops.codes import BITS, BLOCK
+from curvadion.ops.codes import BITS, BLOCK, block_bytes
 from curvadion.sync.coded_mean import coded_mean_, message_bytes
-from plain_codes import decode, encode
 from tolerance import Rounding, assert_close
 
 pytestmark = pytest.mark.numeric
 # Mean square errors of the best quantizers of a standard normal number (Max, 1960, table I).
 LEAST_DISTORTION = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}
+
+
+def encode(x, bits):
+    """(k * BLOCK,) float32 -> (k, block_bytes(bits)) uint8."""
+    codes = x.new_empty(len(x) // BLOCK, block_bytes(bits), dtype=torch.uint8)
+    ops.encode_difference_(codes, [x], bits=bits)
+    return codes
+
+
+def decode(codes, bits):
+    """The inverse, but for what codes lose."""
+    x = codes.new_empty(len(codes) * BLOCK, dtype=torch.float32)
+    ops.decode_add_([x], (), codes, bits)
+    return x
 
 
 @pytest.mark.parametrize(("bits", "least"), LEAST_DISTORTION.items())
@@ -44,19 +57,6 @@ def replicas_numbers(rank, sizes, step):
     return [torch.randn(size, generator=generator) + 0.3 for size in sizes]
 
 
-def average(rank, sizes, bits, steps):
-    """Coded means over some steps, the true ones, this rank's residuals, and bytes sent."""
-    residuals = [torch.zeros(size) for size in sizes]
-    means, sent = [], []
-    for step in range(steps):
-        X = replicas_numbers(rank, sizes, step)
-        with WireMeter() as meter:
-            coded_mean_(X, residuals, bits, dist.group.WORLD)
-        means.append(X)
-        sent.append(meter.total_sent)
-    return means, residuals, sent
-
-
 @pytest.mark.parametrize(
     ("world", "bits", "sizes"),
     [
@@ -68,24 +68,33 @@ def average(rank, sizes, bits, steps):
     ],
 )
 def test_sums_of_means_are_true_but_for_the_last_residuals(world, bits, sizes):
-    steps = 4
-    ranks = distributed.run(world, average, sizes, bits, steps)
+    distributed.run(world, average, sizes, bits)
+
+
+def average(rank, sizes, bits):
+    world, steps = dist.get_world_size(), 4
+    residuals = [torch.zeros(size) for size in sizes]
     codes = message_bytes([math.prod(size) for size in sizes], bits)
+    received, numbers = [torch.zeros(s).double() for s in sizes], [[] for _ in sizes]
     for step in range(steps):
-        sent = sum(sent[step] for _, _, sent in ranks) / world
+        X = replicas_numbers(rank, sizes, step)
+        with WireMeter() as meter:
+            coded_mean_(X, residuals, bits, dist.group.WORLD)
+        sent = sum(distributed.gathered(meter.total_sent)) / world
         assert sent == pytest.approx(2 * (world - 1) / world * codes)
-    for means, _, _ in ranks[1:]:
-        for ours, first in zip(means, ranks[0][0], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, first, strict=True))
-    for i in range(len(sizes)):
-        received = sum(means[i].double() for means in ranks[0][0])
-        numbers = [replicas_numbers(r, sizes, t)[i] for r in range(world) for t in range(steps)]
-        residuals = sum(residuals[i].double() for _, residuals, _ in ranks)
-        true = (sum(x.double() for x in numbers) - residuals) / world
-        assert received.shape == sizes[i]
+        for theirs in distributed.gathered(X):
+            assert all(map(torch.equal, theirs, X))
+        for total, mean in zip(received, X, strict=True):
+            assert mean.shape == total.shape
+            total += mean
+        for r in range(world):
+            for i, x in enumerate(replicas_numbers(r, sizes, step)):
+                numbers[i].append(x.double())
+    for i, kept in enumerate(zip(*distributed.gathered(residuals), strict=True)):
+        true = (sum(numbers[i]) - sum(residual.double() for residual in kept)) / world
         # Sums are shorter than what is added up.
-        added = float(sum(x.norm() for x in numbers)) / world
-        assert_close(received, true, Rounding(torch.float32, terms=steps), scale=added)
+        added = float(sum(x.norm() for x in numbers[i])) / world
+        assert_close(received[i], true, Rounding(torch.float32, terms=steps), scale=added)
 
 
 @pytest.mark.parametrize("bits", BITS)
