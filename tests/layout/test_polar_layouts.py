@@ -123,28 +123,10 @@ def test_later_directions_on_flat_shards(direction):
     assert_flat_shards_take_the_trajectory(2, SHARDS_2, **LATER[direction])
 
 
-def one_expert_on_two_ranks(rank, direction):
-    """How far the expert moves, on the rank that holds it and on the one that holds nothing."""
-    mesh = init_device_mesh("cpu", (2,))
-    X = nn.Parameter(shard(weights((1, 6, 4)), ("0",), mesh))
-    optimizer = Dion([{"params": [X], "stack_dims": 1}], direction=direction)
-    X.grad = shard(gradient((1, 6, 4), 0, 0), ("0",), mesh)
-    before = X.to_local().detach().clone()
-    optimizer.step()
-    return (X.to_local().detach() - before).norm().item()
-
-
-@pytest.mark.parametrize("direction", ["polar", *LATER])
-def test_a_rank_may_hold_none_of_the_experts(direction):
-    held, empty = distributed.run(2, one_expert_on_two_ranks, direction)
-    assert held > 0 and empty == 0
-
-
 # -------------------------------------------------------------------- what is sent
 
 
 def sent(rank, sizes, layout, count, options):
-    """Bytes and calls of a step of one replica."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abc"[: len(sizes)]))
     X = [nn.Parameter(shard(weights((24, 16)), layout, mesh)) for _ in range(count)]
     optimizer = CurvaDion(X, replicas="single", gate=Watching(range(1, 100)), **POLAR, **options)
@@ -186,25 +168,22 @@ def test_gram_matrices_send_two_triangles_a_matrix():
         assert (total, calls) == (rows + 2 * 4 * count * 24 * 16 // ranks, 9)
 
 
-def after_a_step(rank, exchange_dtype):
-    """X of one rank's rows after a step whose shards are sent in a dtype."""
+@distributed.on_ranks(2)
+def test_bfloat16_on_the_wire_rounds_momenta_and_directions(rank):
     mesh = init_device_mesh("cpu", (2,))
-    X = [nn.Parameter(shard(weights((24, 16)), ("0",), mesh)) for _ in range(2)]
-    optimizer = Dion(X, lr=1.0, direction="polar", exchange_dtype=exchange_dtype)
-    for x in X:
-        x.grad = shard(gradient((24, 16), 0, 0), ("0",), mesh)
-    optimizer.step()
-    return [x.to_local().detach() for x in X]
-
-
-def test_bfloat16_on_the_wire_rounds_momenta_and_directions():
-    exact = distributed.run(2, after_a_step, torch.float32)
-    for rounded, wanted in zip(distributed.run(2, after_a_step, "bfloat16"), exact, strict=True):
-        for x, y in zip(rounded, wanted, strict=True):
-            assert (x - y).norm() > 0  # it is bfloat16 that was sent
-            # Directions are of norm 4, by rank half of it; a rounding of M turns them by its
-            # condition.
-            assert_within((x - y).norm() / 3, Rounding(torch.bfloat16, condition=4))
+    ends = []
+    for exchange_dtype in (torch.float32, "bfloat16"):
+        X = [nn.Parameter(shard(weights((24, 16)), ("0",), mesh)) for _ in range(2)]
+        optimizer = Dion(X, lr=1.0, direction="polar", exchange_dtype=exchange_dtype)
+        for x in X:
+            x.grad = shard(gradient((24, 16), 0, 0), ("0",), mesh)
+        optimizer.step()
+        ends.append([x.to_local().detach() for x in X])
+    for y, x in zip(*ends, strict=True):
+        assert (x - y).norm() > 0  # it is bfloat16 that was sent
+        # Directions are of norm 4, by rank half of it; a rounding of M turns them by its
+        # condition.
+        assert_within((x - y).norm() / 3, Rounding(torch.bfloat16, condition=4))
 
 
 def test_owners_have_about_equal_work():

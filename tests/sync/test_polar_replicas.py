@@ -1,7 +1,5 @@
 """Replicas that take polar directions stay equal, whatever is missing or mixed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import distributed
-from curvadion import CurvaDion, FixedPeriod, LowRank, QuantizedAverage
+from curvadion import (
+    AlwaysOpen,
+    CodedGradients,
+    CurvaDion,
+    FixedPeriod,
+    LowRank,
+    QuantizedAverage,
+)
 from curvadion.sync import corrections
 from curvadion.update import row_shards
 from seeded import gradient, weights
@@ -25,59 +30,59 @@ def step(X, optimizer, number, rank, missing=()):
     return optimizer.drift()
 
 
-def spectra(rank):
-    """Which parameters keep spectra after each of two steps, and after loading without; sizes."""
+@pytest.mark.filterwarnings("ignore:state_dict")
+@distributed.on_ranks(2)
+def test_all_replicas_keep_the_same_spectra(rank):
     X = [nn.Parameter(weights(shape)) for shape in [*SHAPES, (24, 8)]]
     groups = [{"params": X[:-1]}, {"params": X[-1:], "row_blocks": (16, 5, 3)}]
     sync = QuantizedAverage(fragments=2, spectrum_decay=0.8)
     how = {"replicas": dist.group.WORLD, "gate": FixedPeriod(1)}
     optimizer = CurvaDion(groups, sync=sync, **how)
-    found = []
+    filled = []
     for number in range(2):
         step(X, optimizer, number, rank, [0] if rank == 1 else ())
-        states = [optimizer.state[x]["spectrum"] for x in X]
-        found.append([(s.numel(), bool(s.any())) for s in states])
+        spectra = [optimizer.state[x]["spectrum"] for x in X]
+        assert [s.numel() for s in spectra] == [8 * 8, 8 * 8, 9 * 9, 8 * 8 + 5 * 5 + 3 * 3]
+        filled.append([bool(s.any()) for s in spectra])
+    # After two steps both fragments have been synchronised, after one only one.
+    assert not all(filled[0][:3]) and all(filled[1][1:3])
     without = CurvaDion(groups, sync=QuantizedAverage(spectrum_decay=0.0), **how)
     without.load_state_dict(optimizer.state_dict())
     step(X, without, 9, rank)
-    return found, ["spectrum" in without.state[x] for x in X]
+    assert not any("spectrum" in without.state[x] for x in X)
+
+
+# Kinds of a run and of one that goes on from its states, of which coded gradients take means.
+KINDS = [
+    (LowRank(), LowRank(), "polar"),
+    (QuantizedAverage(), LowRank(), "polar"),
+    (QuantizedAverage(), CodedGradients(), "normuon"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:state_dict")
-def test_all_replicas_keep_the_same_spectra():
-    sizes = [8 * 8, 8 * 8, 9 * 9, 8 * 8 + 5 * 5 + 3 * 3]
-    for (first, second), after_loading in distributed.run(2, spectra):
-        assert [size for size, _ in first] == [size for size, _ in second] == sizes
-        # After two steps both fragments have been synchronised, after one only one.
-        assert not all(filled for _, filled in first[:3])
-        assert all(filled for _, filled in second[1:3])
-        assert after_loading == [False] * 4
+@pytest.mark.parametrize(("before", "after", "direction"), KINDS)
+@distributed.on_ranks(2)
+def test_momenta_of_another_kind_are_brought_together(rank, before, after, direction):
+    X = [nn.Parameter(weights(shape)) for shape in SHAPES]
+    how = {"direction": direction, "replicas": dist.group.WORLD}
+    optimizer = CurvaDion(X, gate=FixedPeriod(2), sync=before, **how)
+    for number in range(4):
+        step(X, optimizer, number, rank)
+    if isinstance(after, LowRank):
+        optimizer.synchronize()
+    again = CurvaDion(X, gate=AlwaysOpen(), sync=after, **how)
+    again.load_state_dict(optimizer.state_dict())
+    assert [step(X, again, number, rank) for number in range(4, 7)] == [0.0] * 3
 
 
-def agreed_after_loading(rank):
-    """Drifts of a run that goes on from its own state, and of one from a run of another kind."""
-    found = []
-    for kind in (LowRank(), QuantizedAverage()):
-        X = [nn.Parameter(weights(shape)) for shape in SHAPES]
-        how = {"direction": "polar", "replicas": dist.group.WORLD}
-        before = CurvaDion(X, gate=FixedPeriod(2), sync=kind, **how)
-        for number in range(4):
-            step(X, before, number, rank)
-        before.synchronize()
-        after = CurvaDion(X, gate=FixedPeriod(1), sync=LowRank(), **how)
-        after.load_state_dict(before.state_dict())
-        found.append([step(X, after, number, rank) for number in range(4, 7)])
-    return found
+EXPERTS = ["low_rank", "polar", "normuon", "dion2", "nordion2"]
 
 
-@pytest.mark.filterwarnings("ignore:state_dict")
-def test_momenta_of_another_kind_are_brought_together():
-    for found in distributed.run(2, agreed_after_loading):
-        assert found == [[0.0] * 3] * 2
-
-
-def experts_beside_dense(rank, experts, dense):
-    """Ranks of which one holds no expert take the same collectives."""
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("dense", ["low_rank", "polar"])
+@distributed.on_ranks(2)
+def test_ranks_without_experts_take_the_same_collectives(rank, experts, dense):
     mesh = init_device_mesh("cpu", (2,))
     whole = [weights((1, 8, 6)), weights((12, 8))]
     X = [nn.Parameter(shard(w, ("0",), mesh)) for w in whole]
@@ -87,20 +92,16 @@ def experts_beside_dense(rank, experts, dense):
     ]
     optimizer = CurvaDion(groups, replicas="single", threshold=0.3)
     for number in range(3):
+        before = X[0].to_local().detach().clone()
         for x, w in zip(X, whole, strict=True):
             x.grad = shard(gradient(w.shape, number, 0), ("0",), mesh)
         optimizer.step()
-    return True
+        assert before.equal(X[0].to_local()) == (rank == 1)  # which has none to move
 
 
-def test_ranks_without_experts_take_the_same_collectives():
-    for experts in ("low_rank", "polar"):
-        for dense in ("low_rank", "polar"):
-            assert all(distributed.run(2, experts_beside_dense, experts, dense))
-
-
-def falling_rates(rank):
-    """Weights after learning rates have fallen far, with corrections in half precision."""
+@distributed.on_ranks(2)
+def test_a_fall_of_the_rate_does_no_harm_in_half_precision(rank):
+    """Of corrections."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (row_shards, corrections):
             patch.setattr(module, "dtype_of_products", lambda rows: torch.float16)
@@ -112,9 +113,4 @@ def falling_rates(rank):
             if number == 6:
                 optimizer.param_groups[0]["lr"] *= 1e-4
             step(X, optimizer, number, rank)
-        return bool(X[0].detach().isfinite().all()), float(X[0].detach().norm())
-
-
-def test_a_fall_of_the_rate_does_no_harm_in_half_precision():
-    for finite, norm in distributed.run(2, falling_rates):
-        assert finite and norm < 40
+    assert X[0].isfinite().all() and X[0].norm() < 40
