@@ -1,10 +1,10 @@
 """The outer layer around optimizers of torch."""
 
-from __future__ import annotations
-
 import copy
+import itertools
 import math
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -104,8 +104,10 @@ def test_one_replica_takes_the_steps_of_the_optimizer_inside(how):
     assert all(map(torch.equal, model.parameters(), alone.parameters()))
 
 
-def resume(rank, how):
-    """Whether a run that was saved after 4 of 9 steps goes on bitwise; what replicas hold."""
+@pytest.mark.parametrize("how", HOW)
+@distributed.on_ranks(2)
+def test_replicas_go_on_bitwise_and_agree(rank, how):
+    """A run that was saved after 4 of 9 steps."""
     model, optimizer, scheduler = build(how, dist.group.WORLD)
     reports = toy.train(model, optimizer, range(4), rank, scheduler.step)
     with warnings.catch_warnings():
@@ -120,61 +122,44 @@ def resume(rank, how):
     one, two = ({k: s for k, s in o.state_dict()["state"].items()} for o in (optimizer, others[1]))
     assert str(one) == str(two)
     optimizer.synchronize()
-    return [report.gate_open for report in reports], toy.weights(model)
+    opened = [report.gate_open for report in reports]
+    told, told_there = distributed.gathered((opened, toy.weights(model)))
+    assert told[0] == told_there[0] and any(opened)
+    toy.assert_bitwise_equal(told[1], told_there[1])
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_replicas_go_on_bitwise_and_agree(how):
-    (opened, one), (opened_there, two) = distributed.run(2, resume, how)
-    assert opened == opened_there and any(opened)
-    assert all(one[name].equal(two[name]) for name in one)
-
-
-def momentum_changes(rank):
-    """The signals of RMMC, and what they are by their definition."""
+@distributed.on_ranks(2)
+def test_a_gate_reads_how_the_step_before_has_changed_the_momentum(rank):
     model = toy.model()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = Replicated(inner, replicas="single", gate=RMMC(0.0), momentum="momentum_buffer")
-    told, norms = [], [torch.zeros(len(list(model.parameters())))]
+    told, norms = [], []
     for step in range(5):
         told += [report.rmmc for report in toy.train(model, optimizer, [step])]
         buffers = [inner.state[p]["momentum_buffer"].full_tensor() for p in model.parameters()]
         norms.append(torch.stack([b.norm() for b in buffers]))
-    return told, torch.stack(norms)
+    assert told[:2] == [0.0, math.inf]
+    change = [((b - a).abs() / a).max() for a, b in itertools.pairwise(norms[:-1])]
+    assert torch.allclose(torch.tensor(told[2:]), torch.stack(change), rtol=1e-4)
 
 
-def test_a_gate_reads_how_the_step_before_has_changed_the_momentum():
-    for told, norms in distributed.run(2, momentum_changes):
-        assert told[:2] == [0.0, math.inf]
-        change = ((norms[2:-1] - norms[1:-2]).abs() / norms[1:-2]).amax(1)
-        assert torch.allclose(torch.tensor(told[2:]), change, rtol=1e-4)
-
-
-# -------------------------------------------------------------------- bytes
-
-
-def count(rank, budget, steps):
+@distributed.on_ranks(2)
+def test_a_run_keeps_to_its_budget(rank):
+    """Of two ranks each sends 4 bytes an element in an all-reduce of dense gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
     inner = torch.optim.AdamW(model.parameters(), lr=0.003)
-    optimizer = Replicated(inner, replicas=dist.group.WORLD, wire_budget=budget)
+    optimizer = Replicated(inner, replicas=dist.group.WORLD, wire_budget=0.01)
     generator = torch.Generator().manual_seed(rank)
     with WireMeter() as meter:
-        for _ in range(steps):
+        for _ in range(60):
             optimizer.zero_grad()
             model(torch.randn(4, 256, generator=generator)).square().mean().backward()
             optimizer.step()
         optimizer.synchronize()
     elements = sum(p.numel() for p in model.parameters())
-    return meter.total_sent / (4 * elements * steps), optimizer.drift()
-
-
-def test_a_run_keeps_to_its_budget():
-    """Of two ranks each sends 4 bytes an element in an all-reduce of dense gradients."""
-    for share, drift in distributed.run(2, count, 0.01, 60):
-        assert 0.005 < share <= 0.01
-        assert drift == 0.0
+    assert 0.005 < meter.total_sent / (4 * elements * 60) <= 0.01
 
 
 # -------------------------------------------------------------------- shards and checkpoints
@@ -193,17 +178,14 @@ def placed(layout, how):
     return model, Replicated(INNER[how](model), replicas=replicas, **copy.deepcopy(HOW[how])), part
 
 
-def mixing(rank):
+@distributed.on_ranks(4)
+def test_an_optimizer_of_matrices_needs_a_mesh_of_its_replica(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fsdp.keep_gradients_local(fully_shard(toy.model(), mesh=mesh))
     inner, gate = muon_beside_adamw(model), FixedPeriod(3)
     optimizer = Replicated(inner, replicas=mesh["replicate"], gate=gate)
     with pytest.raises(ValueError, match=r"optimizer=Muon with .* mesh=mesh\['shard'\]"):
         toy.train(model, optimizer, [0], rank)
-
-
-def test_an_optimizer_of_matrices_needs_a_mesh_of_its_replica():
-    distributed.run(4, mixing)
 
 
 def whole(model, optimizer):
@@ -254,10 +236,11 @@ def test_distributed_checkpoints_of_sharded_replicas_load_in_one_process(how, tm
 # -------------------------------------------------------------------- torch's contract
 
 
-def scaled(rank):
-    """Steps with a GradScaler, of which one has an infinite gradient on one replica."""
+@distributed.on_ranks(2)
+def test_a_scaler_unscales_and_all_replicas_skip_together(rank):
+    """One gradient is infinite on one replica."""
     model, optimizer, _ = build("AdamW, codes", dist.group.WORLD)
-    scaler, skipped = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         optimizer.zero_grad()
         scaler.scale(toy.loss(model, step, rank)).backward()
@@ -267,15 +250,9 @@ def scaled(rank):
         scaler.step(optimizer)
         scaler.update()
         same = all(before[name].equal(w) for name, w in toy.weights(model).items())
-        skipped.append(same and optimizer.report.skipped)
-    return skipped, toy.weights(model), scaler.get_scale()
-
-
-def test_a_scaler_unscales_and_all_replicas_skip_together():
-    (skipped, weights, _), (there, weights_there, scale) = distributed.run(2, scaled)
-    assert skipped == there == [False, False, True, False]
-    assert scale == 2.0**9
-    assert all(weights[name].equal(weights_there[name]) for name in weights)
+        assert same == optimizer.report.skipped == (step == 2)
+    assert rank == 0 or scaler.get_scale() == 2.0**9
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
 
 
 def test_hooks_closures_copies_and_groups():
@@ -374,8 +351,10 @@ class Adaptive(torch.optim.SGD):
             group["d"] = group.get("d", 1.0) + float(group["params"][0].abs().sum())
 
 
-def uneven(rank, how):
-    """Steps in which the first replica alone uses the embedding, or that adapt to what they see."""
+@pytest.mark.parametrize("how", ["lacking", "adaptive", "frozen"])
+@distributed.on_ranks(2)
+def test_replicas_may_differ_in_what_is_theirs(rank, how):
+    """The first alone uses the embedding, or each adapts to what it sees."""
     model = toy.model()
     kind = Adaptive if how == "adaptive" else torch.optim.SGD
     inner = kind(model.parameters(), lr=0.1, momentum=0.9)
@@ -400,39 +379,12 @@ def uneven(rank, how):
             warnings.simplefilter("ignore")
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         toy.train(model, optimizer, range(5, 8), rank)  # compared anew
-    return optimizer.drift()
+    assert optimizer.drift() < 1
 
 
-@pytest.mark.parametrize("how", ["lacking", "adaptive", "frozen"])
-def test_replicas_may_differ_in_what_is_theirs(how):
-    assert all(drift < 1 for drift in distributed.run(2, uneven, how))
-
-
-def gather_states(rank, options):
-    """Drift after replicas that each loaded a state of their own go on with coded gradients."""
-    model = toy.model()
-    before = CurvaDion(
-        toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(3), max_local_steps=None,
-        sync=QuantizedAverage(), **options,
-    )  # fmt: skip
-    toy.train(model, before, range(3), rank)
-    after = CurvaDion(
-        toy.groups(model), replicas=dist.group.WORLD, sync=CodedGradients(), **options
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        after.load_state_dict(before.state_dict())
-    toy.train(model, after, range(3, 6), rank)
-    return after.drift()
-
-
-def test_coded_gradients_begin_with_means_of_all_states_of_directions():
-    assert distributed.run(2, gather_states, {"direction": "normuon"}) == [0.0, 0.0]
-
-
-def spoilt(rank):
-    outer.RUNS_AHEAD = ("cpu",)  # as on a GPU
-    try:
+@distributed.on_ranks(2)
+def test_a_gradient_that_is_not_finite_stops_the_optimizer_inside(rank):
+    with mock.patch.object(outer, "RUNS_AHEAD", ("cpu",)):  # as on a GPU
         model, optimizer, _ = build("AdamW", dist.group.WORLD)
         for step in range(4):
             optimizer.zero_grad()
@@ -441,9 +393,3 @@ def spoilt(rank):
                 model.linear.weight.grad.fill_(math.nan)
             optimizer.step()
         assert all(p.isfinite().all() for p in model.parameters())
-    finally:
-        outer.RUNS_AHEAD = ("cuda",)
-
-
-def test_a_gradient_that_is_not_finite_stops_the_optimizer_inside():
-    distributed.run(2, spoilt)
