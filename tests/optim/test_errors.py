@@ -1,7 +1,5 @@
 """Malformed uses: each raises the right type and says which argument had which value."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -79,11 +77,6 @@ def says(name, value):
 def test_constructor_names_argument_and_value(name, value, error):
     with pytest.raises(error, match=says(name, value)):
         CurvaDion([matrix()], **{name: value})
-
-
-def test_a_group_names_key_and_value():
-    with pytest.raises(ValueError, match="momentum.*1.5"):
-        Dion([{"params": [matrix()], "momentum": 1.5}])
 
 
 def test_period_longer_than_the_longest_local_run():
@@ -174,7 +167,7 @@ def test_failed_add_param_group_changes_nothing(group):
     toy.train(twin, undisturbed, range(2))
     held = [*optimizer.param_groups]
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="later|lr=-1.0"):
         optimizer.add_param_group(dict(group))
     assert [id(g) for g in optimizer.param_groups] == [id(g) for g in held]
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
@@ -207,25 +200,17 @@ def test_a_model_that_was_cast_after_a_step():
         optimizer.step()
 
 
-def alone(rank):
-    """What rank 0 is told of a step that rank 1 does not take."""
+@distributed.on_ranks(2)
+def test_a_call_that_another_rank_does_not_make(rank):
     x = nn.Parameter(torch.ones(4, 3))
     replicas = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     optimizer = CurvaDion([x], replicas=replicas, threshold=0.3)
     x.grad = torch.rand(4, 3, generator=torch.Generator().manual_seed(rank))
     optimizer.step()
-    if rank:
-        return None
-    with pytest.raises(RuntimeError) as raised:
-        optimizer.step()
-    return str(raised.value)
-
-
-def test_a_call_that_another_rank_does_not_make():
-    said, _ = distributed.run(2, alone)
-    assert re.match(
-        r"optimizer\.step\(\) must be called on every rank.*make the call on every", said
-    )
+    said = r"^optimizer\.step\(\) must be called on every rank.*make the call on every"
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=said):
+            optimizer.step()
 
 
 def test_rmmc_gate_without_matrices():
@@ -249,15 +234,20 @@ MID_RUN = [
 def test_wrong_values_in_mid_run_change_nothing(key, value):
     model = toy.model()
     optimizer = CurvaDion(toy.groups(model))
+    group = optimizer.param_groups[0]
+    group["betas"] = [0.9, 0.95]
     toy.train(model, optimizer, range(2))
     before, states = toy.weights(model), toy.states(optimizer)
-    kept = optimizer.param_groups[0].get(key)
-    optimizer.param_groups[0][key] = value
+    kept = copy.copy(group.get(key))
+    if isinstance(value, list):  # in place
+        group[key][:] = value
+    else:
+        group[key] = value
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"param_groups\[0\]: {key}"):
             optimizer.step()
     toy.assert_bitwise_equal(toy.weights(model), before)
-    optimizer.param_groups[0][key] = kept
+    group[key] = kept
     toy.assert_bitwise_equal(toy.states(optimizer), states)
     toy.train(model, optimizer, [2])
 
