@@ -1,7 +1,5 @@
 """What replicas compare at a first step: their weights, and whether gradients are their own."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -61,26 +59,22 @@ def train(X, optimizer, rank, steps):
 # ---------------------------------------------------------------- weights
 
 
-def start_drifted(rank, kind, broadcast):
+@pytest.mark.parametrize("kind", ["dion", "period", "budget"])
+@pytest.mark.parametrize("broadcast", [False, True])
+@distributed.on_ranks(2)
+def test_replicas_start_from_the_same_weights(rank, kind, broadcast):
     X = parameters()
+    wanted = X[3].detach()[0].item() + 1
     with torch.no_grad():
         X[3][0] += rank
     optimizer = optimizer_of(X, kind)
     if broadcast:
         optimizer.broadcast_weights(1)
-    first = X[3].detach()[0].item()
-    return train(X, optimizer, rank, 2), first
-
-
-@pytest.mark.parametrize("kind", ["dion", "period", "budget"])
-def test_replicas_that_start_from_other_weights_are_an_error(kind):
-    for (step, text), _ in distributed.run(2, start_drifted, kind, False):
+        assert X[3][0] == wanted
+        assert train(X, optimizer, rank, 2) is None
+    else:
+        step, text = train(X, optimizer, rank, 2)
         assert step == 0 and "different weights" in text and "broadcast_weights" in text
-
-
-def test_one_replicas_weights_can_be_given_to_all():
-    wanted = parameters()[3].detach()[0].item() + 1
-    assert distributed.run(2, start_drifted, "budget", True) == [(None, wanted)] * 2
 
 
 class Addressed(FixedPeriod):
@@ -90,7 +84,9 @@ class Addressed(FixedPeriod):
         return f"Addressed at {hex(os.getpid())}"
 
 
-def train_with(rank, how):
+@pytest.mark.parametrize("how", ["gate", "infinite weights", "group of one"])
+@distributed.on_ranks(2)
+def test_what_is_meant_is_no_error(rank, how):
     X = parameters()
     more = {}
     if how == "gate":
@@ -102,55 +98,43 @@ def train_with(rank, how):
     if how == "group of one":
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "data"))
         more["replicas"] = mesh["data"]
-    return train(X, optimizer_of(X, "period", **more), rank, 3)
-
-
-@pytest.mark.parametrize("how", ["gate", "infinite weights", "group of one"])
-def test_what_is_meant_is_no_error(how):
-    assert distributed.run(2, train_with, how) == [None, None]
+    assert train(X, optimizer_of(X, "period", **more), rank, 3) is None
 
 
 # ---------------------------------------------------------------- one replica
 
 
-def train_without_replicas(rank, kind, replicas):
+@pytest.mark.parametrize("kind", ["threshold", "period"])
+@distributed.on_ranks(2)
+def test_forgotten_replicas_are_an_error_where_the_gate_can_close(rank, kind):
     X = parameters()
-    optimizer = optimizer_of(X, kind, replicas=replicas)
+    step, text = train(X, optimizer_of(X, kind, replicas=None), rank, 3)
+    assert step == 0
+    assert "replicas=None" in text and "group.WORLD" in text and "'single'" in text
+
+
+@pytest.mark.parametrize(("kind", "replicas"), [("period", "single"), ("dion", None)])
+@distributed.on_ranks(2)
+def test_single_says_that_a_process_trains_by_itself(rank, kind, replicas):
+    """Copies of it too."""
+    optimizer = optimizer_of(parameters(), kind, replicas=replicas)
     if replicas == "single":
         optimizer = pickle.loads(pickle.dumps(optimizer))
-        X = [x for g in optimizer.param_groups for x in g["params"]]
+    X = [x for g in optimizer.param_groups for x in g["params"]]
     with WireMeter() as meter:
-        return train(X, optimizer, rank, 3), meter.total_bytes
+        assert train(X, optimizer, rank, 3) is None
+    assert meter.total_bytes == 0
 
 
-@pytest.mark.parametrize("kind", ["threshold", "period"])
-def test_forgotten_replicas_are_an_error_where_the_gate_can_close(kind):
-    for (step, text), _ in distributed.run(2, train_without_replicas, kind, None):
-        assert step == 0
-        assert "replicas=None" in text and "group.WORLD" in text and "'single'" in text
-
-
-def test_single_says_that_a_process_trains_by_itself():
-    assert distributed.run(2, train_without_replicas, "period", "single") == [(None, 0)] * 2
-    assert distributed.run(2, train_without_replicas, "dion", None) == [(None, 0)] * 2
-
-
-def budget_of_shards(rank):
+@distributed.on_ranks(2)
+def test_a_budget_of_one_sharded_replica_is_an_error(rank):
     mesh = init_device_mesh("cpu", (2,))
     X = [nn.Parameter(distribute_tensor(x.detach(), mesh, [Shard(0)])) for x in parameters()]
     optimizer = CurvaDion(groups(X), wire_budget=0.5)
-
-    def take(step):
-        for x in X:
-            x.grad = torch.ones_like(x)
+    for x in X:
+        x.grad = torch.ones_like(x)
+    with pytest.raises(ValueError, match=r"one replica.*Use Dion"):
         optimizer.step()
-
-    return told(1, take)
-
-
-def test_a_budget_of_one_sharded_replica_is_an_error():
-    for step, text in distributed.run(2, budget_of_shards):
-        assert step == 0 and "one replica" in text and "Use Dion" in text
 
 
 # ---------------------------------------------------------------- double synchronisation
@@ -170,7 +154,12 @@ def average_(X, how):
         x.grad = sum(each[(i + shift) % ranks] for i in range(ranks)) / ranks
 
 
-def averaged_by_others(rank, how, zeros):
+@pytest.mark.parametrize(
+    ("how", "zeros"), [("all_reduce", 0), ("rank order", 0), ("all_reduce", 2)]
+)
+@distributed.on_ranks(3)
+def test_gradients_of_matrices_averaged_by_others_are_an_error(rank, how, zeros):
+    """At the first step at which gradients tell anything."""
     X = parameters()
     optimizer = optimizer_of(X)
 
@@ -182,55 +171,30 @@ def averaged_by_others(rank, how, zeros):
                 x.grad.zero_()
         optimizer.step()
 
-    return told(3, take)
+    step, text = told(3, take)
+    assert step == zeros and "the matrices are identical" in text
+    assert "keep_gradients_local" in text
 
 
-@pytest.mark.parametrize(
-    ("how", "zeros"), [("all_reduce", 0), ("rank order", 0), ("all_reduce", 2)]
-)
-def test_gradients_of_matrices_averaged_by_others_are_an_error(how, zeros):
-    """At the first step at which gradients tell anything."""
-    for step, text in distributed.run(3, averaged_by_others, how, zeros):
-        assert step == zeros and "the matrices are identical" in text
-        assert "keep_gradients_local" in text
-
-
-def shards_of_replicas(rank, averaged, missing):
-    """Two replicas of two shards; missing: the rank without a gradient of the second matrix."""
+@distributed.on_ranks(4)
+def test_ranks_of_one_replica_that_lack_different_gradients_are_an_error(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     X = [
         nn.Parameter(distribute_tensor(torch.ones(12, 8), mesh, [Replicate(), Shard(0)]))
         for _ in range(2)
     ]
     optimizer = CurvaDion(X, replicas=mesh["replicate"], gate=FixedPeriod(2))
-
-    def take(step):
-        for i, x in enumerate(X):
-            generator = torch.Generator().manual_seed(1000 * step + 10 * rank + i)
-            x.grad = torch.zeros_like(x)
-            x.grad.to_local().copy_(torch.randn(x.to_local().shape, generator=generator))
-            if averaged:
-                dist.all_reduce(x.grad.to_local(), group=mesh.get_group("replicate"))
-        if rank == missing:
-            X[1].grad = None
+    for x in X:
+        x.grad = torch.full_like(x, 1.0 + rank)
+    if rank == 2:
+        X[1].grad = None
+    with pytest.raises((RuntimeError, ValueError), match="lack gradients of different parameters"):
         optimizer.step()
 
-    return told(2, take)
 
-
-def test_averaging_of_shards_is_an_error():
-    for step, text in distributed.run(4, shards_of_replicas, True, None):
-        assert step == 0 and "identical" in text
-    assert distributed.run(4, shards_of_replicas, False, None) == [None] * 4
-
-
-def test_ranks_of_one_replica_that_lack_different_gradients_are_an_error():
-    for step, text in distributed.run(4, shards_of_replicas, False, 2):
-        assert step == 0 and "lack gradients of different parameters" in text
-
-
-def train_honestly(rank):
-    """Gradients of labels in another order are equal in size although nobody averages them."""
+@distributed.on_ranks(2)
+def test_replicas_own_gradients_are_not_taken_for_averages(rank):
+    """Those of labels in another order are equal in size although nobody averages them."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 200))
     nn.init.zeros_(net[2].weight)
@@ -241,16 +205,9 @@ def train_honestly(rank):
     ]
     optimizer = CurvaDion(param_groups, replicas=dist.group.WORLD, threshold=0.3)
     generator = torch.Generator().manual_seed(rank)
-
-    def take(step):
+    for _ in range(3):
         x = torch.randn(16, 32, generator=generator)
         y = torch.randperm(200, generator=generator)[:16]
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
-
-    return told(3, take)
-
-
-def test_replicas_own_gradients_are_not_taken_for_averages():
-    assert distributed.run(2, train_honestly) == [None] * 2
