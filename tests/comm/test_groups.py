@@ -1,12 +1,11 @@
-"""Process groups that the package makes: by their members alone, connected, and not for ever."""
-
-from __future__ import annotations
+"""Groups that the package makes: by members alone, connected, not for ever; sums over them."""
 
 import gc
 import os
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import distributed
 from curvadion import RMMC, CodedGradients, CurvaDion, Dion, FixedPeriod, QuantizedAverage
 from curvadion.comm import background
+from curvadion.comm.collectives import SharedWork
 from curvadion.comm.groups import Unions, existing_group, new_group, timeout_of
 from one_at_a_time import one_at_a_time
 from shards import shard
@@ -84,70 +84,54 @@ LAYOUTS = {
 }
 
 
-def calls_of_new_group(rank, layout):
-    """How often a rank calls torch's ``new_group``, where rank 0 is in one group more."""
-    dist.new_group([0])
-    original, calls = dist.new_group, []
-
-    def counting(*args, **kwargs):
-        calls.append(args)
-        return original(*args, **kwargs)
-
-    dist.new_group = counting
-    try:
-        LAYOUTS[layout]()
-    finally:
-        dist.new_group = original
-    return len(calls)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_in_unequal_numbers_of_groups_train_and_call_new_group_equally_often(layout):
     ranks = 5 if layout == "two shardings" else 4
     assert len({*distributed.run(ranks, calls_of_new_group, layout, timeout=30)}) == 1
 
 
-def own_groups(rank):
-    """Whether a group beside the training is found once the one that it was made for has gone."""
+def calls_of_new_group(rank, layout):
+    """How often a rank calls torch's ``new_group``, where rank 0 is in one group more."""
+    dist.new_group([0])
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as counting:
+        LAYOUTS[layout]()
+    return counting.call_count
+
+
+@distributed.on_ranks(3)
+def test_a_group_is_made_by_its_members_and_one_beside_the_training_is_never_found(rank):
     with pytest.raises(ValueError, match=rf"rank {rank} is not one of .* \({(rank + 1) % 3},\)"):
         new_group([(rank + 1) % 3])
     replicas = dist.new_group([0, 1])
-    if rank == 2:
-        return False
-    beside = background.background_of(replicas, CPU)
-    assert existing_group([0, 1]) is replicas
-    dist.destroy_process_group(replicas)
-    return existing_group(dist.get_process_group_ranks(beside.group)) is not None
+    if rank < 2:
+        beside = background.background_of(replicas, CPU)
+        assert existing_group([0, 1]) is replicas
+        dist.destroy_process_group(replicas)
+        assert existing_group(dist.get_process_group_ranks(beside.group)) is None
 
 
-def test_a_group_is_made_by_its_members_and_one_beside_the_training_is_never_found():
-    assert distributed.run(3, own_groups) == [False] * 3
-
-
-def timeouts(rank):
-    """Of a union of rows and columns, which is not the world, and of a group beside a row."""
+@distributed.on_ranks(5)
+def test_a_group_has_the_timeout_of_those_that_it_is_made_of(rank):
+    """A union of rows and columns, which is not the world, and a group beside a row."""
     short, long = timedelta(minutes=2), timedelta(minutes=3)
     rows = [dist.new_group(ranks, timeout=short) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks, timeout=long) for ranks in ([0, 2], [1, 3])]
-    if rank == 4:
-        return short, long
-    row = rows[rank // 2]
-    union = Unions().of([row, columns[rank % 2]])
-    return timeout_of([background.background_of(row, CPU).group]), timeout_of([union])
-
-
-def test_a_group_has_the_timeout_of_those_that_it_is_made_of():
-    wanted = timedelta(minutes=2), timedelta(minutes=3)
-    assert distributed.run(5, timeouts) == [wanted] * 5
+    if rank < 4:
+        row = rows[rank // 2]
+        union = Unions().of([row, columns[rank % 2]])
+        assert timeout_of([background.background_of(row, CPU).group]) == short
+        assert timeout_of([union]) == long
 
 
 # ------------------------------------------------------------------------ how long they last
 
 
-def resources(rank, rounds):
-    """How many threads and open files trainings with a delay add, one after the other."""
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")
+@distributed.on_ranks(2)
+def test_groups_and_threads_end_with_the_group_that_the_user_destroys(rank):
+    """Of trainings with a delay, one after the other, threads and open files are counted."""
     found = []
-    for _ in range(rounds):
+    for _ in range(10):
         replicas = dist.new_group([0, 1])
         X = [torch.nn.Parameter(torch.ones(16, 24))]
         optimizer = CurvaDion(X, replicas=replicas, **period(delay=1))
@@ -156,17 +140,12 @@ def resources(rank, rounds):
         del X, optimizer, replicas
         gc.collect()
         found.append([len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")])
-    return [last - second for second, last in zip(found[1], found[-1], strict=True)]
+    for second, last in zip(found[1], found[-1], strict=True):
+        assert last - second < 8  # one group is three threads and five files
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")
-def test_groups_and_threads_end_with_the_group_that_the_user_destroys():
-    for added in distributed.run(2, resources, 10):
-        assert max(added) < 8  # one group is three threads and five files
-
-
-def leave_one_stuck(rank):
-    """How long the end of a process waits for an exchange that never ends."""
+@distributed.on_ranks(1, timeout=30)
+def test_the_end_of_a_process_waits_for_exchanges_no_longer_than_their_timeout(rank):
     group, released = dist.new_group([0], timeout=timedelta(seconds=1)), threading.Event()
     exchange = background.background_of(group, CPU).begin("a lost exchange", released.wait)
     start = time.monotonic()
@@ -174,11 +153,6 @@ def leave_one_stuck(rank):
     waited = time.monotonic() - start
     released.set()
     exchange.result()
-    return waited
-
-
-def test_the_end_of_a_process_waits_for_exchanges_no_longer_than_their_timeout():
-    (waited,) = distributed.run(1, leave_one_stuck, timeout=30)
     assert 0.9 < waited < 20
 
 
@@ -231,3 +205,11 @@ def train_in_one_order(rank, shards):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_does_not_depend_on_collectives_that_overlap(ranks):
     distributed.run(ranks, train_in_one_order, ranks == 4)
+
+
+@distributed.on_ranks(4)
+def test_sums_that_ranks_share_are_wider_than_summands(rank):
+    shared = SharedWork([1], dist.group.WORLD)
+    part = torch.tensor([60000.0, 1.0 if rank else 2048.0]).half()
+    found = [x.tolist() for x in shared.sums([part], torch.float32)]
+    assert found == ([] if rank else [[240000.0, 2051.0]])
