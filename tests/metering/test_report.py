@@ -1,11 +1,10 @@
 """What a step reports, and what becomes of it in logs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 
+import pytest
 import torch.distributed as dist
 
 import distributed
@@ -38,18 +37,6 @@ SKIPPED = dataclasses.replace(
 )
 
 
-def strict_json(text):
-    """JSON as the standard has it: no NaN, no Infinity."""
-
-    def refuse(constant):
-        raise ValueError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-# ---------------------------------------------------------------- reports of a run
-
-
 def test_reports_of_a_run():
     model = toy.model()
     optimizer = CurvaDion(toy.groups(model), threshold=0.3)
@@ -69,30 +56,19 @@ def test_reports_of_a_run():
         assert report.wire_bytes is None
 
 
-# ---------------------------------------------------------------- wire bytes
-
-
-def bytes_of_steps(rank):
-    """Reported before a meter counts, while it does and afterwards; what the meter counted."""
+@distributed.on_ranks(2)
+def test_bytes_are_reported_while_a_meter_counts(rank):
     model = toy.model()
     optimizer = CurvaDion(toy.groups(model), replicas=dist.group.WORLD, gate=FixedPeriod(2))
-    before = toy.train(model, optimizer, [0], rank)
+    (before,) = toy.train(model, optimizer, [0], rank)
     with WireMeter() as meter:
         during = toy.train(model, optimizer, range(1, 5), rank)
-    after = toy.train(model, optimizer, [5], rank)
-    reported = [report.wire_bytes for report in (*before, *during, *after)]
-    return reported, during[2].wire_bytes_by_ranks, meter.total_bytes
-
-
-def test_bytes_are_reported_while_a_meter_counts():
-    for (first, *reported, last), by_ranks, total in distributed.run(2, bytes_of_steps):
-        assert first is last is None
-        assert sum(reported) == total
-        assert reported[0] == reported[2] > 0 and reported[1] == reported[3] == 0
-        assert by_ranks == {"0, 1": reported[2]}
-
-
-# ---------------------------------------------------------------- totals
+    (after,) = toy.train(model, optimizer, [5], rank)
+    assert before.wire_bytes is after.wire_bytes is None
+    sent = [report.wire_bytes for report in during]
+    assert sum(sent) == meter.total_bytes
+    assert sent[0] == sent[2] > 0 and sent[1] == sent[3] == 0
+    assert during[2].wire_bytes_by_ranks == {"0, 1": sent[2]}
 
 
 def test_summary_adds_up():
@@ -111,14 +87,13 @@ def test_summary_adds_up():
     assert summary.open_gate_share == 0.25
 
 
-# ---------------------------------------------------------------- logs
-
-
 def test_json_lines(tmp_path):
     path = tmp_path / "log.jsonl"
     write_json_line(path, FIRST, loss=math.nan, lr=[0.02, 0.003])
     write_json_line(path, SKIPPED, run="ü")
-    first, second = (strict_json(line) for line in path.read_text("utf-8").splitlines())
+    lines = path.read_text("utf-8").splitlines()
+    # JSON as the standard has it knows no NaN and no Infinity.
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert first == {**FIRST.as_dict(), "rmmc": "inf", "loss": "nan", "lr": [0.02, 0.003]}
     assert second == {**SKIPPED.as_dict(), "run": "ü"}
 
