@@ -1,7 +1,5 @@
 """A distributed checkpoint written under any layout loads under any other, and the run goes on."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 
@@ -25,8 +23,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
+import raised
+import toy
 from curvadion import CurvaDion, Gate, QuantizedAverage, param_groups
 from curvadion.integrations import ddp, fsdp
+from curvadion.layout.dtensor import local
 from tolerance import Rounding, assert_close
 
 # Numbers of ranks.
@@ -176,12 +177,7 @@ class Remembering(Gate):
         self.held, self.signals, self.openings = (state[key] for key in self.state_dict())
 
 
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def pieces(model, optimizer):
-    """This rank's weights and states."""
     states = optimizer.state_dict()["state"].items()
     tensors = {f"{i}.{key}": torch.as_tensor(t) for i, s in states for key, t in s.items()}
     tensors |= {name: p.detach() for name, p in model.named_parameters()}
@@ -197,13 +193,6 @@ def form_of(state):
         for name, s in state["state"].items()
     }
     return tensors, [sorted(group) for group in state["param_groups"]]
-
-
-def assert_bitwise_equal(these, those):
-    assert list(these) == list(those)
-    for name, tensor in these.items():
-        assert tensor.dtype == those[name].dtype, name
-        assert torch.equal(tensor, those[name]), name
 
 
 def held(model, optimizer):
@@ -388,7 +377,7 @@ def resume_bitwise(rank, layout, folder, options):
     set_model_state_dict(again.model, state["model"], options=how)
     set_optimizer_state_dict(again.model, its, state["optimizer"], options=how)
     assert again.train(its, after) == reports[SAVED_AFTER:]
-    assert_bitwise_equal(pieces(again.model, its), pieces(placed.model, optimizer))
+    toy.assert_bitwise_equal(pieces(again.model, its), pieces(placed.model, optimizer))
     assert vars(its.gate) == vars(optimizer.gate)
     assert its.progress == optimizer.progress
     return [report.gate_open for report in reports]
@@ -436,91 +425,65 @@ def train_flat(rank, model, optimizer, steps):
     optimizer.zero_grad()
 
 
-def resume_flat(rank, folder):
+@distributed.on_ranks(2)
+def test_flat_shards_resume_rank_by_rank(rank, tmp_path):
     model, optimizer = flat([6, 7, 9, 3])
     train_flat(rank, model, optimizer, range(SAVED_AFTER))
     weights = [p.detach().clone() for p in model.parameters()]
-    torch.save(optimizer.state_dict(), f"{folder}/{rank}.pt")
+    torch.save(optimizer.state_dict(), tmp_path / f"{rank}.pt")
     train_flat(rank, model, optimizer, range(SAVED_AFTER, STEPS))
 
     again, its = flat([6, 7, 9, 3])
     with torch.no_grad():
         for p, saved in zip(again.parameters(), weights, strict=True):
             p.copy_(saved)
-    its.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=True))
+    its.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
     train_flat(rank, again, its, range(SAVED_AFTER, STEPS))
-    assert_bitwise_equal(pieces(again, its), pieces(model, optimizer))
+    toy.assert_bitwise_equal(pieces(again, its), pieces(model, optimizer))
     assert vars(its.gate) == vars(optimizer.gate)
 
 
-def test_flat_shards_resume_rank_by_rank(tmp_path):
-    distributed.run(2, resume_flat, str(tmp_path))
-
-
-def error_of(function):
-    """What it raises, as text."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def move_flat(rank, folder):
-    """What comes of loading another rank's state, and of torch.distributed.checkpoint."""
+@distributed.on_ranks(2)
+def test_flat_shards_do_not_move_silently(rank, tmp_path):
+    """To another rank, and through torch.distributed.checkpoint."""
     model, optimizer = flat([8, 8])
     train_flat(rank, model, optimizer, range(2))
-    told = [None, None]
-    dist.all_gather_object(told, optimizer.state_dict())
-    of_other_rank = error_of(lambda: optimizer.load_state_dict(told[1 - rank]))
+    told = distributed.gathered(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"^state_dict holds the flat shard from"):
+        optimizer.load_state_dict(told[1 - rank])
 
     # Shards of equal length look like one replicated tensor.
-    dcp.save(optimizer.state_dict(), checkpoint_id=folder)
+    dcp.save(optimizer.state_dict(), checkpoint_id=tmp_path)
     state = optimizer.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    return of_other_rank, error_of(lambda: optimizer.load_state_dict(state))
-
-
-def test_flat_shards_do_not_move_silently(tmp_path):
-    of_other_rank, of_checkpoint = zip(*distributed.run(2, move_flat, str(tmp_path)), strict=True)
-    for text in of_other_rank:
-        assert text.startswith("ValueError: state_dict holds the flat shard from")
+    dcp.load(state, checkpoint_id=tmp_path)
     # Each tensor comes from one of the ranks, which alone finds its own.
-    found = [text for text in of_checkpoint if text]
-    assert found
-    assert all("or through torch.distributed.checkpoint" in text for text in found)
+    found = distributed.gathered(raised.by(ValueError, optimizer.load_state_dict, state))
+    assert any(found)
+    assert all("or through torch.distributed.checkpoint" in text for text in found if text)
 
 
 # -------------------------------------------------------------------- what cannot be loaded
 
 
-def load_badly(rank, folder):
+@distributed.on_ranks(2)
+def test_states_that_torch_would_lose(rank, tmp_path):
     placed = Placed(shard(Model(), init_device_mesh("cpu", (2,))))
     optimizer = placed.build()
     placed.train(optimizer, range(SAVED_AFTER))
     state = {"optimizer": get_optimizer_state_dict(placed.model, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
-    errors = {}
+    dcp.save(state, checkpoint_id=tmp_path)
 
     for p in placed.model.parameters():
         p.grad = torch.zeros_like(p)
     its = placed.build()
     state = {"optimizer": get_optimizer_state_dict(placed.model, its)}
-    dcp.load(state, checkpoint_id=folder)
-    errors["gradients"] = error_of(
-        lambda: set_optimizer_state_dict(placed.model, its, state["optimizer"])
-    )
+    dcp.load(state, checkpoint_id=tmp_path)
+    with pytest.raises(ValueError, match=r"^state_dict holds no state.*zero_grad"):
+        set_optimizer_state_dict(placed.model, its, state["optimizer"])
     placed.model.zero_grad()
 
     how = StateDictOptions(full_state_dict=True)
     whole = get_optimizer_state_dict(placed.model, optimizer, options=how)
-    errors["whole"] = error_of(lambda: placed.build().load_state_dict(whole))
-    return errors
-
-
-def test_states_that_torch_would_lose(tmp_path):
-    for errors in distributed.run(2, load_badly, str(tmp_path)):
-        assert errors["gradients"].startswith("ValueError: state_dict holds no state")
-        assert "zero_grad" in errors["gradients"]
-        assert errors["whole"].startswith("ValueError: state_dict holds a 'momentum'")
-        assert "StateDictOptions(full_state_dict=True)" in errors["whole"]
+    said = r"^state_dict holds a 'momentum'.*StateDictOptions\(full_state_dict=True\)"
+    with pytest.raises(ValueError, match=said):
+        placed.build().load_state_dict(whole)
