@@ -1,8 +1,7 @@
 """Clipping takes one norm over all replicas and their shards, and scales all by one factor."""
 
-from __future__ import annotations
-
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -26,6 +25,10 @@ LAYOUTS = {
     **{name: ("fsdp", *sizes, 1) for name, sizes in fsdp_training.LAYOUTS.items()},
     **{name: ("tp", *sizes) for name, sizes in tensor_parallel_training.LAYOUTS.items()},
 }
+# The others leave gradients whose pieces lie as those of one of these.
+CHOSEN = ["fsdp 4", "hsdp 2x2", "hsdp 2x2, reduced by FSDP", "replicas outside FSDP's mesh"]
+CHOSEN += ["replicate", "FSDP1 FULL_SHARD", "FSDP1 NO_SHARD", "FSDP1, replicas outside"]
+CHOSEN += ["dp x tp", "fsdp x tp"]
 
 
 def reference(replicas, shards, max_norm):
@@ -60,18 +63,7 @@ def clip(rank, setup, layout, max_norm):
     return norm.item(), after.item(), meter.total_bytes, meter.total_calls
 
 
-# The others leave gradients whose pieces lie as those of one of these.
-LIKE = {
-    "fsdp 2": "fsdp 4",
-    "hsdp 2x2, kept gathered": "hsdp 2x2",
-    "hsdp 2x4, gathered in pairs": "hsdp 2x2",
-    "FSDP1 SHARD_GRAD_OP": "FSDP1 FULL_SHARD",
-    "tp": "dp x tp",
-    "hsdp x tp": "fsdp x tp",
-}
-
-
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in LIKE])
+@pytest.mark.parametrize("layout", CHOSEN)
 def test_every_layout_takes_the_norm_of_whole_replicas(layout):
     setup, replicas, shards, _ = LAYOUTS[layout]
     if layout == "hsdp 2x2, reduced by FSDP":
@@ -102,7 +94,9 @@ def set_gradients(model, rank, scale):
         p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
 
 
-def plain(rank, dtype, max_norm, missing, options):
+@pytest.mark.parametrize(("dtype", "missing"), [(torch.float32, True), (torch.bfloat16, False)])
+@distributed.on_ranks(2)
+def test_one_factor_for_all_replicas(rank, dtype, missing):
     model = model_of(dtype)
     optimizer = Dion(curvadion.param_groups(model), replicas=dist.group.WORLD)
     set_gradients(model, rank, 30.0**rank)
@@ -110,35 +104,25 @@ def plain(rank, dtype, max_norm, missing, options):
         model[0].weight.grad = None
     before = gradients_of(model)
     with WireMeter() as meter:
-        norm = curvadion.clip_grad_norm_(optimizer, max_norm, **options)
-    return before, norm, gradients_of(model), meter.bytes_by_collective
-
-
-@pytest.mark.parametrize(
-    ("dtype", "missing"),
-    [
-        (torch.float32, True),
-        (torch.bfloat16, False),
-    ],
-)
-def test_one_factor_for_all_replicas(dtype, missing):
-    results = distributed.run(2, plain, dtype, 3.0, missing, {})
-    squares = [sum(G.double().square().sum() for G in before.values()) for before, *_ in results]
-    norm = (sum(squares) / 2).sqrt()
-    for before, returned, after, sent in results:
-        assert returned.shape == ()
-        assert_close(returned, norm, NORM)
-        assert sent == {"all_reduce": 8}
-        for name, G in before.items():
-            wanted = G.double() * 3.0 / (norm + 1e-6)
-            assert after[name].dtype == dtype
-            assert_close(after[name], wanted, Rounding(dtype), what=name)
+        returned = curvadion.clip_grad_norm_(optimizer, 3.0)
+    assert meter.bytes_by_collective == {"all_reduce": 8}
+    square = sum(G.double().square().sum() for G in before.values())
+    norm = (sum(distributed.gathered(square)) / 2).sqrt()
+    assert returned.shape == ()
+    assert_close(returned, norm, NORM)
+    for name, G in gradients_of(model).items():
+        assert G.dtype == dtype
+        assert_close(G, before[name].double() * 3.0 / (norm + 1e-6), Rounding(dtype), what=name)
 
 
 # ---------------------------------------------------------------- faults
 
 
-def spoiled(rank, value, where, error_if_nonfinite):
+@pytest.mark.parametrize(
+    ("value", "where", "asked"), [(math.nan, 0, False), (-math.inf, 1, False), (math.nan, 1, True)]
+)
+@distributed.on_ranks(2)
+def test_a_bad_gradient_anywhere_scales_nothing_and_skips_the_step(rank, value, where, asked):
     model = model_of()
     optimizer = CurvaDion(
         curvadion.param_groups(model), replicas=dist.group.WORLD, gate=AlwaysOpen()
@@ -148,26 +132,28 @@ def spoiled(rank, value, where, error_if_nonfinite):
     if rank == where:
         model[1].bias.grad[2] = value
     before = gradients_of(model)
-    raised = None
-    try:
-        norm = curvadion.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=error_if_nonfinite)
+    with pytest.raises(RuntimeError, match="error_if_nonfinite") if asked else nullcontext():
+        norm = curvadion.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=asked)
         assert not norm.isfinite()
-    except RuntimeError as error:
-        raised = str(error)
     after = gradients_of(model)
-    unscaled = all(torch.equal(after[n], G) or rank == where for n, G in before.items())
+    assert all(torch.equal(after[n], G) or rank == where for n, G in before.items())
     optimizer.step()
-    stood = torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights)
-    return unscaled, optimizer.report.skipped, stood, raised
+    assert optimizer.report.skipped
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights)
 
 
-@pytest.mark.parametrize(
-    ("value", "where", "asked"), [(math.nan, 0, False), (-math.inf, 1, False), (math.nan, 1, True)]
-)
-def test_a_bad_gradient_anywhere_scales_nothing_and_skips_the_step_on_all(value, where, asked):
-    for *held, raised in distributed.run(2, spoiled, value, where, asked):
-        assert held == [True, True, True]
-        assert "error_if_nonfinite" in raised if asked else raised is None
+@distributed.on_ranks(2)
+def test_under_a_schedule_a_bad_gradient_anywhere_spoils_all(rank):
+    """Replicas do not hear of each other's NaN before the step, and must not step unclipped."""
+    model = model_of()
+    optimizer = CurvaDion(
+        curvadion.param_groups(model), replicas=dist.group.WORLD, gate=curvadion.FixedPeriod(3)
+    )
+    set_gradients(model, rank, 100.0)
+    if rank == 1:
+        model[1].bias.grad[2] = math.nan
+    curvadion.clip_grad_norm_(optimizer, 1.0)
+    assert all(G.isnan().all() for G in gradients_of(model).values())
 
 
 @pytest.mark.parametrize(
@@ -183,21 +169,3 @@ def test_errors_name_the_argument(arguments, kind, message):
     assert curvadion.clip_grad_norm_(optimizer, 1.0).item() == 0.0  # there is no gradient
     with pytest.raises(kind, match=message):
         curvadion.clip_grad_norm_(**{"optimizer": optimizer, "max_norm": 1.0, **arguments})
-
-
-def spoiled_under_a_schedule(rank):
-    model = model_of()
-    optimizer = CurvaDion(
-        curvadion.param_groups(model), replicas=dist.group.WORLD, gate=curvadion.FixedPeriod(3)
-    )
-    set_gradients(model, rank, 100.0)
-    if rank == 1:
-        model[1].bias.grad[2] = math.nan
-    curvadion.clip_grad_norm_(optimizer, 1.0)
-    return [bool(G.isnan().all()) for G in gradients_of(model).values()]
-
-
-def test_under_a_schedule_a_bad_gradient_anywhere_spoils_all():
-    """Replicas do not hear of each other's NaN before the step, and must not step unclipped."""
-    for spoilt in distributed.run(2, spoiled_under_a_schedule):
-        assert all(spoilt)
