@@ -1,7 +1,5 @@
 """One replica, gate always open: the update equals Dion's equations in float64."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -11,7 +9,8 @@ from hypothesis import strategies as st
 
 from curvadion import CurvaDion, Dion, FixedPeriod, ops
 from pairwise import all_pairs
-from reference import DionReference, relative_error
+from polar_reference import reference_of
+from reference import relative_error
 from tolerance import Rounding, assert_within
 
 pytestmark = pytest.mark.numeric
@@ -51,18 +50,9 @@ def run(optimizer_class, shape, rank_fraction, *, steps=10, seed=0, dtype=torch.
     multiple = options.get("rank_multiple_of", 1)
     smaller = min(shape)
     r = min(multiple * -(-round(rank_fraction * smaller, 9) // multiple), smaller)
-    keys = (
-        "lr",
-        "momentum",
-        "look_ahead",
-        "momentum_rule",
-        "right_factor",
-        "local_step",
-        "local_lr",
-    )
-    known = {key: options[key] for key in keys if key in options}
-    wd = options.get("weight_decay", 0.01)
-    reference = DionReference(X.detach(), 1, int(r), wd=wd, **known)
+    reference = reference_of(X.detach(), 1, int(r), options)
+    reference.wd = options.get("weight_decay", 0.01)
+    reference.momentum = options.get("momentum", 0.95)
     # A slowly turning gradient, so that momentum has something to follow.
     base = torch.randn(shape, generator=generator, dtype=torch.float64)
     for _ in range(steps):
