@@ -1,7 +1,5 @@
 """When replicas talk: what each gate sees, decides and remembers, the same on all of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -32,10 +30,6 @@ def give_gradients(X, step, rank=0):
         x.grad = torch.randn(x.shape, generator=generator).to(x.dtype)
 
 
-def replicas():
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
 # ---------------------------------------------------------------- the relative momentum change
 
 RULES = {
@@ -53,29 +47,6 @@ def momentum(optimizer, x):
     return torch.zeros_like(x, dtype=torch.float64) if held is None else held.double()
 
 
-def rmmc_by_hand(rank, arguments, threshold, dtype):
-    """Per step: reports, own changes by the definition from M itself, and kept norms against M."""
-    X = parameters(dtype)
-    optimizer = CurvaDion(X, replicas=replicas(), threshold=threshold, **arguments)
-    decay = 1.0
-    if optimizer.defaults["momentum_rule"] == "plain":
-        decay = optimizer.defaults["momentum"]
-    reports, changes, norms = [], [], []
-    for step in range(8):
-        give_gradients(X, step, rank)
-        own = {}
-        for name, x in X:
-            M = momentum(optimizer, x)
-            after = (decay * M + x.grad.double()).norm()
-            own[name] = ((after - M.norm()).abs() / M.norm()).item()
-        optimizer.step()
-        reports.append(optimizer.report)
-        changes.append(own)
-        kept = [optimizer.state[x]["momentum_norm"].item() for _, x in X]
-        norms.append((kept, [momentum(optimizer, x).norm().item() for _, x in X]))
-    return reports, changes, norms
-
-
 # Changes are small differences of norms, relative to these; signals are float32.
 ROUNDINGS = {
     torch.float64: Rounding(torch.float32),
@@ -84,44 +55,46 @@ ROUNDINGS = {
 }
 
 
-def check_rmmc(answers, rounding):
-    reports = answers[0][0]
-    assert reports[0].rmmc == math.inf
-    for step, report in enumerate(reports):
-        by_matrix = {name: max(changes[step][name] for _, changes, _ in answers) for name in SHAPES}
+@pytest.mark.parametrize(
+    ("rule", "threshold", "dtype"),
+    [
+        ("dion", 0.5, torch.float32),
+        ("plain dion", 0.5, torch.float32),
+        ("gradient", 0.5, torch.float32),
+        ("no averaging", 0.5, torch.float32),
+        ("qr", 0.45, torch.float64),
+        ("plain gradient", 0.45, torch.bfloat16),
+    ],
+)
+@distributed.on_ranks(2)
+def test_rmmc_is_by_its_definition_the_largest_of_all_replicas(rank, rule, threshold, dtype):
+    X, rounding, opened = parameters(dtype), ROUNDINGS[dtype], set()
+    optimizer = CurvaDion(X, replicas=dist.group.WORLD, threshold=threshold, **RULES[rule])
+    decay = RULES[rule].get("momentum", 0.95) if "plain" in rule else 1.0
+    for step in range(8):
+        give_gradients(X, step, rank)
+        own = {}
+        for name, x in X:
+            M = momentum(optimizer, x)
+            after = (decay * M + x.grad.double()).norm()
+            own[name] = ((after - M.norm()).abs() / M.norm()).item()
+        optimizer.step()
+        report, each = optimizer.report, distributed.gathered(own)
+        by_matrix = {name: max(changes[name] for changes in each) for name in SHAPES}
         largest = max(by_matrix.values())
         if step:
             scale = max(1.0, largest)
             assert_close(report.rmmc, largest, rounding, scale=scale)
             assert_close(by_matrix[report.rmmc_parameter], largest, rounding, scale=scale)
-        for their_reports, _, norms in answers:
-            assert their_reports[step] == report
-            kept, recomputed = norms[step]
-            for a, b in zip(kept, recomputed, strict=True):
-                assert_close(a, b, rounding)
-
-
-@pytest.mark.parametrize(
-    ("rule", "threshold", "dtype"),
-    [
-        ("dion", 0.0, torch.float32),
-        ("qr", 0.45, torch.float64),
-        ("plain gradient", 0.45, torch.bfloat16),
-    ],
-)
-def test_rmmc_is_its_definition(rule, threshold, dtype):
-    answers = [rmmc_by_hand(0, RULES[rule], threshold, dtype)]
-    check_rmmc(answers, ROUNDINGS[dtype])
-
-
-@pytest.mark.parametrize("rule", ["plain dion", "gradient", "no averaging"])
-def test_rmmc_is_the_largest_of_all_replicas(rule):
-    answers = distributed.run(2, rmmc_by_hand, RULES[rule], 0.5, torch.float32)
-    check_rmmc(answers, ROUNDINGS[torch.float32])
-    reports = answers[0][0]
-    assert {report.gate_open for report in reports} == {True, False}
-    for report in reports:
-        assert report.gate_open == (report.rmmc > 0.5)
+        else:
+            assert report.rmmc == math.inf
+        assert distributed.gathered(report) == [report] * 2
+        assert report.gate_open == (report.rmmc > threshold)
+        opened.add(report.gate_open)
+        for _, x in X:
+            kept = optimizer.state[x]["momentum_norm"]
+            assert_close(kept, momentum(optimizer, x).norm(), rounding)
+    assert opened == {True, False}
 
 
 def test_signal_of_rmmc():
