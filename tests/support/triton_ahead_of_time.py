@@ -3,8 +3,6 @@
 Run as a script, in a process of its own: TRITON_INTERPRET must not be set.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -27,15 +25,21 @@ def elementwise(**more):
     return {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "GUARDED": True, **more}
 
 
-def summing(**given):
-    out = {"OUT_DTYPE": given["M_DTYPE"], "HAS_OUT": False, "SUMS": 1024}
-    return elementwise(**{**out, **given})
+def momentum_of(M, G, has_g, write, has_out=False):
+    given = {"M_DTYPE": M, "G_DTYPE": G, "OUT_DTYPE": M, "HAS_G": has_g, "WRITE": write}
+    return momentum.momentum_kernel, elementwise(**given, HAS_OUT=has_out, SUMS=1024)
 
 
-def low_rank_constants(**more):
-    given = {"HAS_M": True, "ALIGNED": True, "PRECISION": "tf32x3", "GUARDED": True, **more}
-    height = low_rank.TILE_M[given["ALIGNED"]]
-    return {**given, "TILE_M": height, "TILE_N": low_rank.TILE_N, "TILE_K": low_rank.TILE_K}
+def local_step_of(dtype, **more):
+    given = {f"{tensor}_DTYPE": dtype for tensor in "XGM"}
+    return local_step.local_step_kernel, elementwise(**given, **more)
+
+
+def low_rank_of(X, M, seeded, swapped, aligned=True):
+    given = {"X_DTYPE": X, "M_DTYPE": M, "SEEDED": seeded, "SWAPPED": swapped, "ALIGNED": aligned}
+    given |= {"HAS_M": True, "PRECISION": "tf32x3", "GUARDED": True}
+    tiles = {"TILE_M": low_rank.TILE_M[aligned], "TILE_N": low_rank.TILE_N}
+    return low_rank.low_rank_kernel, {**given, **tiles, "TILE_K": low_rank.TILE_K}
 
 
 def coded(bits, **more):
@@ -51,30 +55,12 @@ def symmetric_constants(tile_k, precision="tf32", *, gram=False):
 
 # Kernel and its constants.
 VARIANTS = {
-    "norms": (
-        momentum.momentum_kernel,
-        summing(M_DTYPE=F32, G_DTYPE=F32, HAS_G=False, WRITE=False),
-    ),
-    "momentum_norms": (
-        momentum.momentum_kernel,
-        summing(M_DTYPE=BF16, G_DTYPE=BF16, HAS_G=True, WRITE=False),
-    ),
-    "accumulate_": (
-        momentum.momentum_kernel,
-        summing(M_DTYPE=F32, G_DTYPE=BF16, HAS_G=True, WRITE=True),
-    ),
-    "look_ahead": (
-        momentum.momentum_kernel,
-        summing(M_DTYPE=F32, G_DTYPE=F32, HAS_G=True, WRITE=True, HAS_OUT=True),
-    ),
-    "local_step_": (
-        local_step.local_step_kernel,
-        elementwise(X_DTYPE=F32, G_DTYPE=F32, M_DTYPE=F32, HAS_M=True, SEEDED=False),
-    ),
-    "local_step_ seeded": (
-        local_step.local_step_kernel,
-        elementwise(X_DTYPE=BF16, G_DTYPE=BF16, M_DTYPE=BF16, HAS_M=False, SEEDED=True),
-    ),
+    "norms": momentum_of(F32, F32, False, False),
+    "momentum_norms": momentum_of(BF16, BF16, True, False),
+    "accumulate_": momentum_of(F32, BF16, True, True),
+    "look_ahead": momentum_of(F32, F32, True, True, True),
+    "local_step_": local_step_of(F32, HAS_M=True, SEEDED=False),
+    "local_step_ seeded": local_step_of(BF16, HAS_M=False, SEEDED=True),
     "column_sum_of_squares": (
         columns.column_sums_kernel,
         {"ROWS": columns.ROWS, "COLUMNS": columns.COLUMNS},
@@ -83,18 +69,9 @@ VARIANTS = {
         columns.normalize_kernel,
         {"ROWS": 64, "AT_ONCE": 8, "COLUMNS": 512},
     ),
-    "low_rank_update_": (
-        low_rank.low_rank_kernel,
-        low_rank_constants(X_DTYPE=F32, M_DTYPE=F32, SEEDED=False, SWAPPED=False),
-    ),
-    "low_rank_update_ swapped": (
-        low_rank.low_rank_kernel,
-        low_rank_constants(X_DTYPE=BF16, M_DTYPE=BF16, SEEDED=True, SWAPPED=True),
-    ),
-    "low_rank_update_ unaligned": (
-        low_rank.low_rank_kernel,
-        low_rank_constants(X_DTYPE=BF16, M_DTYPE=F32, SEEDED=False, SWAPPED=False, ALIGNED=False),
-    ),
+    "low_rank_update_": low_rank_of(F32, F32, False, False),
+    "low_rank_update_ swapped": low_rank_of(BF16, BF16, True, True),
+    "low_rank_update_ unaligned": low_rank_of(BF16, F32, False, False, False),
     "encode_difference_": (
         codes.encode_difference_kernel,
         coded(2, X_DTYPE=F32, R_DTYPE=F32, HAS_A=True, HAS_R=True),
