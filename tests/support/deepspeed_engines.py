@@ -4,8 +4,6 @@ The loss is linear in every parameter, so a step's gradients are what :func:`gra
 in bfloat16, also their mean over the ranks, however it is divided.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvadion import CurvaDion, WireMeter
 from curvadion.integrations.deepspeed.sharded import partitions_of
 from reference import DionReference, relative_error
 from tolerance import Rounding
@@ -148,9 +145,13 @@ def launch():
     """What a launcher does, in the process groups of this call."""
     rank = dist.get_rank()
     os.environ.update(
-        DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="localhost", MASTER_PORT="29500",
-    )  # fmt: skip
+        DS_ACCELERATOR="cpu",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(dist.get_world_size()),
+        MASTER_ADDR="localhost",
+        MASTER_PORT="29500",
+    )
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")
@@ -365,25 +366,3 @@ def mean_of(each):
         name: {k: sum(G[name][k] for G in each) / len(each) for k in each[0][name]}
         for name in each[0]
     }
-
-
-class Metered:
-    """Counts what each step of the optimizer itself sends, and nothing of DeepSpeed's."""
-
-    def __init__(self):
-        self.meters = []
-
-    def __enter__(self):
-        self.step = CurvaDion.step
-        outer = self
-
-        def step(optimizer, closure=None):
-            with WireMeter() as meter:
-                outer.step(optimizer, closure)
-            outer.meters.append(meter)
-
-        CurvaDion.step = step
-        return self
-
-    def __exit__(self, *_):
-        CurvaDion.step = self.step
