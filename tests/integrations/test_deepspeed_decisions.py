@@ -1,12 +1,9 @@
 """What DeepSpeed's replicas decide as one: bad gradients, norms, errors, first weights."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import deepspeed_engines as ds
@@ -24,134 +21,68 @@ RMMC = {"threshold": 0.18, "local_step": "gradient"}
 CODES = {"gate": {"type": "period", "period": 3}, "sync": {"type": "quantized_average"}}
 
 
-# -------------------------------------------------------------------- gradients that are not finite
-
-
-def spoiled(rank, cases):
-    """By case: reports around a NaN on the last rank, and whether weights stayed as they were."""
-    found = {}
-    for name, how, clip in cases:
-        params = {"always": {}, "rmmc": RMMC, "period": PERIOD, "codes": CODES}[how]
-        engine = engine_of(name, params, gradient_clipping=clip)
-        ds.train(engine, range(3))
-        before = ds.masters(engine)
-        reports = ds.train(engine, [3], spoil={(3, 3)})
-        after = ds.masters(engine)
-        unchanged = all(torch.equal(W, after[n]) for n, W in before.items())
-        reports += ds.train(engine, range(4, 7))
-        finite = all(W.isfinite().all() for W in ds.masters(engine).values())
-        found[name, how, clip] = [r.skipped for r in reports], unchanged, finite
-    return found
-
-
 # Replicas hear each other at every step but under a schedule, unless they clip.
 SPOILED = [
-    ("0", "always", 0.0),
-    ("0 bf16", "codes", 0.0),
-    ("1 BF16_Optimizer", "rmmc", 10.0),
-    ("3 sub-groups", "period", 10.0),
+    ("0", {}, 0.0, False),
+    ("0 bf16", CODES, 0.0, True),
+    ("1 BF16_Optimizer", RMMC, 10.0, False),
+    ("3 sub-groups", PERIOD, 10.0, False),
 ]
 
 
-def test_a_nan_on_one_rank_harms_no_replica():
-    for rank, found in enumerate(distributed.run(4, spoiled, SPOILED)):
-        for case, (skipped, unchanged, finite) in found.items():
-            alone = case[1] in ("period", "codes") and not case[2]
-            mine = rank >= 2 or not alone
-            assert skipped == [mine, False, False, False], case
-            assert unchanged == mine and finite, case
+@pytest.mark.parametrize(("name", "params", "clip", "alone"), SPOILED)
+@distributed.on_ranks(4)
+def test_a_nan_on_one_rank_harms_no_replica(rank, name, params, clip, alone):
+    """On the last."""
+    engine = engine_of(name, params, gradient_clipping=clip)
+    ds.train(engine, range(3))
+    before, mine = ds.masters(engine), rank >= 2 or not alone
+    reports = ds.train(engine, [3], spoil={(3, 3)})
+    after = ds.masters(engine)
+    assert all(torch.equal(W, after[n]) for n, W in before.items()) == mine
+    reports += ds.train(engine, range(4, 7))
+    assert [report.skipped for report in reports] == [mine, False, False, False]
+    assert all(W.isfinite().all() for W in ds.masters(engine).values())
 
 
-# -------------------------------------------------------------------- norms and rates
+@pytest.mark.parametrize("name", ["0", "0 bf16", "2 offload"])
+@distributed.on_ranks(4)
+def test_gradients_are_clipped_by_one_norm_of_all_replicas(rank, name):
+    engine = engine_of(name, PERIOD, gradient_clipping=10.0)
+    expected = ds.Expected(0, 4, local_lr=0.005, clip=10.0, replicas=2)
+    ds.train(engine, range(6))
+    for step in range(6):
+        expected.step(step, step in (2, 5))
+    assert_within(max(expected.distances(ds.masters(engine), rank).values()), ds.ROUNDING)
+    norm = float(engine.get_global_grad_norm())
+    assert norm > 10 and distributed.gathered(norm) == [norm] * 4
 
 
-def clipped(rank, names):
-    """Distance from the equations with one norm for all replicas, and that norm."""
-    found = {}
-    for name in names:
-        engine = engine_of(name, PERIOD, gradient_clipping=10.0)
-        expected = ds.Expected(0, 4, local_lr=0.005, clip=10.0, replicas=2)
-        ds.train(engine, range(6))
-        for step in range(6):
-            expected.step(step, step in (2, 5))
-        distances = expected.distances(ds.masters(engine), rank)
-        found[name] = max(distances.values()), float(engine.get_global_grad_norm())
-    return found
+# The stage, the number of replicas, how the optimizer is made.
+CLIENTS = [(0, 2, "in code"), (3, 4, "in code"), (0, None, "in code"), (3, None, "callable")]
 
 
-def test_gradients_are_clipped_by_one_norm_of_all_replicas():
-    each = distributed.run(4, clipped, ["0", "0 bf16", "2 offload"])
-    for name in each[0]:
-        assert_within(max(found[name][0] for found in each), ds.ROUNDING, what=name)
-        assert len({found[name][1] for found in each}) == 1 and each[0][name][1] > 10, name
-
-
-# -------------------------------------------------------------------- errors of users
-
-INVALID = {
-    "no divisor": ({"replica_size": 3}, {}, "params.replica_size=3 must divide the number of"),
-    "no integer": ({"replica_size": "2"}, {}, "TypeError: optimizer.params.replica_size='2' must"),
-    "local files": (
-        {"replica_size": 2}, {"checkpoint": {"use_node_local_storage": True}},
-        "checkpoint.use_node_local_storage does not work with optimizer.params.replica_size=2",
-    ),
-    "one replica": (
-        {"replica_size": 4, "gate": {"type": "budget", "share": 0.01}}, {},
-        "one replica is sharded over all ranks",
-    ),
-}  # fmt: skip
-
-
-def refused(rank):
-    """What is raised by each configuration."""
-    return {
-        case: error_of(ds.config(3, params, **settings))
-        for case, (params, settings, _) in INVALID.items()
-    }
-
-
-def error_of(configuration):
-    try:
-        ds.engine_of(configuration)
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_configurations_that_cannot_work_are_errors_on_all_ranks():
-    for told in distributed.run(4, refused):
-        for case, (_, _, part) in INVALID.items():
-            assert part in told[case], case
-
-
-# -------------------------------------------------------------------- from code, and under Init
-
-
-def clients(rank, cases):
-    """Distances of engines whose optimizer, made in code, says who the replicas are."""
-    found = {}
-    for stage, replicas in cases:
-        grid = (replicas, dist.get_world_size() // replicas)
+@pytest.mark.parametrize(("stage", "replicas", "how"), CLIENTS)
+@distributed.on_ranks(4)
+def test_an_optimizer_made_in_code_may_have_replicas(rank, stage, replicas, how):
+    """Where it has none, DeepSpeed averages the gradients."""
+    of, configuration, given = ds.model(), ds.config(stage), {}
+    del configuration["optimizer"]
+    if replicas:
+        grid = (replicas, 4 // replicas)
         mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
-        of, configuration = ds.model(), ds.config(stage)
-        del configuration["optimizer"]
-        optimizer = CurvaDion(
-            by_hand_groups(of), ds.LR, replicas=mesh["replicate"], gate=AlwaysOpen(),
-            rank_fraction=ds.FRACTION,
-        )  # fmt: skip
-        engine = ds.engine_of(configuration, of, optimizer=optimizer)
-        expected = ds.Expected(0, 4, replicas=replicas)
-        ds.train(engine, range(4))
-        for step in range(4):
-            expected.step(step, True)
-        found[stage, replicas] = max(expected.distances(ds.masters(engine), rank).values())
-    return found
+        given["replicas"] = mesh["replicate"]
 
+    def build(parameters=None):
+        groups = by_hand_groups(of)
+        return CurvaDion(groups, ds.LR, gate=AlwaysOpen(), rank_fraction=ds.FRACTION, **given)
 
-def test_an_optimizer_made_in_code_may_have_replicas():
-    cases = [(0, 2), (3, 4)]
-    for found in distributed.run(4, clients, cases):
-        assert_within(max(found.values()), ds.ROUNDING, what=found)
+    engine = ds.engine_of(configuration, of, optimizer=build if how == "callable" else build())
+    expected = ds.Expected(stage, 4, replicas=replicas or 1)
+    ds.train(engine, range(4))
+    for step in range(4):
+        expected.step(step, True)
+    assert_within(max(expected.distances(ds.masters(engine), rank).values()), ds.ROUNDING)
 
 
 class Applied(ds.Model):
@@ -174,12 +105,9 @@ def gathered(of):
         return {n: p.detach().clone() for n, p in of.named_parameters()}
 
 
-def under_init(rank):
-    """A model built under zero.Init, of other weights on each rank.
-
-    What it and a rank alone draw; distances, with weights that single ranks have loaded; what is
-    held once a rank has changed weights by hand; an error.
-    """
+@distributed.on_ranks(4)
+def test_a_model_built_under_zero_init_has_the_same_weights_on_all_replicas(rank):
+    """Though each rank draws other ones, single ranks load some and one changes some by hand."""
     import deepspeed
 
     settings = {"stage3_param_persistence_threshold": 0}
@@ -189,8 +117,8 @@ def under_init(rank):
     with deepspeed.zero.Init(config_dict_or_path=configuration):
         of = Applied()
     built = gathered(of)["tall.weight"]
-    torch.manual_seed(rank)
-    drawn = Applied().tall.weight.detach()
+    torch.manual_seed(0)
+    assert torch.equal(built, Applied().tall.weight)
     assert torch.nn.Module.apply is torch.nn.Module._old_apply
     wanted = ds.model()
     for place, (p, value) in enumerate(zip(of.parameters(), wanted.parameters(), strict=True)):
@@ -203,25 +131,16 @@ def under_init(rank):
     ds.train(engine, range(4))
     for step in range(4):
         expected.step(step, True)
-    distance = max(expected.distances(ds.masters(engine), rank).values())
-    same = torch.equal(gathered(of)["frozen.weight"], wanted.frozen.weight)
+    assert_within(max(expected.distances(ds.masters(engine), rank).values()), ds.ROUNDING)
+    assert torch.equal(gathered(of)["frozen.weight"], wanted.frozen.weight)
     some = (of.frozen.weight, of.tall.weight)
     with deepspeed.zero.GatheredParameters((p for p in some), modifier_rank=3), torch.no_grad():
         if rank == 3:
             for p in some:
                 p.fill_(0.5)
-    changed = gathered(of)["tall.weight"]
+    assert gathered(of)["tall.weight"].eq(0.5).all()
     with deepspeed.zero.Init():  # without the configuration: over all ranks
         other = ds.Model()
     with pytest.raises(ValueError, match="config_dict_or_path") as told:
         deepspeed.initialize(model=other, config=configuration)
-    return built, drawn, distance, same, changed, str(told.value)
-
-
-def test_a_model_built_under_zero_init_has_the_same_weights_on_all_replicas():
-    each = distributed.run(4, under_init)
-    for built, _, distance, same, changed, told in each:
-        assert torch.equal(built, each[0][1])
-        assert_within(distance, ds.ROUNDING)
-        assert same and changed.eq(0.5).all()
-        assert "sharded over the ranks [0, 1, 2, 3]" in told
+    assert "sharded over the ranks [0, 1, 2, 3]" in str(told.value)
