@@ -1,7 +1,5 @@
 """Replicas of two ranks under every ZeRO stage: where they go, what they hold, what they send."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -10,6 +8,7 @@ import torch.distributed as dist
 
 import deepspeed_engines as ds
 import distributed
+import toy
 from curvadion import CodedGradients, FixedPeriod, QuantizedAverage
 from curvadion.integrations.deepspeed.replicas import reaching
 from deepspeed_replicas import SIZE, ByHand, engine_of
@@ -27,26 +26,6 @@ NAMES = [
 ]  # fmt: skip
 
 
-# -------------------------------------------------------------------- where they go
-
-
-def trajectories(rank, names, size):
-    """Distances from replicas in the float64 equations, and who holds what; by name."""
-    world, found = dist.get_world_size(), {}
-    for name in names:
-        engine = engine_of(name, ds.SCHEDULE, size)
-        covered = ds.coverage(engine) if ds.stage_of(engine) else None
-        expected = ds.Expected(0, world, local_lr=ds.SCHEDULE["local_lr"], replicas=world // size)
-        reports = ds.train(engine, range(STEPS))
-        for step in range(STEPS):
-            expected.step(step, step in ds.OPEN_STEPS)
-        distances = expected.distances(ds.masters(engine), rank)
-        found[name] = distances, [report.gate_open for report in reports], covered
-        assert engine.train_batch_size() == world * engine.gradient_accumulation_steps()
-        assert engine.global_samples == STEPS * engine.train_batch_size()
-    return found
-
-
 # Two replicas, one in shards, sizes that no number of ranks divides, ranks that are replicas.
 @pytest.mark.parametrize(
     ("names", "world", "size"),
@@ -58,20 +37,30 @@ def trajectories(rank, names, size):
     ],
 )
 def test_engines_follow_the_equations_and_hold_all_elements_once(names, world, size):
-    for found in distributed.run(world, trajectories, names, size):
-        for name, (distances, opened, covered) in found.items():
-            assert_within(max(distances.values()), ds.ROUNDING, what=(name, distances))
-            assert opened == [step in ds.OPEN_STEPS for step in range(STEPS)], name
-            if covered is None:
-                continue
-            counts, right = covered
+    distributed.run(world, trajectories, names, size)
+
+
+def trajectories(rank, names, size):
+    world = dist.get_world_size()
+    for name in names:
+        engine = engine_of(name, ds.SCHEDULE, size)
+        if ds.stage_of(engine):
+            counts, right = ds.coverage(engine)
             assert right, name
             for parameter, count in counts.items():
                 wanted = 0 if parameter.startswith("frozen") else 1
                 assert count.eq(wanted).all(), (name, parameter)
+        expected = ds.Expected(0, world, local_lr=ds.SCHEDULE["local_lr"], replicas=world // size)
+        reports = ds.train(engine, range(STEPS))
+        for step in range(STEPS):
+            expected.step(step, step in ds.OPEN_STEPS)
+        distances = expected.distances(ds.masters(engine), rank)
+        assert_within(max(distances.values()), ds.ROUNDING, what=(name, distances))
+        opened = [report.gate_open for report in reports]
+        assert opened == [step in ds.OPEN_STEPS for step in range(STEPS)], name
+        assert engine.train_batch_size() == world * engine.gradient_accumulation_steps()
+        assert engine.global_samples == STEPS * engine.train_batch_size()
 
-
-# -------------------------------------------------------------------- beside the same in code
 
 # By name: an optimizer's arguments, and the same in JSON.
 CHOICES = {
@@ -97,72 +86,52 @@ FEW = 8
 SPOILED = {(4, 1), (5, 2), (7, 0)}  # of the first FEW steps, the second at an opening
 
 
-def by_hand(rank, cases):
-    """What differs from the optimizer made in code, and drifts, openings, skips; by case."""
-    found = {}
-    for name, how, spoil in cases:
-        chosen, json = CHOICES[how]
-        engine = engine_of(name, json)
-        other = ByHand(engine, **chosen)
-        ours, theirs = engine.basic_optimizer, other.optimizer
-        assert repr(ours.sync) == repr(theirs.sync) and repr(ours.gate) == repr(theirs.gate)
-        unlike, told = set(), []
-        for step in range(FEW):
-            (report,) = ds.train(engine, [step], spoil=spoil)
-            other.step(step, spoil)
-            assert (report.gate_open, report.skipped) == (
-                theirs.report.gate_open, theirs.report.skipped,
-            )  # fmt: skip
-            if step in (5, FEW - 1):
-                unlike |= other.unlike(ds.masters(engine))
-            told.append((report.gate_open, report.skipped))
-        drifts = [ours.drift()]
-        assert drifts[0] == theirs.drift()
-        for each in (ours, theirs):
-            each.synchronize()
-        drifts.append(ours.drift())
-        unlike |= other.unlike(ds.masters(engine))
-        found[name, how] = unlike, told, drifts, ds.masters(engine)
-    return found
-
-
-CASES = [
-    ("0", "delay", SPOILED),
-    ("2 offload", "delay", ()),
-    ("3 sub-groups", "codes", SPOILED),
-    ("2", "coded gradients", SPOILED),
-]
-
-
-def test_every_sync_goes_where_the_optimizer_made_in_code_goes():
+@pytest.mark.parametrize(
+    ("name", "how", "spoil"),
+    [
+        ("0", "delay", SPOILED),
+        ("2 offload", "delay", ()),
+        ("3 sub-groups", "codes", SPOILED),
+        ("2", "coded gradients", SPOILED),
+    ],
+)
+@distributed.on_ranks(4)
+def test_every_sync_goes_where_the_optimizer_made_in_code_goes(rank, name, how, spoil):
     """Bitwise, with and without NaNs on single ranks, and what all agree on in the end."""
-    first, *others = distributed.run(4, by_hand, CASES)
-    for name, how, spoil in CASES:
-        unlike, told, (before, after), weights = first[name, how]
-        for found in others:
-            assert all(torch.equal(W, found[name, how][3][n]) for n, W in weights.items())
-            unlike |= found[name, how][0]
-        assert not unlike, (name, how)
-        assert (before > 0) == (how != "coded gradients") and after == 0, (name, how)
-        closed = FEW - sum(opened for opened, _ in told)
-        assert closed == len(spoil) if how == "coded gradients" else 0 < closed < FEW, (name, how)
-        skipped = any(s for each in (first, *others) for _, s in each[name, how][1])
-        assert skipped == bool(spoil), (name, how)
+    chosen, json = CHOICES[how]
+    engine = engine_of(name, json)
+    other = ByHand(engine, **chosen)
+    ours, theirs = engine.basic_optimizer, other.optimizer
+    assert repr(ours.sync) == repr(theirs.sync) and repr(ours.gate) == repr(theirs.gate)
+    told = []
+    for step in range(FEW):
+        (report,) = ds.train(engine, [step], spoil=spoil)
+        other.step(step, spoil)
+        told.append((report.gate_open, report.skipped))
+        assert told[-1] == (theirs.report.gate_open, theirs.report.skipped)
+        if step in (5, FEW - 1):
+            assert not other.unlike(ds.masters(engine))
+    assert ours.drift() == theirs.drift()
+    assert (ours.drift() > 0) == (how != "coded gradients")
+    for each in (ours, theirs):
+        each.synchronize()
+    assert ours.drift() == 0
+    weights = ds.masters(engine)
+    assert not other.unlike(weights)
+    toy.assert_bitwise_equal(weights, distributed.gathered(weights)[0])
+    closed = FEW - sum(opened for opened, _ in told)
+    assert closed == len(spoil) if how == "coded gradients" else 0 < closed < FEW
+    skipped = any(skipped for each in distributed.gathered(told) for _, skipped in each)
+    assert skipped == bool(spoil)
 
 
-# -------------------------------------------------------------------- groups
-
-
-def without_cpu(rank):
-    """The sum over the ranks through a group made for one that takes no CPU tensors."""
+@distributed.on_ranks(2)
+def test_offloaded_partitions_get_a_group_that_takes_them(rank):
+    """Where the optimizer's was made for a device that takes no CPU tensors."""
     cpu, elsewhere = torch.device("cpu"), dist.new_group([0, 1], backend="cuda:gloo")
     assert reaching(dist.group.WORLD, cpu) is dist.group.WORLD
     made = reaching(elsewhere, cpu)
     assert made is reaching(elsewhere, cpu)
     total = torch.tensor([1.0 + rank])
     dist.all_reduce(total, group=made)
-    return total.item()
-
-
-def test_offloaded_partitions_get_a_group_that_takes_them():
-    assert distributed.run(2, without_cpu) == [3.0, 3.0]
+    assert total == 3.0

@@ -1,17 +1,17 @@
 """Hugging Face's Trainer with DeepSpeed's replicas; skipped where transformers is not installed."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed_engines as ds
 import distributed
 import doc_checks
 import hugging_face as hf
+import toy
 from deepspeed_replicas import SIZE
 
 pytestmark = [
@@ -22,23 +22,23 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 SAVED, STEPS = 4, 6
-PERIOD = {"gate": {"type": "period", "period": 3}}
-CODES = {**PERIOD, "sync": {"type": "quantized_average", "bits": 2}}
-CASES = {3: CODES}
+CODES = {
+    "replica_size": SIZE,
+    "gate": {"type": "period", "period": 3},
+    "sync": {"type": "quantized_average", "bits": 2},
+}
 
 
-def configuration(stage, params):
-    """A JSON as users of Trainer write it."""
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+def configuration():
     automatic = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping")
     return {
-        "optimizer": {"type": "CurvaDion", "params": {"replica_size": SIZE, **params}},
-        "zero_optimization": zero,
+        "optimizer": {"type": "CurvaDion", "params": copy.deepcopy(CODES)},
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
         **dict.fromkeys(automatic, "auto"),
     }
 
 
-def trainer_of(stage, folder, start, **settings):
+def trainer_of(folder, start):
     """A trainer, and where its callback notes whether replicas had drifted when it saved."""
     from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -54,16 +54,26 @@ def trainer_of(stage, folder, start, **settings):
 
     # Arguments come first: from_pretrained builds in shards once they have named stage 3.
     arguments = TrainingArguments(
-        output_dir=folder, deepspeed=copy.deepcopy(configuration(stage, CASES[stage])),
-        max_steps=STEPS, save_steps=SAVED, logging_steps=1, per_device_train_batch_size=2,
-        lr_scheduler_type="constant", report_to=[], disable_tqdm=True, log_level="error",
-        dataloader_pin_memory=False, **settings,
-    )  # fmt: skip
+        output_dir=str(folder),
+        deepspeed=configuration(),
+        dataloader_pin_memory=False,
+        max_steps=STEPS,
+        save_steps=SAVED,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        lr_scheduler_type="constant",
+        report_to=[],
+        disable_tqdm=True,
+        log_level="error",
+    )
     note, model = Note(), GPT2LMHeadModel.from_pretrained(start)
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=hf.Tokens(), eval_dataset=hf.Tokens(),
+        model=model,
+        args=arguments,
+        train_dataset=hf.Tokens(),
+        eval_dataset=hf.Tokens(),
         callbacks=[note],
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match=r"got \['lr'\], but DeepSpeed's JSON names the optimizer"):
         attach(trainer, lr=0.01)
     return attach(trainer), note.drifted
@@ -77,46 +87,35 @@ def losses_of(trainer):
     return [each["loss"] for each in told]
 
 
-def trained(rank, stages, folder):
-    """By stage: losses, those of a run that resumes, and weights at the end."""
-    ds.prepare()
-    hf.launch("deepspeed")
-    found = {}
-    for stage in stages:
-        torch.manual_seed(rank)
-        to = f"{folder}/{stage}"
-        trainer, drifted = trainer_of(stage, to, f"{folder}/start")
-        trainer.train()
-        trainer.save_model(f"{to}/final")
-        optimizer = trainer.deepspeed.basic_optimizer
-        again, _ = trainer_of(stage, f"{to}/again", f"{folder}/start")
-        again.train(resume_from_checkpoint=f"{to}/checkpoint-{SAVED}")
-        runs = losses_of(trainer), losses_of(again)
-        found[stage] = runs, drifted, optimizer.drift(), ds.masters(trainer.deepspeed)
-    return found
-
-
 @pytest.mark.numeric
-def test_trainer_saves_what_replicas_agree_on_and_resumes(tmp_path):
+@distributed.on_ranks(4, timeout=120.0)
+def test_trainer_saves_what_replicas_agree_on_and_resumes(rank, tmp_path):
     from safetensors.torch import load_file
 
+    ds.prepare()
+    hf.launch("deepspeed")
     torch.manual_seed(7)
     start, tokens = hf.gpt(), torch.stack([hf.Tokens()[i]["input_ids"] for i in range(64)])
-    start.save_pretrained(tmp_path / "start")
     wanted = start(tokens, labels=tokens).loss.item()
-    first, *others = distributed.run(4, trained, [*CASES], str(tmp_path), timeout=120.0)
-    for stage, ((losses, resumed), drifted, drift, weights) in first.items():
-        assert losses[0] == pytest.approx(wanted, abs=0.1)
-        assert len(losses) == STEPS and resumed == losses, stage
-        assert drift == 0 and drifted[0], stage
-        written = load_file(tmp_path / str(stage) / "final" / "model.safetensors")
-        for name, W in written.items():
-            held = "transformer.wte.weight" if name == "lm_head.weight" else name  # they are tied
-            assert torch.equal(W, weights[held]), (stage, name)
-            assert all(torch.equal(W, found[stage][3][held]) for found in others), (stage, name)
-
-
-# -------------------------------------------------------------------- what its page shows
+    if rank == 0:
+        start.save_pretrained(tmp_path / "start")
+    dist.barrier()
+    torch.manual_seed(rank)
+    trainer, drifted = trainer_of(tmp_path, tmp_path / "start")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    optimizer = trainer.deepspeed.basic_optimizer
+    again, _ = trainer_of(tmp_path / "again", tmp_path / "start")
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
+    losses = losses_of(trainer)
+    assert losses[0] == pytest.approx(wanted, abs=0.1)
+    assert len(losses) == STEPS and losses_of(again) == losses
+    assert optimizer.drift() == 0 and (rank or drifted[0])
+    weights = ds.masters(trainer.deepspeed)
+    toy.assert_bitwise_equal(weights, distributed.gathered(weights)[0])
+    for name, W in load_file(tmp_path / "final" / "model.safetensors").items():
+        held = "transformer.wte.weight" if name == "lm_head.weight" else name  # they are tied
+        assert torch.equal(W, weights[held]), name
 
 
 @pytest.mark.parametrize("name", doc_checks.names_of("docs/deepspeed.md"))
