@@ -1,7 +1,5 @@
 """Hugging Face Accelerate with real process groups; skipped where it is not installed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import weakref
@@ -31,8 +29,6 @@ CODES = {"wire_budget": 0.04, "sync": curvadion.QuantizedAverage(bits=2, spectru
 
 @dataclass
 class Run:
-    """What a training did."""
-
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     summary: curvadion.Summary = field(default_factory=Summary)
@@ -52,13 +48,6 @@ def model_and_optimizer(kind=curvadion.CurvaDion, **options):
 
 def loader():
     return DataLoader(hf.Tokens(), batch_size=BATCH)
-
-
-def whole(model):
-    """Weights of any layout, as a copy."""
-    each = getattr(model, "module", model).named_parameters()
-    full = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in each)
-    return {name: p.detach().clone() for name, p in full}
 
 
 def by_hand(rank, world):
@@ -94,7 +83,7 @@ def note(run, optimizer, loss, norm):
 
 def ended(run, model, meter):
     run.sent = meter.bytes_by_collective
-    run.weights = whole(model)
+    run.weights = hf.whole(model)
     return run
 
 
@@ -126,7 +115,7 @@ def with_accelerate(rank, made, folder, *, first=0, options=None):
         before = optimizer.optimizer.drifted
         run.gathered = accelerator.get_state_dict(model)  # on rank 0 only
         run.drifted = before, optimizer.optimizer.drifted
-        run.weights = run.weights | {"agreed": whole(model)["transformer.wte.weight"]}
+        run.weights = run.weights | {"agreed": hf.whole(model)["transformer.wte.weight"]}
     return run
 
 
@@ -146,10 +135,15 @@ def attached(**settings):
     return attach(Accelerator(**settings))
 
 
-# -------------------------------------------------------------------- DDP
+def assert_resumed(run, resumed):
+    assert resumed.losses[SAVED:] == run.losses[SAVED:]
+    assert resumed.drifts == run.drifts
+    for name, W in run.weights.items():
+        assert torch.equal(resumed.weights[name], W), name
 
 
-def ddp_runs(rank, folder):
+@distributed.on_ranks(2, timeout=120.0)
+def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(rank, tmp_path):
     hf.launch()
 
     def made():
@@ -160,31 +154,15 @@ def ddp_runs(rank, folder):
         return {"replicas": dist.group.WORLD, **CODES}
 
     plain = by_hand(rank, dist.get_world_size())
-    run = with_accelerate(rank, made, folder, options=options)
-    resumed = with_accelerate(rank, made, folder, first=SAVED, options=options)
-    return plain, run, resumed
-
-
-def assert_resumed(run, resumed):
-    assert resumed.losses[SAVED:] == run.losses[SAVED:]
-    assert resumed.drifts == run.drifts
-    for name, W in run.weights.items():
-        assert torch.equal(resumed.weights[name], W), name
-
-
-def test_ddp_takes_the_steps_of_a_plain_loop_and_resumes_bitwise(tmp_path):
-    for plain, run, resumed in distributed.run(2, ddp_runs, str(tmp_path), timeout=120.0):
-        assert run.losses == plain.losses and run.norms == plain.norms
-        assert max(run.norms) > MAX_NORM
-        assert run.drifts == plain.drifts and max(run.drifts) > 0
-        assert 3 < run.summary.open_steps == plain.summary.open_steps < STEPS / 2, run.summary
-        assert run.sent == plain.sent
-        for name, W in plain.weights.items():
-            assert torch.equal(run.weights[name], W), name
-        assert_resumed(run, resumed)
-
-
-# -------------------------------------------------------------------- FSDP2 and HSDP
+    run = with_accelerate(rank, made, str(tmp_path), options=options)
+    assert run.losses == plain.losses and run.norms == plain.norms
+    assert max(run.norms) > MAX_NORM
+    assert run.drifts == plain.drifts and max(run.drifts) > 0
+    assert 3 < run.summary.open_steps == plain.summary.open_steps < STEPS / 2, run.summary
+    assert run.sent == plain.sent
+    for name, W in plain.weights.items():
+        assert torch.equal(run.weights[name], W), name
+    assert_resumed(run, with_accelerate(rank, made, str(tmp_path), first=SAVED, options=options))
 
 
 def sharding(replicas, state_dict_type, block="GPT2Block"):
@@ -193,26 +171,15 @@ def sharding(replicas, state_dict_type, block="GPT2Block"):
 
     hf.launch("gpu")
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[block], state_dict_type=state_dict_type,
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[block],
+        state_dict_type=state_dict_type,
         cpu_ram_efficient_loading=False,
-    )  # fmt: skip
+    )
     shards = dist.get_world_size() // replicas
     mesh = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
     return attached(fsdp_plugin=plugin, parallelism_config=mesh)
-
-
-def fsdp_runs(rank, folder, replicas, state_dict_type):
-    """A run in shards, and one that resumes it."""
-    made = functools.partial(sharding, replicas, state_dict_type)
-
-    def options(accelerator):
-        if replicas == 1:
-            return {"kind": curvadion.Dion}
-        return {"replicas": accelerator.torch_device_mesh["dp_replicate"], **CODES}
-
-    run = with_accelerate(rank, made, folder, options=options)
-    return run, with_accelerate(rank, made, folder, first=SAVED, options=options)
 
 
 @pytest.mark.parametrize(
@@ -221,20 +188,25 @@ def fsdp_runs(rank, folder, replicas, state_dict_type):
     ids=["fsdp", "hsdp"],
 )
 def test_shards_resume_bitwise(tmp_path, replicas, shards, kind):
-    results = distributed.run(
-        replicas * shards, fsdp_runs, str(tmp_path), replicas, kind, timeout=120.0
-    )
-    gathered = results[0][0].gathered
-    for run, resumed in results:
-        assert run.whole_weights_are_gone
-        assert run.drifted == (replicas > 1, False)
-        assert torch.equal(run.weights["agreed"], gathered["transformer.wte.weight"])
-        assert len(run.losses) == STEPS and max(run.norms) > MAX_NORM
-        assert (max(run.drifts) > 0) == (replicas > 1)
-        assert_resumed(run, resumed)
+    distributed.run(replicas * shards, fsdp_runs, str(tmp_path), replicas, kind, timeout=120.0)
 
 
-# -------------------------------------------------------------------- what goes wrong
+def fsdp_runs(rank, folder, replicas, state_dict_type):
+    made = functools.partial(sharding, replicas, state_dict_type)
+
+    def options(accelerator):
+        if replicas == 1:
+            return {"kind": curvadion.Dion}
+        return {"replicas": accelerator.torch_device_mesh["dp_replicate"], **CODES}
+
+    run = with_accelerate(rank, made, folder, options=options)
+    assert run.whole_weights_are_gone
+    assert run.drifted == (replicas > 1, False)
+    gathered = distributed.gathered(run.gathered)[0]
+    assert torch.equal(run.weights["agreed"], gathered["transformer.wte.weight"])
+    assert len(run.losses) == STEPS and max(run.norms) > MAX_NORM
+    assert (max(run.drifts) > 0) == (replicas > 1)
+    assert_resumed(run, with_accelerate(rank, made, folder, first=SAVED, options=options))
 
 
 class Plain(torch.nn.Module):
@@ -260,15 +232,8 @@ def step(accelerator, model, optimizer, rank):
     optimizer.zero_grad()
 
 
-def raised(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def mistakes(rank):
+@distributed.on_ranks(2)
+def test_mistakes_are_errors_on_all_ranks(rank):
     from accelerate import Accelerator
 
     from curvadion.integrations.accelerate import attach
@@ -278,61 +243,36 @@ def mistakes(rank):
         accelerator = Accelerator(cpu=True)
         return attach(accelerator) if attaching else accelerator
 
-    def some_parameters():
-        accelerator = fresh()
-        model, _ = prepared(accelerator)
+    unattached = fresh(attaching=False)
+    model_and_optimizer = prepared(unattached)
+    with pytest.raises(RuntimeError, match="gradients of the matrices are identical") as told:
+        step(unattached, *model_and_optimizer, rank)
+    assert "with accelerate call curvadion.integrations.accelerate.attach(" in str(told.value)
+    with pytest.raises(ValueError, match=r"replicas=None in CurvaDion.*\.group\.WORLD.*'single'"):
+        prepared(fresh(), replicas=None)
+    accelerator = fresh()
+    model, _ = prepared(accelerator)
+    with pytest.raises(ValueError, match="one norm over all parameters of an optimizer"):
         accelerator.clip_grad_norm_(model.module.matrix.parameters(), 1.0)
-
-    def not_told_of_processors():
-        hf.launch("none")
+    hf.launch("none")
+    with pytest.raises(ValueError, match=r"num_processes=1, but WORLD_SIZE=2.*cpu=True"):
         attach(Accelerator())
 
-    unattached = fresh(attaching=False)
-    return {
-        "not attached": raised(step, unattached, *prepared(unattached), rank),
-        "no replicas": raised(prepared, fresh(), replicas=None),
-        "some parameters": raised(some_parameters),
-        "not told": raised(not_told_of_processors),
-    }
 
-
-MISTAKES = {
-    "not attached": (
-        "RuntimeError",
-        "gradients of the matrices are identical",
-        "with accelerate call curvadion.integrations.accelerate.attach(accelerator)",
-    ),
-    "not told": ("ValueError", "num_processes=1, but WORLD_SIZE=2", "use_cpu=True", "cpu=True"),
-    "no replicas": ("ValueError", "replicas=None in CurvaDion", "dist.group.WORLD", "'single'"),
-    "some parameters": ("ValueError", "one norm over all parameters of an optimizer"),
-}
-
-
-def test_mistakes_are_errors_on_all_ranks():
-    for messages in distributed.run(2, mistakes):
-        for name, parts in MISTAKES.items():
-            assert all(part in messages[name] for part in parts), (name, messages[name])
-
-
-def stepped_before(rank):
-    """What is raised where FSDP2 shards the parameters of an optimizer that has stepped."""
+@distributed.on_ranks(2)
+def test_an_optimizer_that_has_stepped_before_it_is_sharded_is_an_error(rank):
     accelerator, model = sharding(1, "FULL_STATE_DICT", "Linear"), Plain()
     optimizer = curvadion.Dion(curvadion.param_groups(model))
     model(torch.ones(4, 8)).backward()
     optimizer.step()
-    return raised(accelerator.prepare, model, optimizer)
+    with pytest.raises(ValueError, match="^Dion had already taken 1 steps when FSDP2 replaced"):
+        accelerator.prepare(model, optimizer)
 
 
-def test_an_optimizer_that_has_stepped_before_it_is_sharded_is_an_error():
-    for message in distributed.run(2, stepped_before):
-        assert message.startswith("ValueError: Dion had already taken 1 steps when FSDP2 replaced")
-
-
-# -------------------------------------------------------------------- accumulation, precision
-
-
-def accumulated(rank):
-    """Weights after steps of two backwards each, with a scaler and without."""
+@pytest.mark.numeric
+@distributed.on_ranks(2)
+def test_a_scaler_changes_nothing_where_gradients_accumulate(rank):
+    """Over steps of two backwards each."""
     found = []
     for scaled in (False, True):
         hf.launch()
@@ -352,12 +292,6 @@ def accumulated(rank):
                 optimizer.step()
                 optimizer.zero_grad()
         assert optimizer.optimizer.progress.steps == 5
-        found.append(whole(model))
-    return found
-
-
-@pytest.mark.numeric
-def test_a_scaler_changes_nothing_where_gradients_accumulate():
-    for plain, scaled in distributed.run(2, accumulated):
-        for name, W in plain.items():
-            assert_close(scaled[name], W, Rounding(torch.float32), what=name)
+        found.append(hf.whole(model))
+    for name, W in found[0].items():
+        assert_close(found[1][name], W, Rounding(torch.float32), what=name)

@@ -1,7 +1,5 @@
 """A tiny GPT-2, its data, and what a launcher tells Accelerate, in the process groups of a call."""
 
-from __future__ import annotations
-
 import os
 
 import torch
@@ -27,6 +25,13 @@ def gpt(dropout=0.0, **more):
     sizes = {"vocab_size": TOKENS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 1, "n_head": 2}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **ends, **more))
+
+
+def whole(model):
+    """Weights of any layout, as a copy."""
+    each = getattr(model, "module", model).named_parameters()
+    full = ((n, p.full_tensor() if hasattr(p, "full_tensor") else p) for n, p in each)
+    return {name: p.detach().clone() for name, p in full}
 
 
 def launch(device_kind="cpu"):
