@@ -1,7 +1,5 @@
 """torchtitan's trainer with replicas; skipped where torchtitan, or what it needs, is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 
@@ -41,65 +39,28 @@ def trainer_of(rank, folder, *, degree=2, kind="CurvaDion", options=CODES, steps
     return with_curvadion(given, kind=kind, **options).build()
 
 
-# -------------------------------------------------------------------- saving, resuming
-
-
-def trained_and_resumed(rank, folder, degree, kind, options):
-    """Losses and state of a whole run and of a resumed one; how far replicas have drifted."""
+@pytest.mark.parametrize(
+    ("degree", "kind", "options"), [(2, "CurvaDion", CODES), (1, "Dion", {"lr": 0.02})]
+)
+@distributed.on_ranks(2, timeout=100.0)
+def test_a_run_resumes_bitwise_from_a_distributed_checkpoint(rank, tmp_path, degree, kind, options):
     saved = {"enable": True, "interval": SAVED}
     how = {"degree": degree, "kind": kind, "options": options}
     found = []
     for more in ({}, {"load_step": SAVED}):
-        trainer = trainer_of(rank, folder, checkpoint={**saved, **more}, **how)
+        trainer = trainer_of(rank, str(tmp_path), checkpoint={**saved, **more}, **how)
         losses, _ = runs.noting(trainer)
         trainer.train()
         found.append((losses, runs.held(trainer)))
         trainer.close()
+    (losses, state), (rest, again) = found
+    assert len(losses) == STEPS and rest == losses[SAVED:]
+    toy.assert_bitwise_equal(state, again)
     optimizer = trainer.optimizers.optimizers[0]
-    return found, optimizer.drifted, optimizer.drift()
-
-
-@pytest.mark.parametrize(
-    ("degree", "kind", "options"), [(2, "CurvaDion", CODES), (1, "Dion", {"lr": 0.02})]
-)
-def test_a_run_resumes_bitwise_from_a_distributed_checkpoint(tmp_path, degree, kind, options):
-    results = distributed.run(
-        2, trained_and_resumed, str(tmp_path), degree, kind, options, timeout=100.0
-    )
-    for found, drifted, drift in results:
-        (losses, state), (rest, again) = found
-        assert len(losses) == STEPS and rest == losses[SAVED:]
-        toy.assert_bitwise_equal(state, again)
-        assert not drifted and drift == 0  # the last checkpoint keeps weights only, of one replica
-    assert results[0][0][0][0] != results[1][0][0][0]  # each reads batches of its own
-
-
-# -------------------------------------------------------------------- a step
-
-
-def compared(rank, folder, degree, backend):
-    """Losses and reports with the trainer and by hand, with whole replicas."""
-    options = CODES
-    if dist.get_world_size() > degree:  # codes of shards round otherwise
-        options = {**CODES, "sync": curvadion.LowRank()}
-    how = {"training": {"max_norm": CLIP}, "steps": FEW, "warmup": 0, "backend": backend}
-    with curvadion.WireMeter():
-        trainer = trainer_of(rank, folder, degree=degree, options=options, **how)
-        before = runs.whole_weights(trainer)
-        losses, reports = runs.noting(trainer)
-        trainer.train()
-        shards = dist.get_world_size() // degree
-        replica, shard = divmod(rank, shards)
-        groups = [dist.new_group([i + j * shards for j in range(degree)]) for i in range(shards)]
-
-        def make(of):
-            return curvadion.CurvaDion(of, replicas=groups[shard], **options)
-
-        readers = range(replica * shards, (replica + 1) * shards)
-        wanted, by_hand = runs.by_hand(before, make, steps=FEW, clip=CLIP, readers=readers)
-    told = trainer.optimizers.max_norm, trainer.config.training.max_norm
-    sent = [[r.wire_bytes for r in each] for each in (reports, by_hand)]
-    return losses, wanted[shard::shards], sent, told
+    # The last checkpoint keeps weights only, of one replica.
+    assert not optimizer.drifted and optimizer.drift() == 0
+    first, other = distributed.gathered(losses[0])
+    assert first != other  # each reads batches of its own
 
 
 @pytest.mark.numeric
@@ -108,30 +69,49 @@ def compared(rank, folder, degree, backend):
     [(2, 2, "partial_dtensor"), (4, 2, "full_dtensor")],
 )
 def test_replicas_and_shards_train_and_clip_as_whole_replicas(tmp_path, ranks, degree, backend):
-    results = distributed.run(ranks, compared, str(tmp_path), degree, backend)
-    for losses, wanted, (sent, by_hand), told in results:
-        # A code may flip at a rounding: what follows the first opening in codes is not compared.
-        exact = PERIOD if ranks == degree else FEW
-        rounding = Rounding(torch.float32, terms=runs.VOCABULARY)
-        assert_close(torch.tensor(losses[:exact]), torch.tensor(wanted[:exact]), rounding)
-        assert told == (CLIP, math.inf)
-        if ranks == degree:
-            # The trainer adds up tokens and losses at every step.
-            assert len({a - b for a, b in zip(sent[2:], by_hand[2:], strict=True)}) == 1
-            assert sent[3] - sent[2] == by_hand[3] - by_hand[2] > 0  # an opening
+    distributed.run(ranks, compared, str(tmp_path), degree, backend)
 
 
-# -------------------------------------------------------------------- evaluation
+def compared(rank, folder, degree, backend):
+    """The trainer with whole replicas by hand."""
+    options, shards = CODES, dist.get_world_size() // degree
+    if shards > 1:  # whose codes round otherwise
+        options = {**CODES, "sync": curvadion.LowRank()}
+    how = {"training": {"max_norm": CLIP}, "steps": FEW, "warmup": 0, "backend": backend}
+    with curvadion.WireMeter():
+        trainer = trainer_of(rank, folder, degree=degree, options=options, **how)
+        before = runs.whole_weights(trainer)
+        losses, reports = runs.noting(trainer)
+        trainer.train()
+        replica, shard = divmod(rank, shards)
+        groups = [dist.new_group([i + j * shards for j in range(degree)]) for i in range(shards)]
+
+        def make(of):
+            return curvadion.CurvaDion(of, replicas=groups[shard], **options)
+
+        readers = range(replica * shards, (replica + 1) * shards)
+        wanted, by_hand = runs.by_hand(before, make, steps=FEW, clip=CLIP, readers=readers)
+    # A code may flip at a rounding: what follows the first opening in codes is not compared.
+    exact = PERIOD if shards == 1 else FEW
+    rounding = Rounding(torch.float32, terms=runs.VOCABULARY)
+    wanted = torch.tensor(wanted[shard::shards])
+    assert_close(torch.tensor(losses[:exact]), wanted[:exact], rounding)
+    assert (trainer.optimizers.max_norm, trainer.config.training.max_norm) == (CLIP, math.inf)
+    if shards == 1:
+        sent, its = ([r.wire_bytes for r in each] for each in (reports, by_hand))
+        # The trainer adds up tokens and losses at every step.
+        assert len({a - b for a, b in zip(sent[2:], its[2:], strict=True)}) == 1
+        assert sent[3] - sent[2] == its[3] - its[2] > 0  # an opening
 
 
-def validated(rank, folder):
-    """What replicas were while the validator evaluated."""
+@distributed.on_ranks(2)
+def test_the_validator_sees_weights_that_replicas_agree_on(rank, tmp_path):
     from torchtitan.components.validate import Validator
 
     runs.on_processors(rank)
     tokens = runs.components().Tokens.Config()
     validator = Validator.Config(enable=True, freq=3, steps=1, dataloader=tokens)
-    trainer = trainer_of(rank, folder, steps=FEW, validator=validator)
+    trainer = trainer_of(rank, str(tmp_path), steps=FEW, validator=validator)
     [model], [optimizer] = trainer.model_parts, trainer.optimizers.optimizers
     seen = []
 
@@ -141,23 +121,15 @@ def validated(rank, folder):
 
     model.register_forward_pre_hook(note)
     trainer.train()
-    return seen
+    assert len(seen) >= 2 and set(seen) == {(False, 0.0)}
 
 
-def test_the_validator_sees_weights_that_replicas_agree_on(tmp_path):
-    for seen in distributed.run(2, validated, str(tmp_path)):
-        assert len(seen) >= 2 and set(seen) == {(False, 0.0)}
-
-
-# -------------------------------------------------------------------- configurations
-
-
-def wrong(rank, folder):
-    """Configurations that cannot work."""
+@distributed.on_ranks(2)
+def test_wrong_configurations_are_named(rank, tmp_path):
     runs.on_processors(rank)
     from curvadion.integrations.torchtitan import ReplicaOptimizers, attach, with_curvadion
 
-    config = runs.configuration(folder, steps=FEW, degree=2)
+    config = runs.configuration(str(tmp_path), steps=FEW, degree=2)
     parts = [toy.model()]
     with pytest.raises(ValueError, match="kind='Muon'"):
         ReplicaOptimizers.Config(kind="Muon").build(model_parts=parts)
@@ -170,14 +142,6 @@ def wrong(rank, folder):
     trainer.parallel_dims = type("Stages", (), {"pp_enabled": True})()
     with pytest.raises(RuntimeError, match="pipeline_parallel_degree"):
         attach(trainer)
-    return True
-
-
-def test_wrong_configurations_are_named(tmp_path):
-    assert distributed.run(2, wrong, str(tmp_path)) == [True, True]
-
-
-# -------------------------------------------------------------------- what its page shows
 
 
 @pytest.mark.parametrize("name", doc_checks.names_of("docs/torchtitan.md"))

@@ -1,7 +1,5 @@
 """Lightning's Trainer on the toy model, in a process group that exists; the same steps by hand."""
 
-from __future__ import annotations
-
 import os
 import warnings
 
@@ -12,13 +10,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import curvadion
 import toy
 from curvadion.integrations.ddp import keep_gradients_local
 from curvadion.integrations.lightning import Replicas
+from curvadion.layout.dtensor import local
 
 STEPS, SAVED = 14, 9
 
@@ -106,9 +104,12 @@ def fit(rank, model, *, callbacks=None, ckpt_path=None, steps=STEPS, **settings)
     quiet = {"enable_checkpointing": False, "num_sanity_val_steps": 0, "limit_val_batches": 0}
     how = {"strategy": "ddp", "use_distributed_sampler": False, **told, **quiet} | settings
     trainer = Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), max_steps=steps,
-        callbacks=[Replicas()] if callbacks is None else callbacks, **how,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        max_steps=steps,
+        callbacks=[Replicas()] if callbacks is None else callbacks,
+        **how,
+    )
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
 
@@ -142,11 +143,6 @@ def by_hand(rank, make=coded, *, steps=STEPS, clip=None, saved=None, by="norm", 
 
 
 def held(model, optimizer):
-    """Weights and state of this rank."""
     of = {f"{n}.{k}": v for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
     tensors = toy.weights(model) | {k: v for k, v in of.items() if isinstance(v, torch.Tensor)}
     return {name: local(tensor).clone() for name, tensor in tensors.items()}
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

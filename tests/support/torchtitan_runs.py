@@ -1,7 +1,5 @@
 """torchtitan's trainer and a tiny llama on processors, in a process group that exists."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -11,9 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import curvadion
+import toy
+from curvadion.layout.dtensor import local
 
 VOCABULARY, LENGTH, BATCH = 32, 16, 2
 
@@ -197,18 +196,10 @@ def noting(trainer):
 
 
 def held(trainer):
-    """Weights and state of this rank."""
-    state = trainer.optimizers.optimizers[0].state
-    found = {}
-    for name, x in trainer.model_parts[0].named_parameters():
-        found[name] = local(x.detach()).clone()
-        tensors = {k: v for k, v in state[x].items() if isinstance(v, torch.Tensor)}
-        found.update({f"{name}.{k}": local(v).clone() for k, v in tensors.items()})
-    return found
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    model, state = trainer.model_parts[0], trainer.optimizers.optimizers[0].state
+    of = {f"{n}.{k}": v for n, p in model.named_parameters() for k, v in state[p].items()}
+    tensors = toy.weights(model) | {k: v for k, v in of.items() if isinstance(v, torch.Tensor)}
+    return {name: local(tensor).clone() for name, tensor in tensors.items()}
 
 
 def whole_weights(trainer):
