@@ -1,7 +1,5 @@
 """FSDP2, HSDP and FSDP1 train to the weights of one process that reads all batches."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -9,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distributed
 import formulas
@@ -19,7 +15,7 @@ import transformer
 from curvadion import CurvaDion, Dion, WireMeter
 from curvadion.integrations.fsdp import declare_flat_shards, keep_gradients_local
 from fsdp_training import LAYOUTS, mesh_of, setup, shard
-from tolerance import Rounding, assert_within
+from tolerance import Rounding
 from training import OPEN_STEPS, assert_trains_like_one_process, assert_trains_like_whole_replicas
 
 pytestmark = pytest.mark.numeric
@@ -57,11 +53,20 @@ def test_replicas_drift_and_meet_as_whole_ones_do(layout, local_step, schedule, 
     assert_trains_like_whole_replicas(setup, layout, *LAYOUTS[layout], **how)
 
 
-# -------------------------------------------------------------------- gradients of replicas
+def padded_bytes(shards):
+    """What is reduce-scattered of one backward: FSDP pads the first dimension."""
+    shapes = [p.shape for p in transformer.build(blocks=2).parameters()]
+    return sum(4 * -(-s[0] // shards) * shards * s[1:].numel() for s in shapes)
+
+
+@pytest.mark.parametrize(
+    "layout", ["hsdp 2x2, kept gathered", "hsdp 2x4, gathered in pairs", "replicate"]
+)
+def test_gradients_are_those_of_the_replica_and_nothing_crosses_between_replicas(layout):
+    distributed.run(math.prod(LAYOUTS[layout]), two_backwards, layout)
 
 
 def two_backwards(rank, layout):
-    """Errors of the gradients against those of whole replicas, and what the backwards sent."""
     mesh = mesh_of(layout)
     replica, shards = mesh.get_local_rank("replicate"), mesh.size(1)
     whole = transformer.build(blocks=2)  # of which FSDP gathers one while the other computes
@@ -74,58 +79,29 @@ def two_backwards(rank, layout):
     for step in range(2):
         for place in readers:
             (transformer.loss_of(whole, step, place) / len(readers)).backward()
-    error = transformer.worst(
+    transformer.assert_close(
         {name: p.grad.full_tensor() for name, p in model.named_parameters()},
         {name: p.grad for name, p in whole.named_parameters()},
+        Rounding(torch.float32, terms=16),
     )
-    names = {mesh.get_group(d).group_name: d for d in ("replicate", "shard")}
-    sent = {
-        f"{collective} over {names.get(group, 'pairs')}": count.bytes
-        for (group, collective), count in meter.records.items()
-        if count.bytes
-    }
-    return error, sent
+    between, inside = (mesh.get_group(dim).group_name for dim in ("replicate", "shard"))
+    assert not [n.bytes for (group, _), n in meter.records.items() if group == between and n.bytes]
+    if shards > 1:
+        assert meter.records[inside, "reduce_scatter"].bytes == 2 * padded_bytes(shards)
 
 
-def padded_bytes(shards):
-    """What is reduce-scattered of one backward: FSDP pads the first dimension."""
-    shapes = [p.shape for p in transformer.build(blocks=2).parameters()]
-    return sum(4 * -(-s[0] // shards) * shards * s[1:].numel() for s in shapes)
-
-
-@pytest.mark.parametrize(
-    "layout", ["hsdp 2x2, kept gathered", "hsdp 2x4, gathered in pairs", "replicate"]
-)
-def test_gradients_are_those_of_the_replica_and_nothing_crosses_between_replicas(layout):
-    shards = LAYOUTS[layout][1]
-    for (error, name), sent in distributed.run(math.prod(LAYOUTS[layout]), two_backwards, layout):
-        assert_within(error, Rounding(torch.float32, terms=16), what=name)
-        assert not [how for how in sent if how.endswith("replicate")]
-        if shards > 1:
-            assert sent["reduce_scatter over shard"] == 2 * padded_bytes(shards)
-
-
-def after_a_forgotten_call(rank):
-    """What the first step raises."""
+@distributed.on_ranks(4)
+def test_synchronizing_twice_is_an_error_on_every_rank(rank):
     mesh = mesh_of("hsdp 2x2")
     model, _ = shard(transformer.build(), "hsdp, reduced by FSDP", mesh)
     optimizer = Dion(transformer.groups(model), replicas=mesh["replicate"])
     transformer.loss_of(model, 0, rank).backward()
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match=r"identical.*curvadion\.integrations\.fsdp"):
         optimizer.step()
-    return str(error.value)
 
 
-def test_synchronizing_twice_is_an_error_on_every_rank():
-    for message in distributed.run(4, after_a_forgotten_call):
-        assert "identical" in message and "curvadion.integrations.fsdp" in message
-
-
-# -------------------------------------------------------------------- errors
-
-
-def misuse(rank):
-    """Each of these raises and names what to do."""
+@distributed.on_ranks(2)
+def test_misuse_is_told(rank):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     process_group = mesh.get_group("replicate")
     cpu = {"device_id": torch.device("cpu"), "process_group": process_group}
@@ -147,12 +123,6 @@ def misuse(rank):
         transformer.groups(flat)
 
 
-def test_misuse_is_told():
-    distributed.run(2, misuse)
-
-
-# -------------------------------------------------------------------- what a step sends and holds
-
 RANK = 3
 
 
@@ -172,8 +142,11 @@ class Stack(nn.Module):
         return x
 
 
-def sent_by_a_stack(rank, layout, shapes):
-    """Bytes of the second open-gate step, the largest message, and what formulas say of both."""
+@pytest.mark.parametrize("layout", ["fsdp 4", "hsdp 2x2"])
+@distributed.on_ranks(4)
+def test_only_low_rank_factors_are_sent(rank, layout):
+    """Bytes and the largest message of the second open-gate step are the formulas'."""
+    shapes = [(50, 30), (30, 50), (40, 40), (41, 30)]
     mesh = mesh_of(layout)
     torch.manual_seed(0)
     model = Stack(shapes)
@@ -199,12 +172,6 @@ def sent_by_a_stack(rank, layout, shapes):
     ]
     norms = sum(x.to_local().numel() for x in groups[1]["params"])
     wanted = formulas.open_step(everything, elementwise=norms, reads_momentum=True)
-    return (meter.total_bytes, meter.largest), (wanted, formulas.largest_message(everything))
-
-
-@pytest.mark.parametrize("layout", ["fsdp 4", "hsdp 2x2"])
-def test_only_low_rank_factors_are_sent(layout):
-    shapes = [(50, 30), (30, 50), (40, 40), (41, 30)]
-    for actual, expected in distributed.run(4, sent_by_a_stack, layout, shapes):
-        assert actual == expected
-        assert actual[1] < min(4 * m * n for m, n in shapes)
+    assert meter.total_bytes == wanted
+    assert meter.largest == formulas.largest_message(everything)
+    assert meter.largest < min(4 * m * n for m, n in shapes)

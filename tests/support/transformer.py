@@ -133,12 +133,3 @@ def assert_close(actual, expected, rounding):
     assert list(actual) == list(expected)
     for name, wanted in expected.items():
         tolerance.assert_close(actual[name], wanted, rounding, what=name)
-
-
-def worst(actual, expected):
-    """The largest distance relative to the norm, with the parameter's name."""
-    assert list(actual) == list(expected)
-    return max(
-        (((actual[name] - wanted).norm() / wanted.norm()).item(), name)
-        for name, wanted in expected.items()
-    )
