@@ -63,13 +63,19 @@ CPU = torch.device("cpu")
 
 def run(method, lr=0.01, steps=STEPS, **settings):
     return Run(
-        size="tiny", task=TINY, method=method, settings=settings,
-        budget=None, lr=lr, seed=1, steps=steps, replicas=REPLICAS,
-    )  # fmt: skip
+        size="tiny",
+        task=TINY,
+        method=method,
+        settings=settings,
+        budget=None,
+        lr=lr,
+        seed=1,
+        steps=steps,
+        replicas=REPLICAS,
+    )
 
 
 def trained(rank, runs):
-    """Module-level, for the workers."""
     return [convergence.train(each, CPU) for each in runs]
 
 
@@ -138,8 +144,6 @@ def test_every_method_learns_and_says_where_its_replicas_are(records, method):
     json.dumps(record, allow_nan=False)
 
 
-# ---------------------------------------------------------------------------------- DiLoCo
-
 GRADIENTS = np.random.default_rng(0).standard_normal((REPLICAS, 5, 3))
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -158,8 +162,8 @@ def diloco_by_hand():
     return theta
 
 
-def diloco(rank):
-    """Module-level, for the workers."""
+@distributed.on_ranks(REPLICAS)
+def test_diloco_follows_its_equations(rank):
     X = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = DiLoCo([X], torch.optim.SGD([X], lr=0.1), dist.group.WORLD, period=2, **OUTER)
     outer_steps = []
@@ -167,16 +171,8 @@ def diloco(rank):
         X.grad = g.clone()
         outer_steps.append(optimizer.step())
     optimizer.synchronize()
-    return outer_steps, X.detach()
-
-
-def test_diloco_follows_its_equations():
-    for outer_steps, X in distributed.run(REPLICAS, diloco):
-        assert outer_steps == [False, True, False, True, False]
-        np.testing.assert_allclose(X.numpy(), diloco_by_hand(), rtol=1e-12)
-
-
-# ---------------------------------------------------------------------------------- grids
+    assert outer_steps == [False, True, False, True, False]
+    np.testing.assert_allclose(X.detach().numpy(), diloco_by_hand(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", GRIDS)
