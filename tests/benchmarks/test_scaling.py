@@ -1,7 +1,5 @@
 """The cost model sends what the wire meter counts, and its seconds are a ring's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -170,9 +168,20 @@ INSIDE = {
 }
 
 
-def sent_inside(rank, options):
-    """The bytes that this rank of a replica must send at a step, without those of the meeting."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+@pytest.mark.parametrize("name", INSIDE)
+def test_shards_send_what_the_meter_counts(name):
+    options, how = INSIDE[name]
+    with inside_replica.ranks(2):
+        if how is None:
+            wanted = inside_replica.low_rank(SHAPES, 2, 0.25).sent
+        else:
+            wide = {"sent": torch.float32, "summed": torch.float32, "device": "cpu"}
+            wanted = inside_replica.polar(SHAPES, 2, **wide, **how).sent
+    distributed.run(2, sent_inside, options, wanted)
+
+
+def sent_inside(rank, options, wanted):
+    mesh = init_device_mesh("cpu", (2,))
     X = [nn.Parameter(shard(weights(shape), ("0",), mesh)) for shape in SHAPES]
     optimizer = Dion(X, **options)
     for step in range(2):  # the first also verifies the set-up
@@ -180,21 +189,9 @@ def sent_inside(rank, options):
             x.grad = shard(gradient(shape, step, 0), ("0",), mesh)
         with WireMeter() as meter:
             optimizer.step()
-    return meter.total_sent - Traffic("all_reduce", 1, MEETING_BYTES).sent(dist.get_world_size())
-
-
-@pytest.mark.parametrize("name", INSIDE)
-def test_shards_send_what_the_meter_counts(name):
-    options, how = INSIDE[name]
-    ranks = 2
-    with inside_replica.ranks(ranks):
-        if how is None:
-            wanted = inside_replica.low_rank(SHAPES, ranks, 0.25).sent
-        else:
-            wide = {"sent": torch.float32, "summed": torch.float32, "device": "cpu"}
-            wanted = inside_replica.polar(SHAPES, ranks, **wide, **how).sent
-    each = distributed.run(ranks, sent_inside, options)
-    assert sum(each) / ranks == pytest.approx(wanted)
+    meeting = Traffic("all_reduce", 1, MEETING_BYTES).sent(2)
+    each = distributed.gathered(meter.total_sent - meeting)
+    assert sum(each) / 2 == pytest.approx(wanted)
 
 
 def test_inside_a_replica_ours_send_no_more_than_microsofts_muon():
