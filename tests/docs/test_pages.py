@@ -53,7 +53,6 @@ SECONDS = ROOT / "benchmarks" / "results" / "scaling" / "README.md"
 
 
 def rows(text):
-    """Cells of the tables' rows."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`*") for cell in line.strip("|").split("|")] for line in lines]
 
