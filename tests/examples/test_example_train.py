@@ -72,7 +72,6 @@ def test_resuming_is_bitwise_continuation(tmp_path):
 
 
 def warnings_of_training(rank, *arguments):
-    """Module-level, for the workers."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train_gpt.main(arguments)
