@@ -46,8 +46,10 @@ OPTIONS = {
 }
 
 
-def train(rank, name):
-    """Three steps under a meter; the local gradients must equal those without DDP."""
+@pytest.mark.parametrize("name", OPTIONS)
+@distributed.on_ranks(2)
+def test_gradient_is_this_replicas_own(rank, name):
+    """Equal to those without DDP, over three steps."""
     ddp = keep_gradients_local(DistributedDataParallel(Branches(), **OPTIONS[name]))
     alone = Branches()
     alone.load_state_dict(ddp.module.state_dict())
@@ -59,19 +61,16 @@ def train(rank, name):
                 model(x).square().sum().backward()
             for ours, expected in zip(ddp.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(ours.grad, expected.grad, rtol=0, atol=0)
-    return meter.bytes_by_collective
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradient_is_this_replicas_own(name):
+    count = meter.bytes_by_collective
     used_parameters = 3 * F32 if "static graph" in name else 0  # their map, in the first step
-    for count in distributed.run(2, train, name):
-        assert count.pop("all_reduce", 0) == used_parameters
-        assert count.pop("broadcast", 0) < 100  # the order of buckets, once
-        assert not count
+    assert count.pop("all_reduce", 0) == used_parameters
+    assert count.pop("broadcast", 0) < 100  # the order of buckets, once
+    assert not count
 
 
-def accumulate(rank, in_no_sync):
+@pytest.mark.parametrize("in_no_sync", [False, True])
+@distributed.on_ranks(2)
+def test_gradients_accumulate(rank, in_no_sync):
     ddp = keep_gradients_local(weight(gradient_as_bucket_view=True))
     with WireMeter() as meter:
         for _ in range(2):
@@ -79,42 +78,28 @@ def accumulate(rank, in_no_sync):
             with ddp.no_sync() if in_no_sync else nullcontext():
                 ddp(value(rank)).sum().backward()
             ddp(10 * value(rank)).sum().backward()
-    return gradient(ddp), "all_reduce" in meter.bytes_by_collective
+    assert gradient(ddp) == 22.0 * (rank + 1)
+    assert "all_reduce" not in meter.bytes_by_collective
 
 
-@pytest.mark.parametrize("in_no_sync", [False, True])
-def test_gradients_accumulate(in_no_sync):
-    results = distributed.run(2, accumulate, in_no_sync)
-    assert results == [(22.0, False), (44.0, False)]
-
-
-def leave_parameters_unused(rank):
+@distributed.on_ranks(2)
+def test_unused_parameters_cost_their_map_and_get_zeros(rank):
     ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
     keep_gradients_local(ddp)
     with WireMeter() as meter:
         ddp(torch.ones(1, 3), branches=(rank,)).sum().backward()
     used, unused = ddp.module.own[rank].weight.grad, ddp.module.own[1 - rank].weight.grad
-    return bool(used.any()), unused.count_nonzero().item(), meter.bytes_by_collective
+    assert used.any() and unused.count_nonzero() == 0
+    assert meter.bytes_by_collective == {"all_reduce": 4 * 3}  # of three parameters
 
 
-def test_unused_parameters_cost_their_map_and_get_zeros():
-    number_of_parameters = 3
-    expected = (True, 0, {"all_reduce": 4 * number_of_parameters})
-    assert distributed.run(2, leave_parameters_unused) == [expected] * 2
-
-
-def keep_on(rank):
+@distributed.on_ranks(2)
+def test_another_hook_is_an_error_that_says_what_to_do(rank):
     ddp = weight()
     ddp.register_comm_hook(None, allreduce_hook)
-    with pytest.raises(RuntimeError) as error:
+    said = r"already has a communication hook.*build the DistributedDataParallel without it"
+    with pytest.raises(RuntimeError, match=said):
         keep_gradients_local(ddp)
-    return str(error.value)
-
-
-def test_another_hook_is_an_error_that_says_what_to_do():
-    for message in distributed.run(2, keep_on):
-        assert "already has a communication hook" in message
-        assert "build the DistributedDataParallel without it" in message
 
 
 def test_anything_else_than_ddp_is_an_error():
@@ -122,8 +107,6 @@ def test_anything_else_than_ddp_is_an_error():
         with pytest.raises(TypeError, match="or torch.compile of one, got Linear"):
             keep_gradients_local(model)
 
-
-# -------------------------------------------------------------------- compiled modules
 
 COMPILED = {
     "DDP compiled": lambda: torch.compile(weight(), backend="eager"),
@@ -133,25 +116,18 @@ COMPILED = {
 }
 
 
-def keep_compiled(rank, name):
+@pytest.mark.parametrize("name", COMPILED)
+@distributed.on_ranks(2)
+def test_compiled_modules_keep_their_gradients_and_stay_compiled(rank, name):
     model = COMPILED[name]()
     assert keep_gradients_local(keep_gradients_local(model)) is model
     with WireMeter() as meter:
         for _ in range(2):
             model.zero_grad()
             model(value(rank)).sum().backward()
-    return gradient(model), meter.total_bytes
+    assert gradient(model) == 2.0 * (rank + 1)
+    assert meter.total_bytes < 100  # the order of buckets
 
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_modules_keep_their_gradients_and_stay_compiled(name):
-    order_of_buckets = 100
-    for rank, (held, sent) in enumerate(distributed.run(2, keep_compiled, name)):
-        assert held == 2.0 * (rank + 1)
-        assert sent < order_of_buckets
-
-
-# -------------------------------------------------------------------- buffers
 
 WIDTH = 512
 TABLE = 8192  # bytes: 0.78 % of the gradient of a matrix of WIDTH x WIDTH
@@ -169,19 +145,14 @@ class Rotary(nn.Module):
         return self.linear(x) * self.table[:WIDTH]
 
 
-def forwards(rank, persistent):
-    """Bytes of a forward and backward, and the table then."""
+@pytest.mark.parametrize("persistent", [False, True])
+@distributed.on_ranks(2)
+def test_buffers_that_a_checkpoint_keeps_are_broadcast_and_others_are_not(rank, persistent):
     ddp = keep_gradients_local(DistributedDataParallel(Rotary(persistent, rank)))
     for _ in range(2):
         ddp(torch.ones(1, WIDTH)).sum().backward()  # the second one with the order of buckets
     ddp.module.table.fill_(rank + 1.0)
     with WireMeter() as meter:
         ddp(torch.ones(1, WIDTH)).sum().backward()
-    return meter.total_bytes, ddp.module.table[0].item()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_buffers_that_a_checkpoint_keeps_are_broadcast_and_others_are_not(persistent):
-    for rank, (sent, table) in enumerate(distributed.run(2, forwards, persistent)):
-        assert sent == (TABLE if persistent else 0)
-        assert table == (1.0 if persistent else rank + 1.0)
+    assert meter.total_bytes == (TABLE if persistent else 0)
+    assert ddp.module.table[0] == (1.0 if persistent else rank + 1.0)
