@@ -1,7 +1,5 @@
 """States of shards: where they lie, that they load again, and sums that must not overflow."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,8 +21,9 @@ def test_row_blocks_of_unequal_size_may_lack_rank():
     assert X.isfinite().all()
 
 
-def loads_its_own_state(rank):
-    """A square matrix of full rank, whose Q has X's shape, and AdamW's moments of a scalar."""
+@distributed.on_ranks(2)
+def test_square_matrices_and_scalars_load_their_own_state(rank):
+    """Of full rank, so that Q has X's shape; AdamW's moments of a scalar."""
     mesh = init_device_mesh("cpu", (2,))
     for placement in (Shard(0), Shard(1)):
         X = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [placement]))
@@ -38,30 +37,20 @@ def loads_its_own_state(rank):
         optimizer.step()
 
 
-def test_square_matrices_and_scalars_load_their_own_state():
-    distributed.run(2, loads_its_own_state)
-
-
-def of_an_offloaded_shard(rank):
-    """Devices of zeros like a shard that is not on its mesh's device."""
+@distributed.on_ranks(2)
+def test_states_lie_where_the_shard_does(rank):
+    """Not on its mesh's device."""
     mesh = init_device_mesh("cpu", (2,))
     X = DTensor.from_local(torch.empty(4, 6, device="meta"), mesh, [Shard(0)], run_check=False)
-    return str(zeros(X, (8,), [Shard(0)], torch.float32).to_local().device)
+    assert zeros(X, (8,), [Shard(0)], torch.float32).to_local().is_meta
 
 
-def test_states_lie_where_the_shard_does():
-    assert distributed.run(2, of_an_offloaded_shard) == ["meta"] * 2
-
-
-def sum_of_halves(rank):
+@distributed.on_ranks(4)
+def test_partial_sums_in_half_precision_do_not_overflow(rank):
     """Of 40,000 twice, and less it twice."""
     mesh = init_device_mesh("cpu", (4,))
     X = nn.Parameter(distribute_tensor(torch.ones(3, dtype=torch.float16), mesh, [Replicate()]))
     part = torch.full((3,), 40_000.0 if rank < 2 else -40_000.0, dtype=torch.float16)
     X.grad = DTensor.from_local(part, mesh, [Partial()], run_check=False)
     place_gradients([X], None)
-    return X.grad.dtype, X.grad.to_local().tolist()
-
-
-def test_partial_sums_in_half_precision_do_not_overflow():
-    assert distributed.run(4, sum_of_halves) == [(torch.float16, [0.0] * 3)] * 4
+    assert X.grad.dtype == torch.float16 and X.grad.to_local().tolist() == [0.0] * 3
