@@ -1,7 +1,5 @@
 """Tensor parallelism, alone and under FSDP and replicas, trains to the weights of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,14 +9,9 @@ from torch.torch_version import TorchVersion
 
 import distributed
 from curvadion import Dion
-from reference import relative_error
 from tensor_parallel_training import LAYOUTS, setup
-from tolerance import Rounding, assert_close, assert_within
-from training import (
-    OPEN_STEPS,
-    STEPS,
-    assert_trains_like_whole_replicas,
-)
+from tolerance import Rounding, assert_close
+from training import OPEN_STEPS, STEPS, assert_trains_like_whole_replicas
 
 pytestmark = pytest.mark.numeric
 
@@ -75,58 +68,46 @@ SETTLED = [
 ]
 
 
-def settle_all(rank):
+@distributed.on_ranks(4)
+def test_gradients_are_brought_to_their_parameters_placements(rank):
+    """Of two parameters each, by a step that leaves the weights alone."""
     mesh = init_device_mesh("cpu", (2, 2))
-    return [settle(mesh, given, wanted) for given, wanted in SETTLED]
-
-
-def settle(mesh, given, wanted, count=2):
-    """The largest error of ``count`` gradients after a step that leaves the weights alone."""
-    full = [torch.full((6, 3), i + 1.0) + torch.arange(18.0).view(6, 3) for i in range(count)]
-    X = [nn.Parameter(distribute_tensor(torch.ones(6, 3), mesh, wanted)) for _ in full]
-    optimizer = Dion([{"params": X, "algorithm": "adamw", "lr": 0.0}])
-    for x, gradient in zip(X, full, strict=True):
-        x.grad = summands(gradient, given, mesh)
-    optimizer.step()
-    assert all(x.grad.placements == tuple(wanted) for x in X)
-    return max(relative_error(x.grad.full_tensor(), g) for x, g in zip(X, full, strict=True))
-
-
-def test_gradients_are_brought_to_their_parameters_placements():
-    for of_rank in distributed.run(4, settle_all):
-        for (given, wanted), error in zip(SETTLED, of_rank, strict=True):
-            assert_within(error, Rounding(torch.float32, terms=4), what=(given, wanted))
-
-
-def native_data_parallel(rank):
-    """Weights and momentum after steps with a batch that is a DTensor, sharded over replicas."""
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    X = nn.Parameter(distribute_tensor(torch.randn(9, 6), mesh, [R]))
-    optimizer = Dion([X], replicas=mesh, rank_fraction=0.5)
-    for step in range(3):
-        optimizer.zero_grad()
-        x = distribute_tensor(inputs(step), mesh, [S])
-        (x @ X.mT).tanh().square().mean().full_tensor().backward()
+    for given, wanted in SETTLED:
+        full = [torch.full((6, 3), i + 1.0) + torch.arange(18.0).view(6, 3) for i in range(2)]
+        X = [nn.Parameter(distribute_tensor(torch.ones(6, 3), mesh, wanted)) for _ in full]
+        optimizer = Dion([{"params": X, "algorithm": "adamw", "lr": 0.0}])
+        for x, gradient in zip(X, full, strict=True):
+            x.grad = summands(gradient, given, mesh)
         optimizer.step()
-    return X.detach().to_local(), optimizer.state[X]["momentum"].to_local()
+        for x, gradient in zip(X, full, strict=True):
+            assert x.grad.placements == tuple(wanted)
+            rounding = Rounding(torch.float32, terms=4)
+            assert_close(x.grad.full_tensor(), gradient, rounding, what=(given, wanted))
 
 
 def inputs(step):
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
 
 
-def test_partial_sums_on_the_replicas_are_their_own_gradients():
+@distributed.on_ranks(2)
+def test_partial_sums_on_the_replicas_are_their_own_gradients(rank):
+    """Of a batch that is a DTensor, sharded over replicas."""
+    mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    X = nn.Parameter(torch.randn(9, 6))
-    optimizer = Dion([X], rank_fraction=0.5)
+    start = torch.randn(9, 6)
+    X, whole = nn.Parameter(distribute_tensor(start, mesh, [R])), nn.Parameter(start.clone())
+    optimizer = Dion([X], replicas=mesh, rank_fraction=0.5)
+    alone = Dion([whole], rank_fraction=0.5, replicas="single")
     for step in range(3):
-        optimizer.zero_grad()
-        (inputs(step) @ X.mT).tanh().square().mean().backward()
-        optimizer.step()
-    weights, momenta = zip(*distributed.run(2, native_data_parallel), strict=True)
+        for each in (optimizer, alone):
+            each.zero_grad()
+        x = distribute_tensor(inputs(step), mesh, [S])
+        (x @ X.mT).tanh().square().mean().full_tensor().backward()
+        (inputs(step) @ whole.mT).tanh().square().mean().backward()
+        for each in (optimizer, alone):
+            each.step()
     rounding = Rounding(torch.float32, terms=9, condition=10, steps=3)  # tanh and its square
-    for actual in weights:
-        assert_close(actual, X.detach(), rounding)
+    assert_close(X.to_local(), whole, rounding)
     # The update does not see the gradient's scale; the momenta do, and their mean is the whole's.
-    assert_close((momenta[0] + momenta[1]) / 2, optimizer.state[X]["momentum"], rounding)
+    momenta = distributed.gathered(optimizer.state[X]["momentum"].to_local())
+    assert_close((momenta[0] + momenta[1]) / 2, alone.state[whole]["momentum"], rounding)
