@@ -1,7 +1,5 @@
 """Save at step k, resume: the trajectory goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from dataclasses import replace
@@ -100,9 +98,6 @@ def assert_same_outcome(these, those):
     assert these[3]["param_groups"] == those[3]["param_groups"]
 
 
-# ---------------------------------------------------------------- one process
-
-
 @pytest.mark.parametrize(
     ("name", "saved_after"), [("rmmc", 0), *((name, 5) for name in SETTINGS if name != "rmmc")]
 )
@@ -120,9 +115,6 @@ def test_resumed_run_goes_on_bitwise(name, saved_after, tmp_path):
     assert_same_outcome(
         outcome(resumed, its_optimizer, its_reports), outcome(model, optimizer, reports)
     )
-
-
-# ---------------------------------------------------------------- what does not fit
 
 
 def two_groups(shape=(6, 4), algorithms=("dion", "adamw")):
@@ -171,36 +163,22 @@ def test_what_does_not_fit_is_said_and_changes_nothing(change, said):
     assert optimizer.progress.steps == 1
 
 
-# ---------------------------------------------------------------- replicas
-
-
-def resume_each_rank(rank, settings, folder):
-    """Every rank saves and loads its own state; returns the straight and the resumed outcome."""
-    model, optimizer = build(settings)
-    first = toy.train(model, optimizer, range(5), rank)
-    save(f"{folder}/{rank}.pt", model, optimizer)
-    straight = toy.train(model, optimizer, range(5, 9), rank)
-    resumed, its_optimizer = build(settings)
-    load(f"{folder}/{rank}.pt", resumed, its_optimizer)
-    again = toy.train(resumed, its_optimizer, range(5, 9), rank)
-    return (
-        facts(first),
-        outcome(model, optimizer, straight),
-        outcome(resumed, its_optimizer, again),
-    )
-
-
 @pytest.mark.parametrize("name", ["rmmc", "patient", "quantized", "budget"])
-def test_each_replica_resumes_its_own_state(name, tmp_path):
-    answers = distributed.run(2, resume_each_rank, SETTINGS[name], str(tmp_path))
-    reports = [[*first, *straight[2]] for first, straight, _ in answers]
-    assert reports[0] == reports[1]
-    assert {report.gate_open for report in reports[0]} == {True, False}
-    for _, straight, resumed in answers:
-        assert_same_outcome(resumed, straight)
-
-
-# ---------------------------------------------------------------- replicas that have drifted
+@distributed.on_ranks(2)
+def test_each_replica_resumes_its_own_state(rank, name, tmp_path):
+    model, optimizer = build(SETTINGS[name])
+    first = toy.train(model, optimizer, range(5), rank)
+    save(tmp_path / f"{rank}.pt", model, optimizer)
+    reports = toy.train(model, optimizer, range(5, 9), rank)
+    resumed, its_optimizer = build(SETTINGS[name])
+    load(tmp_path / f"{rank}.pt", resumed, its_optimizer)
+    its_reports = toy.train(resumed, its_optimizer, range(5, 9), rank)
+    assert_same_outcome(
+        outcome(resumed, its_optimizer, its_reports), outcome(model, optimizer, reports)
+    )
+    told = facts([*first, *reports])
+    assert distributed.gathered(told) == [told] * 2
+    assert {report.gate_open for report in told} == {True, False}
 
 
 def told_by(function, *args):
@@ -210,59 +188,44 @@ def told_by(function, *args):
     return [str(warning.message) for warning in told]
 
 
-def save_drifted(rank, settings, folder):
-    """What is said when replicas save, drifted and synchronised, and when they load."""
-    model, optimizer = build(settings)
-    said = {"new": told_by(optimizer.state_dict)}
-    toy.train(model, optimizer, range(4), rank)
-    said["drifted"] = told_by(save, f"{folder}/{rank}.pt", model, optimizer)
-    dist.barrier()
-    for who in (0, 1):
-        said[who] = told_by(load, f"{folder}/{who}.pt", *build(settings))
-    drift = optimizer.drift()
-    optimizer.eval()
-    said["synchronised"] = told_by(optimizer.state_dict)
-    optimizer.synchronize(exact=True)
-    said["exact"] = told_by(optimizer.state_dict)
-    return said, drift, optimizer.drift()
-
-
 @pytest.mark.parametrize("name", ["quantized", "no averaging"])
-def test_what_is_lost_is_said(name, tmp_path):
+@distributed.on_ranks(2)
+def test_what_is_lost_is_said(rank, name, tmp_path):
     settings = {**SETTINGS[name], "gate": FixedPeriod(3)}
-    answers = distributed.run(2, save_drifted, settings, str(tmp_path))
-    for rank, (said, before, after) in enumerate(answers):
-        assert said["new"] == said["exact"] == said[rank] == []
-        # Weights agree, but what codes owe them is each replica's own.
-        assert len(said["synchronised"]) == (name == "quantized")
-        (at_saving,) = said["drifted"]
-        assert "optimizer.synchronize(exact=True)" in at_saving
-        (at_loading,) = said[1 - rank]
-        assert f"saved by replica {1 - rank} of 2" in at_loading
-        assert "lost" in at_loading
-        assert before > 0.0 == after
+    model, optimizer = build(settings)
+    assert told_by(optimizer.state_dict) == []
+    toy.train(model, optimizer, range(4), rank)
+    (at_saving,) = told_by(save, tmp_path / f"{rank}.pt", model, optimizer)
+    assert "optimizer.synchronize(exact=True)" in at_saving
+    dist.barrier()
+    assert told_by(load, tmp_path / f"{rank}.pt", *build(settings)) == []
+    (at_loading,) = told_by(load, tmp_path / f"{1 - rank}.pt", *build(settings))
+    assert f"saved by replica {1 - rank} of 2" in at_loading and "lost" in at_loading
+    assert optimizer.drift() > 0.0
+    optimizer.eval()
+    # Weights agree, but what codes owe them is each replica's own.
+    assert len(told_by(optimizer.state_dict)) == (name == "quantized")
+    optimizer.synchronize(exact=True)
+    assert told_by(optimizer.state_dict) == [] and optimizer.drift() == 0.0
 
 
-def recover(rank, folder):
-    """Load a distributed checkpoint into an optimizer whose replicas have drifted."""
+@distributed.on_ranks(2)
+def test_replicas_that_have_drifted_may_load(rank, tmp_path):
+    """A distributed checkpoint."""
     model, optimizer = build({"gate": FixedPeriod(3), "sync": QuantizedAverage(bits=8)})
     toy.train(model, optimizer, range(4), rank)
     optimizer.synchronize(exact=True)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     saved = toy.weights(model)
     toy.train(model, optimizer, range(4, 8), rank)
     assert optimizer.drifted
     with pytest.warns(UserWarning, match=r"state_dict\(\) while the replicas' states differ"):
         weights, state = get_state_dict(model, optimizer)
     held = {"model": weights, "optimizer": copy.deepcopy(state)}
-    dcp.load(held, checkpoint_id=folder)
+    dcp.load(held, checkpoint_id=tmp_path)
     set_state_dict(
         model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
     )
     toy.assert_bitwise_equal(toy.weights(model), saved)
-    return optimizer.drifted, optimizer.progress.steps
-
-
-def test_replicas_that_have_drifted_may_load(tmp_path):
-    assert distributed.run(2, recover, str(tmp_path)) == [(False, 4)] * 2
+    assert (optimizer.drifted, optimizer.progress.steps) == (False, 4)
