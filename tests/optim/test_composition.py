@@ -1,7 +1,5 @@
 """Gate, sync and group keys compose: each is given by itself, shown, and nobody else's."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
@@ -50,9 +48,6 @@ def matrix():
     return nn.Parameter(torch.randn(6, 4))
 
 
-# ---------------------------------------------------------------- every two of them together
-
-
 def impossible(gate, sync):
     """A budget needs a sync that knows what an opening sends, and some need every step."""
     if sync == "gradients":
@@ -69,39 +64,32 @@ CHOICES = [
 ]
 
 
-def train_all(rank):
-    """Of each combination: openings, and the drift and weights after a synchronisation."""
-    found = {}
+@distributed.on_ranks(2, timeout=110)
+def test_every_gate_goes_with_every_sync_and_every_direction(rank):
     for gate, sync, keys in CHOICES:
-        model = toy.model()
+        model, choices = toy.model(), (gate, sync, keys)
         optimizer = CurvaDion(
-            toy.groups(model), replicas=dist.group.WORLD, lr=0.02,
-            gate=GATES[gate](), sync=SYNCS[sync](), **KEYS[keys],
-        )  # fmt: skip
+            toy.groups(model),
+            replicas=dist.group.WORLD,
+            lr=0.02,
+            gate=GATES[gate](),
+            sync=SYNCS[sync](),
+            **KEYS[keys],
+        )
         reports = toy.train(model, optimizer, range(6), rank)
         opened = [report.gate_open for report in reports]
         optimizer.synchronize()
-        found[gate, sync, keys] = (opened, optimizer.drift(), toy.weights(model))
-    return found
-
-
-def test_every_gate_goes_with_every_sync_and_every_direction():
-    one, other = distributed.run(2, train_all, timeout=110)
-    for choices, (opened, drift, weights) in one.items():
-        assert opened == other[choices][0], choices
-        assert drift == 0.0, choices
-        assert all(torch.isfinite(tensor).all() for tensor in weights.values()), choices
-        toy.assert_bitwise_equal(weights, other[choices][2])
-    possible = {(g, s) for g, s in itertools.product(GATES, SYNCS) if not impossible(g, s)}
-    assert {(gate, sync) for gate, sync, _ in one} == possible
-    for (gate, sync, keys), (opened, *_) in one.items():
+        assert optimizer.drift() == 0.0, choices
+        assert all(x.isfinite().all() for x in model.parameters()), choices
+        one, other = distributed.gathered((opened, toy.weights(model)))
+        assert one[0] == other[0], choices
+        toy.assert_bitwise_equal(one[1], other[1])
         if gate == "always":
-            assert all(opened), (sync, keys)
+            assert all(opened), choices
         if gate == "period":
-            assert opened == [False, False, True] * 2, (sync, keys)
-
-
-# ---------------------------------------------------------------- what is shown
+            assert opened == [False, False, True] * 2, choices
+    possible = {(g, s) for g, s in itertools.product(GATES, SYNCS) if not impossible(g, s)}
+    assert {(gate, sync) for gate, sync, _ in CHOICES} == possible
 
 
 def test_repr_shows_the_choices_and_what_none_stands_for():
@@ -113,9 +101,6 @@ def test_repr_shows_the_choices_and_what_none_stands_for():
     assert "delay=1" in text and "period=6" in text
     (look_ahead,) = re.findall(r"    look_ahead: (.*)\n", text)
     assert float(look_ahead) > 0
-
-
-# ---------------------------------------------------------------- what does not compose
 
 
 def test_wrong_types_name_the_argument():
@@ -134,6 +119,3 @@ def test_a_budget_needs_a_sync_that_knows_its_costs():
 def test_only_one_gate():
     with pytest.raises(ValueError, match=r"each is a gate; pass one of them"):
         CurvaDion([matrix()], threshold=0.1, gate=ByteBudget(0.1))
-
-
-# ---------------------------------------------------------------- Dion is CurvaDion, always open
