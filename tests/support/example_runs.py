@@ -17,7 +17,6 @@ LOSSES = Rounding(torch.float32, terms=16)  # of runs whose sums differ in their
 
 
 def train(rank, *arguments):
-    """Module-level, for the workers."""
     return train_gpt.main(arguments)
 
 
