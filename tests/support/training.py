@@ -78,7 +78,6 @@ def steps_of(model, replicas, replica, readers, setting):
 
 
 def clip_(model, clip):
-    """Clip the gradients; return the norm they had."""
     if isinstance(model, FullyShardedDataParallel):
         return float(model.clip_grad_norm_(clip))
     return float(full(nn.utils.clip_grad_norm_(model.parameters(), clip)))
