@@ -1,7 +1,5 @@
 """The meeting: what it sends, what it tells, and that ranks which differ raise in the same step."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -74,22 +72,16 @@ def cases(ranks):
         yield signals.tolist(), int(random.integers(ranks)) if number % 8 == 7 else None
 
 
-def tell_each_other(rank):
+@distributed.on_ranks(4)
+def test_all_ranks_know_the_largest_signal_and_gradients_that_are_not_finite(rank):
     generator = torch.Generator().manual_seed(rank)
     optimizer, X = prescribed(dist.group.WORLD)
-    found = []
-    for signals, spoilt in cases(dist.get_world_size()):
-        found.append(tell(optimizer, X, signals[rank], spoilt == rank))
+    for signals, spoilt in cases(4):
+        report = tell(optimizer, X, signals[rank], spoilt == rank)
+        check_report(report, signals, spoilt is not None)
+        assert all(other == report for other in distributed.gathered(report))
         for x in X:  # identical gradients would be an error
             x.grad = torch.randn(2, 2, generator=generator)
-    return found
-
-
-def test_all_ranks_know_the_largest_signal_and_gradients_that_are_not_finite():
-    answers = distributed.run(4, tell_each_other)
-    for (signals, spoilt), *found in zip(cases(4), *answers, strict=True):
-        assert all(report == found[0] for report in found)
-        check_report(found[0], signals, spoilt is not None)
 
 
 class Misshapen(Prescribed):
@@ -107,26 +99,22 @@ def test_signals_that_are_not_one_a_matrix_are_an_error():
 # -------------------------------------------------------------------- what it sends
 
 
+@pytest.mark.parametrize("layout", RANKS)
+def test_a_meeting_sends_24_bytes(layout):
+    distributed.run(RANKS[layout], count, layout)
+
+
 def count(rank, layout):
-    """Per step what is reduced under a gate of signals that stays closed."""
+    """What is reduced at each step under a gate of signals that stays closed."""
+    assert MEETING_BYTES == 24 and WORDS_BYTES == 16
     replica = Replica(rank, layout, RMMC(math.inf), LowRank(), local_step="gradient")
-    sent = []
+    # Squares of two momenta, summed inside the replica; at first the comparison of the replicas.
+    norms, first = (16, 48 + 16 + 16) if layout == "sharded" else (0, 48)
     for step in range(3):
         with WireMeter() as meter:
             replica.step(step)
-        sent.append(meter.bytes_by_collective["all_reduce"])
-    return sent
-
-
-def test_a_meeting_sends_24_bytes():
-    assert MEETING_BYTES == 24 and WORDS_BYTES == 16
-    for first, *later in distributed.run(2, count, "whole"):
-        assert first == MEETING_BYTES + 48  # the comparison of the replicas
-        assert later == [MEETING_BYTES] * 2
-    for first, *later in distributed.run(4, count, "sharded"):
-        norms = 2 * 8  # squares of two momenta, summed inside the replica
-        assert first == MEETING_BYTES + norms + 48 + 16 + 16
-        assert later == [MEETING_BYTES + norms] * 2
+        wanted = MEETING_BYTES + norms + (0 if step else first)
+        assert meter.bytes_by_collective["all_reduce"] == wanted
 
 
 # -------------------------------------------------------------------- ranks that differ
@@ -228,7 +216,8 @@ def test_with_a_delay_words_are_compared_when_means_are_due(what):
         assert when == 9 and SAID[what] in text and "rank 1" in text
 
 
-def follow_plateaus(rank):
+@distributed.on_ranks(2)
+def test_a_scheduler_of_each_replicas_own_loss_is_an_error(rank):
     replica = Replica(rank, "whole", RMMC(0.3), LowRank())
     scheduler = ReduceLROnPlateau(replica.optimizer, patience=0)
 
@@ -236,18 +225,14 @@ def follow_plateaus(rank):
         replica.step(step)
         scheduler.step(1.0 - 0.1 * step if rank else 1.0)  # each its own loss
 
-    return told(10, take)
-
-
-def test_a_scheduler_of_each_replicas_own_loss_is_an_error():
-    for step, text in distributed.run(2, follow_plateaus):
-        assert step == 2 and "['lr']" in text and "ReduceLROnPlateau" in text
+    step, text = told(10, take)
+    assert step == 2 and "['lr']" in text and "ReduceLROnPlateau" in text
 
 
 def change_everywhere(rank, layout):
     replica = Replica(rank, layout, FixedPeriod(4), QuantizedAverage(bits=2))
 
-    def take(step):
+    for step in range(9):
         if step == 4:
             change(replica, "a frozen parameter")
             change(replica, "a further parameter")
@@ -256,9 +241,7 @@ def change_everywhere(rank, layout):
             replica.local(replica.X[4].grad).fill_(1.0 + replica.number + step)
         replica.optimizer.step()
 
-    return told(9, take)
-
 
 @pytest.mark.parametrize("layout", RANKS)
 def test_what_all_ranks_change_is_no_error(layout):
-    assert distributed.run(RANKS[layout], change_everywhere, layout) == [None] * RANKS[layout]
+    distributed.run(RANKS[layout], change_everywhere, layout)
