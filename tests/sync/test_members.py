@@ -1,7 +1,5 @@
 """A sync among members that come and go, over process groups that the test chooses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,51 +62,48 @@ def vector(rank, members, period, rate=0.1, delay=0):
     return x, Replicated(inner, replicas=members, gate=FixedPeriod(period), sync=sync)
 
 
-def weighted(rank, openings, weights):
-    """Anchors after openings before which one member takes twice as many steps as the other."""
+@pytest.mark.parametrize("weights", [(1, 1), (300, 100)])
+@distributed.on_ranks(2)
+def test_means_are_weighted_by_the_steps_of_each(rank, weights):
+    """One member takes twice as many steps as the other before each of eight openings."""
     members = Chosen(dist.group.WORLD)
     members.weight = weights[rank]
     x, optimizer = vector(rank, members, period=4 if rank == 0 else 2)
-    for _ in range(openings * (4 if rank == 0 else 2)):
+    for _ in range(8 * (4 if rank == 0 else 2)):
         optimizer.step()
     assert optimizer.report.gate_open
-    return optimizer.state[x]["anchor"], x.grad
-
-
-@pytest.mark.parametrize("weights", [(1, 1), (300, 100)])
-def test_means_are_weighted_by_the_steps_of_each(weights):
-    (anchor, g), (there, h) = distributed.run(2, weighted, 8, weights)
-    assert anchor.equal(there)
+    anchor = optimizer.state[x]["anchor"]
+    (g, one), (h, other) = distributed.gathered((x.grad.double(), anchor))
+    assert one.equal(other)
     # Over 4 and 2 steps: (4 w D + 2 v D') / (4 w + 2 v), D = -0.1 * 4 g and D' = -0.1 * 2 h, eight
     # times.
     w, v = weights
-    expected = -0.1 * 8 * (16 * w * g.double() + 4 * v * h.double()) / (4 * w + 2 * v)
+    expected = -0.1 * 8 * (16 * w * g + 4 * v * h) / (4 * w + 2 * v)
     assert (anchor - expected).norm() < 0.005 * expected.norm()
 
 
-def leaving(rank):
-    """What two members' residuals have moved the anchor by once the third has gone."""
+@distributed.on_ranks(3)
+def test_residuals_stay_shares_of_the_mean_that_they_are_from(rank):
+    """What two members' residuals move the anchor by once the third has gone."""
     pair = dist.new_group([0, 1])
     members = Chosen(dist.group.WORLD)
     x, optimizer = vector(rank, members, period=1)
     optimizer.step()
-    if rank == 2:
-        return None
-    members.group = pair
-    before, owed = optimizer.state[x]["anchor"].clone(), optimizer.state[x]["residual"].clone()
-    x.grad.zero_()
-    optimizer.step()
-    return optimizer.state[x]["anchor"] - before, owed
+    before, owed = (optimizer.state[x][key].double() for key in ("anchor", "residual"))
+    if rank < 2:
+        members.group = pair
+        x.grad.zero_()
+        optimizer.step()
+    moved = optimizer.state[x]["anchor"] - before
+    (one, first), (other, second), _ = distributed.gathered((moved, owed))
+    assert one.equal(other)
+    expected = (first + second) / 3
+    assert (one - expected).norm() < 0.15 * expected.norm()  # in codes of eight bits
 
 
-def test_residuals_stay_shares_of_the_mean_that_they_are_from():
-    (moved, one), (there, two), _ = distributed.run(3, leaving)
-    assert moved.equal(there)
-    expected = (one.double() + two.double()) / 3
-    assert (moved - expected).norm() < 0.15 * expected.norm()  # in codes of eight bits
-
-
-def missing(rank, delay):
+@pytest.mark.parametrize("delay", [0, 1])
+@distributed.on_ranks(2)
+def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(rank, delay):
     """A member that misses two openings, and catches up by the records of the other."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     members, model = Chosen(dist.group.WORLD), toy.model()
@@ -119,64 +114,51 @@ def missing(rank, delay):
     members.group, count = alone, len(members.records)
     if rank == 0:
         toy.train(model, optimizer, range(first, second), rank)
-    told = [members.records[count:]]
-    dist.broadcast_object_list(told, src=0)
+    records, _ = distributed.gathered(members.records[count:])
     anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
     if rank:
         own = [p - a for p, a in zip(model.parameters(), anchors, strict=True)]
-        plan, records = optimizer._present_plan(), told[0]
+        plan = optimizer._present_plan()
         optimizer.sync.catch_up(plan, records[0])
         members.missed = [lambda: optimizer.sync.catch_up(plan, records[1])]
         for p, a, moved in zip(model.parameters(), anchors, own, strict=True):
             assert torch.allclose(p - a, moved, atol=1e-6)
     members.group = dist.group.WORLD
     toy.train(model, optimizer, range(second, last), rank)
-    return anchors
+    assert all(map(torch.equal, *distributed.gathered(anchors)))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(delay):
-    one, two = distributed.run(2, missing, delay)
-    assert all(map(torch.equal, one, two))
-
-
-def failing(rank):
+@distributed.on_ranks(2)
+def test_a_failed_opening_is_tried_again_at_the_next_step(rank):
     members, model = Chosen(dist.group.WORLD, fails=(2,)), toy.model()
     optimizer = CurvaDion(
         toy.groups(model), replicas=members, sync=QuantizedAverage(), gate=FixedPeriod(3)
     )
     opened = [report.gate_open for report in toy.train(model, optimizer, range(9), rank)]
-    return opened, toy.weights(model)
+    assert opened == [False, False, True, False, False, False, True, False, False]
+    one, other = distributed.gathered(toy.weights(model))
+    assert not all(one[name].equal(other[name]) for name in one)
 
 
-def test_a_failed_opening_is_tried_again_at_the_next_step():
-    (opened, weights), (there, others) = distributed.run(2, failing)
-    assert opened == there == [False, False, True, False, False, False, True, False, False]
-    assert any(not weights[name].equal(others[name]) for name in weights)
-
-
-def failing_late(rank):
-    """By step, the anchor and the residual, where the second of three openings is not written."""
+@distributed.on_ranks(2)
+def test_an_opening_that_fails_when_it_is_due_puts_all_back(rank):
+    """The second of three openings is not written."""
     members = Chosen(dist.group.WORLD, fails=(2,))
     x, optimizer = vector(rank, members, period=3, delay=1)
     held = []
     for _ in range(10):
         optimizer.step()
         held.append([optimizer.state[x][key].clone() for key in ("anchor", "residual")])
-    return held, x.grad
+    assert all(map(torch.equal, held[6], held[4]))
+    anchor = held[9][0]
+    (one, g), (other, h) = distributed.gathered((anchor, x.grad.double()))
+    assert one.equal(other)
+    expected = -0.1 * 9 * (g + h) / 2
+    assert (anchor - expected).norm() < 0.02 * expected.norm()  # what the last codes have lost
 
 
-def test_an_opening_that_fails_when_it_is_due_puts_all_back():
-    (held, g), (there, h) = distributed.run(2, failing_late)
-    for of_rank in (held, there):
-        assert all(map(torch.equal, of_rank[6], of_rank[4]))
-    assert held[9][0].equal(there[9][0])
-    expected = -0.1 * 9 * (g.double() + h.double()) / 2
-    assert (held[9][0] - expected).norm() < 0.02 * expected.norm()  # what the last codes have lost
-
-
-def out_of_step(rank):
-    """Fragments and anchors where a member cannot take part in the second opening."""
+@distributed.on_ranks(2)
+def test_all_go_on_with_the_fragment_of_an_opening_that_failed(rank):
     members, model = Chosen(dist.group.WORLD), toy.model()
     sync = QuantizedAverage(fragments=2, delay=1)
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=FixedPeriod(3))
@@ -196,17 +178,12 @@ def out_of_step(rank):
     toy.train(model, optimizer, range(14), rank)
     assert failed
     optimizer.synchronize()
-    return optimizer.sync.next_fragment, toy.weights(model)
+    assert len({*distributed.gathered(optimizer.sync.next_fragment)}) == 1
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
 
 
-def test_all_go_on_with_the_fragment_of_an_opening_that_failed():
-    (fragment, weights), (other, theirs) = distributed.run(2, out_of_step)
-    assert fragment == other
-    assert all(weights[name].equal(theirs[name]) for name in weights)
-
-
-def from_a_checkpoint(rank):
-    """What a replica under way takes over, and whether anything of its own is left."""
+@distributed.on_ranks(2)
+def test_who_takes_over_drops_what_it_had_under_way(rank):
     model, members = toy.model(), Chosen(dist.group.WORLD)
     sync, gate = QuantizedAverage(delay=2), FixedPeriod(3)
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
@@ -214,16 +191,12 @@ def from_a_checkpoint(rank):
     optimizer.load_state_dict(optimizer.state_dict())  # with a mean that is to be added
     own = [p for p in model.parameters() if "due" in optimizer.state[p]]
     take_over(optimizer, hand_over(optimizer))
-    return len(own), [key for p in own for key in optimizer.state[p] if key in ("due", "mean")]
+    assert own and not any({"due", "mean"} & optimizer.state[p].keys() for p in own)
 
 
-def test_who_takes_over_drops_what_it_had_under_way():
-    for own, left in distributed.run(2, from_a_checkpoint):
-        assert own and not left
-
-
-def coded(rank):
-    """Residuals around a step whose gradients are finite nowhere; evaluation of a loaded state."""
+@distributed.on_ranks(2)
+def test_gradients_in_codes_among_members(rank):
+    """Around a step whose gradients are finite nowhere; evaluation of a loaded state."""
     model, members = toy.model(), Chosen(dist.group.WORLD)
     optimizer = CurvaDion(toy.groups(model), replicas=members, sync=CodedGradients())
     toy.train(model, optimizer, range(2), rank)
@@ -238,23 +211,15 @@ def coded(rank):
     toy.assert_bitwise_equal(toy.weights(model), weights)
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.eval()
-    return toy.weights(model)
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
 
 
-def test_gradients_in_codes_among_members():
-    one, two = distributed.run(2, coded)
-    toy.assert_bitwise_equal(one, two)
-
-
-def alone(rank):
-    members, _model = Chosen(dist.group.WORLD), toy.model()
+@distributed.on_ranks(2)
+def test_a_newcomers_first_mean_is_that_of_the_others(rank):
+    members = Chosen(dist.group.WORLD)
     members.fresh = rank == 1
     x, optimizer = vector(rank, members, period=1)
     optimizer.step()
-    return optimizer.state[x]["anchor"], x.grad
-
-
-def test_a_newcomers_first_mean_is_that_of_the_others():
-    (anchor, g), (there, _) = distributed.run(2, alone)
+    (anchor, g), (there, _) = distributed.gathered((optimizer.state[x]["anchor"], x.grad))
     assert anchor.equal(there)
     assert (anchor + 0.1 * g).norm() < 0.02 * g.norm() * 0.1
