@@ -1,7 +1,5 @@
 """Quantised averages where rates are zero and parameters come or go."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -52,7 +50,9 @@ def values(X):
 # ---------------------------------------------------------------------------- learning rates
 
 
-def fall_to(rank, lr, period):
+@pytest.mark.parametrize(("lr", "period"), [(0.0, 3), (1e-30, 3), (1e-12, 1)])
+@distributed.on_ranks(2)
+def test_a_rate_of_next_to_nothing_keeps_weights_where_they_are(rank, lr, period):
     X = weights()
     optimizer = optimizer_of(X, gate=FixedPeriod(period))
     for number in range(12):
@@ -61,44 +61,35 @@ def fall_to(rank, lr, period):
             for group in optimizer.param_groups:
                 group["lr"] = lr
         step(X, optimizer, number, rank)
-    return [float((x - y).norm() / y.norm()) for x, y in zip(values(X), reached, strict=True)]
-
-
-@pytest.mark.parametrize(("lr", "period"), [(0.0, 3), (1e-30, 3), (1e-12, 1)])
-def test_a_rate_of_next_to_nothing_keeps_weights_where_they_are(lr, period):
-    for moved in distributed.run(2, fall_to, lr, period):
-        assert max(moved) < 0.05  # no more than what codes make up for
+    for x, y in zip(X, reached, strict=True):
+        assert (x - y).norm() < 0.05 * y.norm()  # no more than what codes make up for
 
 
 # ------------------------------------------------------------------- parameters come and go
 
 
-def freeze(rank, at, sync):
+@pytest.mark.parametrize("at", [3, 4])
+@distributed.on_ranks(2)
+def test_freezing_a_parameter_of_which_each_replica_has_its_own_is_an_error(rank, at):
     X = weights()
-    optimizer = optimizer_of(X, sync=sync)
+    optimizer = optimizer_of(X)
     for number in range(at):
         step(X, optimizer, number, rank)
     X[0].requires_grad_(False)
-    try:
-        step(X[1:], optimizer, at, rank)
-    except RuntimeError as error:
+    if at == 4:
+        with pytest.raises(RuntimeError, match=r"\['params'\]\[0\].*synchronize\(\)"):
+            step(X[1:], optimizer, at, rank)
         X[0].requires_grad_(True)
         optimizer.synchronize()
         X[0].requires_grad_(False)
-        step(X[1:], optimizer, at, rank)
-        return str(error)
-    return ""
+    step(X[1:], optimizer, at, rank)
 
 
-def test_freezing_a_parameter_of_which_each_replica_has_its_own_is_an_error():
-    sync = QuantizedAverage()
-    for message in distributed.run(2, freeze, 4, sync):
-        assert "param_groups[0]['params'][0]" in message and "synchronize()" in message
-    assert distributed.run(2, freeze, 3, sync) == ["", ""]
-
-
-def freeze_and_save(rank, sync, gate):
-    """All that the optimizer holds after an exact synchronisation with frozen parameters."""
+@pytest.mark.parametrize(
+    ("sync", "gate"), [(QuantizedAverage(), FixedPeriod(3)), (CodedGradients(), AlwaysOpen())]
+)
+@distributed.on_ranks(2)
+def test_exact_synchronisation_takes_along_the_state_of_frozen_parameters(rank, sync, gate):
     X = weights()
     groups = [{"params": X[:2]}, {"params": X[2:], "algorithm": "adamw"}]
     optimizer = optimizer_of(groups, sync=sync, gate=gate)
@@ -111,20 +102,13 @@ def freeze_and_save(rank, sync, gate):
         step(X[1:], optimizer, number, rank)
     optimizer.synchronize(exact=True)
     assert torch.equal(before, X[0])
-    held = [{**optimizer.state[x], "weights": x.detach()} for x in X]
-    return [{key: torch.as_tensor(value) for key, value in each.items()} for each in held]
+    held = toy.states(optimizer) | {str(i): x.detach() for i, x in enumerate(X)}
+    toy.assert_bitwise_equal(*distributed.gathered(held))
 
 
-@pytest.mark.parametrize(
-    ("sync", "gate"), [(QuantizedAverage(), FixedPeriod(3)), (CodedGradients(), AlwaysOpen())]
-)
-def test_exact_synchronisation_takes_along_the_state_of_frozen_parameters(sync, gate):
-    ours, theirs = distributed.run(2, freeze_and_save, sync, gate)
-    for one, other in zip(ours, theirs, strict=True):
-        toy.assert_bitwise_equal(one, other)
-
-
-def add_and_agree(rank, change):
+@pytest.mark.parametrize("change", ["add", "load with fewer fragments", "load with more fragments"])
+@distributed.on_ranks(2)
+def test_replicas_agree_though_fragments_were_dealt_anew(rank, change):
     X = weights()
     optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=3))
     for number in range(4):
@@ -138,13 +122,7 @@ def add_and_agree(rank, change):
         optimizer = optimizer_of(X, sync=QuantizedAverage(fragments=fragments))
         optimizer.load_state_dict(saved)
     optimizer.synchronize(exact=False)
-    return values(X)
-
-
-@pytest.mark.parametrize("change", ["add", "load with fewer fragments", "load with more fragments"])
-def test_replicas_agree_though_fragments_were_dealt_anew(change):
-    ours, theirs = distributed.run(2, add_and_agree, change)
-    assert all(x.equal(y) for x, y in zip(ours, theirs, strict=True))
+    assert all(map(torch.equal, *distributed.gathered(X)))
 
 
 # --------------------------------------------------------------------------- other surprises
@@ -166,7 +144,8 @@ def test_one_replica_does_what_it_would_do_alone(direction):
     assert all(x.equal(y) for x, y in zip(*ends, strict=True))
 
 
-def train_in_tensor_parallel(rank):
+@distributed.on_ranks(4)
+def test_ranks_of_a_replica_agree_on_what_they_hold_alike(rank):
     """A vector that tensor parallelism replicates beside a matrix that it cuts unevenly."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
     generator = torch.Generator().manual_seed(0)
@@ -177,8 +156,10 @@ def train_in_tensor_parallel(rank):
     )
     optimizer = CurvaDion(
         [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}],
-        replicas=mesh["replicate"], gate=FixedPeriod(2), sync=QuantizedAverage(),
-    )  # fmt: skip
+        replicas=mesh["replicate"],
+        gate=FixedPeriod(2),
+        sync=QuantizedAverage(),
+    )
     replica = mesh.get_local_rank("replicate")
     for step in range(4):
         for i, x in enumerate((matrix, vector)):
@@ -187,12 +168,9 @@ def train_in_tensor_parallel(rank):
             x.grad = distribute_tensor(noise, mesh, x.placements, src_data_rank=None)
         optimizer.step()
     state = optimizer.state[vector]
-    return vector.to_local().detach(), *(state[key].to_local() for key in ("anchor", "residual"))
-
-
-def test_ranks_of_a_replica_agree_on_what_they_hold_alike():
-    first, *others = distributed.run(4, train_in_tensor_parallel)
-    for other in others:
-        assert torch.equal(first[0], other[0]) and torch.equal(first[1], other[1])
+    held = [x.to_local().detach() for x in (vector, state["anchor"], state["residual"])]
+    first, second, third, fourth = distributed.gathered(held)
+    for other in (second, third, fourth):
+        assert all(map(torch.equal, first[:2], other[:2]))
     # The residual is each replica's own, and the same on its ranks.
-    assert torch.equal(first[2], others[0][2]) and torch.equal(others[1][2], others[2][2])
+    assert torch.equal(first[2], second[2]) and torch.equal(third[2], fourth[2])
