@@ -1,7 +1,5 @@
 """Gates that follow a schedule: replicas tell each other nothing between the openings."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -37,23 +35,6 @@ SYNCS = {"exact": LowRank(), "codes": QuantizedAverage(bits=2)}
 # ------------------------------------------------------------------------ what is sent
 
 
-def count_bytes(rank, layout, gate, sync):
-    """Per step: whether it opened, and the bytes inside the replica and between replicas."""
-    replica = Replica(rank, layout, GATES[gate], sync)
-    steps = []
-    for step in range(9):
-        with WireMeter() as meter:
-            report = replica.step(step)
-        inside = between = 0
-        for (group, _), count in meter.records.items():
-            if group == replica.inside:
-                inside += count.bytes
-            else:
-                between += count.bytes
-        steps.append((report.gate_open, inside, between, meter.total_sent))
-    return steps, replica.optimizer.gate.open_cost
-
-
 @pytest.mark.parametrize(
     ("layout", "gate", "sync"),
     [
@@ -65,26 +46,35 @@ def count_bytes(rank, layout, gate, sync):
 )
 def test_replicas_send_each_other_nothing_at_closed_steps(layout, gate, sync):
     """The ranks of one replica meet at every step, all ranks at openings."""
-    ranks = distributed.run(RANKS[layout], count_bytes, layout, gate, sync)
-    openings = 0
-    for steps, open_cost in ranks:
-        for is_open, inside, between, _ in steps[1:]:  # the first also compares the replicas
-            assert (between > MEETING_BYTES) if is_open else (between == 0)
-            if layout == "whole":
-                assert inside == 0
+    distributed.run(RANKS[layout], count_bytes, layout, gate, sync)
+
+
+def count_bytes(rank, layout, gate, sync):
+    replica, openings = Replica(rank, layout, GATES[gate], sync), 0
+    for step in range(9):
+        with WireMeter() as meter:
+            is_open = replica.step(step).gate_open
+        inside = between = 0
+        for (group, _), count in meter.records.items():
+            if group == replica.inside:
+                inside += count.bytes
             else:
-                assert is_open or inside >= MEETING_BYTES
+                between += count.bytes
+        mean = sum(distributed.gathered(meter.total_sent)) / dist.get_world_size()
+        if step:  # the first also compares the replicas
             openings += is_open
-        if gate == "budget":
-            codes = CODES + MEETING_BYTES
+            assert (between > MEETING_BYTES) if is_open else (between == 0)
             if layout == "sharded":
-                codes = CODES_OF_SHARDS + 2 * MEETING_BYTES
-            assert open_cost == pytest.approx(codes / (4 * NUMBERS))
-    assert openings >= len(ranks)
-    if layout == "whole" and sync.sends_codes:
-        for step in range(1, 9):
-            mean = sum(steps[step][3] for steps, *_ in ranks) / len(ranks)
-            assert mean == (MEETING_BYTES + CODES if ranks[0][0][step][0] else 0)
+                assert is_open or inside >= MEETING_BYTES
+            else:
+                assert inside == 0
+                if sync.sends_codes:
+                    assert mean == (MEETING_BYTES + CODES if is_open else 0)
+    assert openings
+    if gate == "budget":
+        sharded = layout == "sharded"
+        codes = CODES_OF_SHARDS + 2 * MEETING_BYTES if sharded else CODES + MEETING_BYTES
+        assert replica.optimizer.gate.open_cost == pytest.approx(codes / (4 * NUMBERS))
 
 
 # ------------------------------------------------------------------------ non-finite gradients
@@ -154,56 +144,47 @@ def test_where_replicas_meet_at_every_step_all_leave_out_a_nonfinite_gradient(ga
             assert (report.skipped, untouched, moved) == (skips, skips, not skips)
 
 
-def spend(rank, spoilt_every):
-    """What was sent after the first step, and what the budget has left at the end."""
+@distributed.on_ranks(2)
+def test_a_budget_is_met_though_openings_are_skipped(rank):
     replica = Replica(rank, "whole", ByteBudget(0.05), SYNCS["codes"])
     sent, opened, skipped = 0.0, 0, 0
     for step in range(60):
         with WireMeter() as meter:
-            report = replica.step(step, spoilt=rank == 1 and step % spoilt_every == 1)
+            report = replica.step(step, spoilt=rank == 1 and step % 2 == 1)
         sent += meter.total_sent if step else 0
         opened += report.gate_open
         skipped += report.skipped
-    gate = replica.optimizer.gate
+    gate, each = replica.optimizer.gate, distributed.gathered((sent, opened, skipped))
     left = gate.state_dict()["balance"] * gate.open_cost * 4 * NUMBERS
-    return sent, left, opened, skipped
-
-
-def test_a_budget_is_met_though_openings_are_skipped():
-    ranks = distributed.run(2, spend, 2)
-    sent = sum(sent for sent, *_ in ranks) / 2
-    skipped = ranks[0][3]  # openings that both skip, and whose meeting is not counted
+    sent = sum(sent for sent, *_ in each) / 2
+    skipped = each[0][2]  # openings that both skip, and whose meeting is not counted
     assert skipped > 2
     allowed = 0.05 * 60 * 4 * NUMBERS
     assert sent <= allowed
-    for _, left, opened, _ in ranks:
-        assert opened == ranks[0][2] > 15
-        assert left == pytest.approx(allowed - sent + skipped * MEETING_BYTES)
+    assert opened == each[0][1] > 15
+    assert left == pytest.approx(allowed - sent + skipped * MEETING_BYTES)
 
 
 SCALED = {"grad_scale": torch.tensor(1.0), "found_inf": torch.tensor(0.0)}
 
 
-def go_wrong(rank, spoilt, scaled, layout):
-    """What is raised, and when, of steps between openings."""
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("layout", RANKS)
+def test_ten_steps_left_out_in_a_row_are_an_error_of_that_replica(layout, scaled):
+    """Unless a GradScaler finds them."""
+    distributed.run(RANKS[layout], go_wrong, layout, scaled)
+
+
+def go_wrong(rank, layout, scaled):
     replica = Replica(rank, layout, FixedPeriod(20), SYNCS["codes"])
     for name, value in SCALED.items() if scaled else ():
         setattr(replica.optimizer, name, value)  # as a GradScaler does
     last = dist.get_world_size() - 1
-    return told(16, lambda step: replica.step(step, spoilt=rank == last and step in spoilt))
-
-
-@pytest.mark.parametrize("layout", RANKS)
-def test_ten_steps_left_out_in_a_row_are_an_error_of_that_replica(layout):
-    answers = distributed.run(RANKS[layout], go_wrong, range(1, 13), False, layout)
-    half = len(answers) // 2
-    assert answers[:half] == [None] * half
-    for step, error in answers[half:]:
-        assert step == 10 and "10 steps in a row" in error and "NaN" in error
-
-
-def test_ten_that_a_grad_scaler_finds_are_no_error():
-    assert distributed.run(2, go_wrong, range(1, 14), True, "whole") == [None] * 2
+    said = told(16, lambda step: replica.step(step, spoilt=rank == last and 1 <= step < 13))
+    if scaled or replica.number == 0:
+        assert said is None
+    else:
+        assert said[0] == 10 and "10 steps in a row" in said[1] and "NaN" in said[1]
 
 
 def go_on(rank, layout, gate, sync, load_before):
@@ -241,15 +222,15 @@ def test_a_resumed_run_is_the_whole_run_bitwise(layout, gate, sync, load_before)
             assert same(weights, loaded_weights) and same_state(state, loaded_state)
 
 
-def start_drifted(rank, difference):
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+@distributed.on_ranks(2)
+def test_a_nonfinite_gradient_at_the_first_step_hides_no_other_weights(rank, difference):
+    """Neither replica moves before all have been compared."""
     replica = Replica(rank, "whole", FixedPeriod(4), LowRank())
     with torch.no_grad():
         replica.X[0][0, 0] += difference * rank
-    return told(9, lambda step: replica.step(step, spoilt=(rank, step) == (1, 0)))
-
-
-def test_a_nonfinite_gradient_at_the_first_step_hides_no_other_weights():
-    """Neither replica moves before all have been compared."""
-    for step, text in distributed.run(2, start_drifted, 1.0):
-        assert step == 1 and "different weights" in text
-    assert distributed.run(2, start_drifted, 0.0) == [None, None]
+    said = told(9, lambda step: replica.step(step, spoilt=(rank, step) == (1, 0)))
+    if difference:
+        assert said[0] == 1 and "different weights" in said[1]
+    else:
+        assert said is None
