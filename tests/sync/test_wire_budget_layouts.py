@@ -1,7 +1,5 @@
 """Replicas in shards synchronise shard by shard: the same bits, and no more bytes than codes."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -26,10 +24,7 @@ BITS = 2
 
 
 def train(rank, setup, layout, delay):
-    """Per step the drift, and what replicas sent each other against the formula's bytes.
-
-    Then the drift once replicas are asked to agree.
-    """
+    """Replicas' drift, and what they send each other against the formula's bytes."""
     model, replicas, _, reader = setup(layout)
     optimizer = CurvaDion(
         transformer.groups(model),
@@ -38,20 +33,22 @@ def train(rank, setup, layout, delay):
         sync=QuantizedAverage(bits=BITS, delay=delay),
     )
     between = names_between(replicas, delay)
-    drifts, sent, expected = [], [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         transformer.loss_of(model, step, reader).backward()
         with WireMeter() as meter:
             optimizer.step()
             optimizer.sync.settle()
-        drifts.append(optimizer.drift())
+        opened = step % 2 == 1
+        assert optimizer.report.gate_open == opened
+        assert (optimizer.drift() == 0) == (opened and delay == 0), (delay, step)
         counts = meter.records.items()
-        codes_sent = [n.sent for (name, kind), n in counts if name in between and "all_to" in kind]
-        sent.append(sum(codes_sent))
-        expected.append(codes(optimizer) if optimizer.report.gate_open else 0)
+        sent = sum(n.sent for (name, kind), n in counts if name in between and "all_to" in kind)
+        each = distributed.gathered((sent, codes(optimizer) * opened))
+        sent, expected = (sum(of[i] for of in each) for i in (0, 1))
+        assert sent == expected and (expected > 0) == opened, (delay, step)
     optimizer.synchronize()
-    return drifts, sent, expected, optimizer.drift()
+    assert optimizer.drift() == 0, delay
 
 
 def names_between(replicas, delay):
@@ -62,7 +59,6 @@ def names_between(replicas, delay):
 
 
 def codes(optimizer):
-    """Bytes of the codes of what this rank holds."""
     X = [x for g in optimizer.param_groups for x in g["params"]]
     return message_bytes((local(x).numel() for x in X), BITS)
 
@@ -76,14 +72,7 @@ CASES = [
 
 @pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
 def test_shards_of_replicas_come_together(setup, layout):
-    for delay, ranks in in_one_call(train, setup, layout, [(0,), (1,)]):
-        for drifts, _, _, last in ranks:
-            assert [drift == 0 for drift in drifts] == [False, delay == 0] * 2, delay
-            assert last == 0, delay
-        for step in range(STEPS):
-            sent, expected = (sum(rank[i][step] for rank in ranks) for i in (1, 2))
-            assert sent == expected, (delay, step)
-            assert (expected > 0) == (step % 2 == 1), (delay, step)
+    in_one_call(train, setup, layout, [(0,), (1,)])
 
 
 def in_one_call(function, setup, layout, cases):
@@ -102,7 +91,6 @@ CORRECTIONS = ["align_momentum", "polar_correction"]
 
 @functools.cache
 def eight_bits(fragments, delay, *corrections, spectrum_decay=0.0):
-    """How to train with these corrections."""
     chosen = {name: name in corrections for name in CORRECTIONS}
     how = {"fragments": fragments, "delay": delay, "spectrum_decay": spectrum_decay}
     sync = QuantizedAverage(bits=8, **how, **chosen)
@@ -203,21 +191,16 @@ def test_what_is_sent_inside_a_replica_is_the_formulas(setup, layout):
                 assert added == expected > 0, (direction, delay)
 
 
-def held(rank, setup, layout):
-    """What this rank holds of each parameter, and what it takes the shards of all ranks to be."""
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+@distributed.on_ranks(4)
+def test_a_budget_counts_the_blocks_of_shards(rank, setup, layout):
     model, replicas, *_ = setup(layout)
     optimizer = CurvaDion(transformer.groups(model), replicas=replicas)
-    return [(p.local.numel(), shard_sizes(p.X)) for p in optimizer._present_plan().parameters]
-
-
-@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_a_budget_counts_the_blocks_of_shards(setup, layout):
-    ranks = distributed.run(4, held, setup, layout)
-    replicas, *_ = COUNTS[layout]
-    for of_parameter in zip(*ranks, strict=True):
-        (shards, *others), here = [s for _, s in of_parameter], [n for n, _ in of_parameter]
-        assert all(other == shards for other in others)
-        copies = len(here) // len(shards)
+    for p in optimizer._present_plan().parameters:
+        # What the ranks hold, and what this one takes the shards of all to be.
+        here, shards = distributed.gathered(p.local.numel()), shard_sizes(p.X)
+        assert distributed.gathered(shards) == [shards] * 4
+        copies = 4 // len(shards)
         if "FSDP1" in layout:  # each rank knows its own range only
             assert sum(shards) * copies == sum(here)
             for block in (1, 7, 256):
@@ -225,11 +208,12 @@ def test_a_budget_counts_the_blocks_of_shards(setup, layout):
                 assert 0 <= blocks[0] - blocks[1] / copies <= len(shards) - 1
         else:
             assert sorted(shards * copies) == sorted(here)
-        assert copies % replicas == 0
+        assert copies % COUNTS[layout][0] == 0
 
 
-def synchronize_exactly(rank, setup, layout):
-    """Bytes of this rank's collectives, and those that the formula has for a whole replica."""
+@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
+@distributed.on_ranks(4)
+def test_an_exact_synchronisation_costs_a_budget_what_it_sends(rank, setup, layout):
     model, replicas, _, reader = setup(layout)
     optimizer = CurvaDion(transformer.groups(model), replicas=replicas, wire_budget=0.5)
     transformer.loss_of(model, 0, reader).backward()
@@ -240,20 +224,7 @@ def synchronize_exactly(rank, setup, layout):
     plan = optimizer._present_plan()
     dense = 4 * sum(sizes([p.X for p in plan.parameters]))
     spent = (balance - optimizer.gate._balance) * optimizer.gate.open_cost * dense
-    records = meter.records.items()
-    own = sum(
-        n.bytes
-        for (name, kind), n in records
-        if name == replicas.get_group().group_name and kind == "all_reduce"
-    )
-    return own, bytes_of_everything(plan, optimizer._state_keys), spent
-
-
-@pytest.mark.parametrize(("setup", "layout"), CASES, ids=[layout for _, layout in CASES])
-def test_an_exact_synchronisation_costs_a_budget_what_it_sends(setup, layout):
-    ranks = distributed.run(4, synchronize_exactly, setup, layout)
-    replicas, *_ = COUNTS[layout]
-    sent = sum(own for own, _, _ in ranks) / replicas
-    for _, formula, spent in ranks:
-        assert formula == pytest.approx(sent)
-        assert spent == pytest.approx(formula)
+    own = meter.records[replicas.get_group().group_name, "all_reduce"].bytes
+    formula = bytes_of_everything(plan, optimizer._state_keys)
+    assert formula == pytest.approx(sum(distributed.gathered(own)) / COUNTS[layout][0])
+    assert spent == pytest.approx(formula)
