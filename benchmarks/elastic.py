@@ -49,6 +49,7 @@ class Options:
     slow: float = option(1.0, "how many times as long a step of the last replica takes")
     pause: float = option(0.0, "seconds that each replica sleeps in a step, as if it computed")
     timeout: float = option(5.0, "seconds after which an exchange has failed")
+    patience: float = option(-1.0, "seconds that a replica waits at an opening; < 0: for others")
     join_timeout: float = option(2.0, "seconds that an opening waits for members who are alive")
     total: int = option(4000, "steps of all replicas together")
     period: int = option(6, "steps from one opening to the next")
@@ -82,7 +83,11 @@ def replica(
     batches = TrainingBatches(training, task.context, task.batch_size, options.replicas, 1, 0)
     model = task.model()
     replicas = Replicas(
-        begins=not again, timeout=options.timeout, quorum_timeout=60.0, replica_id=f"replica_{slot}"
+        begins=not again,
+        timeout=options.timeout,
+        quorum_timeout=60.0,
+        patience=None if options.patience < 0 else options.patience,
+        replica_id=f"replica_{slot}",
     )
     optimizer = build_optimizer(options, model, replicas)
     begun = time.time()

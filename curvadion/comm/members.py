@@ -61,6 +61,10 @@ class Members(ABC):
         """Begin the opening that the next :meth:`begin` returns, before a step is taken."""
         raise NotImplementedError
 
+    def arrived(self) -> bool:
+        """Whether an opening can begin now; if not, this replica trains on and asks again."""
+        return True
+
     @abstractmethod
     def begin(self) -> Opening:
         """Meet the members that are present; weights and states may change by a peer's."""

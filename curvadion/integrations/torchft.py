@@ -15,8 +15,10 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import cached_property
+from threading import Thread
 from typing import Any
 
 import torch
@@ -69,6 +71,9 @@ class Replicas(Members):
         quorum_timeout: seconds after which an opening raises an error because others did not
             arrive. It must exceed the time that the slowest replica takes from one opening to the
             next.
+        patience: seconds that this replica waits at an opening for others. Then it trains on, and
+            opens at the first step at which they have come. None: it waits for them. Pass 0 where a
+            slow replica must not hold up the others.
         kept: how many openings' means a member keeps for late replicas; each uses ``bits`` bits of
             CPU memory per element.
         replica_id: a name for logs, by which members are sorted; None uses REPLICA_GROUP_ID from
@@ -91,6 +96,7 @@ class Replicas(Members):
         min_replicas: int = 1,
         timeout: float = 300.0,
         quorum_timeout: float = 600.0,
+        patience: float | None = None,
         kept: int = 8,
         replica_id: str | None = None,
         device: torch.device | str | None = None,
@@ -99,6 +105,8 @@ class Replicas(Members):
         checks.integer("kept", kept, 0)
         for name, seconds in (("timeout", timeout), ("quorum_timeout", quorum_timeout)):
             checks.number(name, seconds, least=1e-3)
+        if patience is not None:
+            checks.number("patience", patience)
         if "TORCHFT_LIGHTHOUSE" not in os.environ:
             raise ValueError(
                 "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, and "
@@ -113,6 +121,7 @@ class Replicas(Members):
         self._optimizer: ReplicaOptimizer | None = None
         self._ready: _Opening | None = None
         self.present = 0
+        self._patience, self._uncommitted = patience, False
         self._given: dict[str, Any] | None = None
         self._worker: Worker | None = None
         self._replays = False  # whether who is late can take in what was missed
@@ -133,6 +142,7 @@ class Replicas(Members):
             replica_id=replica_id or os.environ.get("REPLICA_GROUP_ID"),
             **_environment(),
         )
+        self._client = self._manager._client = _Client(self._manager)
 
     def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
         """Join the run before the first step: begin it, or copy another replica's state.
@@ -185,6 +195,13 @@ class Replicas(Members):
         """Begin the opening that :meth:`begin` returns next."""
         self._ready = self.begin()
 
+    def arrived(self) -> bool:
+        if self._patience is None or self._uncommitted:
+            return True
+        waits = 0.0 if self._client.asked else self._patience
+        done, _ = wait([self._client.ask()], waits)
+        return all(self._everybody(bool(done)))
+
     def begin(self) -> _Opening:
         """Meet the members that are present; a peer's weights and states may replace these."""
         if (ready := self._ready) is not None:
@@ -204,6 +221,7 @@ class Replicas(Members):
                 f"down, or other replicas took longer than quorum_timeout. Restart the Lighthouse, "
                 f"or raise quorum_timeout."
             ) from error
+        self._uncommitted = True
         opening = _Opening(self)
         self._take_over(opening)
         present = self._manager.num_participants()
@@ -371,6 +389,7 @@ class _Opening(Opening):
 
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
         replicas = self._replicas
+        replicas._uncommitted = False
         self._strayed = any(replicas._everybody(self._strayed))
         if failed:
             self._manager.report_error(RuntimeError("a member was lost at an opening"))
@@ -391,6 +410,45 @@ class _Opening(Opening):
             if replicas._replays:
                 replicas._history.append((number, {**record, "before": before, "chain": chain}))
         return committed
+
+
+class _Client:
+    """The manager's client, which can ask ahead who takes part in the next opening."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager, self._client = manager, manager._client
+        self.asked: Future[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def ask(self) -> Future[Any]:
+        """The answer, once others have come; :meth:`_quorum` takes it."""
+        if (asked := self.asked) is None:
+            asked = self.asked = Future()
+            manager = self._manager
+            given = {
+                "group_rank": manager._group_rank,
+                "step": manager.current_step(),
+                "checkpoint_metadata": manager._checkpoint_transport.metadata(),
+                "shrink_only": False,
+                "timeout": manager._quorum_timeout,
+                "init_sync": manager._init_sync,
+                "commit_failures": manager._commit_failures,
+            }
+            # No executor: Python would wait for its thread at exit.
+            Thread(target=self._answer, args=(asked, given), daemon=True).start()
+        return asked
+
+    def _answer(self, asked: Future[Any], given: dict[str, Any]) -> None:
+        try:
+            asked.set_result(self._client._quorum(**given))
+        except Exception as error:
+            asked.set_exception(error)
+
+    def _quorum(self, **given: Any) -> Any:
+        asked, self.asked = self.asked, None
+        return self._client._quorum(**given) if asked is None else asked.result()
 
 
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]

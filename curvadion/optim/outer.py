@@ -155,6 +155,7 @@ class ReplicaOptimizer(OuterLayer):
         opened: bool,
     ) -> bool:
         """Take the step; whether replicas have synchronised, if they were to."""
+        members = self._replicas.members
         step = self._inner_step(
             plan,
             gradients,
@@ -164,13 +165,14 @@ class ReplicaOptimizer(OuterLayer):
             replicas=self._replicas.process_group,
             local_steps=self.progress.local_steps,
             background=partial(self._background, plan.device),
-            members=self._replicas.members,
+            members=members,
             state_keys=lambda: self._state_keys,
         )
-        if opened:
+        if opened and (members is None or members.arrived()):
             opened = self.sync.open_step(step) is not False
             self.gate.spend(1 if opened else 0)
         else:
+            opened = False
             self.sync.closed_step(step)
         progress = self.progress  # perhaps a peer's
         progress.steps += 1

@@ -135,26 +135,34 @@ def test_members_that_stay_take_the_trajectory_of_a_process_group_bitwise(patien
     assert len({weights for _, weights in found}) == 1  # after synchronize()
 
 
+def sharded_replicas(address, name, mesh, **more):
+    """Replicas of several ranks, with the environment that torchrun gives to each of them."""
+    shards = mesh["shards"]
+    port = torch.tensor([0])
+    if shards.get_local_rank() == 0:
+        stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        port.fill_(stores[-1].port)
+    dist.broadcast(port, group=shards.get_group(), group_src=0)
+    names = {"RANK": shards.get_local_rank(), "WORLD_SIZE": 2, "MASTER_PORT": int(port)}
+    names = {k: str(v) for k, v in names.items()}
+    with mock.patch.dict(os.environ, names, MASTER_ADDR="localhost"):
+        return replicas_of(address, name, **more)
+
+
+stores = []  # which live as long as the process
+
+
 def stay_sharded(rank, address, how):
     """The same for two replicas of two ranks each, whose weights FSDP2 shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    replica, shard = divmod(rank, 2)
+    replica = rank // 2
     kind, given = STAYING[how]
     found = []
     for elastic in (False, True):
         model, replicas = toy.model(), mesh["replicas"].get_group()
         fully_shard(model, mesh=mesh["shards"])
         if elastic:
-            port = torch.tensor([0])
-            if shard == 0:
-                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                port.fill_(store.port)
-            dist.broadcast(port, group=mesh["shards"].get_group(), group_src=0)
-            names = {"RANK": shard, "WORLD_SIZE": 2, "MASTER_PORT": int(port)}
-            with mock.patch.dict(
-                os.environ, {k: str(v) for k, v in names.items()}, MASTER_ADDR="localhost"
-            ):
-                replicas = replicas_of(address, f"{how} sharded {replica}", min_replicas=2)
+            replicas = sharded_replicas(address, f"{how} sharded {replica}", mesh, min_replicas=2)
         optimizer = optimizer_of(
             model, kind, replicas, **{"gate": FixedPeriod(PERIOD), **copy.deepcopy(given)}
         )
@@ -172,6 +180,35 @@ def stay_sharded(rank, address, how):
 @pytest.mark.parametrize("how", ["polar, two fragments", "a delay, two fragments", "torch's AdamW"])
 def test_so_do_replicas_of_several_ranks(patient, how):
     assert distributed.run(4, stay_sharded, patient, how) == [[], [], [], []]
+
+
+def wait_for_a_slow_one(rank, address):
+    """Two replicas of two ranks; the second takes a long step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    replica = mesh["replicas"].get_local_rank()
+    model = toy.model()
+    fully_shard(model, mesh=mesh["shards"])
+    replicas = sharded_replicas(address, f"patient {replica}", mesh, min_replicas=2, patience=0.1)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(fragments=2, delay=1)
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
+    replicas.start(optimizer)
+    longest = 0
+    while replicas.openings < 6:
+        if replica == 1 and replicas.openings == 3:
+            time.sleep(0.4)
+        time.sleep(0.02)
+        toy.train(model, optimizer, [optimizer.progress.steps], replica)
+        longest = max(longest, optimizer.progress.local_steps)
+    anchors = [local(optimizer.state[p]["anchor"]).flatten() for p in model.parameters()]
+    dist.barrier()
+    replicas.close()
+    return longest, zlib.crc32(torch.cat(anchors).numpy())
+
+
+def test_a_replica_whose_patience_ends_trains_on_until_others_come(patient):
+    (one, a), (two, b), (_, c), (_, d) = distributed.run(4, wait_for_a_slow_one, patient)
+    assert one == two > 2 * PERIOD
+    assert (a, b) == (c, d)
 
 
 # -------------------------------------------------------------------- members that die
