@@ -341,8 +341,8 @@ class ReplicaOptimizer(OuterLayer):
 
         Args:
             exact: True averages weights, momenta and moments exactly. A checkpoint that keeps one
-                replica's state for all needs this. It sends 2 (direction="polar") to 2.6 times as
-                much as an all-reduce of all gradients. All state is then identical on every
+                replica's state for all needs this. It sends weights and each state that replicas
+                keep, 2 to 4 times as much as an all-reduce of all gradients. All state is then identical on every
                 replica, including that of frozen parameters, whose weights do not change. False
                 needs a sync that sends codes, such as QuantizedAverage. It sends the codes of the
                 fragments that have drifted (0.065 times as much as the all-reduce at 2 bits, if all
