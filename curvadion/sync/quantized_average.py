@@ -269,7 +269,7 @@ class QuantizedAverage(MemberOpenings):
         """Move anchors by the coded means and set weights to them, then correct."""
         plan = batch.plan
         taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
-        batch.taken = None  # frees the directions, which are used once
+        batch.taken = None  # directions are used once and take memory
         own = [] if taken is None else copies_of(taken.stacks, weights)
         corrected = rate is not None and self.polar_correction
         before = copies_of(plan.stacks, anchor_of) if corrected else []
