@@ -67,8 +67,7 @@ class Dion(GroupedOptimizer):
             values above 0.002 of the Frobenius norm into [0.68, 1.21].
         newton_schulz_steps: the number of iterations.
         gather: how ranks that hold shards compute polar factors. "auto": a matrix is sent to one of
-            them and back if that is cheaper than summing Gram matrices. "never": matrices stay
-            sharded.
+            them and back if that is cheaper than sums of Gram matrices. "never": it stays sharded.
         exchange_dtype: dtype in which these matrices are sent, "float32" or "bfloat16"; None uses
             bfloat16 if matrix products run in half precision, and otherwise the matrices' own
             dtype.

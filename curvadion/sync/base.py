@@ -55,9 +55,8 @@ class Sync(ABC):
         state_keys: state it keeps for each parameter, in addition to the table of
             curvadion.update.state. A state "anchor" holds the last synchronised weights; ranks
             compare it.
-        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Residuals of
-            codes differ, so one replica's state cannot stand for all, even if weights are
-            identical.
+        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Residuals
+            differ, so one replica's state cannot stand for all, even if weights are identical.
         every_step: whether replicas must synchronise at every step: gates may not close.
         message_format: a number that must be the same on all replicas for them to read each other's
             messages.

@@ -44,8 +44,7 @@ class Taken(ABC):
 
         If U_i + share C is another direction, this turns the part of M_i in the space of U_i to it.
         Call it once: directions are freed, and C, (k, m_i, n_j) by stack, is overwritten. A
-        direction that keeps S_i averages it over calls, in which earlier ones weigh ``decay`` times
-        as much.
+        direction that keeps S_i averages it over calls; earlier ones weigh ``decay`` times as much.
         """
 
 

@@ -9,8 +9,7 @@ so B itself is not needed in between: Z is the product of all W, and B Z is comp
 end. All these matrices are polynomials in G, so they are symmetric and commute.
 
 In half precision the rounding errors of G hide small singular values, so iterations are split into
-passes: after a few iterations B <- B Z, whose small singular values are larger, and G is
-recomputed.
+passes: after a few of them B <- B Z, whose small singular values are larger, and G <- B^T B.
 
 Each iteration uses the best p for the result of the previous one: the odd polynomial of degree 5
 that minimises max |1 - p(s)| over the interval that then contains s.
@@ -36,8 +35,7 @@ TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
 # Few iterations may leave singular values that are not too small this far from 1.
 TOLERANCE = 0.2
-# The smallest singular value, relative to the largest, above a float32 Gram matrix's rounding
-# errors.
+# The smallest relative singular value above the rounding errors of a float32 Gram matrix.
 SMALLEST = 1e-3
 SMALLEST_IN_HALF = 3e-3
 # Intervals shorter than this share of their end are too narrow for Remez' equations in float64.

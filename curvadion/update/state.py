@@ -19,8 +19,7 @@ from torch import Tensor
 from curvadion.layout.flat_shard import FLAT_SHARD_START
 
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
-# The last synchronised weights. A sync that keeps them must use this key, so that ranks compare
-# them.
+# The last synchronised weights; a sync that keeps them must use this key: ranks compare it.
 ANCHOR = "anchor"
 # S = U^T M of matrices with polar directions, a weighted sum over openings, local to each replica;
 # and the sum of the weights.
