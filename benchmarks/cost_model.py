@@ -296,7 +296,7 @@ def wire_budget(
     """CurvaDion with a budget: coded pseudo-gradients, as often as the budget allows.
 
     bits: of a code; None: the budget's choice. delayed: whether means are added later. Then a
-        header replaces the gate's bytes, and one more message carries the lengths of all matrices.
+    header replaces the gate's bytes, and one more message carries the lengths of all matrices.
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
     # Batches of a CPU; a GPU's are larger, so it sends fewer messages than this.

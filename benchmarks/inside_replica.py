@@ -122,8 +122,8 @@ def polar(
     """Return the cost of ours, sharded by rows over ``count`` ranks.
 
     sent, summed: wire dtypes of shards that go to owners and of Gram matrices. device: of the
-        batches. kept: the share of the shorter side that Dion2 keeps. gather: whether matrices may
-        go to owners.
+    batches. kept: the share of the shorter side that Dion2 keeps. gather: whether matrices may
+    go to owners.
     """
     bytes_, operations, owned = 0.0, [0.0] * count, 0.0
     others = (count - 1) / count

@@ -23,7 +23,7 @@ class OuterStep:
     """Settings of :class:`OuterMomentum`.
 
     period: local steps per outer step. lr, momentum: of the outer step. bits: of codes with error
-        feedback; None: float32.
+    feedback; None: float32.
     """
 
     period: int

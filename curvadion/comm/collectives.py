@@ -182,7 +182,7 @@ class SharedWork:
 
         summands of the whole line        each rank sums its share
         shares of the sums                each rank has the vectors that it works on
-        what it has made of these         each rank has its share of the results
+        results of these vectors          each rank has its share of the results
         shares of the results             all ranks have all results
 
     A rank receives, and sends, at most twice the line and its own vectors once more.
@@ -210,7 +210,7 @@ class SharedWork:
         return list(own.split([sizes[i] for i in self.mine]))
 
     def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
-        """Send all results, of the given sizes, to all ranks; own: those of ``mine``. Collective."""
+        """Return all results, of these sizes, on all ranks; own: those of ``mine``; collective."""
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
         sent = torch.cat([like.new_empty(0), *own])

@@ -32,9 +32,9 @@ def clip_grad_norm_(
     ``norm``. ``torch.nn.utils.clip_grad_norm_`` would scale each replica by its own norm.
 
     Collective: call it on all ranks of all replicas, after backward and before ``step``. It sends
-        one all-reduce of 8 bytes, and under sequence parallelism first sums partial gradients. For
-        one unsharded replica it equals torch's function. With a GradScaler call
-        ``scaler.unscale_(optimizer)`` first.
+    one all-reduce of 8 bytes, and under sequence parallelism first sums partial gradients. For
+    one unsharded replica it equals torch's function. With a GradScaler call
+    ``scaler.unscale_(optimizer)`` first.
 
     If a gradient on any rank holds a NaN or an Inf, no gradient is scaled, and all ranks skip the
     next step. Under a schedule all gradients are set to NaN to achieve this.

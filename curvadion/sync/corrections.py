@@ -108,8 +108,8 @@ def align_momenta_(
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
     missing: D - D_i of the matrices, by stack; overwritten. It is scaled by 1 / L. Directions
-        differ by at most sqrt(r) in Frobenius norm; if it is longer than L sqrt(r), the scale falls
-        with the square of the length.
+    differ by at most sqrt(r) in Frobenius norm; if it is longer than L sqrt(r), the scale falls
+    with the square of the length.
     """
     if not taken.stacks:
         return
