@@ -330,7 +330,7 @@ def selected(options: Options) -> list[Run]:
         runs = at_best_rates(runs, read_records(Path(options.out)))
     of_runs = [(run.method, run.size, run.budget or 0.0) for run in runs]
     wanted: tuple[tuple[Any, ...], ...] = (options.method, options.size, options.budget)
-    # With budgets of its own a grid may lack methods.
+    # With other budgets a grid may lack methods.
     known: list[list[Any]] = [list(METHODS)]
     known += (list(dict.fromkeys(one[i] for one in of_runs)) for i in (1, 2))
     for name, values, there in zip(("method", "size", "budget"), wanted, known, strict=True):

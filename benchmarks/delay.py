@@ -3,10 +3,10 @@ r"""Measure how much a delay hides: steps with and without a limited link, and a
     python benchmarks/delay.py --output benchmarks/results/scaling/delay.json \
         --picture docs/delay.png
 
-Every rank is a real process with gloo in a network namespace of its own (network.py; needs root).
-All ranks train a small GPT under a byte budget, alternating between no limits and the link. A
-step's seconds are the mean over whole periods between openings, in the best of several rounds. The
-picture shows what each rank does over the link: computing, coding, exchanging and waiting.
+Every rank is a real process with gloo in its own network namespace (network.py; needs root). All
+ranks train a small GPT under a byte budget, alternating between no limits and the link. A step's
+seconds are the mean over whole periods between openings, in the best of several rounds. The picture
+shows what each rank does over the link: computing, coding, exchanging and waiting.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def contenders(
         except Exception as error:
             if name not in others:
                 raise
-            # Alike on all ranks: what a library lacks or refuses does not depend on the rank.
+            # The same on all ranks: a library is missing, or refuses, on all of them or on none.
             absent[name] = _reason(error)
         else:
             calls[name], states[name] = optimizer.step, _state_bytes(optimizer)

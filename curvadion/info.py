@@ -1,4 +1,4 @@
-"""What is installed and whether it works: ``python -m curvadion.info``.
+"""Reports what is installed and whether it works: ``python -m curvadion.info``.
 
 Prints versions and backends, and tests the codes. The exit status is 0 if all works, else 1.
 """

@@ -150,7 +150,7 @@ class Config:
     delay: int = option(0, "quantized_average: steps until means arrive")
     align_momentum: bool = option(True, "quantized_average: align momenta with the mean direction")
     spectrum_decay: float = option(0.8, "quantized_average: weight of earlier openings in that")
-    polar_correction: bool = option(True, "quantized_average: restore what disagreement shortened")
+    polar_correction: bool = option(True, "quantized_average: restore lengths lost by averaging")
 
     # Running
     validate_every: int = option(100, "steps between evaluations")

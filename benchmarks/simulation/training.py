@@ -46,7 +46,7 @@ Method = Literal[
     "powersgd_muon",
 ]
 SYNCHRONISED = ("adamw", "muon", "normuon", "dion2", "nordion2", "dion")
-# Settings of ours.
+# Settings of "ours".
 OURS = ("fragments", "delay", "align", "polar", "strided", "spectrum_decay", "exact_momenta")
 SPARSE = ("sparseloco", "sparse_muon")
 DIRECTIONS: dict[str, Direction] = {

@@ -29,7 +29,7 @@ REPLICATE = "dp_replicate"  # torchtitan's name for the mesh dimension of replic
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
-    Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
+    Replicas are along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
     replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
     multiplied by the number of replicas: their mean over replicas is then the gradient of the whole
     batch. Attach the trainer with :func:`attach`; :class:`Trainer` does this itself. ValueError or

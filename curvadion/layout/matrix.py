@@ -29,7 +29,7 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 class Extent:
     """This rank's rows (or columns) of a matrix; indices are global."""
 
-    indices: range  # held here; may be empty
+    indices: range  # on this rank; may be empty
     group: Group | None = None  # over which the dimension is sharded; None if it is not
     shared: tuple[int, ...] = ()  # rows that several ranks hold in part (ZeRO, FSDP1), ascending
     borrowed: bool = False  # the first row here begins on another rank, where sums count it
@@ -43,7 +43,7 @@ class Extent:
         return tensor[..., 1:, :] if self.borrowed else tensor
 
     def shared_here(self) -> list[tuple[int, int]]:
-        """The shared rows held here, each as (position in ``shared``, position in ``indices``)."""
+        """This rank's shared rows, each as (position in ``shared``, position in ``indices``)."""
         return [
             (slot, index - self.indices.start)
             for slot, index in enumerate(self.shared)
@@ -118,7 +118,7 @@ class Block:
     is_view = True
 
     def elements(self, local: Tensor) -> Tensor:
-        """The elements held here, as a view of any shape."""
+        """This rank's elements, as a view of any shape."""
         matrix = local[self.stack]
         return (matrix.mT if self.input_first else matrix)[self.rows]
 
@@ -158,7 +158,7 @@ class FlatRange:
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:
-        """The elements held here, as a 1-D view."""
+        """This rank's elements, as a 1-D view."""
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def read(self, local: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ A block is 256 elements x; a tensor's last block is padded with zeros. Its row o
     size   the root of the mean of (y up)^2, whose sum adds the second half of the squares to the
            first until one number is left
     scale  size / 16 down, in bfloat16
-    codes  how many midpoints, times size, lie below each number of y up
+    codes  the number of midpoints, times size, below each element of y up
 
 and a row stands for signs (H y), where y = level[code] (scale / 16).
 

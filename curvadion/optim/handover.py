@@ -16,7 +16,7 @@ from curvadion.sync.verify import settings_of
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-OWN = (RESIDUAL, SENT, MEAN, DUE)  # what a replica keeps for itself
+OWN = (RESIDUAL, SENT, MEAN, DUE)  # states that are not handed over
 
 
 def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:

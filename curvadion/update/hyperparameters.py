@@ -27,7 +27,7 @@ _OTHER_NAMES = {
     **{"mu": "momentum", "nesterov": "look_ahead", "ns_steps": "newton_schulz_steps"},
     **{"ns_coefficients": "newton_schulz", "adjust_lr_fn": "update_scale"},
 }
-RECORD = "progress"  # what the optimizer itself writes into its groups
+RECORD = "progress"  # a key that the optimizer itself writes
 
 
 def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:

@@ -76,7 +76,7 @@ def _exchanged(
 
 
 def _part(layout: MatrixLayout, rank: int) -> range:
-    """The part of the rows held here that a rank of the column group takes."""
+    """The part of these rows that a rank of the column group takes."""
     ends = accumulate(shares(len(layout.rows), len(layout.columns.by_rank)), initial=0)
     return [range(*span) for span in pairwise(ends)][rank]
 
