@@ -3,8 +3,7 @@
 The n x n squares of a parameter's oriented matrices (m x n) are stored flat, one after the other.
 For an unsharded tensor or a DTensor they are a state of shape (*stack dimensions, N), where N is
 the sum of n^2 over the row blocks: stack dimensions are sharded like the parameter's, and N evenly
-over all ranks of the matrices. For a flat shard they are this rank's part of N, summed over all
-matrices.
+over all ranks of the matrices. For a flat shard they are this rank's part of all matrices' N.
 """
 
 from __future__ import annotations
