@@ -1,4 +1,4 @@
-"""Gates decide at which steps replicas synchronise. The answer is the same on every replica.
+"""Gates decide at which steps replicas synchronise, with the same answer on every replica.
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the maximum
 over replicas in one collective of 24 bytes, and passes it to every replica's gate. A gate that
@@ -32,10 +32,10 @@ class Gate(ABC):
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-        open_cost: the bytes that an open step sends, as the same kind of share; the optimizer sets
-            it if it knows it.
-        openings_per_full_sync: how many openings it takes to synchronise all weights; the optimizer
-            sets it as well.
+        open_cost: the bytes that an open step sends, as the same kind of share; set by the
+            optimizer if known.
+        openings_per_full_sync: number of openings that synchronise all weights; set by the
+            optimizer.
     """
 
     reason: str = "gate"
@@ -78,7 +78,7 @@ class Gate(ABC):
         """
 
     def spend(self, openings: float) -> None:
-        """Record that as many bytes were sent as ``openings`` open steps send."""
+        """Record that the bytes of ``openings`` open steps were sent."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
         """Raise ValueError if the gate cannot work with this bound on local steps."""
@@ -92,7 +92,7 @@ class Gate(ABC):
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold: numbers and strings, the same on all replicas."""
+        """State for a checkpoint: numbers and strings, the same on all replicas."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,9 +207,9 @@ class ByteBudget(Gate):
         if not 0 < share <= 1:
             raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
         self.share = float(share)
-        # In openings: what was earned less what was spent; and how much is for the next opening.
+        # In openings: earned minus spent, and the part reserved for the next opening.
         self._balance = self._credit = 0.0
-        self._counted_in: float | None = None  # what such an opening costs; None if unknown
+        self._counted_in: float | None = None  # the cost of such an opening; None if unknown
 
     @property
     def rate(self) -> float:
@@ -218,7 +218,7 @@ class ByteBudget(Gate):
 
     @property
     def _earned(self) -> float:
-        """Openings that a step pays for; more than one if the budget is ample."""
+        """Openings that a step earns; more than one with an ample budget."""
         if self.open_cost is None:
             raise RuntimeError(
                 f"gate={self!r} needs a sync that knows how many bytes an open step sends: pass "
@@ -252,7 +252,7 @@ class ByteBudget(Gate):
         return self._credit >= 1 - 1e-9
 
     def _recount(self) -> None:
-        """Count in openings of today's cost, which bits, fragments and shards change."""
+        """Convert to openings of the current cost, which depends on bits, fragments and shards."""
         if self.open_cost and self._counted_in:
             ratio = self._counted_in / self.open_cost
             self._balance, self._credit = self._balance * ratio, self._credit * ratio

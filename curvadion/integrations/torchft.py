@@ -1,6 +1,6 @@
 """Replicas that come and go, through torchft (the extra ``torchft``).
 
-torchft's Lighthouse tracks which replicas are alive; an opening is a transaction among these. Start
+torchft's Lighthouse tracks which replicas are alive; an opening is a transaction among them. Start
 ``torchft_lighthouse`` once, and set ``TORCHFT_LIGHTHOUSE`` in the environment of every replica.
 """
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("curvadion")
 
 
 class Replicas(Members):
-    """Replicas that may die and come back: ``replicas=Replicas()`` of CurvaDion or Replicated.
+    """Replicas that may die and rejoin: ``replicas=Replicas()`` of CurvaDion or Replicated.
 
     Call :meth:`start` before the training loop::
 
@@ -49,12 +49,12 @@ class Replicas(Members):
         optimizer = curvadion.CurvaDion(groups, lr=0.02, replicas=replicas, wire_budget=0.01)
         replicas.start(optimizer, scheduler=scheduler)
 
-    If a member is lost during an opening, no other member writes anything of it: weights, momenta
-    and residuals stay as they are, and the next step opens again with the remaining members. With a
-    delay the next opening does, and with ``CodedGradients`` no replica takes the step. A replica
-    that joins copies anchors, momenta, counters, gate and schedulers from another one. A replica
-    that is late applies the means that it has missed, and keeps what it has learned since; with
-    ``CodedGradients`` it copies everything.
+    If a member is lost during an opening, no member applies it: weights, momenta and residuals stay
+    unchanged, and the next step opens again with the remaining members. With a delay the next
+    opening does, and with ``CodedGradients`` no replica takes the step. A joining replica copies
+    anchors, momenta, counters, gate and schedulers from another one. A late replica applies the
+    means that it missed, and keeps its own progress since then; with ``CodedGradients`` it copies
+    everything.
 
     A replica may have several ranks (FSDP2, tensor parallelism): each rank creates its own
     Replicas. Parameters live on a mesh of the replica's own ranks.
@@ -71,19 +71,19 @@ class Replicas(Members):
         quorum_timeout: seconds after which an opening raises an error because others did not
             arrive. It must exceed the time that the slowest replica takes from one opening to the
             next.
-        patience: seconds that this replica waits at an opening for others. Then it trains on, and
-            opens at the first step at which they have come. None: it waits for them. Pass 0 where a
-            slow replica must not hold up the others.
-        kept: how many openings' means a member keeps for late replicas; each uses ``bits`` bits of
-            CPU memory per element.
+        patience: seconds that this replica waits at an opening for the others. Then it trains on,
+            and opens at the first step at which they have arrived. None: no limit. Pass 0 if
+            replicas differ in speed.
+        kept: number of openings whose means a member keeps for late replicas; each uses ``bits``
+            bits of CPU memory per element.
         replica_id: a name for logs, by which members are sorted; None uses REPLICA_GROUP_ID from
             the environment, or a random name.
         device: the device of the weights; None uses the current accelerator, or the CPU.
 
     Attributes:
-        events: what happened, a list of (seconds since the epoch, text).
-        openings: how many openings have been written since the run began.
-        present: how many members the last one had.
+        events: a log, a list of (seconds since the epoch, text).
+        openings: number of openings applied since the run began.
+        present: number of members of the last opening.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -124,8 +124,8 @@ class Replicas(Members):
         self._patience, self._uncommitted = patience, False
         self._given: dict[str, Any] | None = None
         self._worker: Worker | None = None
-        self._replays = False  # whether who is late can take in what was missed
-        self._chain = 0  # a checksum of all means so far: anchors are the same where it is
+        self._replays = False  # whether a late replica can apply missed openings
+        self._chain = 0  # checksum of all means so far: if it is equal, so are anchors
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         limit = timedelta(seconds=timeout)
         cuda = self._device.type == "cuda"
@@ -162,19 +162,19 @@ class Replicas(Members):
         self._replays = optimizer.sync.replays
         plan = optimizer._present_plan()
         optimizer._create_states(plan)
-        optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # of a checkpoint, perhaps
+        optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         self._chain = checksum_of_anchors(optimizer)
         since = time.monotonic()
         while True:
             opening = self.begin()
             if self.openings and optimizer.sync.every_step:
-                # The first gradient will be one of the weights that were taken over.
+                # The first gradient will already use the weights that were taken over.
                 self._ready, opening.fresh = opening, False
                 return
             if self.openings:
                 self._ready = opening
                 joined = optimizer.open_without_step()
-            else:  # nobody has begun, or who has is between openings
+            else:  # nobody has begun, or the others are between openings
                 try:
                     failed = not opening.anybody(self._begins)
                     opening.agree()
@@ -262,12 +262,12 @@ class Replicas(Members):
         self._given = given
 
     def _inside(self) -> dist.ProcessGroup | None:
-        """The ranks of this replica; None for one."""
+        """The ranks of this replica; None for one rank."""
         assert self._optimizer is not None
         return self._optimizer._present_plan().inside
 
     def _everybody(self, own: Any) -> list[Any]:
-        """What each rank of this replica says; collective in the replica."""
+        """Gather a value from each rank of this replica; collective in the replica."""
         if (group := self._inside()) is None:
             return [own]
         said = [None] * group.size()
@@ -275,9 +275,9 @@ class Replicas(Members):
         return said
 
     def _take_over(self, opening: _Opening) -> None:
-        """Take in what others have handed over: the same kind on all ranks, or nothing."""
+        """Apply what others handed over, if it is the same kind on all ranks."""
         given = self._given or {}
-        begun = self.openings > 0  # else each rank may take another replica's weights to begin from
+        begun = self.openings > 0  # before that, ranks may copy from different replicas
         kinds = self._everybody(sorted(given)) if begun else []
         if any(kind != kinds[0] for kind in kinds):
             opening.fail()
@@ -293,7 +293,7 @@ class Replicas(Members):
                 self._history.append((number, record))
             self._note(f"caught up with {len(given['missed'])} openings")
             return
-        # Each rank may have got its part from another replica, which have counters of their own.
+        # Ranks may have received their parts from different replicas, with different counters.
         whole = given["whole"]
         shared = {"stateful": whole["stateful"], "optimizer": dict(whole["optimizer"])}
         own = {key: shared["optimizer"].pop(key) for key in ("shapes", "weights", "states")}
@@ -325,11 +325,11 @@ class _Opening(Opening):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas, self._manager = replicas, replicas._manager
         self._failed = False
-        self._strayed = False  # whether this replica needs everything, as most hold other anchors
+        self._strayed = False  # whether to copy everything, because most hold other anchors
 
     @cached_property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
-        # The wrapper's rank is 0 on every replica, and its group another after the next quorum.
+        # The wrapper's rank is 0 on every replica, and its group changes at the next quorum.
         group: dist.ProcessGroup = self._replicas._group.parent
         return group
 
@@ -339,7 +339,7 @@ class _Opening(Opening):
             told = self._gather(numbers)
         except LOST as error:
             why = str(error)
-        # The ranks of a replica go on together, or none of them does.
+        # Either all ranks of a replica continue, or none does.
         for reason in self._replicas._everybody(why):
             if reason is not None:
                 raise RuntimeError(reason)
@@ -355,17 +355,17 @@ class _Opening(Opening):
         dist.all_gather(told, own, group=self.group)
         chains, *columns = zip(*(each.tolist() for each in told), strict=True)
         if len(set(chains)) > 1:
-            # Some opened while others were not to be found. The larger part goes on.
+            # Some opened while others could not be found. The majority continues.
             self._strayed = max(chains, key=chains.count) != chain
             raise RuntimeError("members hold different anchors")
         return [list(numbers) for numbers in zip(*columns, strict=True)]
 
     def fail(self) -> None:
-        """Let this opening fail: the ranks of this replica need everything, at the next one."""
+        """Make this opening fail; the ranks of this replica copy everything at the next one."""
         self._failed = self._strayed = True
 
     def anybody(self, says: bool) -> bool:
-        """Whether a member says so; RuntimeError if one is lost."""
+        """Whether ``says`` is true on any member; RuntimeError if one is lost."""
         self._raise_if_broken()
         told = torch.tensor([int(says)], dtype=torch.int32, device=self._replicas._device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
@@ -377,7 +377,7 @@ class _Opening(Opening):
 
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
         if self._replicas._worker is None:
-            wire.install_kernels()  # a meter may be entered while the thread communicates
+            wire.install_kernels()  # a meter may start while the thread communicates
             self._replicas._worker = Worker(self._replicas._device)
         return self._replicas._worker.begin(what, work)
 
@@ -396,7 +396,7 @@ class _Opening(Opening):
         number = self._manager.current_step()
         committed = bool(self._manager.should_commit())
         if self._strayed:
-            # torchft then gives everything to this replica at the next opening.
+            # Makes torchft send everything to this replica at the next opening.
             self._manager.load_state_dict({"step": 0, "batches_committed": 0})
             replicas._note("others hold different anchors: will take over theirs")
         elif not committed:
@@ -452,7 +452,7 @@ class _Client:
 
 
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
-    """Serves the means of the last openings, and everything for whom they do not suffice."""
+    """Serves the means of the last openings, and full states if those are not enough."""
 
     def __init__(self, timeout: timedelta, replicas: Replicas) -> None:
         super().__init__(timeout, num_chunks=0)
@@ -474,7 +474,7 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         history, counters = self._load_from_address(f"{address}/0", timeout)
         here, there = self._replicas.openings, dict(history)
         known = here > 0 and all(number in there for number in range(here, step))
-        # Others may have begun from other anchors.
+        # Others may have started from different anchors.
         if known and there[here]["before"] == self._replicas._chain:
             missed = [(number, there[number]) for number in range(here, step)]
             return {"user": {"default": {"missed": missed}}, "torchft": counters}
@@ -497,18 +497,18 @@ _stores: list[TCPStore] = []
 
 
 def _own_store() -> TCPStore:
-    # Not on a port that the system chooses: another program may listen on the same one of a single
-    # address, and get what is meant for this one.
+    # Not on a port that the system chooses: another program may listen on it at a single address,
+    # and receive this store's traffic.
     for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
         try:
             return TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-        except RuntimeError:  # somebody has it
+        except RuntimeError:  # in use
             continue
     raise RuntimeError("no port between 20000 and 32000 is free for this replica's store")
 
 
 def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
-    """The same where replicas hold the same anchors, or weights where these never drift."""
+    """A checksum of the anchors, or of the weights if they never drift."""
     chain = 0
     for p in optimizer._present_plan().parameters:
         anchor = shared_weights(p).float().cpu()

@@ -1,4 +1,4 @@
-"""What a replica that comes gets from another one: anchors, states and counters."""
+"""Handing anchors, states and counters over to a replica that joins."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from curvadion.sync.verify import settings_of
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-OWN = (RESIDUAL, SENT, MEAN, DUE)  # what a replica keeps for itself
+OWN = (RESIDUAL, SENT, MEAN, DUE)  # states that are not handed over
 
 
 def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
-    """What :func:`take_over` takes: this rank's shards, on the CPU, which share memory there."""
+    """The input of :func:`take_over`: this rank's shards, on the CPU; CPU tensors are shared."""
     states = [
         {
-            # Where it lies decides where a newcomer that has none yet puts it.
+            # The device type tells a newcomer without this state where to put it.
             key: (local(value).cpu(), value.device.type) if isinstance(value, Tensor) else value
             for key, value in p.state.items()
             if key not in OWN
@@ -43,13 +43,13 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
 
 
 def shared_weights(p: Parameter) -> Tensor:
-    """This rank's shard of what replicas last agreed on: the anchor, else the weights."""
+    """This rank's shard of the last synchronised weights: the anchor, else the weights."""
     return local(p.state[ANCHOR]) if ANCHOR in p.state else p.local
 
 
 @torch.no_grad()
 def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
-    """Go on where another replica is: its anchors become weights, and nothing is owed."""
+    """Continue from another replica's state: its anchors become weights, residuals are zero."""
     parameters = optimizer._present_plan().parameters
     shapes = [tuple(p.local.shape) for p in parameters]
     theirs = given["shapes"]
