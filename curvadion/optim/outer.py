@@ -341,13 +341,14 @@ class ReplicaOptimizer(OuterLayer):
 
         Args:
             exact: True averages weights, momenta and moments exactly. A checkpoint that keeps one
-                replica's state for all needs this. It sends weights and each state that replicas
-                keep, 2 to 4 times as much as an all-reduce of all gradients. All state is then identical on every
-                replica, including that of frozen parameters, whose weights do not change. False
-                needs a sync that sends codes, such as QuantizedAverage. It sends the codes of the
-                fragments that have drifted (0.065 times as much as the all-reduce at 2 bits, if all
-                have). Weights are then identical on every replica; each keeps its own momenta,
-                moments and residuals. None means False with such a sync, and True otherwise.
+                replica's state for all needs this. It sends 2 to 4 times as much as an all-reduce
+                of all gradients: weights and each state that replicas keep. All state is then
+                identical on every replica, including that of frozen parameters, whose weights do
+                not change. False needs a sync that sends codes, such as QuantizedAverage. It sends
+                the codes of the fragments that have drifted (0.065 times as much as the all-reduce
+                at 2 bits, if all have). Weights are then identical on every replica; each keeps its
+                own momenta, moments and residuals. None means False with such a sync, and True
+                otherwise.
 
         Raises:
             ValueError: if ``exact`` is False with a sync that sends no codes.
