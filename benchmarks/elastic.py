@@ -47,6 +47,7 @@ class Options:
     every: float = option(2.5, "seconds from one kill to the next, on average")
     away: float = option(2.0, "seconds until a killed replica restarts, on average")
     slow: float = option(1.0, "factor by which the last replica's steps take longer")
+    slow_period: int = option(0, "steps of the last replica between openings; 0: as of the others")
     pause: float = option(0.0, "seconds that each replica sleeps in a step, to imitate compute")
     timeout: float = option(5.0, "seconds after which an exchange fails")
     patience: float = option(-1.0, "seconds that a replica waits at an opening; < 0: no limit")
@@ -89,7 +90,8 @@ def replica(
         patience=None if options.patience < 0 else options.patience,
         replica_id=f"replica_{slot}",
     )
-    optimizer = build_optimizer(options, model, replicas)
+    period = options.slow_period if slot == options.replicas - 1 else 0
+    optimizer = build_optimizer(options, model, replicas, period or options.period)
     begun = time.time()
     replicas.start(optimizer)
     joined[slot] = 1
@@ -127,9 +129,9 @@ def replica(
     os._exit(0)  # others may still wait for this replica: leave as after a kill
 
 
-def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any) -> Any:
+def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any, period: int) -> Any:
     """The optimizer that the options name, for these replicas."""
-    gate = curvadion.FixedPeriod(options.period)
+    gate = curvadion.FixedPeriod(period)
     if options.optimizer == "adamw":
         inner = torch.optim.AdamW(model.parameters(), lr=options.lr / 10)
         sync = curvadion.QuantizedAverage(delay=options.delay)

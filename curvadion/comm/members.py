@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from curvadion import checks
 from curvadion.comm.worker import Exchange
 
 # Errors of collectives if a member is lost; torch cannot name a foreign group, and then fails with
@@ -55,7 +56,19 @@ class Members(ABC):
             batches of different sizes. Set it before ``step()``.
     """
 
-    weight: float = 1.0
+    _weight: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        checks.number("replicas.weight", weight)
+        self._weight = float(weight)
+
+    def changed(self) -> None:
+        """Weights or states have been loaded or added, so members compare theirs anew."""
 
     def meet(self) -> None:
         """Begin, before a step, the opening that the next :meth:`begin` returns."""

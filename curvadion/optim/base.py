@@ -274,6 +274,7 @@ class OuterLayer(Optimizer):
         A gate or sync of another class starts fresh; for a sync a warning is issued.
         """
         held = read_record(state_dict)
+        self.sync.settle()
         same_sync = held.sync_class == type(self.sync).__name__
         of_gate, of_sync = self.gate.state_dict(), self.sync.state_dict()
         put_back = self._load(state_dict, held)

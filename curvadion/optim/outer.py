@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ from curvadion.update.plan import MomentumNorms, Plan
 from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10
+RETRY_AFTER = 0.5  # seconds after an opening that failed, if no step comes between
 RUNS_AHEAD = ("cuda",)  # devices whose host waits only if it must
 UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
 
@@ -183,6 +185,8 @@ class ReplicaOptimizer(OuterLayer):
     def open_without_step(self) -> bool:
         """Synchronise the next fragment with the members present; return whether all could."""
         plan = self._present_plan()
+        if self.progress.steps:  # else the first step begins them anew
+            self._create_states(plan)
         step = self._step_of_members(plan)
         with full_precision(plan.device):
             if self.sync.open_step(step) is False:
@@ -272,6 +276,8 @@ class ReplicaOptimizer(OuterLayer):
             return
         if not lack_the_same_gradients(plan):
             raise RuntimeError(OTHER_GRADIENTS)
+        if self._replicas.members is not None:
+            self._replicas.members.changed()
         self._verified = True
 
     def _background(self, device: torch.device) -> Background:
@@ -378,7 +384,8 @@ class ReplicaOptimizer(OuterLayer):
             )
         plan = self._present_plan()
         while self.drifted:
-            self.open_without_step()
+            if not self.open_without_step():
+                time.sleep(RETRY_AFTER)
             self.sync.finish(plan, self._step_of_members(plan))
 
     def _average_everything(self, plan: Plan) -> None:

@@ -150,6 +150,9 @@ class CodedGradients(Sync):
         except LOST as error:
             logger.warning("An opening fails: %s", error)
             failed = True
+        except BaseException:
+            torch._foreach_copy_(residuals, kept)
+            raise
         record = {"codes": [None if c is None else c.cpu() for c in codes]}
         written = opening.commit(failed=failed, record=record)
         if not written or not any(weights):  # the codes are not applied

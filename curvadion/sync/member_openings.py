@@ -46,11 +46,12 @@ class _Pending:
     due: int
     kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and their former values
     rates: Sequence[float]
+    directed: bool
     moved: float = 0.0
     among: int = 0
     codes: Sequence[Tensor | None] = ()
     agreement: Exchange[Any] | None = None  # with a delay: all have received the means
-    failed: bool = False
+    failed: bool = True  # until the exchanges have ended, or are under way
 
 
 class MemberOpenings(Sync):
@@ -114,6 +115,8 @@ class MemberOpenings(Sync):
         plan, fragment = step.plan, self.next_fragment
         if not step.rests:
             self._count(step)
+        if not self.delay:  # an error may have ended the last opening early
+            self._commit()
         batches = self._batches_of(step, fragment)
         opening = members.begin()
         if opening.fresh or self.next_fragment != fragment:  # took over, or caught up
@@ -121,8 +124,8 @@ class MemberOpenings(Sync):
         go = self._of_fragment(plan, fragment)
         kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
         now = self._joined_at if opening.fresh else step.number
-        pending = _Pending(opening, fragment, now + self.delay, kept, self._rates[fragment])
-        self._pending = pending
+        due, rates = now + self.delay, self._rates[fragment]
+        self._pending = pending = _Pending(opening, fragment, due, kept, rates, step.directed)
         codes: list[list[Tensor | None]] = []
         batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
         try:
@@ -131,12 +134,13 @@ class MemberOpenings(Sync):
                 codes.append(self._send_shares(batch.plan, share, scale, pending))
             if self.delay:
                 pending.agreement = opening.begin("The end of an opening", self._agree_on(opening))
+                pending.failed = False
                 return True
             opening.agree()
             pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
+            pending.failed = False
         except LOST as error:
             logger.warning("An opening fails: %s", error)
-            pending.failed = True
         if not self._commit():
             return False
         rate = shared_rate(rates) if step.directed else None
@@ -201,7 +205,13 @@ class MemberOpenings(Sync):
         except LOST as error:
             logger.warning("An opening fails: %s", error)
             failed = True
-        record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
+        rates = self._sent_rates[fragment]
+        record = {
+            "fragment": fragment,
+            "rates": rates,
+            "codes": codes,
+            "directed": pending.directed,
+        }
         if pending.opening.commit(failed=failed, record=record):
             self._among[fragment] = pending.among
             self._rotate_from(fragment)
@@ -263,11 +273,10 @@ class MemberOpenings(Sync):
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
-        fragment, codes, directed = record["fragment"], iter(record["codes"]), False
+        fragment, codes, directed = record["fragment"], iter(record["codes"]), record["directed"]
         for chosen in self._of_fragment(plan, fragment).batches:
             runs = list(coded_together(chosen.parameters, self.bits))
             means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
-            directed |= any(p.matrices for p in chosen.parameters)
             if not self.delay:
                 before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
                 rate = shared_rate(record["rates"]) if directed else None
@@ -276,8 +285,7 @@ class MemberOpenings(Sync):
                     p.local.add_(own)
                 continue
             for run, mean in zip(runs, means, strict=True):
-                if mean is not None:
-                    self._under_way.missed_(run, self.bits, mean, due=0)
+                self._under_way.missed_(run, self.bits, mean, due=0)
         if self.delay:
             self._sent_rates[fragment] = record["rates"]
             self._land(plan, directed=directed)

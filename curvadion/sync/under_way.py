@@ -119,13 +119,19 @@ class UnderWay:
             del p.state[SENT], p.state[DUE]
         self._sent.clear()
 
-    def missed_(self, parameters: Sequence[Parameter], bits: int, codes: Tensor, due: int) -> None:
-        """Schedule the arrival of means to which this replica did not contribute."""
+    def missed_(
+        self, parameters: Sequence[Parameter], bits: int, codes: Tensor | None, due: int
+    ) -> None:
+        """Schedule the arrival of means to which this replica did not contribute.
+
+        codes: None if this rank holds no element of the parameters.
+        """
         for p in parameters:
             X = p.X.detach()
             p.state[SENT] = torch.zeros_like(X, dtype=p.state[RESIDUAL].dtype)
             p.state[MEAN], p.state[DUE] = torch.zeros_like(X, dtype=torch.float32), due
-        ops.decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
+        if codes is not None:
+            ops.decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
 
     def drop(self, parameters: Sequence[Parameter]) -> None:
         """Drop pending exchanges of parameters that got other, synchronised weights."""
