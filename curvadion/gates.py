@@ -2,7 +2,7 @@
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the maximum
 over replicas in one collective of 24 bytes, and passes it to every replica's gate. A gate that
-needs no signal is a schedule: every replica knows its answer in advance.
+needs no signal is scheduled: every replica knows its answer in advance.
 """
 
 from __future__ import annotations
@@ -180,12 +180,11 @@ class AlwaysOpen(Gate):
 class ByteBudget(Gate):
     """Open as often as a byte budget allows.
 
-    Every step earns the bytes that the budget allows per step, and the gate opens as soon as the
-    cost of an opening has been earned. The gate reserves the bytes of a final ``synchronize()``, so
-    that a run that ends with one stays within its budget, and it pays back bytes sent beyond the
-    budget (by an exact synchronisation, or during warm-up). Reserving and paying back use at most
-    half of what steps earn: openings are at most twice as rare as the budget allows, and the first
-    comes after two periods.
+    Every step adds its share of bytes to a balance, and an opening is due when the balance covers
+    its cost. Up to half of each share is first reserved for a final ``synchronize()``, so that a
+    run that ends with one stays within its budget, or pays back bytes sent beyond the budget (by an
+    exact synchronisation, or during warm-up). So openings are at most twice as rare as the budget
+    allows, and the first comes after two periods.
 
     Args:
         share: the budget, a share in (0, 1] of the bytes of an all-reduce of all gradients in

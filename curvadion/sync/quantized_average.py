@@ -53,12 +53,13 @@ LONGEST_LOOK_AHEAD = 4.1  # that of a budget of 1 %
 class QuantizedAverage(MemberOpenings):
     """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
-    P and R are not sent between replicas, so their rank costs no bytes. An opening is a local step,
-    followed by the exchange of codes for one fragment.
+    An opening is a local step, followed by the exchange of codes for one fragment. With
+    direction="low_rank", the factors P and R are not sent between replicas, so their rank costs no
+    bytes.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step
-            (3 for 0.1), but at least 2, or 1 below 0.3 %.
+        bits: bits per element: 1, 2, 3, 4 or 8. None: 2, but 3 at a budget of 0.1 and 1 below 0.003
+            (the most bits that a byte budget covers at every step, but at least 2 from 0.003 on).
         fragments: number of parts of about equal size that parameters are divided into. Each
             opening synchronises one, in rotation; a byte budget then opens that many times more
             often.
