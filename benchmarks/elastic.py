@@ -50,7 +50,9 @@ class Options:
     slow_period: int = option(0, "steps of the last replica between openings; 0: as of the others")
     pause: float = option(0.0, "seconds that each replica sleeps in a step, to imitate compute")
     timeout: float = option(5.0, "seconds after which an exchange fails")
-    patience: float = option(-1.0, "seconds that a replica waits at an opening; < 0: no limit")
+    patience: float = option(
+        -1.0, "seconds that fast replicas wait at an opening; < 0: no limit"
+    )
     join_timeout: float = option(2.0, "seconds that an opening waits for members who are alive")
     total: int = option(4000, "steps of all replicas together")
     period: int = option(6, "steps from one opening to the next")
@@ -83,15 +85,17 @@ def replica(
     training, _ = text("python", task.data_bytes)
     batches = TrainingBatches(training, task.context, task.batch_size, options.replicas, 1, 0)
     model = task.model()
+    is_slow = options.slow > 1 and slot == options.replicas - 1
+    waits = is_slow or options.patience < 0
     replicas = Replicas(
         begins=not again,
         timeout=options.timeout,
         quorum_timeout=60.0,
-        patience=None if options.patience < 0 else options.patience,
+        patience=None if waits else options.patience,
         replica_id=f"replica_{slot}",
     )
-    period = options.slow_period if slot == options.replicas - 1 else 0
-    optimizer = build_optimizer(options, model, replicas, period or options.period)
+    period = (options.slow_period if is_slow else 0) or options.period
+    optimizer = build_optimizer(options, model, replicas, period)
     begun = time.time()
     replicas.start(optimizer)
     joined[slot] = 1
@@ -109,7 +113,7 @@ def replica(
         time.sleep(options.pause)
         now = time.time()
         longest, last = max(longest, now - last), now
-        if options.slow > 1 and slot == options.replicas - 1:
+        if is_slow:
             time.sleep((options.slow - 1) * max(options.pause, 0.02))
             last = time.time()
         if not optimizer.report.gate_open:

@@ -113,7 +113,7 @@ class Replicas(Members):
         self.events: list[tuple[float, str]] = []
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
         self._stateful: dict[str, Any] = {}
-        self._optimizer: ReplicaOptimizer | None = None
+        self._started: ReplicaOptimizer | None = None
         self._ready: _Opening | None = None
         self.present = 0
         self._patience, self._uncommitted = patience, False
@@ -165,11 +165,11 @@ class Replicas(Members):
                 f"optimizer={type(optimizer).__name__} was not built with these replicas: pass "
                 f"replicas= to its constructor."
             )
-        if self._optimizer is not None:
+        if self._started is not None:
             raise ValueError("replicas.start() was called before: each optimizer needs replicas.")
         plan = optimizer._present_plan()
         _check(plan, self._environment["world_size"])
-        self._optimizer, self._stateful, self._starts = optimizer, stateful, True
+        self._started, self._stateful, self._starts = optimizer, stateful, True
         optimizer._create_states(plan)
         optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         self._chain = checksum_of_anchors(optimizer)
@@ -203,7 +203,7 @@ class Replicas(Members):
 
     def changed(self) -> None:
         if (
-            self._optimizer is not None and not self._starts
+            self._started is not None and not self._starts
         ):  # what others have sent since then does not apply to these weights
             self._chain = checksum_of_anchors(self._optimizer)
             self._history.clear()
@@ -226,12 +226,7 @@ class Replicas(Members):
         if (ready := self._ready) is not None:
             self._ready = None
             return ready
-        if self._optimizer is None:
-            raise RuntimeError(
-                "replicas=Replicas() has not joined the run: call replicas.start(optimizer) before "
-                "step()."
-            )
-        self._given = None
+        optimizer, self._given = self._optimizer, None
         try:
             self._manager.start_quorum()
         except Exception as error:
@@ -243,12 +238,21 @@ class Replicas(Members):
             ) from error
         self._uncommitted = True
         opening = _Opening(self)
-        self._take_over(opening)
+        self._take_over(opening, optimizer)
         present = self._manager.num_participants()
         if present != self.present:
             self._note(f"{present} members instead of {self.present}")
         self.present = present
         return opening
+
+    @property
+    def _optimizer(self) -> ReplicaOptimizer:
+        if self._started is None:
+            raise RuntimeError(
+                "replicas=Replicas() has not joined the run: call replicas.start(optimizer) before "
+                "step()."
+            )
+        return self._started
 
     @property
     def openings(self) -> int:
@@ -264,7 +268,6 @@ class Replicas(Members):
 
     def _written(self, number: int, record: dict[str, Any], *, alone: bool) -> None:
         """Remember an opening for members that are late."""
-        assert self._optimizer is not None
         before = self._chain
         codes = [c for c in record["codes"] if c is not None]
         for each in codes:
@@ -280,7 +283,6 @@ class Replicas(Members):
     # ---------------------------------------------------------------- handing over
 
     def _save(self) -> dict[str, Any]:
-        assert self._optimizer is not None
         more = {name: _state_of(one) for name, one in self._stateful.items()}
         held = {"stateful": more, "chain": self._chain}
         return {
@@ -294,7 +296,6 @@ class Replicas(Members):
 
     def _inside(self) -> dist.ProcessGroup | None:
         """The ranks of this replica; None for one rank."""
-        assert self._optimizer is not None
         return self._optimizer._present_plan().inside
 
     def _everybody(self, own: Any) -> list[Any]:
@@ -305,7 +306,7 @@ class Replicas(Members):
         dist.all_gather_object(said, own, group=group)
         return said
 
-    def _take_over(self, opening: _Opening) -> None:
+    def _take_over(self, opening: _Opening, optimizer: ReplicaOptimizer) -> None:
         """Apply what others handed over, if it is the same kind on all ranks."""
         given = self._given or {}
         told = self._everybody((self.openings, sorted(given)))
@@ -316,11 +317,10 @@ class Replicas(Members):
             return
         if not given:
             return
-        assert self._optimizer is not None
         if "missed" in given:
-            plan = self._optimizer._present_plan()
+            plan = optimizer._present_plan()
             for number, record in given["missed"]:
-                self._optimizer.sync.catch_up(plan, record)
+                optimizer.sync.catch_up(plan, record)
                 self._chain = record["chain"]
                 self._history.append((number, record))
             self._note(f"caught up with {len(given['missed'])} openings")
@@ -338,7 +338,7 @@ class Replicas(Members):
             )
         for name, state in theirs.items():
             _load_into(self._stateful[name], state)
-        take_over(self._optimizer, {**shared["optimizer"], **own})
+        take_over(optimizer, {**shared["optimizer"], **own})
         self._chain = whole["chain"]
         self._history.clear()
         self._history.extend(given["history"])
@@ -380,7 +380,6 @@ class _Opening(Opening):
 
     def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
         replicas = self._replicas
-        assert replicas._optimizer is not None
         error = self._manager.errored()
         broken = self._failed or error is not None
         # Who cannot take part says so, or the others would wait for it until a timeout.
@@ -417,7 +416,6 @@ class _Opening(Opening):
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
         if self._replicas._worker is None:
             wire.install_kernels()  # a meter may start while the thread communicates
-            assert self._replicas._optimizer is not None
             device = self._replicas._optimizer._present_plan().device
             self._replicas._worker = Worker(device)
         return self._replicas._worker.begin(what, work)
