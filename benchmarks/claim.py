@@ -3,10 +3,10 @@
     python benchmarks/claim.py
     python benchmarks/claim.py --picture benchmarks/results/convergence/loss_over_bytes.png
 
-The second line draws losses on Python over bytes instead. A row is a sync under a budget, at one
-size and on one text: its mean loss over seeds, above the best synchronous method's, beside the best
-rival's within the same bytes. The records are those of simulate.py, whose flags say here what is
-compared. tests/docs holds the pages to these tables.
+The second command draws losses on Python over bytes instead. A row is a sync under a budget, at one
+size and on one text: its mean loss over seeds relative to the best synchronous method, beside the
+best rival within the same bytes. The records come from simulate.py; its flags select what is
+compared. tests/docs checks that the pages contain these tables.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the tables have it."""
+        """The name in the tables."""
         return f"{100 * self.budget:g} %" + (f", {self.how}" if self.how else "")
 
 
 class Size(NamedTuple):
-    """The best synchronous method of a size, and what is compared with it; flags of simulate.py.
+    """A size's best synchronous method, and the methods compared with it; flags of simulate.py.
 
-    averages, rivals: by budget. gradients: in codes, at 10 %.
+    averages, rivals: by budget. gradients: gradients in codes, at 10 %.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Size(NamedTuple):
     rivals: dict[float, str]
 
     def rows(self) -> Iterator[Row]:
-        """Yield what the tables have of this size."""
+        """Yield this size's rows of the tables."""
         for budget, rival in self.rivals.items():
             ours = self.averages[budget]
             yield Row(budget, ours, rival)
@@ -72,7 +72,7 @@ class Size(NamedTuple):
 
 
 def mean_weights(bits: int, lr: float) -> str:
-    """Muon inside each replica, and the mean of weights in codes."""
+    """Muon inside each replica, with quantised weight averaging."""
     return f"--method muloco --outer-lr 1 --outer-momentum 0 --bits {bits} --lr {lr}"
 
 
@@ -119,7 +119,7 @@ SIZES = (
 
 
 class Ended(NamedTuple):
-    """Losses by seed, and what was sent as a share of all gradients in float32."""
+    """Losses by seed, and the bytes sent as a share of all gradients in float32."""
 
     losses: tuple[float, ...]
     share: float
@@ -130,18 +130,18 @@ class Ended(NamedTuple):
         return sum(self.losses) / len(self.losses)
 
     def above(self, baseline: Ended) -> str:
-        """How far the mean is above another's."""
+        """How far this mean loss is above another."""
         return percent(self.mean / baseline.mean)
 
 
 def percent(ratio: float) -> str:
-    """Return what a ratio is above 1: +1.2 %."""
+    """Return how far a ratio is above 1: +1.2 %."""
     text = f"{100 * (ratio - 1):+.1f} %"
     return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text.replace("-", "−")
 
 
 def ended(records: Sequence[dict[str, Any]], flags: str, seeds: int = 3) -> Ended:
-    """Return how the trainings ended that simulate.py would run with these flags, by seed."""
+    """Return the final losses, by seed, of the runs that simulate.py makes with these flags."""
     found = []
     chosen = ["--seed", *map(str, range(seeds))]
     for training in selected(parse(Options, [*flags.split(), *chosen])):
@@ -155,7 +155,7 @@ def ended(records: Sequence[dict[str, Any]], flags: str, seeds: int = 3) -> Ende
 def compared(
     records: Sequence[dict[str, Any]], size: Size, corpus: str, row: Row
 ) -> tuple[Ended, Ended, Ended]:
-    """Return how a row's baseline, ours and the best rival ended."""
+    """Return the final losses of a row's baseline, of ours and of the best rival."""
     where = f"{size.every} --corpus {corpus}"
     flags = (size.baseline, *(f"--budget {row.budget} {x}" for x in (row.ours, row.rival)))
     baseline, ours, rival = (ended(records, f"{where} {each}") for each in flags)
@@ -195,7 +195,7 @@ def claim(records: Sequence[dict[str, Any]]) -> Iterator[str]:
             named = ""
 
 
-# Rivals at their best of what was tried, on Python and with one seed; only 131 thousand parameters.
+# Rivals at the best settings tried, on Python with one seed; only at 131 thousand parameters.
 DILOCO = "--method diloco --bits 2 --outer-lr 1 --outer-momentum 0 --lr 0.008"
 ONE_SEED = {
     "DiLoCo, 2-bit codes": {share: f"{DILOCO} --budget {share}" for share in (0.03, 0.01, 0.0025)},
@@ -207,7 +207,7 @@ ONE_SEED = {
 
 
 def curves(records: Sequence[dict[str, Any]], size: Size) -> Iterator[tuple[str, Points]]:
-    """Yield what the picture shows of a size: (share, loss) by method, on Python."""
+    """Yield the curves of a size for the picture: (share, loss) by method, on Python."""
     in_table: dict[str, Points] = {}
     for row in (r for r in size.rows() if r.how != IN_THREE):
         baseline, ours, rival = compared(records, size, "python", row)
@@ -233,7 +233,9 @@ def read() -> list[dict[str, Any]]:
 def main() -> None:
     """Print the tables, or write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--picture", type=Path, help="draw losses over bytes here; print nothing")
+    parser.add_argument(
+        "--picture", type=Path, help="draw losses over bytes into this file; print nothing"
+    )
     path = parser.parse_args().picture
     records = read()
     if path is None:

@@ -1,11 +1,11 @@
-"""Train small GPTs by every method and record losses and bytes; go on where it was interrupted.
+"""Train small GPTs by every method and record losses and bytes; resumes an interrupted grid.
 
     python benchmarks/convergence.py --grid quick
 
-Each replica is a process of its own. The processes start once and work off the runs of a grid that
-have no record yet; a record is a JSON file in ``--out``. Models, data order and tokens are equal
-for all methods. All that training sends is counted, and nothing that evaluation sends.
-benchmarks/convergence_report.py makes a table and a picture of the records.
+Each replica is a process. The processes start once and train the runs of a grid that have no record
+yet; a record is a JSON file in ``--out``. Models, data order and tokens are the same for all
+methods. Bytes are those of training, without evaluation. benchmarks/convergence_report.py makes a
+table and a picture of the records.
 """
 
 import json
@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a process group: its functions' defaults keep one
+import torch.distributed.nn  # before init_process_group: its functions keep it as a default
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
@@ -48,7 +48,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 VALIDATION_BATCH_SIZE = 64
 POINTS = 10  # of a curve
-# CurvaDion gives up at the tenth non-finite gradient in a row; divergence is noticed before.
+# CurvaDion gives up at the tenth non-finite gradient in a row; this finds divergence earlier.
 CHECK_EVERY = 5
 PRELOADED = ["numpy", "torch", "torch._dynamo"]  # once, for all processes
 
@@ -58,27 +58,37 @@ class Options:
     """Train small GPTs by every method and record losses and bytes."""
 
     grid: Literal["quick", "full", "inside"] = option("quick", "which runs")
-    out: str = option("runs/convergence", "folder of the records, one file a run")
-    list: bool = option(False, "show the runs, which are done, and how long the others will take")
+    out: str = option("runs/convergence", "folder of the records, one file per run")
+    list: bool = option(
+        False, "list the runs, which of them are done, and how long the others will take"
+    )
     method: tuple[str, ...] = option((), "only these methods")
     size: tuple[str, ...] = option((), "only these sizes")
     seed: tuple[int, ...] = option((), "these seeds instead of the grid's")
     budget: tuple[float, ...] = option(
         (),
-        "full: these budgets instead of the grid's; quick: only these of its own. "
-        "0: methods that follow none",
+        "full: these budgets instead of the grid's; quick: only these of the grid's. "
+        "0: methods without a budget",
     )
     lr: tuple[float, ...] = option((), "these learning rates instead of the grid's")
-    elementwise: tuple[float, ...] = option((), "these shares of them beside Dion")
-    steps: int | None = option(None, "so many instead of the grid's")
-    newton_schulz_steps: int | None = option(None, "of polar directions, instead of the default")
-    parts: tuple[int, ...] = option((), "only these numbers of fragments, of methods that have any")
-    delay: int | None = option(None, "of methods that average in codes, instead of 0")
-    look_ahead: float | None = option(None, "instead of the default of dion, muon and ours")
+    elementwise: tuple[float, ...] = option(
+        (), "rates of the other parameters beside Dion, as shares of --lr"
+    )
+    steps: int | None = option(None, "number of steps, instead of the grid's")
+    newton_schulz_steps: int | None = option(
+        None, "iterations of polar directions, instead of the default"
+    )
+    parts: tuple[int, ...] = option(
+        (), "only these numbers of fragments, for methods with fragments"
+    )
+    delay: int | None = option(None, "delay of methods that average in codes, instead of 0")
+    look_ahead: float | None = option(
+        None, "look-ahead of dion, muon and ours, instead of the default"
+    )
     corpus: Corpus = option("python", "the text, see corpora.py")
-    best: bool = option(False, "only the rates that are the best of those that have records")
+    best: bool = option(False, "only the best rates among those with records")
     replicas: int = option(8, "processes")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU if there is one")
 
 
 # ------------------------------------------------------------------------------------ one run
@@ -119,7 +129,7 @@ class Trial:
         [(inputs, targets)] = self.batches(step, self.rank)
         loss: Tensor = self.method.module(inputs.to(self.device), targets.to(self.device))
         loss.backward()
-        if step % CHECK_EVERY == 0:  # of what is the replica's own, or all replicas' alike
+        if step % CHECK_EVERY == 0:  # of this replica, or the same on all replicas
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             loss = loss.detach() + 0 * nn.utils.get_total_norm(gradients)
         self.method.step()
@@ -128,7 +138,7 @@ class Trial:
 
     @torch.no_grad()
     def loss(self, model: nn.Module, batches: Batches, *, pooled: bool) -> float:
-        """Return the mean loss over batches and ranks; ``pooled``: each rank has some of them."""
+        """Return the mean loss over batches and ranks; ``pooled``: ranks share the batches."""
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         for inputs, targets in batches:
             each = model(inputs.to(self.device), targets.to(self.device)).double()
@@ -139,15 +149,15 @@ class Trial:
         return float(totals[0] / totals[1])
 
     def quick_loss(self) -> float:
-        """Return the held-out loss where each replica judges its own weights on its own part."""
+        """Return the held-out loss; each replica evaluates its own weights on its own part."""
         return self.loss(self.model, self.held_out[self.rank :: self.run.replicas], pooled=True)
 
     def own_loss(self) -> float:
-        """Return the mean over replicas of the held-out loss of each one's weights."""
+        """Return the held-out loss of each replica's own weights, averaged over replicas."""
         return self.loss(self.model, self.held_out, pooled=False)
 
     def mean_loss(self) -> float:
-        """Return the held-out loss of the replicas' mean weights; they are the model's then."""
+        """Return the held-out loss of the replicas' mean weights; leaves them in the model."""
         mean_([p.detach() for p in self.model.parameters()], dist.group.WORLD)
         return self.quick_loss()
 
@@ -155,8 +165,8 @@ class Trial:
 def train(run: Run, device: torch.device) -> dict[str, Any]:
     """Train as the run says; collective. Every rank returns the same record.
 
-    A run diverges when a loss or gradient of any replica is not finite; it ends there, and what
-    it would have come to is None.
+    A run diverges when a loss or gradient of any replica is not finite; it then ends, and its
+    results are None.
     """
     if dist.get_world_size() != run.replicas:
         raise ValueError(f"replicas={run.replicas}, but there are {dist.get_world_size()} ranks")
@@ -170,7 +180,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
             if step == run.steps:
                 trial.method.finish()
             training_seconds += time.perf_counter() - begun
-            trial.method.settle()  # what is under way must not be sent while the meter pauses
+            trial.method.settle()  # no exchange may run while the meter is paused
             with meter.paused():
                 if (step - 1) % CHECK_EVERY == 0 or step == run.steps:
                     diverged = not math.isfinite(train_gpt.mean_over_ranks(loss))
@@ -182,7 +192,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
             own, mean = trial.own_loss(), trial.mean_loss()
     diverged = diverged or not math.isfinite(own)
     used = time.process_time() - used
-    # A rank with a larger share of a mean sends more than the others.
+    # A rank that owns a larger share of a mean sends more than the others.
     totals = [meter.total_sent, meter.total_bytes, used]
     means = torch.tensor(totals, dtype=torch.float64, device=device)
     mean_([means], dist.group.WORLD)
@@ -219,7 +229,7 @@ def describe(device: torch.device) -> str:
 
 
 def read_record(run: Run, folder: Path) -> dict[str, Any] | None:
-    """Return the record of just this run, None if there is none."""
+    """Return the record of exactly this run, or None."""
     file = folder / f"{run.slug}.json"
     record: dict[str, Any] | None = json.loads(file.read_text("utf-8")) if file.exists() else None
     same = record is not None and record["run"] == json.loads(json.dumps(run.as_dict()))
@@ -227,13 +237,13 @@ def read_record(run: Run, folder: Path) -> dict[str, Any] | None:
 
 
 def by_lines(record: dict[str, Any]) -> str:
-    """Return a JSON object with one key a line."""
+    """Return a JSON object with one key per line."""
     lines = (f"{json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in record.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def work_off(runs: Sequence[Run], folder: Path, device: torch.device, command: str) -> None:
-    """Train one run after the other; the first rank writes each record as soon as it is there."""
+    """Train one run after the other; the first rank writes each record when its run ends."""
     for number, run in enumerate(runs, start=1):
         record = {**train(run, device), "command": command}
         if dist.get_rank() == 0:
@@ -269,7 +279,7 @@ def _worker(
     if kind == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    # NCCL wants a GPU for each rank; gloo moves tensors of any device.
+    # NCCL needs a GPU for each rank; gloo moves tensors of any device.
     one_each = kind == "cuda" and torch.cuda.device_count() >= replicas
     dist.init_process_group(
         "nccl" if one_each else "gloo",
@@ -283,7 +293,7 @@ def _worker(
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process once the one that holds the pipe's other end is gone, however it ended."""
+    """End this process once the parent, at the pipe's other end, has ended for any reason."""
     parent.poll(None)
     os._exit(1)
 
@@ -292,8 +302,8 @@ def selected(options: Options) -> list[Run]:
     """Return the runs that the options ask for.
 
     Raises:
-        ValueError: for less than two replicas, for what is no budget, for a method, size or budget
-            that the grid has not, and where none of its runs is all that is asked for.
+        ValueError: for fewer than two replicas, for an invalid budget, for a method, size or budget
+            that the grid lacks, and if no run of the grid matches all options.
     """
     if options.replicas < 2:
         raise ValueError(f"replicas={options.replicas} must be >= 2: one sends nothing")
@@ -320,7 +330,7 @@ def selected(options: Options) -> list[Run]:
         runs = at_best_rates(runs, read_records(Path(options.out)))
     of_runs = [(run.method, run.size, run.budget or 0.0) for run in runs]
     wanted: tuple[tuple[Any, ...], ...] = (options.method, options.size, options.budget)
-    # With budgets of its own a grid may lack methods.
+    # With other budgets a grid may lack methods.
     known: list[list[Any]] = [list(METHODS)]
     known += (list(dict.fromkeys(one[i] for one in of_runs)) for i in (1, 2))
     for name, values, there in zip(("method", "size", "budget"), wanted, known, strict=True):
@@ -339,7 +349,7 @@ def selected(options: Options) -> list[Run]:
 
 
 def estimate(records: dict[str, dict[str, Any]], pending: Sequence[Run]) -> str:
-    """Return how long pending runs will take, by the mean seconds per step of those done."""
+    """Return how long pending runs will take, from the mean seconds per step of finished ones."""
     rates: dict[str, list[float]] = {}
     for record in records.values():
         rates.setdefault(record["run"]["size"], []).append(record["seconds"] / record["steps"])
@@ -358,7 +368,7 @@ def estimate(records: dict[str, dict[str, Any]], pending: Sequence[Run]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for and is not done."""
+    """Train the runs of the command line that have no record yet."""
     options = parse(Options, arguments)
     folder, runs = Path(options.out), selected(options)
     found = {run.slug: read_record(run, folder) for run in runs}

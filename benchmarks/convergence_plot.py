@@ -18,7 +18,7 @@ from picture import STYLE, write
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 
-# Okabe and Ito's palette: distinct for every kind of colour vision; and a marker each.
+# Okabe and Ito's palette, which stays distinct for colour-blind readers, with a marker each.
 LOOKS = {
     "adamw": ("AdamW, DDP", "#666666", "s"),
     "powersgd": ("AdamW, PowerSGD", "#CC79A7", "P"),
@@ -35,7 +35,7 @@ LOOKS = {
     "coded_gradients": ("gradients in codes", "#F0C020", "P"),
 }
 COLUMNS = 2  # of panels
-# Colour and marker; where the name stands: a point's index, points of offset, alignment.
+# Colour and marker; position of the name: index of a point, offset in points, alignment.
 CLAIMED = {
     "best synchronous": ("#0072B2", "o", 0, (9, -14), "right"),
     "Muon": ("#0072B2", "o", 0, (9, 12), "right"),
@@ -50,7 +50,7 @@ SHOWN = {"131 thousand parameters": (1.42, 1.85), "half a million parameters": (
 
 
 class Point(NamedTuple):
-    """A method at one setting; ``share`` is of AdamW-DDP's bytes, ``deviation`` over seeds."""
+    """A method at one setting: share of AdamW-DDP's bytes, loss, deviation over seeds."""
 
     task: str
     method: str
@@ -87,7 +87,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
 
 def draw_panel(axes: Axes, points: Sequence[Point]) -> None:
-    """Draw a line for each method through its settings, with error bars over seeds."""
+    """Draw one line per method through its settings, with error bars over seeds."""
     for method, (label, colour, marker) in LOOKS.items():
         own = sorted((p for p in points if p.method == method), key=lambda point: point.share)
         if own:

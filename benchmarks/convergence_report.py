@@ -1,10 +1,11 @@
-"""Make a table and a picture of the records that benchmarks/convergence.py has left.
+"""Make a table and a picture of the records of benchmarks/convergence.py.
 
     python benchmarks/convergence_report.py
 
-Of each method and setting the learning rates with the lowest mean loss over seeds count. Writes
-all records, two tables and the picture below ``--out``: ``<name>.json``, ``.md`` and ``.png``. One
-table, and the picture, have the best setting of each method at each budget, the other all settings.
+Each method and setting is shown at the learning rates with the lowest mean loss over seeds. Writes
+all records, two tables and the picture below ``--out``: ``<name>.json``, ``.md`` and ``.png``. The
+first table and the picture show each method's best setting at each budget, the second table all
+settings.
 """
 
 import json
@@ -26,7 +27,7 @@ from demo import aligned
 from grids import ELEMENTWISE, Run
 
 Record = dict[str, Any]
-Rates = tuple[float, float | None]  # of the matrices, and of the rest as a share of it
+Rates = tuple[float, float | None]  # of matrices; of other parameters, as a share of that
 
 HEADER = [
     "size",
@@ -47,32 +48,32 @@ HEADER = [
 ]
 CAPTION = (
     "bytes: sent, as a share of AdamW with DDP. val loss: of the replicas' own weights, mean over "
-    "replicas and seeds; mean weights: of their mean. over Dion: above the lowest loss of Dion "
-    "synchronised at every step. lr*: the best is the lowest or highest rate tried. AdamW lr: of "
-    "what takes AdamW beside Dion."
+    "replicas and seeds; mean weights: loss of their mean. over Dion: above the lowest loss of "
+    "Dion synchronised at every step. lr*: the best rate is the lowest or highest tried. AdamW lr: "
+    "rate of the parameters that take AdamW beside Dion."
 )
 
 
 @dataclass(frozen=True)
 class Options:
-    """Make a table and a picture of the records that benchmarks/convergence.py has left."""
+    """Make a table and a picture of the records of benchmarks/convergence.py."""
 
     runs: str = option("runs/convergence", "folder of the records")
-    out: str = option("benchmarks/results/convergence", "folder of what is made")
-    name: str = option("runs", "of the files made")
+    out: str = option("benchmarks/results/convergence", "folder for the report")
+    name: str = option("runs", "name of the report's files")
 
 
 @dataclass(frozen=True)
 class Result:
-    """A method with its settings at the best of its learning rates.
+    """A method with its settings, at its best learning rates.
 
     Attributes:
         size, steps, method, settings, budget: as in the runs.
         lr, elementwise: the rates with the lowest mean loss over seeds; the second is a share of
             the first, None where all parameters take one rate.
-        at_edge: whether no lower, or no higher, first rate was tried.
-        losses: of the replicas' own weights, one a seed; infinite where a run diverged.
-        records: of the runs at that rate, one a seed.
+        at_edge: whether ``lr`` is the lowest or highest rate tried.
+        losses: of the replicas' own weights, one per seed; infinite if a run diverged.
+        records: of the runs at that rate, one per seed.
     """
 
     size: str
@@ -93,12 +94,12 @@ class Result:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation over seeds; 0 for one seed or where a run diverged."""
+        """Standard deviation over seeds; 0 for one seed or if a run diverged."""
         several = len(self.losses) > 1 and math.isfinite(self.loss)
         return statistics.stdev(self.losses) if several else 0.0
 
     def mean(self, key: str) -> float:
-        """Return the mean over seeds of a number in the records; infinite where it is missing."""
+        """Return the mean over seeds of a number in the records; infinite if it is missing."""
         return statistics.fmean(_number(record[key]) for record in self.records)
 
 
@@ -119,7 +120,7 @@ def best_results(records: Iterable[Record]) -> list[Result]:
 
 
 def at_best_rates(runs: Iterable[Run], records: Iterable[Record]) -> list[Run]:
-    """Return the runs, each once, with the best rates that records have for them, if they do."""
+    """Return the runs, without duplicates, at the best rates in the records where there are any."""
     best = {}
     for result in best_results(records):
         key, rates = _variant_and_rates(result.records[0]["run"])
@@ -135,14 +136,14 @@ def at_best_rates(runs: Iterable[Run], records: Iterable[Record]) -> list[Run]:
 
 
 def _variant_and_rates(run: dict[str, Any]) -> tuple[str, Rates]:
-    """What a run trains, and at which of the rates that are tuned."""
+    """A run without its tuned rates, and those rates."""
     settings = {key: value for key, value in run["settings"].items() if key != ELEMENTWISE}
     what = [run[key] for key in ("steps", "method", "budget", "replicas")]
     return json.dumps([_task(run), *what, settings]), (run["lr"], run["settings"].get(ELEMENTWISE))
 
 
 def _task(run: dict[str, Any]) -> str:
-    """The size of the model, with the text if that is not Python."""
+    """The size of the model, and the text unless it is Python."""
     corpus = run["task"].get("corpus", "python")
     return str(run["size"]) if corpus == "python" else f"{run['size']}, {corpus}"
 
@@ -213,13 +214,13 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def write_json(path: Path, command: str, records: Sequence[Record]) -> None:
-    """Write all records with the command that made the report, one record a line."""
+    """Write all records with the command that made the report, one record per line."""
     lines = ",\n".join(json.dumps(record, allow_nan=False) for record in records)
     path.write_text(f'{{"command": {json.dumps(command)},\n"records": [\n{lines}\n]}}\n')
 
 
 def best_at_budgets(results: Iterable[Result]) -> list[Result]:
-    """Return the best of each method at each budget, and at each setting without one.
+    """Return each method's best setting at each budget, and every setting without a budget.
 
     Settings with fewer seeds than others are left out.
     """
@@ -231,7 +232,7 @@ def best_at_budgets(results: Iterable[Result]) -> list[Result]:
 
 
 def points(results: Iterable[Result]) -> list[convergence_plot.Point]:
-    """Return what the picture shows of results; nothing of those that diverged."""
+    """Return the picture's points; results that diverged have none."""
     return [
         convergence_plot.Point(
             f"{r.size}, {r.steps} steps", r.method, r.mean("share"), r.loss, r.deviation

@@ -1,4 +1,4 @@
-"""Texts that ship with what a machine has installed anyway."""
+"""Texts that ship with Python and PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORPORA: tuple[Corpus, ...] = get_args(Corpus)
 
 @lru_cache(maxsize=2)
 def text(corpus: str, limit: int) -> tuple[Split, Split]:
-    """The training and the held-out split of at most ``limit`` bytes; no file is in both.
+    """Return the training and held-out splits of at most ``limit`` bytes; no file is in both.
 
     corpus: "python", the sources of Python's standard library; "cpp", the C++ headers that ship
     with PyTorch.

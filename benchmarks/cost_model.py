@@ -1,17 +1,17 @@
-"""What methods send at an average step, and how long a step takes over a given link.
+"""A model of the bytes of an average step, and of its seconds over a given link.
 
-A step takes its work, which is forward, backward and the optimizer's products, and for each
-collective the rounds in which messages follow each other and the bytes that a rank sends:
+A step consists of work (forward, backward and the optimizer's products) and of communication. Each
+collective takes sequential rounds of messages, and time to send its bytes:
 
     seconds = work + max(0, communication - hidden)
     communication = sum over collectives of  rounds * latency + sent / bandwidth
 
-DDP hides what fits into the backward pass. A delay of d steps, where every p-th step is an opening,
-hides what fits into d of the p steps. Nothing else is hidden.
+DDP hides communication behind the backward pass. With a delay of d steps and an opening at every
+p-th step, communication hides behind d of the p steps. Nothing else is hidden.
 
-Rounds and sent bytes are a ring's: an all-reduce of b bytes over n ranks takes 2 (n - 1) rounds
-and sends 2 (n - 1) / n b; any other collective half of both. ``Cost`` holds what an implementation
-does more or less than that.
+Rounds and bytes are those of a ring: an all-reduce of b bytes over n ranks takes 2 (n - 1) rounds
+and sends 2 (n - 1) / n b; any other collective takes half of both. ``Cost`` holds the factors by
+which an implementation differs from a ring.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BACKWARD = 2 / 3  # of a step's compute: twice the products of the forward pass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind at an average step, in the wire meter's words.
+    """Collectives of one kind at an average step, in the wire meter's terms.
 
     Attributes:
         kind: "all_reduce", "all_to_all", ...
-        calls: how many, and ``bytes``: their payload together.
+        calls: their number; ``bytes``: their total payload.
     """
 
     kind: str
@@ -52,11 +52,11 @@ class Traffic:
     bytes: float
 
     def times(self, factor: float) -> Traffic:
-        """As much of it as ``factor`` says."""
+        """The traffic scaled by ``factor``."""
         return replace(self, calls=factor * self.calls, bytes=factor * self.bytes)
 
     def rounds(self, ranks: int) -> float:
-        """Messages that follow each other."""
+        """Sequential messages."""
         return self.calls * (ranks - 1) * _passes(self.kind)
 
     def sent(self, ranks: int) -> float:
@@ -82,11 +82,11 @@ def total(traffic: Iterable[Traffic]) -> list[Traffic]:
 
 @dataclass(frozen=True)
 class Link:
-    """Between any two replicas.
+    """The link between any two replicas.
 
     Attributes:
-        bandwidth: what a replica can send, and at the same time receive, in bits per second.
-        latency: from sending a small message to its arrival, in seconds.
+        bandwidth: bits per second that a replica can send, and receive at the same time.
+        latency: seconds until a small message arrives.
     """
 
     bandwidth: float
@@ -95,7 +95,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a collective needs, in multiples of a ring's rounds and of its bytes."""
+    """Rounds and bytes of a collective, as multiples of a ring's."""
 
     rounds: float = 1.0
     bytes: float = 1.0
@@ -121,14 +121,14 @@ def step_seconds(
     """Seconds of an average step.
 
     Args:
-        compute: of forward and backward, in seconds.
-        traffic: what the step communicates.
+        compute: seconds of forward and backward.
+        traffic: collectives of the step.
         link: between replicas.
         ranks: number of replicas.
-        optimizer: seconds of its products.
-        overlap: share of the backward pass that communication runs beside.
-        beside: share of whole steps that communication runs beside, as :func:`beside_steps` says.
-        costs: by kind; a ring's where a kind is missing.
+        optimizer: seconds of the optimizer's products.
+        overlap: share of the backward pass that can hide communication.
+        beside: share of whole steps that can hide communication, from :func:`beside_steps`.
+        costs: by kind of collective; missing kinds cost as much as a ring's.
     """
     known, work = costs or {}, compute + optimizer
     needed = sum(collective_seconds(t, link, ranks, known.get(t.kind, Cost())) for t in traffic)
@@ -136,15 +136,15 @@ def step_seconds(
 
 
 def delay_within(period: float) -> int:
-    """The longest delay that ends before the next opening: a period less one step.
+    """The longest delay that ends before the next opening: one step less than the period.
 
-    period: steps from opening to opening. If no whole number, they are this rounded up or down.
+    period: mean steps between openings; a fraction means that they alternate between two lengths.
     """
     return math.ceil(period) - 1
 
 
 def beside_steps(delay: int, period: float) -> float:
-    """The share of steps that exchanges run beside: ``delay`` of ``period``."""
+    """The share of steps during which exchanges run: ``delay`` of ``period``."""
     return min(1.0, delay / period)
 
 
@@ -155,16 +155,16 @@ def compute_seconds(parameters: int, tokens: int, flops_per_second: float) -> fl
 
 # ---------------------------------------------------------------- the optimizer's products
 
-TILE = 128  # symmetric products leave out the tiles above the diagonal
+TILE = 128  # symmetric products skip the tiles above the diagonal
 HALF, SINGLE, DOUBLE = "float16", "float32", "float64"
 Products = dict[str, float]  # floating-point operations by dtype
 
 
 def polar_products(m: int, n: int, iterations: int = 4) -> Products:
-    """Of a polar step of an m x n matrix on a GPU: two passes in half precision.
+    """Products of a polar step of an m x n matrix on a GPU: two passes in half precision.
 
-    Each pass takes a Gram matrix, its iterations, and B Z. An iteration is four symmetric products
-    of n x n matrices; the first of a pass needs one less, the last two less.
+    Each pass computes a Gram matrix, iterates on it, and computes B Z. An iteration has four
+    symmetric products of n x n matrices; the first of a pass has one less, the last two less.
     """
     m, n = max(m, n), min(m, n)
     share = (1 + TILE / max(n, TILE)) / 2
@@ -173,30 +173,30 @@ def polar_products(m: int, n: int, iterations: int = 4) -> Products:
 
 
 def opening_products(m: int, n: int) -> Products:
-    """Of momentum alignment (U^T M, C S) and polar correction (V^T V, V G)."""
+    """Products of momentum alignment (U^T M, C S) and polar correction (V^T V, V G)."""
     m, n = max(m, n), min(m, n)
     return {HALF: 8 * m * n * n}
 
 
 def power_iteration_products(m: int, n: int, r: int, *, qr: bool = False) -> Products:
-    """Of a Dion step: M Q, M^T P, X - P Q^T and M - P R^T; P, and Q too if ``qr``, in float64."""
+    """Products of a Dion step: M Q, M^T P, X - P Q^T, M - P R^T; P (``qr``: and Q) in float64."""
     m, n = max(m, n), min(m, n)
     rows = m + n if qr else m
     return {SINGLE: 8 * m * n * r, DOUBLE: 6 * rows * r * r}
 
 
 def quarter_products(m: int, n: int) -> Products:
-    """Of a Dion step of rank 1/4."""
+    """Products of a Dion step of rank 1/4."""
     return power_iteration_products(m, n, -(-min(m, n) // 4))
 
 
 def products_of(shapes: Shapes, each: Callable[[int, int], Products]) -> Products:
-    """The sum over a model's matrices."""
+    """The sum of the products over a model's matrices."""
     return summed((1.0, each(m, n)) for m, n in shapes.matrices)
 
 
 def summed(parts: Iterable[tuple[float, Products]]) -> Products:
-    """The sum of products, each times a factor."""
+    """The weighted sum of products."""
     total: Products = {}
     for factor, products in parts:
         for dtype, count in products.items():
@@ -209,21 +209,21 @@ def summed(parts: Iterable[tuple[float, Products]]) -> Products:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What of a model crosses the wire: shapes of its matrices, and of all other parameters."""
+    """A model as the wire sees it: shapes of its matrices, and of all other parameters."""
 
     matrices: Sequence[Shape]
     others: Sequence[Shape]
 
     @classmethod
     def of(cls, model: Model | nn.Module) -> Shapes:
-        """Those of a list of shapes, or of a module under ``param_groups``."""
+        """The shapes of a model of models.py, or of a module grouped by ``param_groups``."""
         if isinstance(model, Model):
             return cls(model.matrices(), model.others())
         return cls.of_groups(curvadion.param_groups(model))
 
     @classmethod
     def of_groups(cls, groups: Iterable[Mapping[str, object]]) -> Shapes:
-        """Those of parameter groups that hold (name, parameter) pairs."""
+        """The shapes of parameter groups that hold (name, parameter) pairs."""
         matrices: list[Shape] = []
         others: list[Shape] = []
         for group in groups:
@@ -235,7 +235,7 @@ class Shapes:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """The number of elements of the model."""
         return _numbers([*self.matrices, *self.others])
 
 
@@ -251,7 +251,7 @@ MEETING = Traffic("all_reduce", 1, MEETING_BYTES)
 
 
 def _dense(shapes: Sequence[Shape]) -> Traffic:
-    """A mean of whole tensors in float32."""
+    """An all-reduce of whole tensors in float32."""
     return Traffic("all_reduce", len(list(chunks(_tensors(shapes)))), FLOAT * _numbers(shapes))
 
 
@@ -265,7 +265,7 @@ def ddp(shapes: Shapes, bytes_per_number: int = FLOAT) -> list[Traffic]:
 
 
 def _open_step(shapes: Shapes, rank_fraction: float) -> list[Traffic]:
-    """All P's, all R's and the gradients of the rest; the gate left out."""
+    """All P's, all R's and the other parameters' gradients; without the gate."""
     layouts = [MatrixLayout.whole((m, n)) for m, n in shapes.matrices]
     ranks = [layout.rank(rank_fraction, 1) for layout in layouts]
     factors = [
@@ -282,7 +282,7 @@ def dion(shapes: Shapes, rank_fraction: float = 0.25) -> list[Traffic]:
 
 
 def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[Traffic]:
-    """Local Dion steps; every ``period``-th is Dion's on averaged weights and AdamW moments."""
+    """Local Dion steps; every ``period``-th averages weights and AdamW moments before Dion's."""
     averaged = [_dense([*shapes.matrices, *shapes.others, *shapes.others, *shapes.others])]
     if shapes.others:
         averaged.append(Traffic("all_reduce", 1, FLOAT * len(shapes.others)))  # step counters
@@ -293,14 +293,13 @@ def averaging(shapes: Shapes, period: int, rank_fraction: float = 0.25) -> list[
 def wire_budget(
     shapes: Shapes, share: float, bits: int | None = None, *, delayed: bool = False
 ) -> list[Traffic]:
-    """CurvaDion with a budget: codes of the weights' movement as often as it allows.
+    """CurvaDion with a budget: coded pseudo-gradients, as often as the budget allows.
 
-    bits: of a code; None takes those that the budget does. delayed: whether means are added later.
-    What replicas tell each other then takes the place of the gate's bytes, and one message more
-    brings the lengths of all matrices.
+    bits: of a code; None: the budget's choice. delayed: whether means are added later. Then a
+    header replaces the gate's bytes, and one more message carries the lengths of all matrices.
     """
     sizes = [math.prod(shape) for shape in [*sorted(shapes.matrices), *shapes.others]]
-    # Of a processor: a GPU's are larger, so this counts more messages than it sends.
+    # Batches of a CPU; a GPU's are larger, so it sends fewer messages than this.
     most = most_in_a_batch(sum(sizes), torch.device("cpu"))
     batches = batches_of_sizes(((size, None, 1) for size in sizes), most)
     bits = bits or bits_of_weights(share, 1)
@@ -313,7 +312,7 @@ def wire_budget(
 def openings(
     shapes: Shapes, share: float, bits: int | None = None, *, delayed: bool = False
 ) -> float:
-    """Open steps per step that a budget allows: the gate's own answer."""
+    """Openings per step that a budget allows, as the gate computes them."""
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
     bits = bits or bits_of_weights(share, 1)
     costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare([[n] for n in sizes])
@@ -328,10 +327,10 @@ class Method:
     """A way to train.
 
     Attributes:
-        name: in tables. traffic: of a model's shapes.
-        products: of the optimizer at an average step.
+        name: in tables. traffic: function from a model's shapes to its traffic.
+        products: function from shapes to the optimizer's products at an average step.
         overlaps: whether it communicates during the backward pass.
-        period: with a delay, the steps from opening to opening.
+        period: with a delay, the steps between openings.
     """
 
     name: str
@@ -341,11 +340,11 @@ class Method:
     period: Callable[[Shapes], float] | None = None
 
     def delay(self, shapes: Shapes) -> int:
-        """Steps from an opening to the addition of its means."""
+        """Steps from an opening until its means are added."""
         return 0 if self.period is None else delay_within(self.period(shapes))
 
     def beside(self, shapes: Shapes) -> float:
-        """Share of steps that exchanges run beside."""
+        """The share of steps during which exchanges run."""
         return 0.0 if self.period is None else beside_steps(self.delay(shapes), self.period(shapes))
 
 
@@ -369,7 +368,7 @@ def _budgeted(share: float, *, delayed: bool = False) -> Method:
     )
 
 
-DELAYED = ", delay"  # ends the names of methods with one
+DELAYED = ", delay"  # suffix of the names of methods with a delay
 METHODS = (
     Method("AdamW-DDP", ddp, overlaps=True),
     Method("AdamW-DDP, bfloat16 gradients", lambda s: ddp(s, 2), overlaps=True),

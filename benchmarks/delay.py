@@ -1,12 +1,12 @@
-r"""What a delay hides: steps over a limited link beside steps without limits, and a timeline.
+r"""Measure how much a delay hides: steps with and without a limited link, and a timeline.
 
     python benchmarks/delay.py --output benchmarks/results/scaling/delay.json \
         --picture docs/delay.png
 
-Every rank is a real process with gloo in a network namespace of its own (network.py; needs root).
-All ranks train a small GPT under a byte budget, without limits and over the link in turn. A step's
-seconds are the mean over whole periods between openings, the best of some rounds. The picture shows
-what each rank does over the link: computing, codes, exchanges, and waiting.
+Every rank is a real process with gloo in its own network namespace (network.py; needs root). All
+ranks train a small GPT under a byte budget, alternating between no limits and the link. A step's
+seconds are the mean over whole periods between openings, in the best of several rounds. The picture
+shows what each rank does over the link: computing, coding, exchanging and waiting.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KINDS = {"step": "lightgrey", "codes": "tab:orange", "exchange": "tab:blue", "wa
 
 
 class Recorder:
-    """Notes when some functions are called."""
+    """Records when some functions are called."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -74,7 +74,7 @@ class Recorder:
 
 
 def worker(rank: int, ranks: int, delays: Sequence[int]) -> None:
-    """Answer every line of the input, which names a delay and a number of steps, with JSON."""
+    """Read a delay and a number of steps from each input line; answer with a line of JSON."""
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     recorder = Recorder()
     recorder.wrap(under_way, "encode", "codes")
@@ -177,7 +177,7 @@ def _means(answers: Sequence[Record]) -> list[Record]:
 
 
 def draw(spans: Sequence[Sequence[Span]], path: Path, title: str) -> None:
-    """What each rank does when: its training on the upper line, its exchanges on the lower one."""
+    """Draw each rank's timeline: training on the upper line, exchanges on the lower one."""
     start = min(begin for of_rank in spans for _, begin, _ in of_rank)
     with axes_to_save(path, (9, 0.8 + 0.9 * len(spans))) as axes:
         for rank, of_rank in enumerate(spans):
@@ -206,13 +206,15 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--delays", type=int, nargs="+", default=[0, 3])
     parser.add_argument(
-        "--megabits", type=float, default=20.0, help="a second, of each rank's link"
+        "--megabits", type=float, default=20.0, help="bandwidth of each rank's link, per second"
     )
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="of each way")
-    parser.add_argument("--steps", type=int, default=21, help="of a round: whole periods")
+    parser.add_argument("--milliseconds", type=float, default=10.0, help="latency each way")
+    parser.add_argument(
+        "--steps", type=int, default=21, help="steps of a round: a multiple of the period"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--picture", type=Path, help="of the last round with the last delay")
+    parser.add_argument("--picture", type=Path, help="draw the last round with the last delay")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worlds", type=int, nargs=1, help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""DiLoCo (arXiv 2311.08105): replicas train apart, then an outer optimizer steps by their drift."""
+"""DiLoCo (arXiv 2311.08105): local steps, then an outer optimizer that steps by the drift."""
 
 from collections.abc import Iterable
 
@@ -11,9 +11,9 @@ from curvadion.comm.collectives import mean_
 
 
 class DiLoCo:
-    """Steps of an inner optimizer inside each replica and, every so many, one step for all.
+    """Inner steps of each replica and, every ``period`` steps, one outer step for all replicas.
 
-    With theta the weights at which the replicas last agreed and X_i those of replica i:
+    With theta the weights after the last outer step and X_i those of replica i:
 
         g = theta - mean_i(X_i)                         the outer gradient: one dense all-reduce
         v <- outer_momentum v + g
@@ -26,7 +26,7 @@ class DiLoCo:
         parameters: the weights, equal on all replicas; updated in place.
         inner: an optimizer of these weights that does not communicate.
         replicas: the ranks that hold replicas.
-        period: inner steps to an outer one.
+        period: inner steps per outer step.
         outer_lr: learning rate of the outer step.
         outer_momentum: Nesterov momentum of the outer step.
 
@@ -55,7 +55,7 @@ class DiLoCo:
         )
 
     def step(self) -> bool:
-        """Take an inner step, and an outer one where it is due; tell whether it was."""
+        """Take an inner step, and an outer one if it is due; return whether it was."""
         self.inner.step()
         self.local_steps += 1
         due = self.local_steps >= self.period

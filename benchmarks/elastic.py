@@ -1,11 +1,11 @@
-"""Train while replicas are killed, come back or are slow; record who agreed, who waited, the loss.
+"""Train while replicas are killed, rejoin or are slow; record agreement, waiting and the loss.
 
     python benchmarks/elastic.py --kills 50 --out benchmarks/results/elastic/kills.json
 
-Each replica is a process; SIGKILL takes one or two at random moments, and they start again a little
-later. The run ends when all replicas together have taken --total steps, so that losses compare at
-equal tokens. At every opening each replica notes a digest of its anchors: all that took part in an
-opening must have the same.
+Each replica is a process; at random moments SIGKILL ends one or two, and they restart a little
+later. The run ends when all replicas together have taken --total steps, so losses are comparable at
+equal tokens. At every opening each replica logs a digest of its anchors: all replicas that took
+part must have the same one.
 """
 
 from __future__ import annotations
@@ -45,17 +45,21 @@ class Options:
     replicas: int = option(4, "processes")
     kills: int = option(0, "how many replicas are killed, one or two at once")
     every: float = option(2.5, "seconds from one kill to the next, on average")
-    away: float = option(2.0, "seconds until a killed one starts again, on average")
-    slow: float = option(1.0, "how many times as long a step of the last replica takes")
-    pause: float = option(0.0, "seconds that each replica sleeps in a step, as if it computed")
-    timeout: float = option(5.0, "seconds after which an exchange has failed")
+    away: float = option(2.0, "seconds until a killed replica restarts, on average")
+    slow: float = option(1.0, "factor by which the last replica's steps take longer")
+    slow_period: int = option(0, "steps of the last replica between openings; 0: as of the others")
+    pause: float = option(0.0, "seconds that each replica sleeps in a step, to imitate compute")
+    timeout: float = option(5.0, "seconds after which an exchange fails")
+    patience: float = option(
+        -1.0, "seconds that fast replicas wait at an opening; < 0: no limit"
+    )
     join_timeout: float = option(2.0, "seconds that an opening waits for members who are alive")
     total: int = option(4000, "steps of all replicas together")
     period: int = option(6, "steps from one opening to the next")
-    delay: int = option(0, "steps after which means arrive")
+    delay: int = option(0, "steps until means arrive")
     optimizer: str = option("curvadion", "or adamw, inside Replicated")
-    lr: float = option(0.04, "of matrices; of AdamW a tenth")
-    seed: int = option(0, "of weights, data and kills")
+    lr: float = option(0.04, "learning rate of matrices; AdamW takes a tenth")
+    seed: int = option(0, "seed of weights, data and kills")
     out: str = option("runs/elastic.json", "the record")
 
 
@@ -68,7 +72,7 @@ def replica(
     options: Options,
     again: bool,
 ) -> None:
-    """One replica, until all together have taken enough steps."""
+    """Run one replica until all together have taken enough steps."""
     import logging
 
     from curvadion.integrations.torchft import Replicas
@@ -81,17 +85,24 @@ def replica(
     training, _ = text("python", task.data_bytes)
     batches = TrainingBatches(training, task.context, task.batch_size, options.replicas, 1, 0)
     model = task.model()
+    is_slow = options.slow > 1 and slot == options.replicas - 1
+    waits = is_slow or options.patience < 0
     replicas = Replicas(
-        begins=not again, timeout=options.timeout, quorum_timeout=60.0, replica_id=f"replica_{slot}"
+        begins=not again,
+        timeout=options.timeout,
+        quorum_timeout=60.0,
+        patience=None if waits else options.patience,
+        replica_id=f"replica_{slot}",
     )
-    optimizer = build_optimizer(options, model, replicas)
+    period = (options.slow_period if is_slow else 0) or options.period
+    optimizer = build_optimizer(options, model, replicas, period)
     begun = time.time()
     replicas.start(optimizer)
     joined[slot] = 1
     log = open(f"{folder}/{slot}-{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
     print(json.dumps({"started": time.time() - begun, "at": optimizer.progress.steps}), file=log)
     last, longest, noted, openings = time.time(), 0.0, 0, replicas.openings
-    alone, closed = 0.0, 0  # seconds of steps that wait for nobody, and how many they are
+    alone, closed = 0.0, 0  # seconds and number of the steps that wait for nobody
     while sum(steps) < options.total:
         since = time.time()
         [(inputs, targets)] = batches(steps[slot], slot)
@@ -102,12 +113,12 @@ def replica(
         time.sleep(options.pause)
         now = time.time()
         longest, last = max(longest, now - last), now
-        if options.slow > 1 and slot == options.replicas - 1:
+        if is_slow:
             time.sleep((options.slow - 1) * max(options.pause, 0.02))
             last = time.time()
         if not optimizer.report.gate_open:
             alone, closed = alone + time.time() - since, closed + 1
-        if replicas.openings != openings:  # some have just been written
+        if replicas.openings != openings:  # an opening was just applied
             openings = replicas.openings
             anchors = [optimizer.state[p]["anchor"] for p in model.parameters()]
             digest = hashlib.sha1(b"".join(a.numpy().tobytes() for a in anchors)).hexdigest()
@@ -119,12 +130,12 @@ def replica(
         for when, what in replicas.events[noted:]:
             print(json.dumps({"event": what, "time": when}), file=log)
         noted = len(replicas.events)
-    os._exit(0)  # others may still wait for this one: it is gone, as after a kill
+    os._exit(0)  # others may still wait for this replica: leave as after a kill
 
 
-def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any) -> Any:
+def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any, period: int) -> Any:
     """The optimizer that the options name, for these replicas."""
-    gate = curvadion.FixedPeriod(options.period)
+    gate = curvadion.FixedPeriod(period)
     if options.optimizer == "adamw":
         inner = torch.optim.AdamW(model.parameters(), lr=options.lr / 10)
         sync = curvadion.QuantizedAverage(delay=options.delay)
@@ -139,7 +150,7 @@ def build_optimizer(options: Options, model: torch.nn.Module, replicas: Any) -> 
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The record of a run."""
+    """Return the record of a run."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -164,7 +175,7 @@ def run(options: Options) -> dict[str, Any]:
 
         processes = [start(slot) for slot in range(options.replicas)]
         begun, kills = time.time(), 0
-        together: tuple[float, int] | None = None  # when all had joined, and the steps by then
+        together: tuple[float, int] | None = None  # when all had joined, and the steps until then
         due: dict[int, float] = {}
         next_kill = time.time() + 10
         while sum(steps) < options.total:
@@ -204,16 +215,16 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def victims_of(chance: random.Random, alive: list[int], joined: Any) -> list[int]:
-    """One or two of those alive; nobody if none would be left who knows where the run is."""
+    """Choose one or two living replicas; none if no survivor would have joined the run."""
     victims = chance.sample(alive, min(chance.choice((1, 1, 2)), len(alive)))
     return victims if any(joined[s] for s in set(alive).difference(victims)) else []
 
 
 def summarised(lines: list[dict[str, Any]], ended: float) -> dict[str, Any]:
-    """What the replicas have noted, summed up."""
+    """Summarise what the replicas logged."""
     openings: dict[Any, set[str]] = {}
     for line in lines:
-        # At the end whoever is late finds nobody, and opens alone.
+        # At the end a late replica finds no others, and opens alone.
         if "opening" in line and line["time"] < ended:
             openings.setdefault(line["opening"], set()).add(line["digest"])
     events = [line["event"] for line in lines if "event" in line]

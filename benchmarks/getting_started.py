@@ -1,8 +1,8 @@
-"""Runs the commands of docs/getting-started.md in an empty folder and writes down their seconds.
+"""Run the commands of docs/getting-started.md in an empty folder and record how long they take.
 
     python benchmarks/getting_started.py
 
-Needs a package index. The folder is a copy of the checkout, without its environment.
+Needs a package index. The folder is a copy of the checkout without its virtual environment.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SECONDS = re.compile(r"(<!-- seconds -->).*?(<!-- end -->)", re.DOTALL)
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The code blocks of a page in a language."""
+    """Return a page's code blocks in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def main() -> None:
-    """Run, write the record, and write the seconds into the page."""
+    """Run the commands, write the record, and write the seconds into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = ROOT / "benchmarks/results/packaging/getting_started.json"
     parser.add_argument("--output", type=Path, default=default)

@@ -1,4 +1,4 @@
-"""The points of gpu_report.py: each a function of the device that returns what it has found.
+"""The checks of gpu_report.py: functions that take the device and return their findings.
 
 python benchmarks/gpu_points.py steps --device cuda --output found.json
 """
@@ -39,13 +39,13 @@ SMALL = [(96, 64), (64, 96), (128, 128)]
 
 
 class Skipped(Exception):
-    """This point cannot be looked at here; the text says why."""
+    """This check cannot run here; the text says why."""
 
 
 def parameters(
     matrices: list[tuple[int, int]], others: list[tuple[int, ...]], device: torch.device
 ) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
-    """Weights, and groups of them: matrices for Dion, all others for AdamW."""
+    """Return weights and their groups: matrices for Dion, all others for AdamW."""
     torch.manual_seed(0)
     X = [nn.Parameter(torch.randn(shape).to(device)) for shape in matrices]
     rest = [nn.Parameter(torch.randn(shape).to(device)) for shape in others]
@@ -53,7 +53,7 @@ def parameters(
 
 
 def give_gradients(X: list[nn.Parameter], step: int, rank: int = 0) -> None:
-    """The same numbers on every device."""
+    """Set gradients, the same on every device."""
     for i, x in enumerate(X):
         generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + i)
         x.grad = torch.randn(x.shape, generator=generator).to(x.device)
@@ -61,7 +61,7 @@ def give_gradients(X: list[nn.Parameter], step: int, rank: int = 0) -> None:
 
 @contextmanager
 def one_rank(backend: str) -> Iterator[None]:
-    """A default process group of this process alone."""
+    """A default process group with this process only."""
     with tempfile.TemporaryDirectory() as folder:
         store = FileStore(f"{folder}/store", 1)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -75,7 +75,7 @@ def one_rank(backend: str) -> Iterator[None]:
 
 
 def waits(device: torch.device) -> Found:
-    """Where the host waits; fails if a closed step of a schedule does so more than once."""
+    """Find where the host waits; fail if a closed step of a schedule waits more than once."""
     if device.type != "cuda":
         raise Skipped("no CUDA device")
     found: Found = {}
@@ -101,7 +101,7 @@ def waits(device: torch.device) -> Found:
 
 
 def warned(optimizer: Dion) -> dict[str, int]:
-    """A step's places that torch's debug mode warns of, and how often."""
+    """Return the places of a step that torch's debug mode warns about, and how often."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -127,7 +127,7 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def processes(device: torch.device) -> Found:
-    """Largest distance of weights from a CPU's after eight steps, relative to what they moved."""
+    """Compare weights with a CPU's after eight steps: largest distance over distance moved."""
     found: Found = {}
     start = [x.detach().cpu() for x in parameters(SMALL, [(300,)], device)[0]]
     for ranks in (2, 4) if device.type == "cuda" else (2,):
@@ -138,7 +138,7 @@ def processes(device: torch.device) -> Found:
             found[f"{name}, {ranks} processes"] = (
                 max(map(distance, here[name], there[name])) / moved
             )
-    if max(found.values()) > 0.5:  # codes may round the other way, trajectories may not part
+    if max(found.values()) > 0.5:  # codes may round differently, but trajectories must stay close
         raise AssertionError(json.dumps(found))
     return found
 
@@ -149,7 +149,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def trained(ranks: int, device: torch.device) -> dict[str, list[Tensor]]:
-    """The weights of rank 0 after eight steps of each program on one device."""
+    """Return rank 0's weights after eight steps of each program on one device."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         given = ranks, str(device), store.port, folder
@@ -159,7 +159,7 @@ def trained(ranks: int, device: torch.device) -> dict[str, list[Tensor]]:
 
 
 def train_rank(rank: int, ranks: int, device: str, port: int, folder: str) -> None:
-    """One process of :func:`trained`."""
+    """Run one process of :func:`trained`."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     seconds = timedelta(seconds=40)
@@ -182,7 +182,7 @@ def train_rank(rank: int, ranks: int, device: str, port: int, folder: str) -> No
 
 
 def background(device: torch.device) -> Found:
-    """Fifty exchanges in their own thread and group, while the device computes."""
+    """Run fifty exchanges in their own thread and group while the device computes."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     with one_rank(backend):
         exchanges = background_of(dist.group.WORLD, device)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ STEPS: dict[str, Callable[[list[dict[str, Any]]], Dion]] = {
 
 
 def steps(device: torch.device) -> Found:
-    """Milliseconds of the host and the device of a closed step, its launches and its peak."""
+    """Measure closed steps: host and device milliseconds, launches, peak memory."""
     large = device.type == "cuda"
     return {
         f"{name}, {kind}": timed(name, make, device)
@@ -228,7 +228,7 @@ def steps(device: torch.device) -> Found:
 
 
 def timed(model: str, make: Callable[[list[dict[str, Any]]], Dion], device: torch.device) -> Found:
-    """A step of one process, and the kernels that take most of it."""
+    """Time a step of one process, and list its longest kernels."""
     shapes, large = MODELS[model], device.type == "cuda"
     blocks = None if large else 50
     X, groups = parameters(shapes.matrices(blocks), shapes.others(blocks), device)
@@ -252,7 +252,7 @@ def timed(model: str, make: Callable[[list[dict[str, Any]]], Dion], device: torc
     with profile(activities=activities) as record:
         optimizer.step()
         wait(device)
-    # Spans of record_function are there too, on the device's time line.
+    # The device's timeline also holds spans of record_function.
     found = [e for e in record.events() if e.device_type.name == "CUDA"]
     kernels = [e for e in found if not e.is_user_annotation]
     by_name: Counter[str] = Counter()
@@ -270,7 +270,7 @@ def timed(model: str, make: Callable[[list[dict[str, Any]]], Dion], device: torc
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all."""
+    """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -279,7 +279,7 @@ def wait(device: torch.device) -> None:
 
 
 def products(device: torch.device) -> Found:
-    """Milliseconds of B B^T of symmetric B, in float16, by backend and by torch.bmm."""
+    """Time B B^T of symmetric B in float16, in milliseconds, by backend and by torch.bmm."""
     large = device.type == "cuda"
     found: Found = {}
     for n in (768, 2048, 4096) if large else (64,):
@@ -295,13 +295,13 @@ def products(device: torch.device) -> Found:
 
 
 def product(backend: str, A: Tensor, out: Tensor) -> None:
-    """A A by one backend."""
+    """Compute A A with one backend."""
     with ops.use_backend(backend):
         ops.symmetric_product(A, A, out)
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """The fastest of ten calls."""
+    """Return the fastest of ten calls."""
     call()
     times = []
     for _ in range(10):
@@ -317,7 +317,7 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def sanitizer(device: torch.device) -> Found:
-    """What compute-sanitizer says of a small step by each backend."""
+    """Run compute-sanitizer on a small step with each backend."""
     tool = shutil.which("compute-sanitizer")
     if device.type != "cuda":
         raise Skipped("no CUDA device")
@@ -338,7 +338,7 @@ def sanitizer(device: torch.device) -> Found:
 
 
 def operations(device: torch.device) -> Found:
-    """Every operation once, through steps of both directions and codes; for the sanitizer."""
+    """Call every operation once, through steps of both directions and codes; for the sanitizer."""
     with one_rank("gloo"):
         for options in PROGRAMS.values():
             X, groups = parameters(SMALL, [(300,)], device)
@@ -354,7 +354,7 @@ def operations(device: torch.device) -> Found:
 
 
 def graphs(device: torch.device) -> Found:
-    """Captured operations follow uncaptured ones; a low-rank step under both TF32 interfaces."""
+    """Compare captured and eager operations; take low-rank steps under both TF32 interfaces."""
     found: Found = {}
     for interface in ("set_float32_matmul_precision", "fp32_precision"):
         if interface == "fp32_precision":
@@ -376,7 +376,7 @@ def graphs(device: torch.device) -> Found:
 
 
 def captured(backend: str, device: torch.device) -> bool:
-    """Two graphs on the default capture stream, replayed in reverse."""
+    """Capture two graphs on the default capture stream and replay them in reverse."""
     lists = [[torch.randn(s, device=device) for s in SMALL] for _ in range(4)]
     G = [torch.randn(s, device=device) for s in SMALL]
 
@@ -406,7 +406,7 @@ def captured(backend: str, device: torch.device) -> bool:
 
 
 def main() -> int:
-    """Run one point; write what it found, or why it was skipped."""
+    """Run one check; write its findings, or why it was skipped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("point")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -1,10 +1,10 @@
-"""What to look at first on a GPU, in nine minutes: seven points, each in a process of its own.
+"""First checks on a GPU, in nine minutes: seven checks, each in its own process.
 
     python benchmarks/gpu_report.py --output benchmarks/results/gpu/report.json
-    python benchmarks/gpu_report.py --device cpu --output report.json    # tries the report itself
+    python benchmarks/gpu_report.py --device cpu --output report.json    # tests this script
 
 Runs from a checkout with torch, numpy and Triton; nothing is installed. The report is written after
-every point, so nothing that was found is lost. The exit status is 1 if a point failed.
+every check, so a crash loses nothing. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from curvadion import ops
 from measure import environment
 
-# In the order of what they tell, with the seconds that each may take: 520 in all.
+# The most informative first, with a time limit in seconds for each: 520 in all.
 POINTS = {
     "waits": ("reads and copies for which the host waits, in closed steps and openings", 60),
     "processes": ("processes that share the device, against a CPU's trajectory", 90),
@@ -37,11 +37,11 @@ POINTS = {
     "sanitizer": ("compute-sanitizer on every operation", 100),
     "graphs": ("two captured graphs, replayed in reverse, and both TF32 interfaces", 40),
 }
-SHOWN = 3000  # characters of what a failed point has said
+SHOWN = 3000  # characters of a failed check's output
 
 
 def run(point: str, device: str, folder: Path) -> dict[str, Any]:
-    """What a point has found, or how it ended."""
+    """Return a check's findings, or how it failed."""
     title, seconds = POINTS[point]
     output = folder / f"{point}.json"
     script = str(ROOT / "benchmarks" / "gpu_points.py")
@@ -67,7 +67,7 @@ def run(point: str, device: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the points, and write the report after each; the exit status."""
+    """Run the checks, write the report after each, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

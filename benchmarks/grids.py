@@ -1,4 +1,4 @@
-"""Which runs the convergence benchmark consists of."""
+"""The runs of the convergence benchmark."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ from token_data import BYTE_VOCABULARY
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: a byte-level GPT's shape and its data.
+    """A byte-level GPT's shape and its data.
 
     ``batch_size`` is the number of sequences that one replica reads in a step, and ``corpus`` one
     of ``corpora.CORPORA``.
@@ -29,11 +29,11 @@ class Task:
     corpus: str = "python"
 
     def model(self) -> GPT:
-        """Return the model with weights drawn from torch's generator."""
+        """Return the model, its weights drawn from torch's generator."""
         return GPT(GPTConfig(BYTE_VOCABULARY, self.layers, self.heads, self.dim))
 
     def shapes(self) -> traffic.Shapes:
-        """Return what of the model crosses the wire."""
+        """Return the shapes that cross the wire."""
         with torch.device("meta"):
             return traffic.Shapes.of(self.model())
 
@@ -47,11 +47,11 @@ class Run:
         task: the task.
         method: one of ``METHODS``.
         settings: keyword arguments of the method.
-        budget: the share of AdamW-DDP's bytes that the settings are to keep to, if any.
-        lr: the highest learning rate, of the matrices where a method treats them apart.
+        budget: the share of AdamW-DDP's bytes that the settings must keep to, if any.
+        lr: the highest learning rate; that of matrices if the method treats them separately.
         seed: of the weights and of the data order.
         steps: optimizer steps.
-        replicas: processes, each with data of its own.
+        replicas: processes, each with its own data.
     """
 
     size: str
@@ -66,20 +66,20 @@ class Run:
 
     @property
     def slug(self) -> str:
-        """A name for files; runs of the grids that differ have different ones."""
+        """A file name, unique among the runs of the grids."""
         settings = "".join(f"-{key}{value:g}" for key, value in self.settings.items())
         rest = f"-lr{self.lr:g}-seed{self.seed}-{self.replicas}x{self.steps}"
         corpus = "" if self.task.corpus == "python" else f"-{self.task.corpus}"
         return f"{self.size}{corpus}-{self.method}{settings}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds."""
+        """Return the run as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with settings of its own, chosen for a budget if there is one."""
+    """A method with its settings, chosen for a budget if there is one."""
 
     method: str
     settings: dict[str, Any]
@@ -93,13 +93,13 @@ SIZES = {
     "largest": Task(layers=8, dim=320),  # 10 million
 }
 IN_FULL = ("small", "medium")
-ELEMENTWISE = "elementwise"  # the setting that is tuned together with the learning rate
+ELEMENTWISE = "elementwise"  # the setting that is tuned with the learning rate
 BUDGETS = (0.1, 0.03, 0.01, 0.003)
-IN_PARTS = (0.01,)  # budgets at which it may gain to agree on one fragment at a time
+IN_PARTS = (0.01,)  # budgets at which synchronising one fragment at a time may help
 DION_RANKS = (1.0, 1 / 4, 1 / 8, 1 / 16)
 STEPS = {"quick": 240, "full": 1000}
-# At least three a method and a factor of two apart. Where the best turns out to be the first or
-# the last, more are to be tried with --lr.
+# At least three per method, a factor of two apart. If the best is the first or the last, try more
+# with --lr.
 _ADAMW, _DION, _FAR_APART = (2e-3, 4e-3, 8e-3), (0.02, 0.04, 0.08), (0.01, 0.02, 0.04)
 LEARNING_RATES = {
     "adamw": _ADAMW,
@@ -120,9 +120,9 @@ LEARNING_RATES = {
     **dict.fromkeys(("replicated_adamw", "averaged_adamw"), _ADAMW),
     **dict.fromkeys(("replicated_muon", "averaged_muon"), _FAR_APART),
 }
-TORCHS = ("torch_muon", "replicated_muon", "averaged_muon")  # which set the rest themselves
-# Of what takes AdamW beside Dion, as shares of the matrices'. AdamW divides by the root of its mean
-# squared gradient, which is larger where gradients are not averaged before.
+TORCHS = ("torch_muon", "replicated_muon", "averaged_muon")  # set their other rates themselves
+# Rates of the AdamW parameters beside Dion, as shares of the matrices'. AdamW divides by the root
+# mean square of its gradients, which is larger if gradients are not averaged first.
 ELEMENTWISE_LR = {
     method: (0.75,) if method.startswith("ours") else (0.5,)
     for method, rates in LEARNING_RATES.items()
@@ -139,16 +139,16 @@ QUICK_BUDGETED = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What to train instead of a grid's own choice, where it is not empty or None."""
+    """Overrides of a grid's own choices; empty or None keeps the grid's."""
 
     seeds: Sequence[int] = ()
     lrs: Sequence[float] = ()
     elementwise: Sequence[float] = ()
     steps: int | None = None
-    budgets: Sequence[float] = ()  # of full; 0 stands for methods that follow none
+    budgets: Sequence[float] = ()  # of full; 0 means methods without a budget
 
     def rates(self, method: str, *, middle: bool) -> Iterator[tuple[float, dict[str, float]]]:
-        """Yield learning rates of a method with the settings that go with them."""
+        """Yield a method's learning rates, each with its settings."""
         own = LEARNING_RATES[method]
         for lr in self.lrs or (own[1:2] if middle else own):
             if method not in ELEMENTWISE_LR:
@@ -159,7 +159,7 @@ class Choice:
 
 
 def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator[Variant]:
-    """Yield the methods that can keep to a budget, with the settings that use most of it."""
+    """Yield the methods that fit a budget, with the settings that use most of it."""
     if rank := traffic.powersgd_rank(shapes, budget, steps):
         yield Variant("powersgd", {"rank": rank}, budget)
     if period := traffic.period_within(budget, steps, shapes.parameters, shapes.parameters):
@@ -178,7 +178,7 @@ def within_budget(shapes: traffic.Shapes, budget: float, steps: int) -> Iterator
 def every_variant(
     shapes: traffic.Shapes, steps: int, budgets: Sequence[float] = BUDGETS
 ) -> Iterator[Variant]:
-    """Yield every method, where it follows a budget once for each that it can reach."""
+    """Yield every method, once for each budget that it follows and can meet."""
     yield Variant("adamw", {})
     for rank_fraction in DION_RANKS:
         yield Variant("dion", {"rank_fraction": rank_fraction})
@@ -191,7 +191,7 @@ def every_variant(
 
 
 def full(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
-    """Yield both sizes, every method and budget; seeds outermost, so that all advance together."""
+    """Yield both sizes, every method and budget; seeds outermost, so all advance together."""
     steps = choice.steps or STEPS["full"]
     for seed in choice.seeds or (0, 1, 2):
         for size in IN_FULL:
@@ -202,7 +202,7 @@ def full(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
 
 
 def quick(replicas: int, choice: Choice = Choice()) -> Iterator[Run]:
-    """Yield runs of fewer steps, of one size, with one budget and learning rate a method."""
+    """Yield shorter runs of one size, with one budget and learning rate per method."""
     steps, shapes = choice.steps or STEPS["quick"], SIZES["small"].shapes()
     budgets = {
         0.1: ("powersgd", "coded_gradients"),

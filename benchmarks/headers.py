@@ -1,8 +1,8 @@
-"""Bytes that leave a rank's network interface, against those that the wire meter counts.
+"""Compare the bytes that leave a rank's network interface with those the wire meter counts.
 
-Every rank is a process with gloo in a network namespace of its own (network.py; needs root). What
-the interface sends beyond the meter's ``total_sent`` are headers, acknowledgements and gloo's own
-messages: so many bytes for each collective, whatever its size.
+Every rank is a process with gloo in its own network namespace (network.py; needs root). Beyond the
+meter's ``total_sent`` the interface sends headers, acknowledgements and gloo's own messages: a
+number of bytes per collective that does not depend on its size.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _measured(call: Callable[[], object], calls: int) -> Record:
 
 
 def measure(ranks: int) -> list[Record]:
-    """What so many ranks measure, means over them."""
+    """Return the measurements of ``ranks`` ranks, averaged over them."""
     with network(ranks, "reno") as net:
         workers = [net.start(rank, __file__) for rank in range(ranks)]
         try:
@@ -115,7 +115,7 @@ def measure(ranks: int) -> list[Record]:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4], help="of replicas")
     parser.add_argument("--output", type=Path, help="JSON file")
@@ -124,7 +124,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write the record."""
     options = command_line().parse_args()
     if options.worker is not None:
         worker(options.worker, options.worlds[0])

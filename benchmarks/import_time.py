@@ -1,6 +1,6 @@
-"""What ``import curvadion`` takes beside ``import torch``, in new processes.
+"""Measure how long ``import curvadion`` takes after ``import torch``, in new processes.
 
-Byte code is written into a folder of its own before anything is timed, as an installation does.
+Bytecode is compiled into a separate folder before the timing starts, as at installation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measured(code: str, *options: str, cache: str) -> subprocess.CompletedProces
 
 
 def slowest(text: str, count: int) -> list[dict[str, object]]:
-    """The modules with the largest own times in the output of ``-X importtime`` after a mark."""
+    """Return the modules with the largest own times, from ``-X importtime`` output after a mark."""
     rows = []
     for line in text.partition("=====")[2].splitlines():
         if line.startswith("import time:"):

@@ -1,14 +1,14 @@
-"""What Muons on shards send inside a replica, and how long it takes, on up to hundreds of ranks.
+"""Model the bytes and seconds of Muon steps on shards inside a replica, on up to 512 ranks.
 
     python benchmarks/inside_replica.py --output benchmarks/results/scaling/inside.json --document
 
-Bytes follow from the shapes, with the optimizer's own batches and choice of an exchange; a test
-compares them with the wire meter's of two ranks. Microsoft's Muon (microsoft/dion at 0a059a4) sends
-shards to owners, too, in bfloat16, as many matrices of a shape as there are ranks: where there are
-fewer it sends zeros in their place.
+Bytes follow from the shapes, with the optimizer's own batches and choice of exchange; a test
+compares them with the wire meter's on two ranks. Microsoft's Muon (microsoft/dion at 0a059a4) also
+sends shards to owners, in bfloat16, as many matrices of a shape at once as there are ranks, padding
+with zeros if there are fewer.
 
-Seconds are a model, and nothing here was measured: sent bytes over the bandwidth of a rank, and the
-products of the rank with most work at 40 % of an H100's 989 TFLOP/s. Nothing overlaps.
+Seconds are modelled, not measured: sent bytes divided by a rank's bandwidth, plus the products of
+the busiest rank at 40 % of an H100's 989 TFLOP/s. Nothing overlaps.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from models import MODELS
 
 Shape = tuple[int, int]
 SPEED = 0.4 * 989e12
-BANDWIDTHS = {8: 450e9, 64: 50e9, 512: 50e9}  # bytes a second of a rank: NVLink; 400 Gb/s
+BANDWIDTHS = {8: 450e9, 64: 50e9, 512: 50e9}  # bytes per second and rank: NVLink; 400 Gb/s
 HALF, FLOAT, DOUBLE = 2, 4, 8
 DOCUMENT = Path(__file__).resolve().parent / "results" / "scaling" / "README.md"
 BEGIN, END = "<!-- inside: made by benchmarks/inside_replica.py -->", "<!-- inside: end -->"
 
 
 def _mixture() -> list[Shape]:
-    """The attention of a mixture of experts of 30B parameters: experts are whole on their ranks."""
+    """Attention of a 30B-parameter mixture of experts, whose experts are unsharded."""
     width, queries, keys, blocks = 2048, 4096, 512, 48
     return [(queries, width), (keys, width), (keys, width), (width, queries)] * blocks
 
@@ -65,12 +65,12 @@ SHAPES: dict[str, Sequence[Shape]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a step, on the mean rank what it sends, on the busiest what it multiplies.
+    """Cost of a step: bytes sent by the average rank, products of the busiest one.
 
     Attributes:
         sent: bytes.
         operations: of products.
-        owners: the share of the elements whose matrices go to owners.
+        owners: the share of elements in matrices that go to owners.
     """
 
     sent: float
@@ -78,13 +78,13 @@ class Cost:
     owners: float = 0.0
 
     def seconds(self, bandwidth: float) -> float:
-        """Of the exchanges and the products, one after the other."""
+        """Seconds of the exchanges, then the products."""
         return self.sent / bandwidth + self.operations / SPEED
 
 
 @contextmanager
 def ranks(count: int) -> Iterator[Any]:
-    """A process group of so many ranks, of which this process is the only one."""
+    """A fake process group of ``count`` ranks in this one process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield dist.group.WORLD
@@ -93,7 +93,7 @@ def ranks(count: int) -> Iterator[Any]:
 
 
 def batched(shapes: Sequence[Shape], count: int, device: torch.device) -> list[tuple[Shape, int]]:
-    """The shapes of each batch on ``count`` ranks, and how many matrices have them."""
+    """Return each batch's shape and number of matrices on ``count`` ranks."""
     ordered = sorted(shapes)
     sizes = [math.prod(shape) // count for shape in ordered]
     most = most_in_a_batch(sum(sizes), device)
@@ -103,7 +103,7 @@ def batched(shapes: Sequence[Shape], count: int, device: torch.device) -> list[t
 
 
 def in_rows(shape: Shape) -> MatrixLayout:
-    """The layout of a matrix (out, in) whose rows all ranks share, longer side first."""
+    """Return the layout of a matrix (out, in) sharded by rows over all ranks, longer side first."""
     layout = replace(MatrixLayout.whole(shape), shards=dist.group.WORLD)
     side = "columns" if layout.transposed else "rows"
     return replace(layout, **{side: replace(getattr(layout, side), group=dist.group.WORLD)})
@@ -119,11 +119,11 @@ def polar(
     kept: float = 1.0,
     gather: bool = True,
 ) -> Cost:
-    """Ours, in rows over ``count`` ranks.
+    """Return the cost of ours, sharded by rows over ``count`` ranks.
 
-    sent, summed: dtypes on the wire of owners and of Gram matrices. device: of the batches. kept:
-    the share of the shorter side whose directions are taken (Dion2). gather: whether matrices
-    may go to owners.
+    sent, summed: wire dtypes of shards that go to owners and of Gram matrices. device: of the
+    batches. kept: the share of the shorter side that Dion2 keeps. gather: whether matrices may
+    go to owners.
     """
     bytes_, operations, owned = 0.0, [0.0] * count, 0.0
     others = (count - 1) / count
@@ -145,7 +145,7 @@ def polar(
             passes = 2 if summed.itemsize == HALF else 1
             each = triangle * (2 * summed.itemsize + (summed.itemsize + FLOAT) / count)
             bytes_ += k * others * (FLOAT * 2 + passes * (each + FLOAT * (1 + 1 / count)))
-            if layout.columns.group is not None:  # shards become whole rows, and back
+            if layout.columns.group is not None:  # shards are exchanged for whole rows, and back
                 bytes_ += k * others * 2 * FLOAT * m * n / count
             for rank in range(count):
                 operations[rank] += k * (4 * m * n * n * passes + iterations) / count
@@ -153,7 +153,7 @@ def polar(
 
 
 def microsoft(shapes: Sequence[Shape], count: int) -> Cost:
-    """Microsoft's Muon: five iterations of two products with X and one of squares."""
+    """Return the cost of Microsoft's Muon: five iterations of two products with X and a square."""
     sent, operations = 0.0, 0.0
     for (m, n), k in Counter(shapes).items():
         slots = -(-k // count) * count
@@ -165,7 +165,7 @@ def microsoft(shapes: Sequence[Shape], count: int) -> Cost:
 
 
 def low_rank(shapes: Sequence[Shape], count: int, fraction: float) -> Cost:
-    """Dion of a rank: R and two triangles of P^T P, or P and lengths of columns."""
+    """Return the cost of Dion: sends R and two triangles of P^T P, or P and column norms."""
     sent, operations = 0.0, 0.0
     for shape in shapes:
         m, n = max(shape), min(shape)
@@ -189,7 +189,7 @@ METHODS: dict[str, Callable[[Sequence[Shape], int], Cost]] = {
 
 
 def records() -> list[dict[str, Any]]:
-    """One for each model, number of ranks and method."""
+    """Return one record for each model, number of ranks and method."""
     found = []
     for count, bandwidth in BANDWIDTHS.items():
         with ranks(count):
@@ -211,7 +211,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """MB and milliseconds, a line a model and method."""
+    """Return a table of MB and milliseconds, one line per model and method."""
     heads = [f"{count} ranks: MB | ms" for count in BANDWIDTHS]
     lines = [f"| model | method | {' | '.join(heads)} |", "|---|---|" + "---|---|" * len(heads)]
     for model in SHAPES:

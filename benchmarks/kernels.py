@@ -1,17 +1,17 @@
-"""Every fused operation on model shapes, against eager foreach, torch.compile and memory.
+"""Time every fused operation on model shapes, against foreach, torch.compile and memory speed.
 
     OMP_NUM_THREADS=1 python benchmarks/kernels.py --models gpt2-160m --dtype float32
     OMP_NUM_THREADS=1 python benchmarks/kernels.py --models 100x500000 --blocks 32 --bits 2 \
         --operations encode decode_ "encode and decode" encode_difference_ decode_add_
     python benchmarks/kernels.py --device cuda
 
-Each record has the seconds of an operation under one contender, the bytes it must move at least,
-and their share of the bound: the time that a copy of as many bytes took in the same run. Operations
-on codes have one contender more, "numbers": a copy of as many float32 numbers.
+Each record has the seconds of an operation under one contender, the fewest bytes it must move, and
+its speed as a share of the bound: a copy of as many bytes in the same run. Operations on codes have
+one more contender, "numbers": a copy of as many float32 elements.
 
-Symmetric products are of as many matrices of each shape as are iterated on together: B^T B
-("gram"), and the square of that ("symmetric_product"). Their records count the FLOPs of whole
-products, of which little more than half are needed, and the contender "bmm" is torch.bmm.
+Symmetric products are batched as in the optimizer: B^T B ("gram"), and the square of that
+("symmetric_product"). Their records count the FLOPs of full products, little more than half of
+which are needed; the contender "bmm" is torch.bmm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BACKENDS = ("torch", "cpu", "triton", "cuda")
 
 
 class Problem:
-    """Weights, momenta, gradients and factors of some matrices."""
+    """Weights, momenta, gradients and factors of a model's matrices."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, int]], rank: float, dtype: torch.dtype, where: Any
@@ -72,7 +72,7 @@ def _size(tensors: Sequence[Tensor]) -> int:
 
 
 def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
-    """Per operation a call on a module that has it (ops), and the bytes it must move."""
+    """Map each operation to a call, which takes a backend module, and the bytes it must move."""
 
     def columns(backend: Any) -> None:
         for R, sums, floor in zip(p.R, p.sums, p.floors, strict=True):
@@ -94,11 +94,11 @@ def _operations(p: Problem) -> dict[str, tuple[Callable[[Any], object], int]]:
     }
 
 
-RANKS = 4  # whose codes average_codes_ averages
+RANKS = 4  # number of ranks whose codes average_codes_ averages
 
 
 def _code_operations(p: Problem, bits: int) -> dict[str, tuple[Callable[[Any], object], int]]:
-    """As :func:`_operations`, of codes of the weights, their anchors and residuals."""
+    """Like :func:`_operations`, for codes of weights, their anchors and residuals."""
     anchors = [x.float() for x in p.X]
     residuals = [torch.randn_like(a) for a in anchors]
     numbers = [torch.empty_like(a) for a in anchors]
@@ -140,14 +140,14 @@ def _code_operations(p: Problem, bits: int) -> dict[str, tuple[Callable[[Any], o
 
 
 def _products(p: Problem) -> dict[str, tuple[Callable[[Any], object], int, int]]:
-    """As :func:`_operations`, of symmetric products, and the FLOPs of whole ones."""
+    """Like :func:`_operations`, for symmetric products; also the FLOPs of full products."""
     stacks: dict[tuple[int, int], list[Tensor]] = {}
     for x in p.X:
         B = x if x.shape[0] >= x.shape[1] else x.mT
         stacks.setdefault((B.shape[0], B.shape[1]), []).append(B)
     alike = {n: most_together(p.X[0].device).squares // n**2 for _, n in stacks}
     factors = [torch.stack(found[: max(1, alike[n])]) for (_, n), found in stacks.items()]
-    # Numbers of squares stay about as large as those of factors.
+    # Scaled so that a square's elements are about as large as its factor's.
     squares = [B.mT @ (B / (B.shape[1] * B.shape[2]) ** 0.5) for B in factors]
     results = [torch.empty_like(G) for G in squares]
 
@@ -166,19 +166,19 @@ def _products(p: Problem) -> dict[str, tuple[Callable[[Any], object], int, int]]
 
 
 def _flops(B: Sequence[Tensor]) -> int:
-    """Of B^T B, computed whole."""
+    """FLOPs of B^T B, computed in full."""
     return sum(2 * b.numel() * b.shape[-1] for b in B)
 
 
 class _WholeProducts:
-    """torch.bmm by the name of the operation."""
+    """torch.bmm under the operation's name."""
 
     @staticmethod
     def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> None:
         torch.bmm(A, B, out=out)
 
 
-# The operation of a backend that a measurement is of, where the names differ.
+# The backend operation that a measurement runs, if its name differs.
 NAMES = {
     "encode": "encode_difference_",
     "encode and decode": "encode_difference_",
@@ -189,7 +189,7 @@ NAMES = {
 
 
 def _foreach(p: Problem) -> Contenders:
-    """What one would write with torch._foreach; nothing where there is no such form."""
+    """Return the torch._foreach versions, for operations that have one."""
     X, M, G = list(p.X), list(p.M), list(p.G)
 
     def momentum_norms() -> object:
@@ -217,7 +217,7 @@ def _forced(backend: str, call: Callable[[Any], object]) -> Callable[[], object]
 
 
 def _compiled(call: Callable[[Any], object]) -> Callable[[], object]:
-    """What torch.compile makes of plain PyTorch."""
+    """Return the torch.compile version of plain PyTorch."""
     compiled = torch.compile(lambda: call(ops), dynamic=False)
 
     def plain(*_: Any) -> None:
@@ -234,7 +234,7 @@ def _compiled(call: Callable[[Any], object]) -> Callable[[], object]:
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """The records of one model, operation by operation."""
+    """Yield the records of one model, operation by operation."""
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     shapes = MODELS[name].matrices(options.blocks)
     problem = Problem(shapes, options.rank_fraction, dtype, device)
@@ -300,7 +300,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[list[dict[str, 
 
 
 def _has(backend: str, operation: str, device: torch.device) -> bool:
-    """Whether the backend itself runs the operation here, rather than leaving it to PyTorch."""
+    """Return whether the backend runs the operation here, instead of falling back to PyTorch."""
     if backend == "torch":
         return True
     suits = device.type == ("cpu" if backend == "cpu" else "cuda")
@@ -321,7 +321,7 @@ def _line(r: dict[str, Any]) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars: each contender's share of the memory bound, by model and operation."""
+    """Draw bars: each contender's share of the memory bound, by model and operation."""
     chosen = [r for r in records if r["contender"] not in ("copy", "numbers")]
     groups = list(dict.fromkeys((r["model"], r["operation"]) for r in chosen))
     names = list(dict.fromkeys(r["contender"] for r in chosen))
@@ -340,7 +340,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def write_csv(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """The records as a table."""
+    """Write the records as a table."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]))
         writer.writeheader()
@@ -353,13 +353,13 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=["gpt2-160m"], choices=list(MODELS))
     parser.add_argument("--operations", nargs="+", default=[])
-    parser.add_argument("--blocks", type=int, help="take that many blocks of each model")
+    parser.add_argument("--blocks", type=int, help="use only this many blocks of each model")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rank-fraction", type=float, default=0.25)
     parser.add_argument("--precision", default="highest", choices=["highest", "high"])
-    parser.add_argument("--bits", type=int, default=2, choices=BITS, help="of a code")
+    parser.add_argument("--bits", type=int, default=2, choices=BITS, help="bits of a code")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=20, help="limit for one operation")
+    parser.add_argument("--seconds", type=float, default=20, help="time limit per operation")
     parser.add_argument("--compile", action="store_true", help="also torch.compile the reference")
     parser.add_argument("--output", type=Path, help="JSON file; CSV goes beside it")
     parser.add_argument("--plot", type=Path, help="picture of the records")
@@ -375,7 +375,9 @@ def main() -> None:
         for name in options.models:
             for more in measured(name, options):
                 records += more
-                if options.output is not None:  # each time: whoever stops this keeps the records
+                if (
+                    options.output is not None
+                ):  # after each, so that an interrupted run keeps its records
                     write(options.output, torch.device(options.device), records)
                     write_csv(records, options.output.with_suffix(".csv"))
     if options.plot is not None:

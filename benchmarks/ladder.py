@@ -1,12 +1,12 @@
-"""How far 1 % of the bytes ends above the best synchronous method, as models and runs grow.
+"""Measure the loss gap at 1 % of the bytes to the best synchronous method, as models and runs grow.
 
     python benchmarks/ladder.py --size small medium --tokens 20
     python benchmarks/ladder.py --size large largest --device cuda   # one GPU
     python benchmarks/ladder.py --out benchmarks/results/convergence/simulated.json --draw gaps.png
 
-Runs the trainings of each rung (the settings that were best on the smallest one, at its rates and
-lower ones) and adds them to the records of simulate.py. Steps are rounded to two digits. --draw
-runs nothing: it draws the gaps of all records, and prints them.
+Trains each rung (with the best settings of the smallest one, at its rates and lower ones) and adds
+the results to the records of simulate.py. Steps are rounded to two digits. --draw trains nothing:
+it draws and prints the gaps of all records.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from simulate import DEFAULTS, RECORDS, Machine, add_missing, known
 from simulation.training import SYNCHRONISED, Training
 
 REPLICAS, BUDGET, FRAGMENTS = 8, 0.01, 3
-WARMDOWN = DEFAULTS["warmdown"]  # other schedules have their own table
+WARMDOWN = DEFAULTS["warmdown"]  # other schedules are in their own table
 SPECTRUM_DECAY = DEFAULTS["spectrum_decay"]
 
 
@@ -44,10 +44,10 @@ class Options(Machine):
 
     size: tuple[str, ...] = option(("small", "medium"), "of grids.SIZES")
     corpus: tuple[Corpus, ...] = option(("python",), "the text")
-    tokens: tuple[float, ...] = option((20.0,), "for each parameter")
-    seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
+    tokens: tuple[float, ...] = option((20.0,), "tokens per parameter")
+    seed: tuple[int, ...] = option((0,), "seed of the weights and of the data order")
     out: str = option(RECORDS, "the records")
-    draw: str | None = option(None, "draw the gaps of all records into this file; runs nothing")
+    draw: str | None = option(None, "draw the gaps of all records into this file; train nothing")
 
 
 def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]:
@@ -70,7 +70,7 @@ def rung(size: str, corpus: str, tokens: float, seed: int) -> Iterator[Training]
 
 
 class Place(NamedTuple):
-    """Where methods are compared."""
+    """A setting in which methods are compared."""
 
     size: str
     corpus: str
@@ -81,9 +81,9 @@ class Place(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Lowest mean losses over seeds, of the best settings tried.
+    """Mean losses over seeds, at the best settings tried.
 
-    seeds: of the fewer, the baseline's or ours.
+    seeds: how many; the smaller number of the baseline's and ours.
     """
 
     baseline: float
@@ -98,11 +98,11 @@ class Gap(NamedTuple):
 
 
 def gaps(records: Sequence[dict[str, Any]]) -> dict[Place, Gap]:
-    """The gap at each place where a synchronous method and ours at 1 %, in fragments, have ended.
+    """Return the gap at each place with records of a synchronous method and of ours at 1 %.
 
-    Settings that ran with more seeds than others decide, so that no single lucky seed does; ours
-    without spectra over openings only where ours with them did not run. Exact momenta for no byte
-    are no method. What diverged has a loss of infinity.
+    Ours is that in fragments. Only the settings with most seeds count, so that a single lucky seed
+    cannot win. Ours without spectra over openings counts only where ours with them has no record.
+    Exact momenta at no cost do not count. The loss of a run that diverged is infinite.
     """
     found: dict[Place, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(dict))
     for r in map(known, records):
@@ -135,13 +135,13 @@ def _kind(record: dict[str, Any]) -> str:
 
 
 def _best(losses: Mapping[str, Sequence[float]]) -> tuple[float, int]:
-    """The lowest mean of the settings with most seeds, and how many these are."""
+    """Return the lowest mean loss among the settings with most seeds, and the number of seeds."""
     seeds = max(map(len, losses.values()))
     return min(sum(x) / seeds for x in losses.values() if len(x) == seeds), seeds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what has no record yet, or draw; print the gaps."""
+    """Train what has no record yet, or draw; print the gaps."""
     options = parse(Options, arguments)
     if options.draw is None:
         given = sys.argv[1:] if arguments is None else arguments

@@ -25,7 +25,7 @@ PARAMETERS = {"small": 0.13, "medium": 0.5, "large": 2, "largest": 10}  # millio
 
 
 def draw(gaps: Mapping[Place, Gap], path: Path) -> None:
-    """Write the picture, one panel for each thing that grows."""
+    """Write the picture, one panel for each of these variables."""
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.0), layout="constrained", sharey=True)
         figure.suptitle(
@@ -69,7 +69,7 @@ def _lines(
     told: str = "",
     style: str = "-",
 ) -> None:
-    """One line for each text, under its name and what else is told of it."""
+    """Draw one line per text, labelled with its name and other settings."""
     for corpus in dict.fromkeys(place.corpus for place in gaps):
         chosen = [(x(p), g.percent, g.seeds) for p, g in gaps.items() if p.corpus == corpus]
         at, percent, seeds = zip(*sorted(chosen), strict=True)
@@ -80,7 +80,7 @@ def _lines(
 
 
 def _finish(axes: Axes, title: str, label: str) -> None:
-    """Name what grows; a tick at each of its values."""
+    """Label the axis, with a tick at each value."""
     axes.set_title(title)
     axes.axhline(0, color="#9a9a9a", linewidth=1)
     ticks = sorted({x for line in axes.lines[:-1] for x in np.asarray(line.get_xdata()).tolist()})

@@ -1,12 +1,12 @@
-"""Measures collectives and training steps over limited links, and compares the cost model with it.
+"""Measure collectives and training steps over limited links, and compare them with the cost model.
 
-Every rank is a real process with gloo in a network namespace of its own (network.py; needs root).
-Ranks run over each link in turn and without limits in between, which gives the seconds of compute
-and software. The cost model gets these seconds and the bytes that the wire meter counted, and must
-give the seconds of a step over the link: once with a ring's rounds and bytes, once with gloo's, as
-small messages and the interfaces' counters tell them.
+Every rank is a real process with gloo in its own network namespace (network.py; needs root). Ranks
+run over each link in turn, and between links without limits, which measures compute and software
+alone. From these seconds and the wire meter's bytes the cost model predicts the seconds of a step
+over the link: once with a ring's rounds and bytes, once with gloo's, measured by small messages and
+the interfaces' counters.
 
-Seconds are those of the fastest call of each kind: other work on the machine only adds to them.
+Seconds are the fastest call of each kind, because other work on the machine only adds to them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Training:
             )
 
     def step(self) -> bool:
-        """Take a step; whether replicas exchanged more than the gate's decision."""
+        """Take a step; return whether replicas exchanged more than the gate's decision."""
         tokens = torch.randint(CONFIG.vocab_size, (2, BATCH, TIME))
         self.optimizer.zero_grad()
         self.module(tokens[0], tokens[1]).backward()
@@ -84,7 +84,7 @@ class Training:
 
 
 def worker(rank: int, ranks: int) -> None:
-    """Answer every line of the input, which starts a round of measurements, with one of JSON."""
+    """Run a round of measurements for every input line; answer with a line of JSON."""
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     trainings = {method: Training(method) for method in STEPS}
     torch.manual_seed(1 + rank)
@@ -104,9 +104,9 @@ def worker(rank: int, ranks: int) -> None:
 
 
 def measured_collective(kind: str, payload: int, calls: int) -> Record:
-    """Seconds of the fastest call, and the bytes that left this rank's interface at each."""
+    """Return the seconds of the fastest call, and the bytes per call on this rank's interface."""
     ranks = dist.get_world_size()
-    # So that the smallest can be cut into as many parts as there are ranks.
+    # So that the smallest can be divided into one part per rank.
     whole = torch.zeros(payload, dtype=torch.uint8)
     if payload > SMALL:
         whole = whole.view(torch.float32)
@@ -135,7 +135,7 @@ def measured_collective(kind: str, payload: int, calls: int) -> Record:
 
 
 def measured_steps(method: str, training: Training, steps: int) -> Record:
-    """Seconds of the fastest open and of the fastest closed step, and what a step sends."""
+    """Return the seconds of the fastest open and closed steps, and the bytes of a step."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     dist.barrier()
     before = bytes_sent()
@@ -160,7 +160,7 @@ def measured_steps(method: str, training: Training, steps: int) -> Record:
 
 
 def bytes_sent() -> int:
-    """What this rank's interface has sent, headers and acknowledgements included."""
+    """Return the bytes this rank's interface has sent, with headers and acknowledgements."""
     for line in Path("/proc/self/net/dev").read_text("utf-8").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
@@ -168,13 +168,13 @@ def bytes_sent() -> int:
     raise RuntimeError(f"{INTERFACE} is not in /proc/self/net/dev: run link.py without --worker")
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- all ranks
 
 
 def measure(
     ranks: int, links: Sequence[Link], rounds: int, congestion_control: str
 ) -> tuple[list[Record], list[Record]]:
-    """Collectives and steps of so many ranks, without limits and then over each link."""
+    """Measure collectives and steps of ``ranks`` ranks, without limits and then over each link."""
     collectives: list[Record] = []
     steps: list[Record] = []
     with network(ranks, congestion_control) as net:
@@ -202,7 +202,7 @@ def measure(
 
 
 def _together(answers: Sequence[Any], what: str) -> list[Record]:
-    """One record of each measurement: means over ranks."""
+    """Return one record per measurement: means over ranks."""
     records = []
     for by_rank in zip(*(answer[what] for answer in answers), strict=True):
         record = dict(by_rank[0])
@@ -218,13 +218,13 @@ def _together(answers: Sequence[Any], what: str) -> list[Record]:
     return records
 
 
-# ---------------------------------------------------------------- the model beside it
+# ---------------------------------------------------------------- comparison with the model
 
 
 def gloo_costs(collectives: Iterable[Record]) -> dict[int, dict[str, Cost]]:
-    """Rounds and bytes in multiples of a ring's, by number of ranks and kind.
+    """Return rounds and bytes as multiples of a ring's, by number of ranks and kind.
 
-    Rounds are told by the seconds of small messages, bytes by what the interfaces count for large
+    Rounds come from the seconds of small messages, bytes from the interfaces' counters for large
     ones, headers included.
     """
     unlimited, limited = _by_limit(collectives, ("ranks", "kind", "payload_bytes"))
@@ -248,7 +248,7 @@ def gloo_costs(collectives: Iterable[Record]) -> dict[int, dict[str, Cost]]:
 def _by_limit(
     records: Iterable[Record], keys: Sequence[str]
 ) -> tuple[dict[tuple[Any, ...], Record], list[tuple[tuple[Any, ...], Record]]]:
-    """The fastest without a limit, by some of their entries, and those with one."""
+    """Split records: the fastest without a limit, by some of their entries; those with a limit."""
     unlimited: dict[tuple[Any, ...], Record] = {}
     limited = []
     for r in records:
@@ -263,7 +263,7 @@ def _by_limit(
 
 
 def _average(step: Record, fastest: Record) -> float:
-    """Seconds of an average step, with as many open ones as ``step`` counts."""
+    """Return the seconds of an average step, with the share of open steps in ``step``."""
     opened = step["open_steps"] / step["steps"]
     average: float = opened * fastest["open_seconds"] + (1 - opened) * fastest["closed_seconds"]
     return average
@@ -272,7 +272,7 @@ def _average(step: Record, fastest: Record) -> float:
 def compared_collectives(
     collectives: Iterable[Record], costs: dict[int, dict[str, Cost]]
 ) -> list[Record]:
-    """Collectives over links, with what the model gives for them."""
+    """Return the collectives over links, with the model's predictions."""
     unlimited, limited = _by_limit(collectives, ("ranks", "kind", "payload_bytes"))
     records = []
     for key, r in limited:
@@ -282,7 +282,7 @@ def compared_collectives(
 
 
 def compared_steps(steps: Iterable[Record], costs: dict[int, dict[str, Cost]]) -> list[Record]:
-    """Steps over links, with what the model gives for them."""
+    """Return the steps over links, with the model's predictions."""
     unlimited, limited = _by_limit(steps, ("ranks", "method"))
     records = []
     for key, r in limited:
@@ -308,7 +308,7 @@ def _modelled(
 
 
 def table(records: Iterable[Record]) -> str:
-    """Measured and modelled steps in Markdown."""
+    """Return a Markdown table of measured and modelled steps."""
     lines = [
         "| replicas | link | what | without limits, s | measured, s | a ring, s | error "
         "| gloo's rounds and bytes, s | error |",
@@ -334,9 +334,9 @@ def command_line() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", nargs="+", type=int, default=list(WORLDS), help="of replicas")
-    parser.add_argument("--rounds", type=int, default=1, help="multiplies the number of steps")
+    parser.add_argument("--rounds", type=int, default=1, help="factor on the number of steps")
     parser.add_argument(
-        "--congestion-control", default="reno", help="TCP's, one that the kernel has"
+        "--congestion-control", default="reno", help="TCP's algorithm; the kernel must have it"
     )
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""How the benchmarks time things, and what they say about the machine."""
+"""Timing for the benchmarks, and their description of the machine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def interleaved(
     before: Callable[[], object] | None = None,
     anywhere: Callable[[bool], bool] = bool,
 ) -> dict[str, list[float]]:
-    """Seconds of every call; contenders take turns, so that a noisy moment hits all of them.
+    """Return the seconds of every call; contenders take turns, so that noise affects all of them.
 
-    Stops after ``rounds`` rounds, or after the first that ends beyond ``seconds``; the calls that
-    warm up do not count. ``before`` is called before each call, outside its time. ``anywhere``:
-    whether something holds on any rank, for ranks that must take the same number of rounds.
+    Stops after ``rounds`` rounds, or after the first round that ends later than ``seconds``;
+    warm-up calls do not count. ``before`` is called before each call and not timed. ``anywhere``
+    returns whether something is true on any rank, for ranks that must take the same number of
+    rounds.
     """
     for call in contenders.values():
         if before is not None:
@@ -66,7 +67,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Fastest and median of some calls, and how many there were."""
+    """Return the fastest and median seconds of some calls, and their number."""
     return {
         "seconds": min(seconds),
         "median_seconds": statistics.median(seconds),
@@ -75,14 +76,14 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def copy_of(total_bytes: int, device: torch.device) -> Callable[[], object]:
-    """A copy that reads and writes ``total_bytes`` together: the memory bound of as many bytes."""
+    """Return a copy that reads and writes ``total_bytes`` in all, as a bound on memory speed."""
     source = torch.ones(max(total_bytes // 2, 1), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware."""
+    """Return versions and hardware."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -99,7 +100,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, device: torch.device, records: Sequence[dict[str, Any]]) -> None:
-    """The records with the command that made them and the environment, as JSON."""
+    """Write the records as JSON, with the command that made them and the environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")

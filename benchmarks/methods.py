@@ -1,8 +1,8 @@
 """The ways to train replicas that the convergence benchmark compares.
 
-A method is built from a model, the ranks that hold its replicas, a learning rate and settings of
-its own. The learning rate is of all parameters for AdamW, of the matrices for Dion, whose other
-parameters take the share ``elementwise`` of it. Settings not listed here are the example's
+A method is built from a model, the ranks that hold its replicas, a learning rate and its own
+settings. With AdamW the learning rate applies to all parameters; with Dion to matrices, and the
+other parameters take the share ``elementwise`` of it. All other settings are the example's
 defaults.
 """
 
@@ -25,21 +25,21 @@ from diloco import DiLoCo
 from gpt import GPT
 from train_gpt import Config, build_optimizer
 
-POWERSGD_DENSE_STEPS = 2  # the fewest that its hook can do: DDP orders its buckets meanwhile
+POWERSGD_DENSE_STEPS = 2  # the hook's minimum: DDP orders its buckets during these steps
 PUBLISHED_THRESHOLD = 0.1
-# Learning rate of what takes AdamW beside Dion, as a share of the matrices'.
+# Learning rate of AdamW parameters beside Dion, as a share of the matrices'.
 ELEMENTWISE_SHARE = 0.5
-MUONS_REST = 0.15  # of what takes AdamW beside torch's Muon
-NEVER = sys.maxsize  # a bound on local steps that does not bind
+MUONS_REST = 0.15  # the same beside torch's Muon
+NEVER = sys.maxsize  # a max_local_steps that is never reached
 
 
 class Method:
     """Trains one replica; all replicas take every step.
 
     Attributes:
-        module: what to run forward and backward through before a step.
-        optimizer: the one whose learning rates follow the schedule.
-        open_steps: steps so far at which replicas synchronised.
+        module: the module to run forward and backward through before a step.
+        optimizer: the optimizer whose learning rates follow the schedule.
+        open_steps: number of steps so far at which replicas synchronised.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer):
@@ -47,19 +47,19 @@ class Method:
         self.open_steps = 0
 
     def step(self) -> None:
-        """Take a step with the gradients in place; collective."""
+        """Take a step with the current gradients; collective."""
         self.optimizer.step()
         self.open_steps += 1
 
     def settle(self) -> None:
-        """Wait for what is under way."""
+        """Wait for pending exchanges."""
 
     def finish(self) -> None:
-        """After the last step, bring replicas together if the method ever does; collective."""
+        """Synchronise replicas after the last step, if the method ever does; collective."""
 
 
 class Gated(Method):
-    """A CurvaDion, Dion or Replicated, on replicas whose gradients stay their own."""
+    """A CurvaDion, Dion or Replicated, on replicas whose gradients stay local."""
 
     optimizer: Dion | Replicated
 
@@ -90,7 +90,7 @@ def _gated(model: GPT, replicas: dist.ProcessGroup, config: Config) -> Gated:
 
 
 class LocalThenOuter(Method):
-    """DiLoCo around an optimizer that knows no replicas."""
+    """DiLoCo around an optimizer of one replica."""
 
     def __init__(self, model: GPT, replicas: dist.ProcessGroup, inner: Optimizer, **outer: Any):
         super().__init__(model, inner)
@@ -114,8 +114,8 @@ def adamw(
 
 def powersgd(model: GPT, replicas: dist.ProcessGroup, lr: float, *, rank: int) -> Method:
     """AdamW on gradients that PyTorch's PowerSGD hook compresses, with error feedback."""
-    # The hook starts a bucket's second collective when its first is done. Of several buckets, ranks
-    # may start them in different orders, and wait for ever then.
+    # The hook starts a bucket's second collective when its first is done. With several buckets,
+    # ranks may start these in different orders and deadlock.
     one_bucket = 1 + sum(p.nbytes for p in model.parameters()) // 2**20
     method = adamw(model, replicas, lr, bucket_cap_mb=one_bucket)
     state = PowerSGDState(
@@ -154,9 +154,9 @@ def _dion_config(lr: float, *, elementwise: float = ELEMENTWISE_SHARE, **setting
 def averaging(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int, **settings: Any
 ) -> Method:
-    """Local Dion steps of a quarter of the rank; every ``period``-th on exactly averaged replicas.
+    """Local Dion steps of a quarter of the rank; every ``period``-th is synchronised.
 
-    That one is Dion's, synchronised; weights and AdamW's moments are averaged before it.
+    Before that step, weights and AdamW's moments are averaged exactly.
     """
     settings |= {"period": period, "max_local_steps": period}
     config = _dion_config(lr, optimizer="curvadion", **settings)
@@ -172,7 +172,7 @@ def published(
     local_step: Literal["gradient", "dion"] = "gradient",
     **settings: Any,
 ) -> Method:
-    """CurvaDion as published: RMMC gate, local gradient steps, replicas never brought together."""
+    """CurvaDion as published: RMMC gate, local gradient steps, weights never averaged."""
     config = _dion_config(
         lr,
         optimizer="curvadion",
@@ -186,7 +186,7 @@ def published(
 
 
 def authors(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
-    """CurvaDion as its authors' code has it: as published, but with local Dion steps."""
+    """CurvaDion as in its authors' code: as published, but with local Dion steps."""
     return published(model, replicas, lr, local_step="dion", **settings)
 
 
@@ -209,7 +209,7 @@ def ours(
 
     Records call the arguments of QuantizedAverage by shorter names: ``bits``, ``parts`` (its
     fragments), ``momenta`` (align_momentum), ``polar`` (polar_correction), ``spectra``
-    (spectrum_decay). Nothing of a rank crosses the wire, so it is full.
+    (spectrum_decay). The rank does not change what is sent, so it is full.
     """
     config = _dion_config(
         lr,
@@ -229,7 +229,7 @@ def ours(
 
 
 def ours_low_rank(model: GPT, replicas: dist.ProcessGroup, lr: float, **settings: Any) -> Method:
-    """The same with power iterations of full rank as directions; settings of :func:`ours`."""
+    """Like :func:`ours`, with the same settings, but full-rank power iterations as directions."""
     return ours(model, replicas, lr, direction="low_rank", **settings)
 
 
@@ -247,7 +247,7 @@ def diloco_dion(
     elementwise: float = ELEMENTWISE_SHARE,
     **outer: Any,
 ) -> Method:
-    """DiLoCo with Dion of full rank inside, which it never sends; settings of :class:`DiLoCo`."""
+    """DiLoCo with full-rank local Dion inside; settings of :class:`DiLoCo`."""
     config = _dion_config(lr, optimizer="dion", rank_fraction=1.0, elementwise=elementwise)
     return LocalThenOuter(model, replicas, build_optimizer(config, model, None), **outer)
 
@@ -255,16 +255,16 @@ def diloco_dion(
 def averaged_weights(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int, **settings: Any
 ) -> Method:
-    """Dion of full rank inside; weights alone are averaged, every ``period`` steps and exactly.
+    """Full-rank Dion inside; weights alone are averaged exactly, every ``period`` steps.
 
-    It is DiLoCo whose outer step goes to the mean.
+    This is DiLoCo whose outer step goes to the mean.
     """
     outer = {"period": period, "outer_lr": 1.0, "outer_momentum": 0.0}
     return diloco_dion(model, replicas, lr, **outer, **settings)
 
 
 class Together(Optimizer):
-    """Several optimizers as one, for loops that know one."""
+    """Several optimizers as one, for loops that expect one."""
 
     def __init__(self, *each: Optimizer) -> None:
         self.each = each
@@ -276,7 +276,7 @@ class Together(Optimizer):
 
 
 def _torch(model: GPT, lr: float, *, matrices: bool) -> list[Optimizer]:
-    """torch's AdamW, or its Muon for matrices beside AdamW for the rest."""
+    """Return torch's AdamW, or its Muon for matrices and AdamW for the rest."""
     if not matrices:
         return [build_optimizer(Config(optimizer="adamw", lr=lr), model, None)]
     groups = curvadion.param_groups(model)
@@ -287,7 +287,7 @@ def _torch(model: GPT, lr: float, *, matrices: bool) -> list[Optimizer]:
 
 
 def torch_muon(model: GPT, replicas: dist.ProcessGroup, lr: float) -> Method:
-    """torch's Muon, beside AdamW, on gradients that DDP averages at every step."""
+    """torch's Muon and AdamW, on gradients that DDP averages at every step."""
     module = DistributedDataParallel(model, process_group=replicas)
     return Method(module, Together(*_torch(model, lr, matrices=True)))
 
@@ -295,14 +295,14 @@ def torch_muon(model: GPT, replicas: dist.ProcessGroup, lr: float) -> Method:
 def replicated_adamw(
     model: GPT, replicas: dist.ProcessGroup, lr: float, *, matrices: bool = False, **how: Any
 ) -> Method:
-    """The outer layer around torch's AdamW; how: arguments of Replicated."""
+    """``Replicated`` around torch's AdamW; how: its arguments."""
     inner = _torch(model, lr, matrices=matrices)
     optimizer = curvadion.Replicated(inner, replicas=replicas, max_local_steps=NEVER, **how)
     return Gated(model, replicas, optimizer)
 
 
 def replicated_muon(model: GPT, replicas: dist.ProcessGroup, lr: float, **how: Any) -> Method:
-    """The outer layer around torch's Muon beside AdamW; how: arguments of Replicated."""
+    """``Replicated`` around torch's Muon and AdamW; how: its arguments."""
     return replicated_adamw(model, replicas, lr, matrices=True, **how)
 
 
@@ -316,7 +316,7 @@ def averaged_adamw(
 
 
 def averaged_muon(model: GPT, replicas: dist.ProcessGroup, lr: float, *, period: int) -> Method:
-    """The same with torch's Muon beside AdamW."""
+    """The same with torch's Muon and AdamW."""
     return averaged_adamw(model, replicas, lr, period=period, matrices=True)
 
 
@@ -330,9 +330,9 @@ def coded_gradients(
     return _gated(model, replicas, config)
 
 
-CODED = ("ours", "ours_low_rank")  # whose replicas average in codes
-POLAR = ("muon", "ours", "coded_gradients")  # whose directions are polar factors
-LOOK_AHEAD = ("dion", "muon", "coded_gradients", *CODED)  # whose look-ahead can be set
+CODED = ("ours", "ours_low_rank")  # average in codes
+POLAR = ("muon", "ours", "coded_gradients")  # take polar factors as directions
+LOOK_AHEAD = ("dion", "muon", "coded_gradients", *CODED)  # have a look-ahead to set
 METHODS: dict[str, Callable[..., Method]] = {
     "adamw": adamw,
     "dion": dion,

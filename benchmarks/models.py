@@ -28,7 +28,7 @@ class Model:
         return list(self.block) * (self.blocks if blocks is None else min(blocks, self.blocks))
 
     def others(self, blocks: int | None = None) -> list[Shape]:
-        """What takes an elementwise algorithm, in as many blocks."""
+        """Shapes of the parameters that take AdamW or Lion, in as many blocks."""
         count = self.blocks if blocks is None else min(blocks, self.blocks)
         return [*self.rest, *list(self.vectors) * count]
 
@@ -50,7 +50,7 @@ MODELS = {
     ),
     "llama-1.3b": _llama(2048, 2048, 5504, 32000, 24),
     "llama-8b": _llama(4096, 1024, 14336, 128256, 32),
-    # No models: where launches and Python count, and where memory alone does.
+    # Synthetic: one where launches and Python dominate, one where memory does.
     "500x2000": Model([(40, 50)], [], [], 500),
     "500x2025": Model([(45, 45)], [], [], 500),
     "5000x64": Model([(8, 8)], [], [], 5000),

@@ -1,9 +1,9 @@
-"""A network of namespaces on this machine, whose links have a given bandwidth and delay; root only.
+"""A network of namespaces on this machine with a given bandwidth and delay; needs root.
 
-Every rank has a namespace of its own with one interface. The other ends meet in one more
-namespace, where a bridge joins them, or, for a delay, a process that passes frames on when they
-are due: not every kernel has a queueing discipline for that. Nothing is made outside of these
-namespaces, so removing them removes all.
+Every rank has its own namespace with one interface. The other ends meet in a hub namespace, joined
+by a bridge or, with a delay, by a process that forwards frames when they are due, because not every
+kernel has a queueing discipline for that. Everything lives in these namespaces, so removing them
+removes everything.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 INTERFACE = "rank0"
 PREFIX = "curvadion-link"
-MTU = 9000  # few frames to a second for the process in the middle
-BURST = MTU + 100  # a frame: more of it would pass small messages for nothing
+MTU = 9000  # large, so that the relay handles few frames per second
+BURST = MTU + 100  # one frame: a larger burst would let small messages pass unlimited
 
 
 class Network:
-    """The namespaces of so many ranks; made by :func:`network`."""
+    """The namespaces of all ranks; made by :func:`network`."""
 
     def __init__(self, ranks: int, congestion_control: str) -> None:
         self.ranks = ranks
@@ -50,7 +50,7 @@ class Network:
         return f"10.231.0.{rank + 1}"
 
     def start(self, rank: int, script: str, *arguments: str) -> subprocess.Popen[str]:
-        """Run a script's worker of a rank, ``--worker RANK --worlds RANKS``, on pipes."""
+        """Start a script as a rank's worker, ``--worker RANK --worlds RANKS``, on pipes."""
         environment = os.environ | {
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": "29500",
@@ -67,7 +67,7 @@ class Network:
         )
 
     def build(self) -> None:
-        """Make the namespaces, and join them without limits."""
+        """Create the namespaces and join them without limits."""
         _ip(f"netns add {self.hub}")
         _ip(f"-n {self.hub} link add bridge0 type bridge")
         _ip(f"-n {self.hub} link set bridge0 mtu {MTU} up")
@@ -89,7 +89,7 @@ class Network:
             _ip(f"-n {self.hub} link set {_port(rank)} master bridge0 up")
 
     def limit(self, bandwidth: float | None, delay: float) -> None:
-        """Let every rank send at ``bandwidth`` bits a second (None: all there is).
+        """Limit every rank to ``bandwidth`` bits per second (None: no limit).
 
         Args:
             bandwidth: of each rank's sending side.
@@ -113,7 +113,7 @@ class Network:
             )
 
     def remove(self) -> None:
-        """Remove everything that :meth:`build` and :meth:`limit` have made."""
+        """Remove everything that :meth:`build` and :meth:`limit` made."""
         self._end_relay()
         for name in [self.hub, *map(self.namespace, range(self.ranks))]:
             _remove(name)
@@ -127,13 +127,13 @@ class Network:
 
 @contextmanager
 def network(ranks: int, congestion_control: str) -> Iterator[Network]:
-    """Namespaces for so many ranks, removed at the end, after errors and on SIGTERM too.
+    """Namespaces for ``ranks`` ranks, removed at the end, also after errors and on SIGTERM.
 
-    What a run that was killed has left behind is removed first. ``congestion_control`` is TCP's.
+    Leftovers of a killed run are removed first. ``congestion_control`` is TCP's.
 
     Raises:
         PermissionError: without the rights of root.
-        RuntimeError: if the kernel lacks something that is needed.
+        RuntimeError: if the kernel lacks a feature.
     """
     if os.geteuid() != 0:
         raise PermissionError("network namespaces need root: run this with sudo, or as root")
@@ -149,7 +149,7 @@ def network(ranks: int, congestion_control: str) -> Iterator[Network]:
 
 
 def ask(workers: Sequence[subprocess.Popen[str]], line: str) -> list[Any]:
-    """Write a line to every worker; what each answers, read as JSON.
+    """Write a line to every worker and return their answers, parsed as JSON.
 
     Raises:
         RuntimeError: if a worker has ended.
@@ -208,17 +208,17 @@ def _command(name: str, arguments: str) -> str:
     return done.stdout
 
 
-# ---------------------------------------------------------------- the process in the middle
+# ---------------------------------------------------------------- the relay process
 
 _SOL_PACKET = 263
-_PACKET_VNET_HDR = 15  # frames come and go as the kernel holds them: unsegmented, no checksum yet
+_PACKET_VNET_HDR = 15  # frames in the kernel's own form: unsegmented, without checksum
 _PACKET_IGNORE_OUTGOING = 23
 _VNET_HEADER = 10
 _EVERYTHING = 3
 
 
 def relay(ranks: int, delay: float) -> None:
-    """Pass frames between the ports of this namespace, each ``delay`` seconds after it came."""
+    """Forward frames between the ports of this namespace, each after ``delay`` seconds."""
     with suppress(PermissionError):  # a late frame is a longer delay
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ports = [_open_port(rank) for rank in range(ranks)]
@@ -235,7 +235,7 @@ def relay(ranks: int, delay: float) -> None:
                     due.extend((now + delay, t, frame) for t in _targets(frame, source, ranks))
         while due and due[0][0] <= now:
             _, target, frame = due.popleft()
-            with suppress(OSError):  # a full queue loses a frame, as links do
+            with suppress(OSError):  # a full queue drops a frame, as links do
                 ports[target].send(frame)
 
 
@@ -251,7 +251,7 @@ def _open_port(rank: int) -> Any:
 
 def _targets(frame: bytes, source: int, ranks: int) -> Sequence[int]:
     destination = frame[_VNET_HEADER : _VNET_HEADER + 6]
-    if destination[0] & 1:  # to all
+    if destination[0] & 1:  # broadcast
         return [rank for rank in range(ranks) if rank != source]
     return [destination[5]] if destination[0] == 2 and destination[5] < ranks else []
 

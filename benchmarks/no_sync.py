@@ -1,8 +1,8 @@
-"""DDP all-reduces gradients although ``backward`` runs inside ``no_sync``: the forward decides.
+"""Show that DDP all-reduces unless the forward runs inside ``no_sync``; ``backward`` is not enough.
 
     python benchmarks/no_sync.py
 
-Two processes; the gradient of the only weight is 2 on the first and 4 on the second.
+Runs two processes; the gradient of the only weight is 2 on the first and 4 on the second.
 """
 
 import gc
@@ -40,7 +40,8 @@ def show(rank: int, store: str) -> None:
             print(f"forward {'inside' if forward_inside else 'outside'} no_sync: {seen.tolist()}")
     dist.barrier()
     dist.destroy_process_group()
-    # A thread of gloo that frees a tensor while the interpreter ends aborts it: end them first.
+    # A gloo thread that frees a tensor while the interpreter exits aborts it: end the threads
+    # first.
     gc.collect()
 
 

@@ -1,25 +1,25 @@
-"""A whole optimizer step, gate open and gate closed, beside AdamW and the Muons and Dion of others.
+"""Time whole optimizer steps, gate open and closed, beside AdamW and other Muons and Dions.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py --models gpt2-160m
     python benchmarks/optimizer_step.py --device cuda
     torchrun --nproc-per-node 2 benchmarks/optimizer_step.py --contenders opening "Muon and AdamW"
     torchrun --nproc-per-node 2 benchmarks/optimizer_step.py --shards
 
-The processes of torchrun are replicas: each holds all parameters and has gradients of its own. The
-third command also measures an opening: a local step, codes and all that replicas do around them.
-With --shards the processes hold one replica together, and every parameter is cut by rows, as FSDP2
-cuts it. Ranks take turns together, and the times are the first one's.
+The processes of torchrun are replicas: each holds all parameters and has its own gradients. The
+third command also measures an opening: a local step, codes, and everything replicas do around them.
+With --shards the processes hold one replica together, and every parameter is sharded by rows, as
+FSDP2 does. Ranks run each contender at the same time, and the times are the first rank's.
 
-Besides seconds, a record counts what a step launches and reads back, and its peak memory above what
-lives between steps. Launches on a GPU are kernels, and reads are copies to the host; on a CPU they
-are PyTorch operators (compiled operations, one call each, are not among them), and those that hand
-a number to Python, of functions that torch compiles as they are before that. FLOPs are those of
-matrix products on the first rank, as torch counts them: it takes those of a DTensor as a whole, and
-does not see those in Triton kernels of other libraries.
+Besides seconds, a record counts a step's launches and reads, and its peak memory above what is held
+between steps. On a GPU, launches are kernels and reads are copies to the host. On a CPU, launches
+are PyTorch operators (without compiled operations, one call each) and reads are operators that
+return a number to Python; functions under torch.compile are counted uncompiled. FLOPs are torch's
+count of matrix products on the first rank: it counts a DTensor's products in full, and misses
+Triton kernels of other libraries.
 
-"fused operations alone" calls what a closed step with the gradient local step consists of, on lists
-prepared beforehand. What that step takes longer, in one process, is the host's time: a record of
-tiny tensors has it in microseconds a tensor.
+"fused operations alone" calls the operations of a closed step with the gradient local step, on
+lists prepared beforehand. The difference to that step, in one process, is the host's time: a record
+of tiny tensors gives it in microseconds per tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from step_contenders import ALONE, NAMES, OPENING, Model, Weights, contenders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSED = "closed gate, gradient step"
-TINY = 4096  # numbers a tensor; of larger ones two measurements differ by more than the host's time
+TINY = 4096  # elements; with larger tensors the noise exceeds the host's time
 
 
 class _Counter(TorchDispatchMode):
@@ -71,11 +71,11 @@ class _Counter(TorchDispatchMode):
 def counts(
     call: Callable[[], object], device: torch.device, before: Callable[[], object]
 ) -> dict[str, int]:
-    """What one call launches and reads back, and its peak memory above that before it.
+    """Return one call's launches and reads, and its peak memory above that before the call.
 
-    ``before`` is called before each call, and not counted.
+    ``before`` is called before each call and not counted.
     """
-    # Only in plain PyTorch does torch see all products, and only what is not compiled.
+    # Torch counts all products only in plain, uncompiled PyTorch.
     uncompiled = torch.compiler.set_stance("force_eager")
     before()
     with uncompiled, FlopCounterMode(display=False) as flops, ops.use_backend("torch"):
@@ -123,7 +123,7 @@ def _peak_on_the_cpu(call: Callable[[], object]) -> int:
 
 
 def counts_of_ranks(call: Callable[[], object], peak: int) -> dict[str, list[float]]:
-    """By rank: the bytes that one call sends, and the peak memory that each has found."""
+    """Return, by rank, the bytes that one call sends and the peak memory."""
     with WireMeter() as meter:
         call()
     mine = {"bytes_sent_by_rank": meter.total_sent, "peak_bytes_by_rank": peak}
@@ -135,7 +135,7 @@ def counts_of_ranks(call: Callable[[], object], peak: int) -> dict[str, list[flo
 def _weights(
     shapes: Sequence[tuple[int, ...]], options: argparse.Namespace, mesh: DeviceMesh | None
 ) -> Weights:
-    """Parameters with gradients; those in shards are pieces of the same on every rank."""
+    """Return parameters with gradients; in shards, all ranks hold pieces of the same tensors."""
     made = []
     for shape in shapes:
         x, gradient = (torch.randn(shape, device=options.device) * n for n in (0.02, 0.01))
@@ -150,19 +150,19 @@ def _weights(
 def _model(name: str, options: argparse.Namespace) -> Model:
     model = MODELS[name]
     mesh = init_device_mesh(options.device, (dist.get_world_size(),)) if options.shards else None
-    torch.manual_seed(0)  # replicas begin alike
+    torch.manual_seed(0)  # replicas begin identical
     matrices = _weights(model.matrices(options.blocks), options, mesh)
     shapes = [] if options.matrices_only else model.others(options.blocks)
     made = Model(matrices, _weights(shapes, options, mesh), mesh)
     if made.replicas is not None:
-        torch.manual_seed(dist.get_rank())  # and have gradients of their own
+        torch.manual_seed(dist.get_rank())  # but have their own gradients
         for x in made.both:
             x.grad = torch.randn_like(x).mul_(0.01)
     return made
 
 
 def _about(name: str, model: Model, options: argparse.Namespace) -> dict[str, Any]:
-    """What all records of a model have in common."""
+    """Return the fields that all records of a model share."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     return {
         "model": name,
@@ -180,7 +180,7 @@ def _about(name: str, model: Model, options: argparse.Namespace) -> dict[str, An
 
 
 def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of one model."""
+    """Return the records of one model."""
     device = torch.device(options.device)
     model = _model(name, options)
     together = dist.is_initialized()
@@ -195,7 +195,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     calls, states, absent = contenders(model, options.contenders, peers=peers, before=restore)
     for contender, reason in absent.items():
         _say(f"{name:14}{contender:27}left out: {reason}")
-    # Ranks that step together must take the same number of rounds, and begin at the same time.
+    # Ranks that step together must take the same number of rounds and begin at the same time.
     times = interleaved(
         calls,
         device,
@@ -226,7 +226,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _restoring(model: Model) -> Callable[[], None]:
-    """What gives replicas their own gradients back: a step that averages them leaves the mean."""
+    """Return a function that restores each replica's gradients after a step that averages them."""
     if model.replicas is None:
         return lambda: None
     own = [x.grad.clone() for x in model.both if x.grad is not None]
@@ -240,7 +240,7 @@ def _restoring(model: Model) -> Callable[[], None]:
 
 
 def _on_any_rank(true: bool) -> bool:
-    """Whether it is true on some rank; collective where there are several."""
+    """Return whether it is true on any rank; collective if there are several."""
     if not dist.is_initialized():
         return true
     anywhere = torch.tensor([int(true)])
@@ -262,7 +262,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars: seconds of each contender's step, by model."""
+    """Draw bars: seconds of each contender's step, by model."""
     names = list(dict.fromkeys(r["contender"] for r in records))
     models = list(dict.fromkeys(r["model"] for r in records))
     width = 0.8 / len(names)
@@ -288,7 +288,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=["gpt2-160m"], choices=list(MODELS))
-    parser.add_argument("--blocks", type=int, help="take that many blocks of each model")
+    parser.add_argument("--blocks", type=int, help="use only this many blocks of each model")
     parser.add_argument("--matrices-only", action="store_true", help="no embeddings, no norms")
     parser.add_argument(
         "--contenders",
@@ -299,12 +299,12 @@ def command_line() -> argparse.ArgumentParser:
         help="all if none is named: " + ", ".join(f'"{name}"' for name in NAMES),
     )
     parser.add_argument(
-        "--without-peers", action="store_true", help="not beside other libraries, unless named"
+        "--without-peers", action="store_true", help="leave out other libraries, unless named"
     )
     parser.add_argument(
         "--shards",
         action="store_true",
-        help="the processes of torchrun hold one replica together; else each is a replica",
+        help="the processes of torchrun hold one replica together; by default each is a replica",
     )
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=30, help="timed calls of each contender")
@@ -312,8 +312,8 @@ def command_line() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=60,
-        help="no round of a model begins later than so many seconds after the first one (there is "
-        "always one); what is made before and counted after them comes on top",
+        help="start no round of a model later than this many seconds after its first one (which "
+        "always runs); setup and counting take extra time",
     )
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="picture of the records")

@@ -1,4 +1,4 @@
-r"""Which learning rates suit what takes AdamW or Lion beside Dion?
+r"""Find learning rates for the parameters that take AdamW or Lion beside Dion.
 
     python benchmarks/routing_rates.py --out benchmarks/results/param_groups/rates.json
     python benchmarks/routing_rates.py --out benchmarks/results/param_groups/rates.json \
@@ -6,8 +6,8 @@ r"""Which learning rates suit what takes AdamW or Lion beside Dion?
 
 One process trains a byte-level GPT on Python's standard library; matrices take Dion at its default
 learning rate 0.02. Embedding, head and norms take AdamW or Lion at a rate of the grid: all three,
-or one of them while the others have --others. The record holds the held-out loss of each run. Runs
-that it holds already are not repeated.
+or one of them while the others take --others. The record holds the held-out loss of each run. Runs
+that are already in it are not repeated.
 """
 
 import json
@@ -47,7 +47,7 @@ class Options:
     out: str = option("runs/routing_rates.json", "the record")
     tasks: tuple[str, ...] = option(("narrow", "wide"), "models: narrow, wide")
     rates: tuple[float, ...] = option((1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 2e-2), "learning rates")
-    seeds: tuple[int, ...] = option((0,), "of the weights and of the data order")
+    seeds: tuple[int, ...] = option((0,), "seeds of the weights and of the data order")
     steps: int = option(300, "optimizer steps")
     lr: float = option(0.02, "Dion's learning rate")
     elementwise: tuple[str, ...] = option(("adamw", "lion"), "what runs beside Dion")
@@ -56,7 +56,7 @@ class Options:
 
 
 def runs(options: Options) -> Iterator[dict[str, Any]]:
-    """Yield what determines each run."""
+    """Yield the settings of each run."""
     choices = product(
         options.seeds, options.tasks, options.elementwise, options.kinds, options.rates
     )
@@ -101,7 +101,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what has no record yet and print losses by rate."""
+    """Train what has no record yet and print losses by rate."""
     options = parse(Options, arguments)
     file = Path(options.out)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Seconds of a training step of large models over links from 100 Gb/s to 100 Mb/s, as modelled.
+"""Model the seconds of a training step of large models over links from 100 Gb/s to 100 Mb/s.
 
-None of these steps was measured: cost_model.py gives their seconds, and link.py says how well it
-does so for small models. Compute is 6 operations per parameter and token at a given share of a
-GPU's peak, and is the same for all methods; what their optimizers multiply comes on top.
+These steps are not measured: cost_model.py computes their seconds, and link.py tests it on small
+models. Compute is 6 operations per parameter and token at a given share of a GPU's peak, the same
+for all methods, plus the optimizer's products.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from models import MODELS
 Record = dict[str, Any]
 
 H100_BF16 = 989e12  # operations per second, dense
-# Operations per second of an H100 SXM without sparsity, by dtype of the products.
+# Operations per second of an H100 SXM without sparsity, by dtype.
 PEAKS = {"float16": H100_BF16, "float32": 67e12, "float64": 67e12}
-GPUS = {"gpt2-160m": 1, "llama-1.3b": 1, "llama-8b": 8}  # that share a replica
-# The slower the link, the longer it usually is.
+GPUS = {"gpt2-160m": 1, "llama-1.3b": 1, "llama-8b": 8}  # GPUs of a replica
+# Slower links are usually longer.
 LINKS = {
     "100 Gb/s": Link(100e9, 10e-6),
     "10 Gb/s": Link(10e9, 50e-6),
     "1 Gb/s": Link(1e9, 1e-3),
     "100 Mb/s": Link(100e6, 20e-3),
 }
-AFFORDABLE = 1.1  # times the work
-TRAINING = ("llama-1.3b", 26e9)  # tokens of all replicas together
+AFFORDABLE = 1.1  # times the seconds of work
+TRAINING = ("llama-1.3b", 26e9)  # model, and tokens of all replicas together
 DAY = 86400.0
 
 DOCUMENT = ROOT / "benchmarks" / "results" / "scaling" / "README.md"
@@ -66,12 +66,12 @@ MEASURED = ROOT / "benchmarks" / "results" / "scaling" / "link.json"
 
 @dataclass(frozen=True)
 class Setting:
-    """What the model assumes.
+    """Assumptions of the model.
 
     Attributes:
-        replicas: how many. tokens: of each at a step.
-        peak_share: of a GPU's bfloat16 peak that compute reaches.
-        overlap: share of the backward pass that DDP communicates beside.
+        replicas: how many. tokens: of each replica at a step.
+        peak_share: share of a GPU's bfloat16 peak that compute reaches.
+        overlap: share of the backward pass during which DDP communicates.
     """
 
     replicas: int = 8
@@ -81,7 +81,7 @@ class Setting:
 
 
 def records(setting: Setting) -> list[Record]:
-    """Every model, link and method."""
+    """Return a record for every model, link and method."""
     return [
         _record(model, name, method, setting)
         for model in GPUS
@@ -120,7 +120,7 @@ def _record(model: str, link_name: str, method: Method, setting: Setting) -> Rec
 
 
 def optimizer_shares(setting: Setting) -> list[Record]:
-    """What matrix products of optimizers add to forward and backward, by model and kind of step."""
+    """Return the time of optimizers' products over forward and backward, by model and step."""
     found = []
     for model in GPUS:
         shapes = Shapes.of(MODELS[model])
@@ -145,7 +145,7 @@ def optimizer_shares(setting: Setting) -> list[Record]:
 
 
 def shares_table(found: Sequence[Record]) -> str:
-    """Their shares of forward and backward, by model."""
+    """Return a table of these shares, by model."""
     models = _unique(found, "model")
     lines = [_row(["", *models]), _row(["---"] * (1 + len(models)))]
     for what in _unique(found, "what"):
@@ -160,19 +160,19 @@ def _compute(model: str, shapes: Shapes, setting: Setting) -> float:
 
 
 def _products_seconds(model: str, products: Products, setting: Setting) -> float:
-    """The GPUs of a replica share the work, that on n x n matrices included."""
+    """Return the seconds; the GPUs of a replica share all work, also on n x n matrices."""
     gpus = GPUS[model] * setting.peak_share
     return sum(count / (gpus * PEAKS[dtype]) for dtype, count in products.items())
 
 
-# ---------------------------------------------------------------- what it says
+# ---------------------------------------------------------------- tables
 
 
 def affordable(found: Sequence[Record]) -> str:
-    """Of one model and link, the method that sends most among those that hardly wait.
+    """Return, for a model and link, the method that sends most among those that hardly wait.
 
-    Those take at most ``AFFORDABLE`` times their work, which is compute and the optimizer's
-    products; if none does, the fastest. Within 1 % of the bytes, one without a delay goes first.
+    Those take at most ``AFFORDABLE`` times their work (compute and the optimizer's products); if
+    none does, the fastest. Among methods within 1 % of the bytes, one without a delay wins.
     """
     kept = [r for r in found if r["step_seconds"] <= AFFORDABLE * _work(r)]
     if kept:
@@ -187,14 +187,14 @@ def _work(record: Record) -> float:
 
 
 def fastest(found: Sequence[Record]) -> str:
-    """Of one model and link, the method with the shortest step; several within 1 %."""
+    """Return, for a model and link, the methods whose step is within 1 % of the shortest."""
     least = min(r["step_seconds"] for r in found)
     names = [r["method"] for r in found if r["step_seconds"] <= 1.01 * least]
     return "all alike" if len(names) == len(found) else "; ".join(names)
 
 
 def markdown(found: Sequence[Record]) -> str:
-    """Tables: seconds of a step, and what to choose."""
+    """Return tables of the seconds of a step, and of the recommended methods."""
     parts = []
     for model in _unique(found, "model"):
         here = [r for r in found if r["model"] == model]
@@ -227,7 +227,7 @@ def _choices(found: Sequence[Record]) -> list[str]:
 
 
 def days_table(found: Sequence[Record], setting: Setting) -> str:
-    """Days of a whole training, by method and link."""
+    """Return a table of the days of a whole training run, by method and link."""
     model, tokens = TRAINING
     steps = tokens / (setting.replicas * setting.tokens)
     here = [r for r in found if r["model"] == model]
@@ -249,12 +249,12 @@ def _unique(found: Sequence[Record], key: str) -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
-    """Three digits, or all that are before the point."""
+    """Format with three digits, or all before the decimal point."""
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 def rewritten(document: str, tables: Mapping[str, str]) -> str:
-    """The document with each table between the marks of its name."""
+    """Return the document with each table inserted between its markers."""
     for name, table in tables.items():
         begin, end = f"<!-- {name}: made by benchmarks/scaling.py -->", f"<!-- {name}: end -->"
         before, rest = document.split(begin)
@@ -266,7 +266,7 @@ def rewritten(document: str, tables: Mapping[str, str]) -> str:
 def tables(
     setting: Setting, found: Sequence[Record], shares: Sequence[Record], measured: Record
 ) -> dict[str, str]:
-    """All tables of the document: the model's, and those of what link.py measured."""
+    """Return all tables of the document: the model's, and link.py's measurements."""
     return {
         "model": markdown(found),
         "days": days_table(found, setting),
@@ -286,9 +286,9 @@ def _costs(measured: Record) -> str:
 
 
 def plot(found: Sequence[Record], path: Path) -> None:
-    """Seconds of a step over bandwidth, by method, one picture beside another per model.
+    """Draw the seconds of a step over bandwidth, by method, with one panel per model.
 
-    A method with a delay is dashed, in the colour of the one without.
+    A method with a delay is dashed, in the colour of the same method without one.
     """
     import matplotlib
 
@@ -329,12 +329,18 @@ def command_line() -> argparse.ArgumentParser:
     default = Setting()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, default=default.replicas)
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="of a replica, a step")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="per replica and step")
     parser.add_argument(
-        "--peak-share", type=float, default=default.peak_share, help="of an H100's bfloat16 peak"
+        "--peak-share",
+        type=float,
+        default=default.peak_share,
+        help="compute's share of an H100's bfloat16 peak",
     )
     parser.add_argument(
-        "--overlap", type=float, default=default.overlap, help="of DDP with the backward pass"
+        "--overlap",
+        type=float,
+        default=default.overlap,
+        help="share of the backward pass that DDP overlaps",
     )
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--plot", type=Path, help="picture of the records")

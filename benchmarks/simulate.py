@@ -1,11 +1,11 @@
-"""Simulate trainings of eight replicas in one process, and record their losses and bytes.
+"""Simulate training eight replicas in one process, and record losses and bytes.
 
     python benchmarks/simulate.py --method muon --lr 0.02 0.04 0.08 --elementwise 0.25 0.5 1
     python benchmarks/simulate.py --method ours --budget 0.01 --lr 0.04 0.08 --seed 0 1 2
 
-Flags that take many values span a grid. Replicas are the leading dimension of every tensor, nothing
-is sent, and bytes are computed. tests/benchmarks/test_simulation.py holds the simulation to
-trainings by real processes. What --out holds is not run again.
+Flags with several values span a grid. Replicas are the leading dimension of every tensor, nothing
+is sent, and bytes are computed. tests/benchmarks/test_simulation.py compares the simulation with
+real processes. Runs that are already in --out are not repeated.
 """
 
 from __future__ import annotations
@@ -41,49 +41,51 @@ DEFAULTS = {f.name: f.default for f in fields(Training) if f.default is not MISS
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs trainings, which changes their records by rounding alone."""
+    """Where the runs execute; this changes results only by rounding."""
 
-    workers: int = option(2, "trainings at once, each in a process of one thread; a GPU takes one")
-    device: str = option("cpu", "of the trainings")
-    compile: bool = option(False, "compile gradients: pays from millions of parameters on")
+    workers: int = option(2, "runs at once, each in a process of one thread; a GPU takes one")
+    device: str = option("cpu", "device of the runs")
+    compile: bool = option(False, "compile gradients: worth it from millions of parameters on")
 
 
 @dataclass(frozen=True)
 class Options(Machine):
-    """Simulate trainings of several replicas; record losses and computed bytes."""
+    """Simulate training several replicas; record losses and computed bytes."""
 
-    method: tuple[Method, ...] = option(("ours",), "what trains, and brings replicas together")
+    method: tuple[Method, ...] = option(("ours",), "how replicas train and synchronise")
     lr: tuple[float, ...] = option((0.04,), "the highest learning rates of matrices")
-    elementwise: tuple[float, ...] = option((0.5,), "shares of it of all else")
+    elementwise: tuple[float, ...] = option((0.5,), "rates of other parameters, as shares of it")
     weight_decay: tuple[float, ...] = option((0.01,), "of matrices")
-    look_ahead: tuple[float, ...] = option((), "share of the gradient in directions")
-    update_scale: tuple[str, ...] = option(("spectral",), "of curvadion's UPDATE_SCALES")
-    budget: tuple[float, ...] = option((0.01,), "shares of the bytes, of methods that keep to one")
+    look_ahead: tuple[float, ...] = option((), "weight of the gradient beside the momentum")
+    update_scale: tuple[str, ...] = option(("spectral",), "one of curvadion's UPDATE_SCALES")
+    budget: tuple[float, ...] = option((0.01,), "shares of the bytes, for methods with a budget")
     bits: tuple[int, ...] = option(
-        (), "of a code, 0 for float32; default 2, of our methods what the package takes"
+        (), "bits of a code, 0 for float32; default 2, for our methods the package's choice"
     )
-    fragments: tuple[int, ...] = option((1,), "of ours")
-    strided: bool = option(False, "ours: fragments of every n-th parameter, not of equal sizes")
-    delay: tuple[int, ...] = option((0,), "of ours")
-    align: tuple[float, ...] = option((1.0,), "of ours: share of momentum alignment")
-    polar: tuple[float, ...] = option((1.0,), "of ours: share of the polar correction")
-    outer_lr: tuple[float, ...] = option((0.7,), "of DiLoCo, MuLoCo and SparseLoCo")
-    outer_momentum: tuple[float, ...] = option((0.9,), "of DiLoCo and MuLoCo")
-    kept: tuple[int, ...] = option((64,), "of SparseLoCo, of a chunk's 4096 numbers")
+    fragments: tuple[int, ...] = option((1,), "ours: number of fragments")
+    strided: bool = option(False, "ours: a fragment is every n-th parameter; default: equal sizes")
+    delay: tuple[int, ...] = option((0,), "ours: steps until means arrive")
+    align: tuple[float, ...] = option((1.0,), "ours: strength of momentum alignment")
+    polar: tuple[float, ...] = option((1.0,), "ours: strength of the polar correction")
+    outer_lr: tuple[float, ...] = option((0.7,), "DiLoCo, MuLoCo and SparseLoCo: outer rate")
+    outer_momentum: tuple[float, ...] = option((0.9,), "DiLoCo and MuLoCo: outer momentum")
+    kept: tuple[int, ...] = option((64,), "SparseLoCo: elements kept of each chunk of 4096")
     size: tuple[str, ...] = option(("small",), f"of {', '.join(SIZES)}")
     corpus: tuple[Corpus, ...] = option(("python",), "the text")
-    batch_size: tuple[int, ...] = option((8,), "sequences of 64 tokens of a replica and a step")
-    replicas: tuple[int, ...] = option((8,), "that take steps of their own")
+    batch_size: tuple[int, ...] = option((8,), "sequences of 64 tokens per replica and step")
+    replicas: tuple[int, ...] = option((8,), "number of replicas")
     steps: tuple[int, ...] = option((300,), "optimizer steps")
-    seed: tuple[int, ...] = option((0,), "of the weights and of the data order")
-    warmdown: tuple[float, ...] = option((0.2,), "share of the steps at falling rates")
-    spectrum_decay: tuple[float, ...] = option((0.8,), "of ours: weight of earlier openings")
-    exact_momenta: bool = option(False, "ours: momenta are exact means for no byte; no method")
+    seed: tuple[int, ...] = option((0,), "seeds of the weights and of the data order")
+    warmdown: tuple[float, ...] = option((0.2,), "share of the steps over which rates fall")
+    spectrum_decay: tuple[float, ...] = option((0.8,), "ours: weight of earlier openings")
+    exact_momenta: bool = option(
+        False, "ours: average momenta exactly at no cost; an experiment, not a method"
+    )
     out: str = option(RECORDS, "the records")
 
 
 def selected(options: Options) -> Iterator[Training]:
-    """Yield the trainings of the grid; a method's own settings only where it has them."""
+    """Yield the runs of the grid; each method gets only the settings it has."""
     given = {f.name: getattr(options, f.name) for f in fields(Training)}
     for key in ("look_ahead", "bits"):
         given[key] = given[key] or (None,)
@@ -109,7 +111,7 @@ def selected(options: Options) -> Iterator[Training]:
 
 
 def _chosen_bits(settings: Mapping[str, Any]) -> int:
-    """Bits of a code where none are given; of our methods what the package takes."""
+    """Return the default bits of a code; for our methods the package's choice."""
     if settings["method"] == "ours":
         return bits_of_weights(settings["budget"], settings["fragments"])
     if settings["method"] == "coded_gradients":
@@ -118,7 +120,7 @@ def _chosen_bits(settings: Mapping[str, Any]) -> int:
 
 
 def write(file: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write a JSON object with one record a line, the whole file or nothing of it."""
+    """Write a JSON object atomically, with one record per line."""
     head = f'{{"torch": {json.dumps(torch.__version__)},\n'
     lines = ",\n".join(json.dumps(record, allow_nan=False) for record in records)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +130,7 @@ def write(file: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """One line for all seeds of the same settings, the lowest mean loss first."""
+    """Return one line per settings, averaged over seeds, the lowest loss first."""
     same: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         settings = {k: record[k] for k in Training.__dataclass_fields__ if k != "seed"}
@@ -149,7 +151,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def map_trainings(pending: Sequence[Training], machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield the records of trainings as they end; a GPU takes one at a time."""
+    """Yield the records of runs as they end; a GPU takes one at a time."""
     workers = machine.workers if machine.device == "cpu" else 1
     run = partial(_train, device=machine.device, compiled=machine.compile)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -162,12 +164,12 @@ def _train(training: Training, device: str, compiled: bool) -> dict[str, Any]:
 
 
 def known(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the defaults of settings that did not exist when it was made."""
+    """Return a record, completed with defaults of settings added since it was made."""
     return {**DEFAULTS, **record}
 
 
 def record_of(training: Training, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the record of a training, if there is one."""
+    """Return the record of a run, if there is one."""
     settings = asdict(training).items()
     return next((r for r in map(known, records) if settings <= r.items()), None)
 
@@ -175,7 +177,7 @@ def record_of(training: Training, records: Sequence[dict[str, Any]]) -> dict[str
 def add_missing(
     wanted: Sequence[Training], file: Path, command: str, machine: Machine
 ) -> list[dict[str, Any]]:
-    """Run the trainings that have no record in a file, and add them; return all wanted records."""
+    """Train the runs that have no record in a file, and add them; return all wanted records."""
     records = json.loads(file.read_text("utf-8"))["records"] if file.exists() else []
 
     pending = [training for training in wanted if record_of(training, records) is None]

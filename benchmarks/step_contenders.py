@@ -1,8 +1,8 @@
-"""What a step benchmark compares: this package's optimizers, torch's and those of other libraries.
+"""Contenders of the step benchmark: the optimizers of this package, torch and other libraries.
 
-Other libraries take part where they can be imported: ``dion`` is microsoft/dion, and
-``emerging_optimizers`` NVIDIA's Emerging-Optimizers. Each keeps its own defaults. On a GPU they
-use the Triton kernels that they offer.
+Other libraries take part if they can be imported: ``dion`` is microsoft/dion, and
+``emerging_optimizers`` is NVIDIA's Emerging-Optimizers. Each keeps its own defaults, and on a GPU
+uses its own Triton kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from measure import Contenders
 
 OPENING = "opening"
 MICROSOFTS = ("Muon", "NorMuon", "Dion2", "NorDion2")
-# Directions that begin with a polar factor, by what a record calls them.
+# Directions that begin with a polar factor, by their names in records.
 POLAR = {"Dion, polar": "polar", "NorMuon": "normuon", "Dion2": "dion2", "NorDion2": "nordion2"}
 ALONE = "fused operations alone"
 
@@ -40,8 +40,9 @@ class Model:
     """Parameters with gradients.
 
     Attributes:
-        matrices, others: the parameters, and those that an elementwise algorithm takes.
-        mesh: the ranks over which rows are cut; None if parameters are whole.
+        matrices: the parameters that take a direction.
+        others: the parameters that take AdamW.
+        mesh: the ranks over which rows are sharded; None if parameters are whole.
     """
 
     matrices: Weights
@@ -60,7 +61,7 @@ class Model:
 
     @property
     def on_a_gpu(self) -> bool:
-        """Where the parameters are."""
+        """Whether the parameters are on a GPU."""
         return self.matrices[0].is_cuda
 
     def groups(self, matrices: dict[str, Any], others: dict[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +77,7 @@ class Several:
         self.optimizers = optimizers
 
     def step(self) -> None:
-        """A step of each."""
+        """Take a step with each."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -94,18 +95,18 @@ def _curvadion(model: Model, **options: Any) -> CurvaDion:
 
 
 def _local(model: Model, **options: Any) -> CurvaDion:
-    """What a replica does between two openings, as a look-ahead and codes ask for it."""
+    """Return an optimizer that takes local steps, with the settings of averages in codes."""
     gate = FixedPeriod(options.pop("period", 2**30))
     return _curvadion(model, gate=gate, sync=QuantizedAverage(), look_ahead=4.0, **options)
 
 
 def _beside_adamw(muon: Optimizer, model: Model) -> Several:
-    """A Muon that takes matrices only."""
+    """Pair a Muon that takes only matrices with AdamW for the others."""
     return Several(muon, *([AdamW(model.others)] if model.others else []))
 
 
 def _microsoft_dion(model: Model) -> Any:
-    # Rows that FSDP has cut are the outer shards; inner ones are those of tensor parallelism.
+    # Its outer shards are FSDP's rows; its inner shards are those of tensor parallelism.
     groups = model.groups({"rank_fraction": 0.25}, {"algorithm": "adamw"})
     return importlib.import_module("dion").Dion(groups, outer_shard_mesh=model.mesh)
 
@@ -120,7 +121,7 @@ def _microsoft(kind: str, model: Model) -> Any:
 
 
 def _nvidia_muon(model: Model) -> Several:
-    # Its own setting of float32 products, "medium", iterates in bfloat16, as the others do.
+    # Its default float32 precision, "medium", iterates in bfloat16, as the others do.
     library = importlib.import_module("emerging_optimizers.orthogonalized_optimizers")
     return _beside_adamw(library.Muon(model.matrices, use_syrk=model.on_a_gpu), model)
 
@@ -164,7 +165,7 @@ def _peers(model: Model) -> dict[str, Make]:
     }
 
 
-# Of all there are; replicas alone have openings, and the last is always measured.
+# Names of all contenders; only replicas have openings, and the last one is always measured.
 _NONE = Model([], [])
 NAMES = list(dict.fromkeys([OPENING, *_ours(_NONE), *_torch(_NONE), *_peers(_NONE), ALONE]))
 
@@ -172,17 +173,17 @@ NAMES = list(dict.fromkeys([OPENING, *_ours(_NONE), *_torch(_NONE), *_peers(_NON
 def contenders(
     model: Model, chosen: Sequence[str], *, peers: bool, before: Callable[[], object]
 ) -> tuple[Contenders, dict[str, float], dict[str, str]]:
-    """What is compared.
+    """Build the contenders.
 
     Args:
-        model: what is trained.
+        model: the parameters to step.
         chosen: names; empty for all.
-        peers: whether other libraries take part where none is named.
-        before: is called before each one's first step.
+        peers: whether other libraries take part if no names are given.
+        before: called before each contender's first step.
 
     Returns:
-        By name: the calls, the bytes of state that this rank holds, and why a contender is left
-        out.
+        By name: the calls, the bytes of state on this rank, and the reasons for leaving out
+        contenders.
     """
     others = _peers(model) if peers or chosen else {}
     calls: Contenders = {}
@@ -193,11 +194,11 @@ def contenders(
         before()
         try:
             optimizer = make()
-            optimizer.step()  # creates the state, and compiles what is compiled
+            optimizer.step()  # creates the state and compiles
         except Exception as error:
             if name not in others:
                 raise
-            # Alike on all ranks: what a library lacks or refuses does not depend on the rank.
+            # The same on all ranks: a library is missing, or refuses, on all of them or on none.
             absent[name] = _reason(error)
         else:
             calls[name], states[name] = optimizer.step, _state_bytes(optimizer)

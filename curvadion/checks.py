@@ -1,4 +1,4 @@
-"""Checks of arguments: errors that name the argument, print its value and say what it may be."""
+"""Argument checks, with errors that name the argument, its value and the valid values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-# Ours, and that of installed frameworks.
+# Folders of this package and of installed frameworks.
 _NOT_THE_USERS = (str(Path(__file__).parent), str(Path(str(torch.__file__)).parents[1]))
 
 
@@ -50,7 +50,7 @@ def boolean(key: str, value: object) -> None:
 
 
 def user_stacklevel() -> int:
-    """The stack level of a warning that is to name the user's line."""
+    """The stack level at which a warning names the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,8 @@
-"""Gates decide at which steps replicas synchronise. The answer is the same on every replica.
+"""Gates decide at which steps replicas synchronise, with the same answer on every replica.
 
 A gate turns what this replica knows into one number, its signal. The optimizer takes the maximum
 over replicas in one collective of 24 bytes, and passes it to every replica's gate. A gate that
-needs no signal is a schedule: every replica knows its answer in advance.
+needs no signal is scheduled: every replica knows its answer in advance.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Gate(ABC):
     Attributes:
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-        open_cost: the bytes that an open step sends, as the same kind of share; the optimizer sets
-            it if it knows it.
-        openings_per_full_sync: how many openings it takes to synchronise all weights; the optimizer
-            sets it as well.
+        open_cost: the bytes that an open step sends, as the same kind of share; set by the
+            optimizer if known.
+        openings_per_full_sync: number of openings that synchronise all weights; set by the
+            optimizer.
     """
 
     reason: str = "gate"
@@ -78,7 +78,7 @@ class Gate(ABC):
         """
 
     def spend(self, openings: float) -> None:
-        """Record that as many bytes were sent as ``openings`` open steps send."""
+        """Record that the bytes of ``openings`` open steps were sent."""
 
     def check_feasible(self, max_local_steps: int | None) -> None:
         """Raise ValueError if the gate cannot work with this bound on local steps."""
@@ -92,7 +92,7 @@ class Gate(ABC):
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold: numbers and strings, the same on all replicas."""
+        """State for a checkpoint: numbers and strings, the same on all replicas."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,12 +180,11 @@ class AlwaysOpen(Gate):
 class ByteBudget(Gate):
     """Open as often as a byte budget allows.
 
-    Every step earns the bytes that the budget allows per step, and the gate opens as soon as the
-    cost of an opening has been earned. The gate reserves the bytes of a final ``synchronize()``, so
-    that a run that ends with one stays within its budget, and it pays back bytes sent beyond the
-    budget (by an exact synchronisation, or during warm-up). Reserving and paying back use at most
-    half of what steps earn: openings are at most twice as rare as the budget allows, and the first
-    comes after two periods.
+    Every step adds its share of bytes to a balance, and an opening is due when the balance covers
+    its cost. Up to half of each share is first reserved for a final ``synchronize()``, so that a
+    run that ends with one stays within its budget, or pays back bytes sent beyond the budget (by an
+    exact synchronisation, or during warm-up). So openings are at most twice as rare as the budget
+    allows, and the first comes after two periods.
 
     Args:
         share: the budget, a share in (0, 1] of the bytes of an all-reduce of all gradients in
@@ -207,9 +206,9 @@ class ByteBudget(Gate):
         if not 0 < share <= 1:
             raise ValueError(f"wire_budget={share!r} must be > 0 and <= 1")
         self.share = float(share)
-        # In openings: what was earned less what was spent; and how much is for the next opening.
+        # In openings: earned minus spent, and the part reserved for the next opening.
         self._balance = self._credit = 0.0
-        self._counted_in: float | None = None  # what such an opening costs; None if unknown
+        self._counted_in: float | None = None  # the cost of such an opening; None if unknown
 
     @property
     def rate(self) -> float:
@@ -218,7 +217,7 @@ class ByteBudget(Gate):
 
     @property
     def _earned(self) -> float:
-        """Openings that a step pays for; more than one if the budget is ample."""
+        """Openings that a step earns; more than one with an ample budget."""
         if self.open_cost is None:
             raise RuntimeError(
                 f"gate={self!r} needs a sync that knows how many bytes an open step sends: pass "
@@ -252,7 +251,7 @@ class ByteBudget(Gate):
         return self._credit >= 1 - 1e-9
 
     def _recount(self) -> None:
-        """Count in openings of today's cost, which bits, fragments and shards change."""
+        """Convert to openings of the current cost, which depends on bits, fragments and shards."""
         if self.open_cost and self._counted_in:
             ratio = self._counted_in / self.open_cost
             self._balance, self._credit = self._balance * ratio, self._credit * ratio

@@ -1,6 +1,6 @@
-"""What is installed and whether it works: ``python -m curvadion.info``.
+"""Reports what is installed and whether it works: ``python -m curvadion.info``.
 
-Prints versions and backends, and codes known numbers. The exit status is 0 if all works, else 1.
+Prints versions and backends, and tests the codes. The exit status is 0 if all works, else 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
         try:
             for line in part():
                 print(line, flush=True)
-        except Exception as error:  # the report goes on after any
+        except Exception as error:  # the report continues after any error
             print(f"  FAILED: {type(error).__name__}: {error}", flush=True)
             works = False
     print("Everything works." if works else "Something above does not work.")
@@ -80,7 +80,7 @@ def _codes() -> Iterator[str]:
 
 
 def _coded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The codes of x, and what they stand for."""
+    """The codes of x, and their decoded values."""
     rows = x.new_empty(codes.blocks_of(len(x)), codes.block_bytes(bits), dtype=torch.uint8)
     ops.encode_difference_(rows, [x], bits=bits)
     stands_for = torch.empty_like(x)

@@ -1,7 +1,7 @@
-"""Checkpoints: a folder per step, complete or absent, that any layout can resume.
+"""Checkpoints: one folder per step, complete or absent, which any layout can resume.
 
-Each holds ``sha256``, a digest of every other file in the format of sha256sum. A run resumes from
-the newest checkpoint whose digests are right, so the earlier ones are the way back.
+Each holds ``sha256``, the digests of all other files in the format of sha256sum. A run resumes from
+the newest checkpoint whose digests match; earlier ones are fallbacks.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ DIGESTS = "sha256"
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run is: what a checkpoint holds besides weights and optimizer state."""
+    """A run's progress, saved in checkpoints beside weights and optimizer state."""
 
     step: int = 0
     """Steps done."""
     wire_bytes: int = 0
-    """Payloads of the first rank's collectives in training."""
+    """Payload of the first rank's collectives in training."""
     sent_bytes: float = 0.0
-    """Bytes that a rank must send at least for them."""
+    """The fewest bytes that a rank must send for them."""
     crossing_bytes: float = 0.0
-    """The same of those that ranks of several nodes share."""
+    """The same for collectives that cross nodes."""
     optimizer_bytes: int = 0
-    """Payloads of the optimizer's."""
+    """Payload of the optimizer's collectives."""
     seconds: float = 0.0
     """Time spent training, without evaluation and checkpoints."""
     open_gates: int = 0
@@ -45,13 +45,13 @@ class Progress:
     val_loss: float = float("nan")
     """Held-out loss when it was last measured."""
     drift: float = float("nan")
-    """How far the replicas were apart when it was last measured."""
+    """Drift of the replicas when it was last measured."""
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress) -> Path:
     """Write ``folder/step-N``; collective. A crash leaves nothing that :func:`latest` would find.
 
-    Every rank writes the pieces it holds, one of several that hold the same.
+    Every rank writes the shards it holds; of ranks with the same shard, one writes it.
     """
     final = folder / f"step-{progress.step:08d}"
     unfinished = folder / f".{final.name}"
@@ -68,15 +68,15 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progres
     written = digests(unfinished)
     if first:
         (unfinished / DIGESTS).write_bytes(written)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one, which a resumed run has replaced
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one that the resumed run replaces
         os.replace(unfinished, final)
     return final
 
 
 def digests(folder: Path) -> bytes:
-    """Return one line for each file of a checkpoint: its SHA-256 and its name; collective.
+    """Return one line per file of a checkpoint, its SHA-256 and its name; collective.
 
-    Every rank reads its share of the files; all return the same.
+    The files are divided among the ranks; all return the same.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = sorted(file.name for file in folder.iterdir() if file.name != DIGESTS)
@@ -90,7 +90,7 @@ def digests(folder: Path) -> bytes:
 
 
 def sha256(file: Path) -> str:
-    """Return the digest of a file's content, or what keeps it from being read."""
+    """Return the digest of a file, or the error that prevents reading it."""
     digest = hashlib.sha256()
     try:
         with file.open("rb") as content:
@@ -102,7 +102,7 @@ def sha256(file: Path) -> str:
 
 
 def damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if nothing is; collective.
+    """Return what is wrong with a checkpoint's files, or None; collective.
 
     All ranks return the same. A checkpoint without digests, of an earlier version, passes with a
     warning.
@@ -134,7 +134,7 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress | None:
-    """Load the newest undamaged checkpoint of a folder; collective. None where there is none.
+    """Load the newest undamaged checkpoint of a folder; None if there is none; collective.
 
     Raises:
         RuntimeError: if all are damaged.
@@ -158,9 +158,9 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress | N
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
-    """Read a checkpoint into the model and the optimizer, as they are laid out; collective.
+    """Read a checkpoint into the model and the optimizer, in their current layout; collective.
 
-    It may be of a run with another gate, sync or rank, or of an earlier version.
+    The checkpoint may come from another gate, sync or rank, or from an earlier version.
     """
     weights, state = get_state_dict(model, optimizer)
     held: dict[str, Any] = {"model": weights, "optimizer": state}

@@ -1,4 +1,4 @@
-"""Command-line flags from a dataclass: a field is a flag, its default and help included."""
+"""Command-line flags from a dataclass: each field is a flag with its default and help."""
 
 import argparse
 import dataclasses
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str) -> Any:
-    """Declare a dataclass field with a help text; a tuple default makes a flag of many values."""
+    """Declare a dataclass field with a help text; a tuple default accepts several values."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def parse(config: type[T], arguments: Sequence[str] | None = None) -> T:
     """Return an instance of the dataclass ``config`` from arguments, ``sys.argv`` by default.
 
-    Fields may be bool (``--flag`` and ``--no-flag``), Literal (choices), ``tuple[X, ...]`` (many
-    values), ``X | None`` (not given by default) or any type that reads one string.
+    Fields may be bool (``--flag`` and ``--no-flag``), Literal (choices), ``tuple[X, ...]`` (several
+    values), ``X | None`` (absent by default) or any type that parses a string.
     """
     parser = argparse.ArgumentParser(
         description=config.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter

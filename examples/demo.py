@@ -1,10 +1,10 @@
-"""Compare AdamW with plain DDP, Muon and CurvaDion, with a gate and with a budget of bytes.
+"""Compare AdamW on plain DDP, Muon, and CurvaDion with a gate and with a byte budget.
 
     python examples/demo.py
 
-Model, data, seed and tokens are the same. Each run trains a small GPT on this machine with two
-processes. The result is a table, ``summary.json`` and ``demo.png`` below ``--out``. Further flags
-go to train_gpt.py, to all runs: ``python examples/demo.py --steps 100 --seed 1``.
+All runs have the same model, data, seed and tokens. Each trains a small GPT on this machine with
+two processes. Prints a table and writes ``summary.json`` and ``demo.png`` below ``--out``. Further
+flags are passed to train_gpt.py in every run: ``python examples/demo.py --steps 100 --seed 1``.
 """
 
 import argparse
@@ -28,8 +28,8 @@ SHARED = (
 BESIDE_MATRICES = "--embedding-lr 6e-3 --head-lr 6e-3 --vector-lr 6e-3"
 RUNS = {
     "AdamW-DDP": "--optimizer adamw --lr 3e-3",
-    # Among the best methods at every step (docs/convergence.md): Muon's direction, with twice the
-    # gradient beside the momentum.
+    # One of the best synchronous methods (docs/convergence.md): Muon's direction with a look-ahead
+    # of 2.
     "Muon": "--optimizer dion --direction polar --rank-fraction 1 --look-ahead 2 --lr 0.02 "
     f"{BESIDE_MATRICES}",
     "CurvaDion": f"--optimizer curvadion --lr 0.02 --max-local-steps 10 {BESIDE_MATRICES}",
@@ -40,7 +40,7 @@ RUNS = {
 def train(
     name: str, out: Path, processes: int, flags: Sequence[str], program: str = "train_gpt.py"
 ) -> dict[str, Any]:
-    """Run a program under torchrun and return what it left behind: summary, config and log."""
+    """Run a program under torchrun and return its summary, config and log."""
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -69,7 +69,7 @@ def train(
 
 
 def follow(command: Sequence[str], environment: dict[str, str], output: Path) -> int:
-    """Run a command to its end, keep what it prints, show it in a terminal; return its status."""
+    """Run a command, save its output, also show it in a terminal; return its exit status."""
     terminal = sys.stderr.isatty()
     progress = "--progress" if terminal else "--no-progress"
     with (
@@ -88,7 +88,7 @@ def follow(command: Sequence[str], environment: dict[str, str], output: Path) ->
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Return the comparison as text, one run a line; bytes also as a share of the first run's."""
+    """Return the comparison as text, one line per run; bytes also as a share of the first run's."""
     rows = [
         ["run", "val loss", "wire MB", "kB/step", "of DDP", "gate open", "drift", "seconds"],
         *(
@@ -109,7 +109,7 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as lines: the first column to the left, the others to the right."""
+    """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         row[0].ljust(widths[0])
@@ -119,7 +119,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Train all, print the table, write summary.json and demo.png; return the summary."""
+    """Run all trainings, print the table, write summary.json and demo.png; return the summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

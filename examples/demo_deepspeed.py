@@ -1,11 +1,11 @@
-"""Compare DeepSpeed's ZeRO stages with plain DDP, and replicas under them with HSDP.
+"""Compare DeepSpeed's ZeRO stages with plain DDP, and replicas under ZeRO with HSDP.
 
     python examples/demo_deepspeed.py
 
-Model, data, seed and tokens are the same. With the gate always open every stage trains as DDP with
-Dion does. With replicas of two ranks, as ``replica_size`` makes them, and 1 % of the bytes between
-them, stages 1 to 3 train as HSDP does. The table goes to the screen, and ``summary.json`` below
-``--out``. Further flags go to all runs.
+All runs have the same model, data, seed and tokens. With the gate always open, every stage follows
+the loss curve of DDP with Dion. With replicas of two ranks (``replica_size``) and 1 % of the bytes
+between them, stages 1 to 3 follow HSDP. Prints a table and writes ``summary.json`` below ``--out``.
+Further flags are passed to all runs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NODE = 2  # ranks of a node and of a replica
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Train all, print the table and how far the curves lie apart; return the summary."""
+    """Run all, print the table and the largest difference of the curves; return the summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def at_every_step() -> dict[str, tuple[str, list[str]]]:
-    """Return programs and flags by name of the run: DDP and each stage, with Dion."""
+    """Return programs and flags by run name: DDP and each stage, with Dion."""
     of_ddp = ["--optimizer", "dion", "--batch-size", "8"]
     runs = {"Dion, DDP": ("train_gpt.py", of_ddp)}
     return runs | {
@@ -60,7 +60,7 @@ def at_every_step() -> dict[str, tuple[str, list[str]]]:
 
 
 def at_one_percent() -> dict[str, tuple[str, list[str]]]:
-    """Return the same of replicas that may send a hundredth of their gradients' bytes."""
+    """Return the same for replicas with a budget of 1 % of the bytes."""
     of_hsdp = "--optimizer curvadion --lr 0.03 --wire-budget 0.01 --parallel hsdp --batch-size 8"
     runs = {"1 %, HSDP": ("train_gpt.py", [*of_hsdp.split(), "--shards", str(NODE)])}
     return runs | {
@@ -71,20 +71,20 @@ def at_one_percent() -> dict[str, tuple[str, list[str]]]:
 
 
 def of_json(name: str, gate: str) -> tuple[str, list[str]]:
-    """Return the program and the flags of a run with one of DeepSpeed's configurations."""
+    """Return the program and flags of a run with one of the DeepSpeed configurations."""
     flags = ["--deepspeed-config", str(EXAMPLES / name), "--gate", gate]
     return "train_gpt_deepspeed.py", flags
 
 
 def compare(run: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Return a run with the largest difference of a step's loss, relative to another run's."""
+    """Return a run with its largest relative loss difference from another run at any step."""
     curve, expected = ([record["loss"] for record in each["train"]] for each in (run, reference))
     apart = max(abs(a / b - 1) for a, b in zip(curve, expected, strict=True))
     return {**run, "summary": {**run["summary"], "largest_difference": apart}}
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Return the runs as text, one a line."""
+    """Return the runs as text, one per line."""
     heads = ["run", "held out", "difference", "sent kB/step", "crossing", "gate open", "s"]
     rows = [
         [

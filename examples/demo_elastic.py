@@ -1,9 +1,9 @@
-"""Train one GPT on four replicas, of which two are killed and come back, and undisturbed beside it.
+"""Train a GPT on four replicas, two of which are killed and rejoin, and again undisturbed.
 
     python examples/demo_elastic.py
 
-Needs torchft (``pip install 'torchft>=0.2,<0.3'``). The result is a table, ``summary.json`` and
-``demo_elastic.png`` below ``--out``. Further flags go to train_gpt.py.
+Needs torchft (``pip install 'torchft>=0.2,<0.3'``). Prints a table and writes ``summary.json`` and
+``demo_elastic.png`` below ``--out``. Further flags are passed to train_gpt.py.
 """
 
 import argparse
@@ -38,12 +38,12 @@ SHARED = (
     "--layers 2 --heads 4 --context 64 --batch-size 8 --warmup-steps 10 --validate-every 12 "
     "--validation-tokens 4096 --data-bytes 2000000 --no-progress"
 )
-# Which replica is killed and comes back, as shares of the steps of the first.
+# When a replica is killed and when it rejoins, as shares of the first one's steps; its number.
 KILLED = ((0.3, 0.45, 2), (0.5, 0.7, 3))
 
 
 def train(out: Path, flags: Sequence[str], killed: Sequence[tuple[float, float, int]]) -> Any:
-    """Run the replicas; return the first one's records, and what was done to others and when."""
+    """Run the replicas; return the first one's records, and the kills and restarts of others."""
     from torchft.coordination import LighthouseServer
 
     shutil.rmtree(out, ignore_errors=True)
@@ -86,7 +86,7 @@ def train(out: Path, flags: Sequence[str], killed: Sequence[tuple[float, float, 
     for process in running[1:]:
         try:
             process.wait(15)
-        except subprocess.TimeoutExpired:  # it waits for others, who have gone
+        except subprocess.TimeoutExpired:  # it waits for replicas that are gone
             process.kill()
     if running[0].returncode:
         raise SystemExit(f"The first replica failed: see {out / 'replica_0' / 'output.txt'}")
@@ -94,7 +94,7 @@ def train(out: Path, flags: Sequence[str], killed: Sequence[tuple[float, float, 
 
 
 def draw(runs: dict[str, Any], path: Path) -> None:
-    """Write the picture: held-out losses, and when replicas went and came."""
+    """Write the picture: held-out losses, and when replicas left and rejoined."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
         for name, (records, events) in runs.items():
@@ -111,7 +111,7 @@ def draw(runs: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run both trainings, print a table and write what they came to."""
+    """Run both trainings, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("runs/demo-elastic"))
     options, more = parser.parse_known_args(arguments)

@@ -1,10 +1,10 @@
-"""Train one GPT under every layout: same seed, same samples a step, so the same loss curve.
+"""Train one GPT in every layout: same seed and samples per step, hence the same loss curve.
 
     python examples/demo_layouts.py
 
 Each run trains with Dion on this machine, with one to four processes (``--processes 8`` adds one).
-The result is a table, ``summary.json`` and ``demo_layouts.png`` below ``--out``. Further flags go
-to train_gpt.py, to all runs: ``python examples/demo_layouts.py --steps 100 --seed 1``.
+Prints a table and writes ``summary.json`` and ``demo_layouts.png`` below ``--out``. Further flags
+are passed to train_gpt.py in every run: ``python examples/demo_layouts.py --steps 100 --seed 1``.
 """
 
 import argparse
@@ -20,8 +20,8 @@ SHARED = (
     "--optimizer dion --steps 60 --dim 96 --layers 2 --heads 4 --context 64 --warmup-steps 10 "
     "--validate-every 0 --validation-tokens 4096 --data-bytes 2000000"
 )
-SEQUENCES = 8  # that all processes together read in a step
-# Processes, layout, and how many of the processes read samples of their own.
+SEQUENCES = 8  # per step, over all processes
+# Processes, layout, and how many of the processes read their own samples.
 RUNS = {
     "one process": (1, "ddp", 1),
     "DDP 2": (2, "ddp", 2),
@@ -34,7 +34,7 @@ RUNS = {
 
 
 def compare(run: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Return a run with its distance from another at every step, relative to the other's loss."""
+    """Return a run with its relative loss difference from another run at every step."""
     curve, expected = ([record["loss"] for record in each["train"]] for each in (run, reference))
     apart = [abs(a / b - 1) for a, b in zip(curve, expected, strict=True)]
     summary = {**run["summary"], "loss": curve[-1], "largest_difference": max(apart)}
@@ -42,7 +42,7 @@ def compare(run: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Return the runs as text, one a line."""
+    """Return the runs as text, one per line."""
     heads = ["layout", "loss", "held out", "difference", "optimizer kB/step", "all kB/step", "s"]
     return aligned(
         [
@@ -64,13 +64,15 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Train under each layout, print the table, write summary and picture; return the summary."""
+    """Train in each layout, print the table, write summary and picture; return the summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     out = Path("runs/demo-layouts")
     parser.add_argument("--out", type=Path, default=out, help=f"default: {out}")
-    parser.add_argument("--processes", type=int, default=4, help="most of a layout; default: 4")
+    parser.add_argument(
+        "--processes", type=int, default=4, help="largest number of a layout; default: 4"
+    )
     options, flags = parser.parse_known_args(arguments)
     chosen = {name: run for name, run in RUNS.items() if run[0] <= options.processes}
     runs: list[dict[str, Any]] = []

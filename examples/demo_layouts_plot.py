@@ -1,4 +1,4 @@
-"""The picture of demo_layouts.py: curves that overlay, how far apart they are, what they sent."""
+"""The picture of demo_layouts.py: overlaid loss curves, their differences, bytes sent."""
 
 import sys
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from picture import FAINT, STYLE
 
-# Okabe and Ito's palette; the first run is what the others are compared with.
+# Okabe and Ito's palette; the others are compared with the first run.
 COLOURS = ("#bbbbbb", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the picture of runs; the first is what the others are compared with."""
+    """Write the picture of runs; the others are compared with the first."""
     with plt.rc_context(STYLE):
         figure, (curves, apart, sent) = plt.subplots(
             1, 3, figsize=(15, 4.6), layout="constrained", width_ratios=(1.1, 1, 0.9)
@@ -35,11 +35,11 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def loss_curves(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
-    """Draw training losses over each other, the first as a wide band below the others."""
+    """Draw overlaid training losses, the first as a wide band below the others."""
     for number, run in enumerate(runs):
         steps = [record["step"] for record in run["train"]]
         losses = [record["loss"] for record in run["train"]]
-        # Dashes of one period and different phases leave every curve visible.
+        # Dashes with the same period and different phases keep every curve visible.
         phase = (number - 1) * 12 / max(1, len(runs) - 1)
         how = {"lw": 7} if number == 0 else {"lw": 2, "ls": (phase, (2, 4))}
         axes.plot(steps, losses, color=COLOURS[number], label=run["summary"]["name"], **how)
@@ -48,7 +48,7 @@ def loss_curves(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def differences(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
-    """Draw how far each run's loss is from the first run's, where it is at all."""
+    """Draw each run's loss difference from the first run, where it is not zero."""
     for number, run in enumerate(runs[1:], start=1):
         found = [(r["step"], d) for r, d in zip(run["train"], run["apart"], strict=True) if d]
         if found:
@@ -74,7 +74,7 @@ def differences(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def bytes_sent(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
-    """Draw what a rank sends in a step: the optimizer, and the layout itself."""
+    """Draw the bytes a rank sends per step: the optimizer's, and the layout's own."""
     shown = [run["summary"] for run in runs if run["summary"]["wire_bytes_per_step"]]
     names = [summary["name"] for summary in shown]
     ours = [summary["optimizer_bytes_per_step"] for summary in shown]

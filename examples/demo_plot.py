@@ -58,11 +58,11 @@ def held_out_loss(axes: Axes, runs: Sequence[dict[str, Any]], abscissa: str) -> 
 
 
 def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
-    """Write names above the curves' beginnings, and below their ends what share was sent."""
+    """Write names above the curves' starts, and the share of bytes below their ends."""
     axes.margins(x=0.15, y=0.14)
     reference = runs[0]["summary"]["sent_bytes"]
     ordered = sorted(runs, key=lambda run: run["summary"]["sent_bytes"])
-    # Away from the neighbours: the outermost have room on their right, those between on their left.
+    # Avoid neighbours: the outermost have room on their right, those between on their left.
     sides = ["left", *["right"] * (len(runs) - 3), "center", "left"][-len(runs) :]
     for run, side in zip(ordered, sides, strict=True):
         start, summary = run["validation"][0], run["summary"]
@@ -74,7 +74,7 @@ def label_bytes(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def measured(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the records of a run that tell its RMMC."""
+    """Return the records of a run that have an RMMC."""
     return [r for r in run["train"] if isinstance(r["rmmc"], (int, float))]
 
 

@@ -1,8 +1,9 @@
-"""Dion and CurvaDion on one screen, in plain PyTorch: read this before the package.
+"""Dion and CurvaDion in one short file of plain PyTorch: read this before the package.
 
 Dion (arXiv 2504.05295) takes steps along P Q^T, an orthonormal low-rank factor of the momentum, and
-replicas share P and R instead of gradients. CurvaDion (arXiv 2512.13728) lets a gate decide at each
-step whether they share anything. Whole matrices only: the package does the same on shards.
+replicas share P and R instead of gradients. CurvaDion (arXiv 2512.13728) adds a gate that decides
+at each step whether they share anything. This file handles unsharded matrices; the package does the
+same on shards.
 
     torchrun --nproc-per-node 2 examples/dion_in_one_file.py
 """
@@ -20,7 +21,7 @@ Group = dict[str, Any]
 class DionInOneFile(torch.optim.Optimizer):
     """Dion for 2-D parameters, AdamW for the others.
 
-    replicas: the ranks that hold the same weights, with gradients of their own; None for one.
+    replicas: the ranks that hold replicas, each with its own gradients; None for one replica.
     threshold: tau of the gate; None synchronises at every step, which is Dion.
     """
 
@@ -71,7 +72,7 @@ class DionInOneFile(torch.optim.Optimizer):
         self.local_steps = 0 if opens else self.local_steps + 1
 
     def step_matrix(self, X: Tensor, group: Group, together: bool) -> None:
-        """X (m x n), with at least as many rows as columns: else its transpose is stepped."""
+        """Step X (m x n) with at least as many rows as columns; a wide X is transposed."""
         M, Q = self.state[X]["M"], self.state[X]["Q"]
         scale = math.sqrt(X.shape[0] / X.shape[1])
         if X.shape[0] < X.shape[1]:
@@ -85,7 +86,7 @@ class DionInOneFile(torch.optim.Optimizer):
         R = M.mT @ P
         if together:
             self.mean_(R)
-        # Error feedback: what the step takes out of the momentum decays, the rest stays.
+        # Error feedback: the part of the momentum that the step used decays, the rest stays.
         M -= (1 - group["momentum"]) * P @ R.mT
         Q.copy_(R / R.norm(dim=0))
         X.mul_(1 - group["lr"] * group["weight_decay"])
@@ -107,7 +108,7 @@ class DionInOneFile(torch.optim.Optimizer):
     def initial_state(self, X: Tensor) -> dict[str, Tensor]:
         if X.dim() != 2:
             return {"first": torch.zeros_like(X), "second": torch.zeros_like(X)}
-        # Q is the same on all replicas, because it follows from the shape alone.
+        # Q follows from the shape alone, so all replicas have the same.
         m, n = X.shape
         r = math.ceil(round(self.rank_fraction * min(m, n), 9))
         generator = torch.Generator().manual_seed((m * 1_000_003 + n) * 1_000_003 + r)
@@ -121,14 +122,14 @@ class DionInOneFile(torch.optim.Optimizer):
 
 
 def orthonormalized(P: Tensor) -> Tensor:
-    """The Q of P = Q R, with a positive diagonal of R."""
+    """Return Q of P = Q R, with a positive diagonal of R."""
     Q, R = torch.linalg.qr(P)
     positive: Tensor = Q * R.diagonal().sign()
     return positive
 
 
 def main() -> None:
-    """Replicas learn one linear map, each from examples of its own."""
+    """Train replicas on one linear map, each from its own examples."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, wanted = nn.Linear(32, 32), torch.randn(32, 32)

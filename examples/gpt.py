@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; ``dim`` is divisible by ``heads`` and a head's dimension is even."""
+    """The shape of a GPT; ``dim`` must be a multiple of ``2 * heads``."""
 
     vocab_size: int
     layers: int
@@ -18,7 +18,7 @@ class GPTConfig:
     tie: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError where the heads cannot be cut from ``dim``."""
+        """Raise ValueError if ``dim`` cannot be split into the heads."""
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"dim={self.dim} must be a multiple of 2 * heads={2 * self.heads}: "
@@ -27,14 +27,14 @@ class GPTConfig:
 
 
 def rotations(time: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (time, head_dim / 2), of angles that grow with the position."""
+    """Return cosines and sines, (time, head_dim / 2), of angles proportional to the position."""
     frequencies = 10_000.0 ** -torch.arange(0, 1, 2 / head_dim, device=device)
     angles = torch.outer(torch.arange(time, device=device), frequencies)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn pairs of channels of x, (batch, heads, time, head_dim), and keep its dtype."""
+    """Rotate pairs of channels of x, (batch, heads, time, head_dim), and keep its dtype."""
     cos, sin = (each.type_as(x) for each in rotation)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Mix x, (batch, time, dim), over the positions before each one."""
+        """Attend over the earlier positions of x, (batch, time, dim)."""
         q, k, v = (
             # Under tensor parallelism a rank has some of the heads.
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Draw weights that keep activations of unit size; residual branches start smaller."""
+        """Draw weights that keep activations at unit scale; residual branches start smaller."""
         branch_scale = (2 * len(self.blocks)) ** -0.5
         for name, module in self.blocks.named_modules():
             if isinstance(module, nn.Linear):

@@ -1,11 +1,11 @@
-"""Imports of what only some flags need."""
+"""Imports that only some flags need."""
 
 import importlib
 from typing import Any
 
 
 def need(module: str, purpose: str) -> Any:
-    """Import a module; where it is missing, say what needs it and how to get it."""
+    """Import a module; if it is missing, say what needs it and how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

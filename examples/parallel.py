@@ -1,8 +1,8 @@
-"""How a GPT is laid out over processes: replicas, shards of a replica, pieces of a layer.
+"""Layouts of a GPT over processes: replicas, shards of a replica, tensor parallelism.
 
-The processes form a mesh (replicate, shard, tensor), of which any axis may have length one. Places
-along its first two axes are data-parallel: each reads samples of its own. Ranks along the last one
-compute every layer together and read the same.
+The processes form a mesh (replicate, shard, tensor), and any axis may have length one. The first
+two axes are data-parallel: each place along them reads its own samples. Ranks along the last axis
+compute every layer together and read the same samples.
 """
 
 import math
@@ -47,15 +47,15 @@ class Sizes(NamedTuple):
 
     @property
     def readers(self) -> int:
-        """Number of places that read samples of their own."""
+        """The number of data-parallel places, which read their own samples."""
         return self.replicas * self.shards
 
 
 def mesh_sizes(parallel: Parallel, processes: int, shards: int | None, tensor: int | None) -> Sizes:
-    """Return the mesh over all processes: the layout's first axis takes what the others leave.
+    """Return the mesh over all processes; the layout's first axis takes all that remain.
 
     Raises:
-        ValueError: where ``shards`` or ``tensor``, 2 unless given, do not fit.
+        ValueError: if ``shards`` or ``tensor``, by default 2, do not fit.
     """
     first, *others = AXES[parallel]
     given = {"shard": ("shards", shards), "tensor": ("tensor", tensor)}
@@ -79,7 +79,7 @@ def mesh_sizes(parallel: Parallel, processes: int, shards: int | None, tensor: i
 
 
 class Layout:
-    """A layout on the processes there are, and this rank's place in it."""
+    """A layout of the processes, and this rank's place in it."""
 
     def __init__(self, parallel: Parallel, sizes: Sizes, device: torch.device):
         self.parallel, self.sizes = parallel, sizes
@@ -88,23 +88,23 @@ class Layout:
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold what this one holds in the other replicas, if there are others."""
+        """The ranks that hold the same shards in all replicas, if there are several replicas."""
         return self.mesh.get_group("replicate") if self.sizes.replicas > 1 else None
 
     @property
     def reader(self) -> int:
-        """Which part of the data this rank reads, from 0 to ``sizes.readers`` - 1."""
+        """The part of the data that this rank reads, from 0 to ``sizes.readers`` - 1."""
         place = self.mesh.get_local_rank
         return place("replicate") * self.sizes.shards + place("shard")
 
     def wrap(self, model: GPT, context: int, *, gradients_stay_local: bool) -> nn.Module:
-        """Cut the model's weights in place; return the module to train on ``context`` positions.
+        """Shard the model's weights in place; return the module to train on ``context`` positions.
 
-        After a backward through it a gradient is the mean over the shards of a replica, and over
-        the replicas too unless ``gradients_stay_local``, as our optimizers want it.
+        After a backward through it, gradients are averaged over the shards of a replica, and also
+        over replicas unless ``gradients_stay_local``, which our optimizers need.
 
         Raises:
-            ValueError: where heads or positions cannot be shared out evenly.
+            ValueError: if heads or positions cannot be divided evenly.
         """
         if self.parallel == "ddp":
             replicated = DistributedDataParallel(model)
@@ -128,7 +128,7 @@ class Layout:
 
 
 def split_layers(model: GPT, mesh: DeviceMesh) -> None:
-    """Cut attention by heads, the MLP by hidden channels, the stream between them by positions."""
+    """Shard attention by heads, the MLP by hidden channels, the stream in between by positions."""
     gathered = Replicate()
     by_position = Shard(1)  # of (batch, time, dim)
     block = {
@@ -161,5 +161,5 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context for all backwards of a step but the last, where DDP need not reduce."""
+    """Return a context for all micro-batches but a step's last: DDP need not reduce them."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

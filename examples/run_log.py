@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object a line in log.jsonl, and TensorBoard on request."""
+"""The log of a run: one JSON object per line in log.jsonl, and TensorBoard on request."""
 
 import json
 from pathlib import Path
@@ -47,9 +47,9 @@ class RunLog:
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of a log file, all or those of a kind; none where there is no file.
+    """Return the records of a log file, all or those of a kind; none if there is no file.
 
-    A last line that a crash cut short is left out.
+    Ignores a last line that a crash cut short.
     """
     lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,7 +1,7 @@
 """Tokens to train on: text as bytes, or token files, cut into windows in a reproducible order.
 
-Which windows a replica reads is a pure function of (seed, step, rank): nothing of the data
-order needs to be saved, and a resumed run reads what an uninterrupted one would have read.
+The windows that a replica reads are a pure function of (seed, step, rank), so the data order need
+not be saved: a resumed run reads the same windows as an uninterrupted one.
 """
 
 import os
@@ -41,7 +41,7 @@ class Tokens:
         """Return tokens ``start`` to ``start + length`` as int64.
 
         Raises:
-            IndexError: where there are not so many. ValueError: for a token above the vocabulary.
+            IndexError: if there are fewer tokens. ValueError: for a token outside the vocabulary.
         """
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a sequence of {len(self)}")
@@ -61,7 +61,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Split:
-    """The tokens from ``start`` to ``stop``: what training, or validation, may read."""
+    """The tokens from ``start`` to ``stop``, which training or validation may read."""
 
     tokens: Tokens
     start: int
@@ -90,7 +90,7 @@ class TrainingBatches:
     seed: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a step needs more windows than an epoch has."""
+        """Raise ValueError if a step needs more windows than an epoch has."""
         if self.windows_per_epoch < self.windows_per_step:
             raise ValueError(
                 f"the training split has {self.windows_per_epoch} windows of "
@@ -105,11 +105,11 @@ class TrainingBatches:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows of one pass over the split; one is spared so that each epoch can shift them."""
+        """Windows of one pass over the split; one is left out so that each epoch can shift them."""
         return self.split.windows(self.context) - 1
 
     def starts(self, step: int, rank: int) -> np.ndarray:
-        """Return where this replica's windows begin, (accumulation, batch_size), at a step."""
+        """Return the starts of this replica's windows at a step, (accumulation, batch_size)."""
         first = step * self.windows_per_step
         index = np.arange(first, first + self.windows_per_step)
         mine = index.reshape(self.accumulation, self.replicas, self.batch_size)[:, rank]
@@ -154,10 +154,10 @@ def standard_library() -> list[Path]:
 
 
 def text_files(root: Path, suffixes: set[str]) -> list[Path]:
-    """Return files below root with one of the suffixes, in an order that chance cannot change.
+    """Return files below root with one of the suffixes, in a reproducible order.
 
-    They are sorted by a hash of their relative path, so that any stretch of the sequence, such
-    as its head under a byte limit or its tail held out for validation, is a fair sample.
+    They are sorted by a hash of their relative path, so that any part of the sequence, such as
+    the head under a byte limit or the held-out tail, is a fair sample.
     """
     relative = []
     for folder, subfolders, names in os.walk(root):
@@ -170,7 +170,7 @@ def text_files(root: Path, suffixes: set[str]) -> list[Path]:
 
 
 def read_text(files: Sequence[Path], limit: int) -> list[np.ndarray]:
-    """Return at most ``limit`` bytes of the files, one token a byte, in their order."""
+    """Return at most ``limit`` bytes of the files in order, one token per byte."""
     parts, total = [], 0
     for file in files:
         if total >= limit:
@@ -196,9 +196,9 @@ def read_token_file(file: Path) -> np.ndarray:
 def load(sources: Sequence[str], limit: int, vocab_size: int | None = None) -> Tokens:
     """Return the tokens of files and folders.
 
-    Without sources: the standard library's text. ``.bin`` files hold tokens and come in the
-    order given; everything else is text, and a folder means the text files below it. ``limit``
-    is a number of bytes and caps text only. ``vocab_size`` defaults to that of bytes or of GPT-2.
+    Without sources it is the standard library's text. ``.bin`` files hold tokens and keep the given
+    order; everything else is text, and a folder stands for the text files below it. ``limit`` is a
+    number of bytes and applies to text only. ``vocab_size`` defaults to that of bytes or of GPT-2.
     """
     paths = [Path(source) for source in sources]
     missing = [str(path) for path in paths if not path.exists()]
@@ -221,13 +221,13 @@ def load(sources: Sequence[str], limit: int, vocab_size: int | None = None) -> T
 def split(tokens: Tokens, validation_fraction: float) -> tuple[Split, Split]:
     """Return the training split, the head of the tokens, and the held-out tail.
 
-    Of several files none is in both, if the tail has room for one at least.
+    With several files none is in both splits, if the tail has room for at least one.
     """
     if not 0 < validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1")
     wanted = round(len(tokens) * (1 - validation_fraction))
     ends = [int(end) for end in tokens.ends if 0 < end <= min(wanted, len(tokens) - 1)]
-    # The tail is at most twice as long for that, and never all there is.
+    # To end at a file's end, the tail may at most double, and never take all tokens.
     room = len(tokens) - 2 * (len(tokens) - wanted)
     cut = ends[-1] if ends and ends[-1] >= room > 0 else wanted
     return Split(tokens, 0, cut), Split(tokens, cut, len(tokens))

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --optimizer curvadion
 
-Every process is a replica with its own data, unless ``--parallel`` lays the model out otherwise.
-It runs on GPUs (NCCL) where there are any, on CPUs (gloo) otherwise, and writes a log,
-checkpoints and a summary below ``--out``.
+Every process is a replica with its own data, unless ``--parallel`` chooses another layout. It runs
+on GPUs (NCCL) if there are any, otherwise on CPUs (gloo), and writes a log, checkpoints and a
+summary below ``--out``.
 """
 
 import gc
@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a process group: its functions' defaults keep one
+import torch.distributed.nn  # before init_process_group: its functions keep it as a default
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -60,16 +60,16 @@ class Config:
     """Train a small GPT with AdamW, Dion or CurvaDion."""
 
     out: str = option("runs/gpt", "folder of the log, the checkpoints and the summary")
-    seed: int = option(0, "of the weights and of the data order")
+    seed: int = option(0, "seed of the weights and of the data order")
     resume: bool = option(False, "continue from the newest checkpoint in --out, if there is one")
 
     # Data
     data: tuple[str, ...] = option(
         (), "text files and folders, or .bin token files; default: Python's standard library"
     )
-    data_bytes: int = option(10_000_000, "most bytes of text to use")
+    data_bytes: int = option(10_000_000, "maximum bytes of text to use")
     validation_fraction: float = option(0.05, "share of the tokens, at their end, held out")
-    validation_tokens: int = option(32_768, "held-out tokens to evaluate, the same each time")
+    validation_tokens: int = option(32_768, "held-out tokens per evaluation, the same each time")
 
     # Model
     layers: int = option(6, "transformer blocks")
@@ -85,7 +85,7 @@ class Config:
     tensor: int | None = option(None, "fsdp_tp, hsdp_tp: ranks that share a layer; default: 2")
     node_size: int = option(1, "ranks of a node, to count what crosses between nodes")
     elastic: int | None = option(
-        None, "this process is one of so many replicas that come and go, through torchft"
+        None, "this process is one of this many elastic replicas, through torchft"
     )
 
     # Steps
@@ -96,39 +96,43 @@ class Config:
     warmup_steps: int = option(20, "steps of linear learning-rate warm-up")
     warmdown_fraction: float = option(0.3, "wsd: share of the steps in the final linear descent")
     final_lr_fraction: float = option(0.0, "learning rate at the end, as a share of the highest")
-    clip_norm: float | None = option(None, "clip the norm of the gradients, of all replicas")
+    clip_norm: float | None = option(None, "clip gradients to this norm, over all replicas")
 
     # Optimizer
     optimizer: Literal["adamw", "dion", "curvadion"] = option("curvadion", "adamw: plain DDP")
-    lr: float | None = option(None, "of matrices, for adamw of all; default 0.02, adamw 0.003")
-    embedding_lr: float = option(3e-3, "dion, curvadion: of the embedding")
-    head_lr: float = option(3e-3, "dion, curvadion: of the output head")
-    vector_lr: float = option(3e-3, "dion, curvadion: of the norms' gains")
-    weight_decay: float = option(0.01, "of matrices; everything else has none")
+    lr: float | None = option(
+        None, "rate of matrices, with adamw of all; default 0.02, adamw 0.003"
+    )
+    embedding_lr: float = option(3e-3, "dion, curvadion: rate of the embedding")
+    head_lr: float = option(3e-3, "dion, curvadion: rate of the output head")
+    vector_lr: float = option(3e-3, "dion, curvadion: rate of the norms' gains")
+    weight_decay: float = option(0.01, "weight decay of matrices; other parameters have none")
     beta1: float = option(0.9, "AdamW's decay of the first moment")
     beta2: float = option(0.95, "AdamW's decay of the second moment")
     momentum: float = option(0.95, "Dion's momentum")
     look_ahead: float | None = option(
         None,
-        "weight of the gradient beside it; 0, with codes more the rarer the gate opens",
+        "weight of the gradient beside it; default 0, with codes larger for rarer openings",
     )
     direction: Literal["low_rank", "polar", "normuon", "dion2", "nordion2"] | None = option(
-        None, "of Dion's steps; low_rank, with codes at full rank polar (Muon's)"
+        None, "Dion's direction; default low_rank, with codes at full rank polar (Muon's)"
     )
     newton_schulz_steps: int = option(4, "iterations for polar directions")
     rank_fraction: float | None = option(
-        None, "rank of an update, as a share of a smaller side; 1/4, with codes 1"
+        None, "rank as a share of a matrix's smaller side; default 1/4, with codes 1"
     )
-    momentum_rule: Literal["error_feedback", "plain"] = option("error_feedback", "of Dion")
+    momentum_rule: Literal["error_feedback", "plain"] = option("error_feedback", "Dion's")
     right_factor: Literal["column_normalized", "qr"] | None = option(
-        None, "of Dion; column_normalized, with codes qr"
+        None, "Dion's; default column_normalized, with codes qr"
     )
 
-    # CurvaDion: when replicas come together, how they do, and what they do meanwhile
+    # CurvaDion: when and how replicas synchronise, and their local steps
     threshold: float = option(0.3, "RMMC above which replicas synchronise")
     period: int | None = option(None, "synchronise at every period-th step instead")
     local_step: Literal["dion", "gradient"] = option("dion", "step while the gate is closed")
-    local_lr: float | None = option(None, "its learning rate for matrices; default: as if open")
+    local_lr: float | None = option(
+        None, "its learning rate for matrices; default: that of open steps"
+    )
     max_local_steps: int = option(50, "longest run of local steps")
     synchronized_steps: int = option(0, "steps at the start that always synchronise")
     wire_budget: float | None = option(
@@ -136,15 +140,17 @@ class Config:
     )
     sync: (
         Literal["low_rank", "low_rank_unaveraged", "quantized_average", "coded_gradients"] | None
-    ) = option(None, "how replicas come together; low_rank, with --wire-budget quantized_average")
-    bits: int | None = option(
-        None, "of a code; default: by --wire-budget, else 2, or 3 of coded_gradients"
+    ) = option(
+        None, "how replicas synchronise; default low_rank, with --wire-budget quantized_average"
     )
-    fragments: int = option(1, "quantized_average: of the model, one at each opening")
-    delay: int = option(0, "quantized_average: steps after which means arrive")
-    align_momentum: bool = option(True, "quantized_average: momenta take the mean direction")
-    spectrum_decay: float = option(0.8, "quantized_average: earlier openings' weight in that")
-    polar_correction: bool = option(True, "quantized_average: restore what disagreement shortened")
+    bits: int | None = option(
+        None, "bits of a code; default by --wire-budget, else 2, coded_gradients 3"
+    )
+    fragments: int = option(1, "quantized_average: parts of the model, one per opening")
+    delay: int = option(0, "quantized_average: steps until means arrive")
+    align_momentum: bool = option(True, "quantized_average: align momenta with the mean direction")
+    spectrum_decay: float = option(0.8, "quantized_average: weight of earlier openings in that")
+    polar_correction: bool = option(True, "quantized_average: restore lengths lost by averaging")
 
     # Running
     validate_every: int = option(100, "steps between evaluations")
@@ -156,12 +162,12 @@ class Config:
 
     @property
     def sizes(self) -> Sizes:
-        """The mesh of the processes there are."""
+        """The mesh of all processes."""
         return mesh_sizes(self.parallel, dist.get_world_size(), self.shards, self.tensor)
 
     @property
     def readers(self) -> int:
-        """How many data-parallel ranks read samples of their own."""
+        """The number of data-parallel places, which read their own samples."""
         return (self.elastic or 1) * self.sizes.readers
 
     @property
@@ -189,13 +195,13 @@ def learning_rates(optimizer: Optimizer) -> list[dict[str, float]]:
 
 
 def set_learning_rates(optimizer: Optimizer, highest: list[dict[str, float]], scale: float) -> None:
-    """Give each group a share of its highest learning rates."""
+    """Set each group's learning rates to a share of the highest."""
     for group, rates in zip(optimizer.param_groups, highest, strict=True):
         group.update({key: scale * rate for key, rate in rates.items()})
 
 
 def check_elastic(config: Config) -> None:
-    """Raise ValueError for what replicas that come and go cannot do."""
+    """Raise ValueError for settings that elastic replicas do not support."""
     wrong = None
     if config.optimizer != "curvadion":
         wrong = f"optimizer={config.optimizer!r}: pass curvadion"
@@ -262,7 +268,7 @@ def gate(config: Config) -> Gate:
 
 
 def sync(config: Config) -> Sync:
-    """Return how replicas come together when the gate opens, as the configuration asks for it."""
+    """Return the sync that the configuration asks for."""
     kind = config.sync or ("quantized_average" if config.wire_budget else "low_rank")
     if kind == "quantized_average":
         return QuantizedAverage(
@@ -282,7 +288,7 @@ def sync(config: Config) -> Sync:
 def process_group() -> Iterator[torch.device]:
     """Join torchrun's process group, or one of a single process, and yield this rank's device.
 
-    A process group that exists already is used and left alone.
+    An existing process group is used as it is.
     """
     joins = not dist.is_initialized()
     if joins:
@@ -305,8 +311,8 @@ def process_group() -> Iterator[torch.device]:
 def leave_process_group() -> None:
     """Destroy the default process group and end its threads, on every rank after a barrier.
 
-    Gloo's threads end with the last reference to the group, and reference cycles hold some. A
-    thread that still frees a tensor when the interpreter ends aborts it.
+    Gloo's threads end with the last reference to the group, which reference cycles may hold. A
+    thread that frees a tensor while the interpreter exits aborts it.
     """
     dist.destroy_process_group()
     gc.collect()
@@ -331,12 +337,12 @@ def load_data(config: Config) -> tuple[TrainingBatches, list[tuple[Tensor, Tenso
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return a parameter with all its pieces; collective."""
+    """Return a parameter, gathered from its shards; collective."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of a number over all ranks; each data-parallel one counts equally often."""
+    """Return the mean of a number over all ranks; data-parallel ranks have equal weight."""
     total = value.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
@@ -355,7 +361,7 @@ def held_out_loss(
 
 
 def decision(report: StepReport) -> dict[str, Any]:
-    """Return what a log keeps of an optimizer's report: what its gate did."""
+    """Return the parts of an optimizer's report that a log keeps: the gate's."""
     kept = report.as_dict()
     return {
         key: kept[key] for key in ("gate_open", "rmmc", "local_steps", "skipped", "waited_seconds")
@@ -363,7 +369,7 @@ def decision(report: StepReport) -> dict[str, Any]:
 
 
 class Counted(NamedTuple):
-    """What a meter had counted at some time."""
+    """A meter's counts at some time."""
 
     payload: int
     sent: float
@@ -372,12 +378,12 @@ class Counted(NamedTuple):
 
     @classmethod
     def by(cls, meter: curvadion.WireMeter, node_size: int) -> "Counted":
-        """Return what it has counted by now."""
+        """Return the meter's current counts."""
         crossing = meter.between(node_size).sent
         return cls(meter.total_bytes, meter.total_sent, crossing, node_size)
 
     def add_to(self, progress: Progress, meter: curvadion.WireMeter) -> int:
-        """Add what it has counted since, and return the payload of that."""
+        """Add the counts since then to the progress, and return their payload."""
         now = Counted.by(meter, self.node_size)
         progress.wire_bytes += now.payload - self.payload
         progress.sent_bytes += now.sent - self.sent
@@ -445,7 +451,7 @@ class Trainer:
         return {"loss": mean_loss, "lr": lr, **self.gate(), "optimizer_bytes": sent}
 
     def clip(self, norm: float) -> None:
-        """Clip gradients, which AdamW gets averaged and the others as each replica's own."""
+        """Clip gradients, which are averaged for AdamW and local for the others."""
         if isinstance(self.optimizer, Dion):
             curvadion.clip_grad_norm_(self.optimizer, norm)
         else:
@@ -466,7 +472,7 @@ class Trainer:
     def validation_loss(self) -> float:
         """Return the held-out loss of each replica's own weights, averaged over the replicas.
 
-        Weights that have drifted apart are judged as they are, not by their mean.
+        Drifted weights are evaluated as they are, without averaging them.
         """
         return held_out_loss(self.model, partial(self.loss, self.model), self.held_out)
 
@@ -478,8 +484,8 @@ class Trainer:
         return drift(weights, self.layout.replicas, None)
 
     def resume(self) -> Progress:
-        """Load the newest undamaged checkpoint, if there is one and the configuration asks so."""
-        if self.config.elastic and isinstance(self.optimizer, Dion):  # others know where it is
+        """Load the newest undamaged checkpoint, if there is one and the configuration resumes."""
+        if self.config.elastic and isinstance(self.optimizer, Dion):  # others know the step
             return Progress(step=self.optimizer.progress.steps)
         if not self.config.resume:
             if checkpoint.all_in(self.checkpoints):
@@ -491,7 +497,7 @@ class Trainer:
         return checkpoint.resume(self.checkpoints, self.model, self.optimizer) or Progress()
 
     def save(self, progress: Progress) -> None:
-        """Bring the replicas together, where they may differ, and write a checkpoint."""
+        """Synchronise the replicas if they may differ, and write a checkpoint."""
         if isinstance(self.optimizer, Dion):
             counted = Counted.by(self.meter, self.config.node_size)
             # A checkpoint keeps one replica's optimizer state, which all of them load.
@@ -510,7 +516,7 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
     bar = progress_bar(config, progress) if config.progress and first else None
     if first:
         write_json(out / "config.json", asdict(config))
-    # The meter counts all that training sends once it runs; evaluation and logging pause it.
+    # The meter counts training only: evaluation and logging pause it.
     with log, trainer.meter as meter:
         while progress.step < config.steps:
             record = train_step(trainer, progress)
@@ -532,7 +538,7 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def train_step(trainer: Trainer, progress: Progress) -> dict[str, Any]:
-    """Take one step, bring the progress up to date and return what to log."""
+    """Take one step, update the progress and return what to log."""
     counted = Counted.by(trainer.meter, trainer.config.node_size)
     started = time.perf_counter()
     record = trainer.step(progress.step)
@@ -553,12 +559,12 @@ def progress_bar(config: Config, progress: Progress) -> Any:
 
 
 def is_due(every: int, config: Config, progress: Progress) -> bool:
-    """Tell whether what happens at every so many steps, and at the last, happens now."""
+    """Return whether something that is due every ``every`` steps, and at the last, is due now."""
     return progress.step == config.steps or (every > 0 and progress.step % every == 0)
 
 
 def position(config: Config, progress: Progress) -> dict[str, float]:
-    """Return a log record's abscissas: tokens read and bytes sent."""
+    """Return the x values of a log record: tokens read and bytes sent."""
     return {
         "tokens": progress.step * config.tokens_per_step,
         "wire_bytes": progress.wire_bytes,
@@ -567,7 +573,7 @@ def position(config: Config, progress: Progress) -> dict[str, float]:
 
 
 def summarise(config: Config, progress: Progress) -> dict[str, Any]:
-    """Return what a run has come to."""
+    """Return the results of a run."""
     steps = max(1, progress.step)
     return {
         "name": config.optimizer,
@@ -593,7 +599,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says and return the summary."""
+    """Train with the command line's settings and return the summary."""
     return launch(train, parse(Config, arguments))
 
 

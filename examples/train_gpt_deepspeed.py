@@ -1,10 +1,10 @@
-"""Train a small GPT with DeepSpeed at any ZeRO stage; the optimizer is what its JSON says.
+"""Train a small GPT with DeepSpeed at any ZeRO stage; its JSON chooses the optimizer.
 
     deepspeed examples/train_gpt_deepspeed.py --deepspeed-config examples/ds_config_zero2.json
     torchrun --standalone --nproc-per-node 2 examples/train_gpt_deepspeed.py
 
-``import curvadion.deepspeed`` is all that ``"type": "CurvaDion"`` needs. Model, data, schedule,
-log and summary are those of train_gpt.py.
+``"type": "CurvaDion"`` only needs ``import curvadion.deepspeed``. Model, data, schedule, log and
+summary are those of train_gpt.py.
 """
 
 import json
@@ -36,13 +36,13 @@ class Config:
     deepspeed_config: str = option(
         str(EXAMPLES / "ds_config_zero2.json"), "DeepSpeed's JSON: optimizer, stage, batch size"
     )
-    gate: Literal["json", "always", "rmmc"] = option("json", "the JSON's, or another instead")
+    gate: Literal["json", "always", "rmmc"] = option("json", "the JSON's gate, or another one")
     node_size: int = option(1, "ranks of a node, to count what crosses between nodes")
     out: str = option("runs/gpt-deepspeed", "folder of the log and the summary")
-    seed: int = option(0, "of the weights and of the data order")
+    seed: int = option(0, "seed of the weights and of the data order")
     data: tuple[str, ...] = option((), "text files and folders; default: Python's library")
-    data_bytes: int = option(10_000_000, "most bytes of text to use")
-    validation_tokens: int = option(16_384, "held-out tokens to evaluate, the same each time")
+    data_bytes: int = option(10_000_000, "maximum bytes of text to use")
+    validation_tokens: int = option(16_384, "held-out tokens per evaluation, the same each time")
     layers: int = option(4, "transformer blocks")
     heads: int = option(4, "attention heads")
     dim: int = option(128, "width of the residual stream")
@@ -64,7 +64,7 @@ class Config:
         return settings
 
     def shared(self) -> train_gpt.Config:
-        """Return what train_gpt.py's functions need to know."""
+        """Return the settings for train_gpt.py's functions."""
         settings = self.json()
         own = asdict(self)
         for key in ("deepspeed_config", "gate"):
@@ -81,7 +81,7 @@ class Trainer:
 
     def __init__(self, config: Config, device: torch.device):
         deepspeed = need("deepspeed", "train_gpt_deepspeed.py")
-        if device.type == "cpu":  # it would first compile an all-reduce over shared memory
+        if device.type == "cpu":  # or DeepSpeed would first compile a shared-memory all-reduce
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         import curvadion.deepspeed  # DeepSpeed now knows the optimizer's type
 
@@ -96,7 +96,7 @@ class Trainer:
         self.highest_lr = train_gpt.learning_rates(self.optimizer)
 
     def layout(self) -> dict[str, Any]:
-        """Return who holds what, for the summary."""
+        """Return the layout of the ranks, for the summary."""
         stage, world = self.engine.zero_optimization_stage(), dist.get_world_size()
         size = self.replica_size or (world if stage else 1)
         replicas, shards = world // size, size if stage else 1
@@ -130,7 +130,7 @@ class Trainer:
 
 
 def count_steps(optimizer: curvadion.Dion, meter: curvadion.WireMeter, progress: Progress) -> None:
-    """Count what the optimizer sends by itself, apart from what DeepSpeed sends."""
+    """Count the bytes that the optimizer itself sends, without DeepSpeed's."""
     step: Callable[..., Any] = optimizer.step
 
     def counted(*args: Any) -> Any:
@@ -176,9 +176,9 @@ def train(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says and return the summary."""
+    """Train with the command line's settings and return the summary."""
     given = sys.argv[1:] if arguments is None else arguments
-    # DeepSpeed's launcher adds what the environment holds too.
+    # DeepSpeed's launcher adds a flag whose value is also in the environment.
     config = parse(Config, [each for each in given if not each.startswith("--local_rank")])
     return train_gpt.launch(train, config)
 

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 from run_logs import Points, Run
 
-# Okabe and Ito's palette: distinct for every kind of colour vision.
+# Okabe and Ito's palette, which stays distinct for colour-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 FAINT, INK = "#9a9a9a", "#333333"
 STYLE: dict[Any, Any] = {
@@ -34,15 +34,15 @@ STYLE: dict[Any, Any] = {
     "ytick.color": "#555555",
     "lines.solid_capstyle": "round",
 }
-SMOOTHED_TO = 25  # about so many independent means of a noisy curve are drawn
+SMOOTHED_TO = 25  # a noisy curve is drawn as about this many independent means
 
 
 def draw(runs: Sequence[Run], path: str | Path) -> None:
     """Write a picture: losses over bytes and steps, drift, momentum change, openings, waiting.
 
     Args:
-        runs: at most as many as there are colours, 7.
-        path: of the picture; its ending says the format (.png, .svg, .pdf).
+        runs: at most 7, the number of colours.
+        path: file to write; its suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
         ValueError: if there are too many runs, or none.
@@ -77,7 +77,7 @@ def write(
     colour: str,
     **options: Any,
 ) -> None:
-    """Write in a colour, ``offset`` points away from a place."""
+    """Write text in a colour, ``offset`` points from a position."""
     axes.annotate(
         text,
         where,
@@ -91,7 +91,7 @@ def write(
 
 
 def label_ends(axes: Axes, ends: Iterable[tuple[str, float, str]]) -> None:
-    """Write (text, height, colour) beside curves' ends, spread where they would overlap."""
+    """Write (text, height, colour) beside curves' ends, spread so that they do not overlap."""
     low, high = axes.get_ylim()
     line, placed = 0.06 * (high - low), -math.inf
     for text, height, colour in sorted(ends, key=lambda end: end[1]):
@@ -103,7 +103,7 @@ def label_ends(axes: Axes, ends: Iterable[tuple[str, float, str]]) -> None:
 def scatter_signals(
     axes: Axes, signals: Iterable[tuple[float, float, bool]], colour: str, closed: str = FAINT
 ) -> None:
-    """Draw (step, RMMC, whether the gate was open), large in ``colour`` where it was open."""
+    """Draw (step, RMMC, whether the gate was open); open steps are large, in ``colour``."""
     signals = list(signals)
     for is_open, size in ((False, 7), (True, 16)):
         shown = [(step, value) for step, value, opened in signals if opened == is_open]
@@ -154,7 +154,7 @@ def _loss_by_steps(axes: Axes, runs: Coloured) -> None:
 
 
 def _losses(axes: Axes, curves: Sequence[tuple[Points, Points, str]], missing: str) -> None:
-    """Training losses as they are, faint, and smoothed; held-out losses with marks."""
+    """Draw training losses, raw (faint) and smoothed, and held-out losses with marks."""
     axes.set_ylabel("loss (faint: each step; marks: held out)")
     for loss, held_out, colour in curves:
         axes.plot(*_columns(loss), color=colour, lw=0.6, alpha=0.25)
@@ -218,7 +218,7 @@ def _waiting(axes: Axes, runs: Coloured) -> None:
 
 
 def _smoothed(points: Points) -> Points:
-    """Means of the last few points, so that about SMOOTHED_TO of them are independent."""
+    """Return running means over enough points that about SMOOTHED_TO are independent."""
     width = max(1, len(points) // SMOOTHED_TO)
     total, result = 0.0, []
     for i, (x, y) in enumerate(points):

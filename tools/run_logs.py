@@ -1,4 +1,4 @@
-"""Reading the log of a run: lines that ``write_json_line`` or the example's training wrote."""
+"""Read the log of a run, written by ``write_json_line`` or by the training example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HINT = "curvadion.metering.report.write_json_line writes such logs, and example
 
 @dataclass
 class Run:
-    """What the log of a run tells; lists are empty where it tells nothing.
+    """The contents of a run's log; a list is empty if the log has no such values.
 
     Attributes:
         name: of the run.
@@ -43,20 +43,20 @@ class Run:
     steps: int = 0
 
     def over_bytes(self, points: Points) -> Points:
-        """(payload in bytes, value) for (step, value); without steps of unknown payload."""
+        """Turn (step, value) into (payload in bytes, value); drops steps of unknown payload."""
         return [(self.payload[step], y) for step, y in points if step in self.payload]
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a log of one JSON object a line.
+    """Read a log of one JSON object per line.
 
     A line is a :class:`StepReport` with further values (``loss``, ``val_loss``, ``drift``,
-    ``threshold``), whose ``wire_bytes`` are those of its step. Or it has a ``kind``, "train" or
-    "validation", as the examples write them, and ``wire_bytes`` are the total so far. Where a
-    resumed run repeats steps, the last line of a step counts, and a warning says so.
+    ``threshold``), and its ``wire_bytes`` are those of its step. Or it has a ``kind``, "train" or
+    "validation", as the examples write, and its ``wire_bytes`` are the total so far. If a resumed
+    run repeats steps, the last line of a step counts, and a warning says so.
 
     Raises:
-        ValueError: if this is no such log; the message names the file, the line and what is wrong.
+        ValueError: if the file is not such a log; names the file, the line and the problem.
     """
     path = Path(path)
     run = Run(_name(path))
@@ -89,12 +89,12 @@ def read_run(path: str | Path) -> Run:
 
 
 def _name(path: Path) -> str:
-    """The file's name, or its folder's where all runs have the same."""
+    """Return the file's name, or its folder's if the file has the name that all runs use."""
     return path.resolve().parent.name if path.stem == "log" else path.stem
 
 
 def _newest(path: Path) -> list[dict[str, Any]]:
-    """The records in order of their steps, without those that a resumed run has repeated."""
+    """Return the records in order of steps, without those that a resumed run repeated."""
     kept: list[dict[str, Any]] = []
     repeated = 0
     for record in _records(path):
@@ -145,7 +145,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _number(record: dict[str, Any], key: str) -> float | None:
-    """A finite number of a record; None for anything else, such as the string "inf"."""
+    """Return a finite number of a record; None for anything else, such as the string "inf"."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -153,7 +153,7 @@ def _number(record: dict[str, Any], key: str) -> float | None:
 
 
 def _configured_threshold(path: Path) -> float | None:
-    """The threshold in the config.json that the examples write beside a log."""
+    """Return the threshold in the config.json that the examples write beside a log."""
     try:
         config = json.loads(path.with_name("config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""A picture of runs from their logs: ``python tools/watch.py run.jsonl --out run.png``.
+"""Plot runs from their logs: ``python tools/watch.py run.jsonl --out run.png``.
 
-It shows the loss over bytes and over steps, how far replicas were apart, the momentum change with
-its threshold, the steps at which the gate was open, and how long steps waited for late exchanges.
+It shows the loss over bytes and over steps, the drift of replicas, the momentum change with its
+threshold, the steps at which the gate was open, and how long steps waited for late exchanges.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw what the command line says; return the exit status."""
+    """Draw the picture; return the exit status."""
     parser = argparse.ArgumentParser(prog="python tools/watch.py", description=__doc__)
-    parser.add_argument("logs", nargs="+", type=Path, help="JSON lines, one file a run")
+    parser.add_argument("logs", nargs="+", type=Path, help="JSON lines, one file per run")
     parser.add_argument(
         "--out", type=Path, default=Path("run.png"), help=f"the picture: {', '.join(ENDINGS)}"
     )
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = [read_run(path) for path in options.logs]
         for warning in caught:
             print(f"note: {warning.message}", file=sys.stderr)
-        # Imported here: a wrong file is told without matplotlib, too.
+        # Imported here, so that a wrong file is reported even without matplotlib.
         import picture
 
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The steps that replicas take by themselves."""
+"""Local steps of replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from curvadion.update.orthonormalize import orthonormal_columns
 from simulation.world import Weights, World
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
-CHOSEN = 0.25  # of rows or columns, by Dion2
+CHOSEN = 0.25  # share of rows or columns that Dion2 takes
 Direction = Literal["adamw", "low_rank", "polar", "normuon", "dion2", "nordion2"]
 POLAR = ("polar", "normuon", "dion2", "nordion2")
 
@@ -29,13 +29,12 @@ class Inner:
         direction: of a matrix: "adamw", "low_rank" (Dion's power iteration of full rank) or one of
             POLAR.
         lr: the highest learning rate, of matrices.
-        elementwise: share of it of what takes AdamW beside directions.
-        look_ahead: share of the gradient in directions, beside the momentum.
+        elementwise: learning rate of the AdamW parameters beside directions, as a share of ``lr``.
+        look_ahead: weight of the gradient beside the momentum, in directions.
         mu: momentum of directions.
         weight_decay: of matrices.
         newton_schulz_steps: of polar directions.
-        update_scale: of ``UPDATE_SCALES``, by which the steps of an (m, n) matrix are longer than
-            the learning rate.
+        update_scale: key of ``UPDATE_SCALES``, which scale the step of an (m, n) matrix.
     """
 
     direction: Direction
@@ -49,11 +48,11 @@ class Inner:
 
 
 class Replicas:
-    """The weights of so many replicas, and their optimizers' states.
+    """The weights of all replicas, and their optimizers' states.
 
     Attributes:
         X: weights. M: momenta of matrices with directions. U: the directions of the last step.
-        scales: by which the steps of a matrix are longer than the learning rate.
+        scales: factors on the step of each matrix.
     """
 
     def __init__(self, inner: Inner, world: World, count: int):
@@ -87,7 +86,7 @@ class Replicas:
         G = torch.stack([gradients[name] for name in names])
         M = torch.stack([self.M[name] for name in names]) + G
         U, missed = self._directions(M + inner.look_ahead * G, M)
-        # Error feedback: what the factors reach of the momentum fades, the rest stays.
+        # Error feedback: the part of the momentum that the factors capture decays, the rest stays.
         M = inner.mu * M + (1 - inner.mu) * missed
         for name, u, m in zip(names, U, M, strict=True):
             self.U[name] = u
@@ -95,7 +94,7 @@ class Replicas:
             self.X[name].mul_(1 - inner.weight_decay * lr).sub_(u, alpha=lr * self.scales[name])
 
     def _directions(self, B: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
-        """(k, replicas, m, n) -> directions, and what they miss of B; Dion2's miss of M."""
+        """(k, replicas, m, n) -> directions, and the part of B (for Dion2, of M) that they miss."""
         shape, tall = B.shape, B.shape[-2] >= B.shape[-1]
         B, M = (each if tall else each.mT for each in (B.flatten(0, 1), M.flatten(0, 1)))
         kind = self.inner.direction
@@ -105,7 +104,7 @@ class Replicas:
             norms = B.abs().sum(-2)
             count = math.ceil(CHOSEN * B.shape[-1])
             chosen = torch.zeros_like(norms).scatter_(-1, norms.topk(count).indices, 1.0)
-            # Zero columns change no polar factor, and stay zero.
+            # Zero columns stay zero and do not change the polar factor of the others.
             U, missed = self._polar(B * chosen[:, None]), M * (1 - chosen[:, None])
         else:
             U, missed = self._polar(B), torch.zeros_like(B)
@@ -119,9 +118,9 @@ class Replicas:
         return B @ Z
 
     def _normed(self, key: torch.Size, U: Tensor, *, tall: bool) -> Tensor:
-        """U with rows of the matrix, which are U's columns if it is wide, divided by their RMS.
+        """Divide the rows of the matrix, which are U's columns if it is wide, by their RMS.
 
-        Of rows that have not moved the second moment stays.
+        Rows that have not moved keep their second moment.
         """
         along = -1 if tall else -2
         squares = U.square().sum(along, keepdim=True)
@@ -134,7 +133,7 @@ class Replicas:
         return moved * kept[:, None, None]
 
     def _power_iteration(self, key: torch.Size, B: Tensor) -> tuple[Tensor, Tensor]:
-        """Dion's, of full rank; keeps Q by key."""
+        """Take Dion's power iteration at full rank; keeps Q by key."""
         n = B.shape[-1]
         if key not in self._Q:
             self._Q[key] = torch.randn(n, n).to(B.device).expand(len(B), n, n)
@@ -147,7 +146,7 @@ class Replicas:
     def _adamw(self, name: str, step: int, lr: float, G: Tensor) -> None:
         first = self._first[name].lerp_(G, 1 - BETA1) / (1 - BETA1 ** (step + 1))
         second = self._second[name].lerp_(G.square(), 1 - BETA2) / (1 - BETA2 ** (step + 1))
-        matrix = name in self._decayed  # where AdamW takes all
+        matrix = name in self._decayed  # if AdamW takes all parameters
         if matrix:
             self.X[name].mul_(1 - self.inner.weight_decay * lr)
         share = 1.0 if self.inner.direction == "adamw" else self.inner.elementwise

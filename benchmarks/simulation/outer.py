@@ -1,8 +1,8 @@
-"""How replicas synchronise, and our averages in codes: of weights and of gradients.
+"""How replicas synchronise: the interface, and our averages of weights and gradients in codes.
 
-Each counts the bytes that a rank sends, as a share of an all-reduce of all gradients in float32 at
-every step. Of n replicas' numbers an all-reduce sends 2 (n - 1) / n, and so do codes that go to
-owners and back.
+Each class counts the bytes that a rank sends, as a share of all-reducing all gradients in float32
+at every step. With n replicas an all-reduce sends 2 (n - 1) / n times its payload, and so do codes
+that go to owners and back.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
 
 
 class Outer(ABC):
-    """Brings replicas together.
+    """Synchronises replicas.
 
     Attributes:
-        apart: whether replicas hold weights of their own between openings.
-        sent: bytes so far, as a share of what all gradients in float32 take at one step.
+        apart: whether replicas' weights differ between openings.
+        sent: bytes so far, in multiples of all gradients in float32 at one step.
     """
 
     apart = True
@@ -46,21 +46,21 @@ class Outer(ABC):
     def gradients(self, step: int, own: Weights) -> Weights:
         """Return the gradients that replicas step with.
 
-        own: (replicas, ...), of each replica's batches.
+        own: (replicas, ...), the gradients of each replica's batches.
         """
         return own
 
     @abstractmethod
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
-        """Come together after a step, if it is time.
+        """Synchronise after a step, if one is due.
 
-        lr: the learning rate of matrices at this step. last: of all steps, after which replicas
-        hold the same weights.
+        lr: the learning rate of matrices at this step. last: whether this is the last step, after
+        which replicas must hold the same weights.
         """
 
 
 class Synchronous(Outer):
-    """Replicas that hold the same weights, because they share one gradient: (1, ...) for all."""
+    """Replicas with the same weights, because they share one gradient: (1, ...) for all."""
 
     apart = False
 
@@ -72,10 +72,10 @@ class Synchronous(Outer):
 
 
 class Codes:
-    """Means over replicas, exact or in codes of so many bits to owners and back.
+    """Means over replicas, exact or in codes of a few bits that go to owners and back.
 
-    Every replica owns an equal share of the blocks, of which it needs no codes of its own. What
-    codes lose is sent next time: by whoever sent them, and the loss of a mean by its owner.
+    Every replica owns an equal share of the blocks, and does not encode its own values of those.
+    Senders and owners each keep the residuals of their codes and send them next time.
     """
 
     def __init__(self, bits: int | None):
@@ -106,7 +106,7 @@ class Codes:
         }
 
     def share(self, sizes: Sequence[int]) -> float:
-        """Bytes of one mean of these tensors, as a share of their float32 numbers."""
+        """Bytes of one mean of these tensors, as a share of their float32 bytes."""
         if self.bits is None:
             return 1.0
         return float(message_bytes(sizes, self.bits) / (4 * sum(sizes)))
@@ -123,7 +123,7 @@ class Codes:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(replicas, ...) -> (replicas, blocks, 256), filled up with zeros."""
+    """(replicas, ...) -> (replicas, blocks, 256), padded with zeros."""
     flat = x.flatten(1)
     return F.pad(flat, (0, -flat.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
 
@@ -151,14 +151,14 @@ class CodedGradients(Synchronous):
 
 @dataclass(frozen=True)
 class Average:
-    """Settings of :class:`QuantizedAverage`; names as of the package's.
+    """Settings of :class:`QuantizedAverage`, named as in the package.
 
-    wire_budget: share of the bytes. delay: steps. align, polar: shares of the two corrections.
-    spectrum_decay: weight of a momentum's spectra at earlier openings in its alignment.
-    exact_momenta: whether momenta are exact means after an opening instead of aligned, for no byte.
-    That is no method, but tells what better momenta could gain.
-    strided: whether a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block;
-    else fragments have about equal sizes, as the package makes them.
+    wire_budget: share of the bytes. delay: steps. align, polar: strengths of the two corrections.
+    spectrum_decay: weight of earlier openings' spectra in the alignment of a momentum.
+    exact_momenta: average momenta exactly at openings instead of aligning them, without counting
+    bytes. This is not a method; it shows how much better momenta could gain.
+    strided: a fragment is every n-th parameter, as Streaming DiLoCo takes every n-th block;
+    otherwise fragments have about equal sizes, as in the package.
     """
 
     wire_budget: float
@@ -174,7 +174,7 @@ class Average:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A mean under way: D of the D_i that a parameter had moved over steps of length L."""
+    """A pending mean: D, the mean of the movements D_i of a parameter over steps of length L."""
 
     due: int
     name: str
@@ -201,7 +201,7 @@ class QuantizedAverage(Outer):
         self._length = dict.fromkeys(names, 0.0)
         self._next, self._apart, self._local = 0, 0, 0
         self._under_way: list[Arrival] = []
-        self._spectra: dict[str, tuple[Tensor, float]] = {}  # sums of S, and of their weights
+        self._spectra: dict[str, tuple[Tensor, float]] = {}  # weighted sums of S, sums of weights
         self.gate = ByteBudget(settings.wire_budget)
         met = WORDS_BYTES if settings.delay else MEETING_BYTES
         self.gate.open_cost = self.codes.share(list(self.sizes.values())) / count
@@ -210,7 +210,7 @@ class QuantizedAverage(Outer):
 
     @property
     def period(self) -> float:
-        """Steps from one agreement on a weight to the next."""
+        """Steps between two openings that synchronise the same weight."""
         assert self.gate.open_cost is not None
         return len(self._fragments) * self.gate.expected_period(self.gate.open_cost)
 
@@ -273,10 +273,10 @@ class QuantizedAverage(Outer):
             own.X[name].copy_(anchor.expand_as(own.X[name]))
 
     def _align(self, own: Replicas, name: str, missing: Tensor, L: float) -> None:
-        """M <- M - (D - D_i) S / L, less where D - D_i is too long.
+        """M <- M - (D - D_i) S / L, scaled down if D - D_i is too long.
 
-        S = U^T M shares noise with D_i: the mean over replicas of D_i S is not D times that of S,
-        and momenta lose some of their mean. A mean of S over openings shares less.
+        S = U^T M shares noise with D_i: the mean over replicas of D_i S differs from D times the
+        mean of S, so momenta lose part of their mean. Averaging S over openings reduces this.
         """
         U, M = own.U[name], own.M[name]
         r = min(M.shape[1:])
@@ -293,7 +293,7 @@ class QuantizedAverage(Outer):
         M.sub_(turn @ S if tall else S @ turn)
 
     def _correction(self, D: Tensor, L: float) -> Tensor:
-        """A Newton-Schulz step of D towards its polar factor, times L, bounded."""
+        """Return a bounded Newton-Schulz step of D towards its polar factor, times L."""
         V = D / L
         change = (V - V @ V.mT @ V) * (self.settings.polar / 2)
         limit = LARGEST_CORRECTION * math.sqrt(min(D.shape[1:]))

@@ -1,4 +1,4 @@
-"""The rivals' ways to come together: outer steps with mean weights, and gradients of low rank."""
+"""How rivals synchronise: outer steps with mean weights, and low-rank gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from traffic import period_within, powersgd_numbers
 class OuterStep:
     """Settings of :class:`OuterMomentum`.
 
-    period: local steps to an outer one. lr, momentum: of the outer step. bits: of codes with error
+    period: local steps per outer step. lr, momentum: of the outer step. bits: of codes with error
     feedback; None: float32.
     """
 
@@ -35,8 +35,8 @@ class OuterStep:
 class OuterMomentum(Outer):
     """An outer Nesterov step with the mean pseudo-gradient.
 
-    DiLoCo (arXiv 2311.08105) around AdamW, MuLoCo (arXiv 2505.23725) around Muon; with a rate of 1
-    and no momentum the mean of the weights.
+    This is DiLoCo (arXiv 2311.08105) around AdamW, MuLoCo (arXiv 2505.23725) around Muon; with a
+    rate of 1 and no momentum it averages weights.
     """
 
     def __init__(self, settings: OuterStep, world: World):
@@ -46,19 +46,19 @@ class OuterMomentum(Outer):
 
     @classmethod
     def within(cls, budget: float, steps: int, settings: OuterStep, world: World) -> OuterMomentum:
-        """With the shortest period that keeps to a share of the bytes."""
+        """Return one with the shortest period that keeps to a share of the bytes."""
         period = period_within(budget, steps, cls(settings, world).cost, 1)
         if period is None:
             raise ValueError(f"{budget:%} of {steps} steps do not reach for one outer step")
         return cls(replace(settings, period=period), world)
 
     def means(self, moved: Weights) -> Weights:
-        """The means of what replicas have moved, as they arrive."""
+        """Return the mean pseudo-gradients as replicas receive them."""
         return self.codes.means(moved)
 
     @property
     def cost(self) -> float:
-        """What an outer step sends, as a share of float32 gradients."""
+        """Bytes of an outer step, as a share of float32 gradients."""
         return self.codes.share(list(self.sizes.values()))
 
     def after(self, step: int, own: Replicas, lr: float, *, last: bool) -> None:
@@ -78,7 +78,7 @@ class OuterMomentum(Outer):
 class Sparse(OuterStep):
     """Settings of :class:`SparseAverage`; momentum is 0.
 
-    kept: of each chunk. chunk: the most numbers of a chunk. decay: of what was not sent.
+    kept: elements kept of each chunk. chunk: most elements of a chunk. decay: of the residual.
     """
 
     kept: int = 64
@@ -86,15 +86,15 @@ class Sparse(OuterStep):
     decay: float = 0.95
 
     def chunks(self, size: int) -> tuple[int, int]:
-        """Return the number of a tensor's chunks, and their equal length."""
+        """Return the number of a tensor's chunks and their common length."""
         count = -(-size // self.chunk)
         return count, -(-size // count)
 
 
 class SparseAverage(OuterMomentum):
-    """The largest numbers of each chunk in 2 bits with error feedback (SparseLoCo, 2508.15706).
+    """The largest elements of each chunk in 2 bits with error feedback (SparseLoCo, 2508.15706).
 
-    Every replica sends its own to all others, as positions and codes.
+    Every replica sends its positions and codes to all others.
     """
 
     settings: Sparse
@@ -121,19 +121,19 @@ class SparseAverage(OuterMomentum):
     @property
     def cost(self) -> float:
         bits = sum(map(self._bits, self.sizes.values()))
-        # All of n messages reach all: n - 1 are sent by a rank, where an all-reduce sends 2 (n-1)/n
+        # Every rank sends its message to n - 1 others, where an all-reduce sends 2 (n - 1) / n
         return float(self._replicas / 2 * bits / 8 / (4 * sum(self.sizes.values())))
 
     def _bits(self, size: int) -> float:
         count, length = self.settings.chunks(size)
         kept = min(self.settings.kept, length)
-        # The positions as the number of one of all choices of so many among the chunk.
+        # Positions: the bits that number all possible choices of so many elements of a chunk.
         choices = math.lgamma(length + 1) - math.lgamma(kept + 1) - math.lgamma(length - kept + 1)
         return count * (kept * 2 + choices / math.log(2) + 16)
 
 
 def _in_two_bits(x: Tensor) -> Tensor:
-    """(..., k) in signs and two sizes: the means of the smaller and of the larger half."""
+    """Quantise (..., k) to signs and two sizes: the means of the smaller and the larger half."""
     size = x.abs()
     large = size > size.median(dim=-1, keepdim=True).values
     high = (size * large).sum(-1, keepdim=True) / large.sum(-1, keepdim=True).clamp_min(1)
@@ -142,10 +142,10 @@ def _in_two_bits(x: Tensor) -> Tensor:
 
 
 class PowerSGD(Synchronous):
-    """Mean gradients of low rank at every step, with error feedback (arXiv 1905.13727).
+    """Low-rank mean gradients at every step, with error feedback (arXiv 1905.13727).
 
-    As PyTorch's hook of DDP: the first steps are exact, and so are tensors that low rank would not
-    halve.
+    Follows PyTorch's DDP hook: the first steps are exact, and so are tensors that low rank would
+    not halve.
     """
 
     def __init__(self, rank: int, world: World):
@@ -167,7 +167,7 @@ class PowerSGD(Synchronous):
         return {name: mean[None] for name, mean in means.items()}
 
     def _mean(self, name: str, G: Tensor) -> Tensor:
-        """A power iteration of the mean, from the Q of the last step."""
+        """Take a power iteration of the mean, from the last step's Q."""
         wanted = G + self._lost.get(name, torch.zeros_like(G))
         mean = wanted.mean(0)
         [found] = orthonormal_columns([(mean @ self._Q[name])[None]], [Extent(range(len(mean)))])

@@ -46,7 +46,7 @@ Method = Literal[
     "powersgd_muon",
 ]
 SYNCHRONISED = ("adamw", "muon", "normuon", "dion2", "nordion2", "dion")
-# Settings of ours.
+# Settings of "ours".
 OURS = ("fragments", "delay", "align", "polar", "strided", "spectrum_decay", "exact_momenta")
 SPARSE = ("sparseloco", "sparse_muon")
 DIRECTIONS: dict[str, Direction] = {
@@ -59,25 +59,25 @@ DIRECTIONS: dict[str, Direction] = {
     "powersgd": "adamw",
     "dion": "low_rank",
 }
-NESTEROV = 1 / 0.95  # the look-ahead that makes a momentum of 0.95 Nesterov's
-# With Nesterov's momentum, unless a look-ahead is given.
+NESTEROV = 1 / 0.95  # the look-ahead of Nesterov's momentum at 0.95
+# Methods with Nesterov's momentum unless a look-ahead is given.
 MUON_INSIDE = ("muon", "normuon", "dion2", "nordion2", "muloco", "sparse_muon", "powersgd_muon")
 
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a training; None takes what suits the method.
+    """Settings of a run; None takes the method's default.
 
     Attributes:
-        method: those of SYNCHRONISED average gradients at every step; the others keep to a budget.
-        lr, elementwise, weight_decay, look_ahead, update_scale: as of :class:`Inner`.
+        method: methods in SYNCHRONISED average gradients at every step; others keep to a budget.
+        lr, elementwise, weight_decay, look_ahead, update_scale: as in :class:`Inner`.
         budget: share of the bytes of float32 gradients at every step.
         bits, fragments, strided, delay, align, polar, spectrum_decay, exact_momenta: of "ours"
-            (:class:`Average`); bits of "coded_gradients", DiLoCo and MuLoCo too, 0 for float32.
-        outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate of the sparse ones too.
-        kept: of a chunk's 4096 numbers, by "sparseloco" around AdamW and "sparse_muon".
-        size, corpus, batch_size, replicas, steps, seed: what is learned, by how many, how long. A
-            batch is so many sequences of a replica.
+            (:class:`Average`); bits also of "coded_gradients", DiLoCo and MuLoCo, 0 for float32.
+        outer_lr, outer_momentum: of DiLoCo and MuLoCo; the rate also of the sparse methods.
+        kept: of a chunk's 4096 elements, by "sparseloco" (around AdamW) and "sparse_muon".
+        size, corpus, batch_size, replicas, steps, seed: the task; ``batch_size`` counts sequences
+            of one replica.
         warmdown: share of the steps over which the learning rate falls to zero.
     """
 
@@ -123,11 +123,11 @@ class Training:
 
     @property
     def task(self) -> Task:
-        """What is learned."""
+        """The model and its data."""
         return replace(SIZES[self.size], corpus=self.corpus, batch_size=self.batch_size)
 
     def outer(self, world: World) -> Outer | None:
-        """How replicas come together; None if they share all gradients."""
+        """Return how replicas synchronise; None if they share all gradients."""
         if self.method in SYNCHRONISED:
             return None
         if self.method == "ours":
@@ -149,7 +149,7 @@ class Training:
         return OuterMomentum.within(self.budget, self.steps, settings, world)
 
     def inner(self, outer: Outer | None) -> Inner:
-        """A replica's own optimizer."""
+        """Return the settings of the local optimizer."""
         ahead = self.look_ahead
         if ahead is None:
             ahead = NESTEROV if self.method in MUON_INSIDE else 0.0
@@ -187,9 +187,9 @@ def trained(training: Training, world: World, *, check_every: int = 20) -> tuple
 
 
 def train(training: Training, device: str = "cpu", *, compiled: bool = False) -> dict[str, Any]:
-    """Return the record of a training: its settings, the held-out loss and the share of bytes.
+    """Return the record of a run: its settings, the held-out loss and the share of bytes.
 
-    compiled: of :class:`World`. The loss is None if weights stopped being finite.
+    compiled: as in :class:`World`. The loss is None if weights are no longer finite.
     """
     begun = time.perf_counter()
     world = World(training.task, training.seed, training.replicas, device, compiled=compiled)

@@ -1,4 +1,4 @@
-"""What is learned, and each replica's gradients of it."""
+"""The task, and each replica's gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ Weights = dict[str, Tensor]  # (replicas, ...), by the name of the parameter
 
 
 class World:
-    """The model, its initial weights and its data, equal to those of the convergence benchmark.
+    """The model, its initial weights and its data, the same as in the convergence benchmark.
 
     Attributes:
-        initial: weights by name, in the order in which an optimizer has them, without the dimension
-            of replicas.
-        matrices: names of those that take a direction; all others take AdamW.
+        initial: weights by name, in the optimizer's order, without the dimension of replicas.
+        matrices: names of the weights that take a direction; all others take AdamW.
 
-    compiled: whether gradients are compiled: the same but for rounding, and faster for models of
+    compiled: whether gradients are compiled; equal up to rounding, and faster for models of
     millions of parameters.
     """
 
@@ -49,7 +48,7 @@ class World:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """The number of elements of the model."""
         return sum(X.numel() for X in self.initial.values())
 
     def _loss(self, X: Weights, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -57,15 +56,15 @@ class World:
         return loss
 
     def gradients(self, step: int, X: Weights, *, each: bool = True) -> Weights:
-        """Each replica's gradient of its own batch, (replicas, ...), or that of all, (1, ...).
+        """Return each replica's gradient, (replicas, ...), or that of all batches, (1, ...).
 
-        X: (replicas, ...), or (1, ...) where replicas hold the same weights.
+        X: (replicas, ...), or (1, ...) if replicas hold the same weights.
         """
         batches = [batch for rank in range(self.replicas) for batch in self.batches(step, rank)]
         tokens, targets = (torch.stack(x).to(self.device) for x in zip(*batches, strict=True))
         if each:
             X = {name: x.expand(self.replicas, *x.shape[1:]) for name, x in X.items()}
-            with warnings.catch_warnings():  # attention is not batched further: that is no error
+            with warnings.catch_warnings():  # vmap warns that it cannot batch attention: harmless
                 warnings.filterwarnings("ignore", ".*batching rule.*")
                 gradients: Weights = self._each(X, tokens, targets)
             return gradients

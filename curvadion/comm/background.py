@@ -1,4 +1,4 @@
-"""Collectives beside the training, over a process group of their own."""
+"""Collectives during training, over their own process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _of_group: dict[dist.ProcessGroup, Background] = {}
 
 
 def background_of(like: dist.ProcessGroup, device: torch.device) -> Background:
-    """That of a process group: one for all who use it. The first call is collective over it."""
+    """The one background of a process group, shared by all users; the first call is collective."""
     if like not in _of_group:
         for group in [group for group in _of_group if not _exists(group)]:
             _of_group.pop(group).end(seconds=1.0)
@@ -29,14 +29,14 @@ def _exists(group: dist.ProcessGroup) -> bool:
 
 
 def no_background() -> Background:
-    """Stands for the exchanges of a step that has none: raises RuntimeError."""
+    """Raise RuntimeError: this step has no background exchanges."""
     raise RuntimeError(
         "This step has no replicas, so it cannot exchange anything in the background."
     )
 
 
 class Background(Worker):
-    """Exchanges over a group of their own, in the same order on all ranks."""
+    """Exchanges over their own group, in the same order on all ranks."""
 
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
         ranks, backend = dist.get_process_group_ranks(like), dist.get_backend(like)
@@ -44,7 +44,7 @@ class Background(Worker):
         self.timeout = timeout_of([group]).total_seconds()
         super().__init__(device)
 
-        # NCCL connects at the first collective of each kind. In mid-training kernels of other
+        # NCCL connects at the first collective of each kind. During training, kernels of other
         # groups would be running, and might wait for a rank that is still connecting.
         def connect() -> None:
             words = torch.zeros(group.size(), dtype=torch.uint8, device=device)
@@ -54,19 +54,19 @@ class Background(Worker):
         self.begin("Connecting replicas for exchanges beside the training", connect).result()
 
     def end(self, seconds: float) -> None:
-        """End the thread, for which this waits so long, and the group, which torch would keep."""
+        """End the thread, waiting ``seconds`` at most, and the group, which torch would keep."""
         super().end(seconds)
-        # To destroy a group of NCCL may wait for ranks that are lost or have not come so far.
+        # Destroying an NCCL group may wait for ranks that are lost or late.
         if self._device.type != "cuda" and not self._thread.is_alive():
             if _exists(self.group):
                 dist.destroy_process_group(self.group)
-            del self.group  # with its threads, which release tensors
+            del self.group  # ends its threads, which release tensors
 
 
 @atexit.register
 def _finish_all() -> None:
-    # Other ranks may wait for what has begun here, but a wait for a lost rank's GPU never ends.
-    # The threads of gloo's groups release tensors, which needs the interpreter: end them before it.
+    # Other ranks may wait for pending exchanges, but waiting for a lost rank's GPU never ends. The
+    # threads of gloo's groups release tensors, which needs the interpreter: end them before it.
     begun = time.monotonic()
     while _of_group:
         _, background = _of_group.popitem()

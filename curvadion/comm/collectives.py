@@ -22,7 +22,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 
 def all_ranks_equal(said: object, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether ``said`` has the same repr on all ranks of the group, by 16 bytes on ``device``."""
+    """Whether ``said`` has the same repr on all ranks of the group; 16 bytes on ``device``."""
     if group_size(group) == 1:
         return True
     number = checksum(said)
@@ -41,7 +41,7 @@ _OF_LOST_RANKS = ("gloo", "wait timeout", "timed out", "connection closed", "con
 
 @contextmanager
 def explain_lost_ranks(call: str) -> Iterator[None]:
-    """Say what to do where a backend says only that a connection or a wait has ended."""
+    """Add advice to a backend's errors about lost connections and timeouts."""
     try:
         yield
     except RuntimeError as error:
@@ -58,7 +58,7 @@ def explain_lost_ranks(call: str) -> Iterator[None]:
 
 
 class Slot(NamedTuple):
-    """A place for one tensor in a bucket: its shape, dtype and device, and its group."""
+    """A tensor's place in a bucket: shape, dtype, device and group."""
 
     shape: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -67,7 +67,7 @@ class Slot(NamedTuple):
 
 
 class Buckets:
-    """A flat buffer for each group, dtype and device, and in ``views`` a part for each slot."""
+    """A flat buffer for each group, dtype and device; ``views`` has a part for each slot."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         lengths: dict[Slot, int] = {}
@@ -102,7 +102,7 @@ class Buckets:
 
 
 def mean_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its mean over ``group``, in float32 or wider: the same bits on all."""
+    """Replace each tensor by its mean over ``group``, in float32 or wider, bitwise equal on all."""
     size = group_size(group)
     if size == 1:
         return
@@ -140,7 +140,7 @@ def all_to_all(
     group: dist.ProcessGroup,
     like: Tensor,  # of their dtype and device
 ) -> Callable[[], list[list[Tensor]]]:
-    """Begin to send each rank some tensors; call the result for what each has sent here."""
+    """Begin to send tensors to each rank; call the result for the tensors received from each."""
     sent = [sum(t.numel() for t in tensors) for tensors in to]
     expected = [[math.prod(shape) for shape in each] for each in shapes]
     received = list(map(sum, expected))
@@ -161,12 +161,12 @@ def all_to_all(
 
 
 def shares(count: int, ranks: int) -> list[int]:
-    """How many of ``count`` things each rank has: equal shares, the first ranks one more."""
+    """Divide ``count`` items over the ranks: equal shares, the first ranks one more."""
     return [count // ranks + (i < count % ranks) for i in range(ranks)]
 
 
 def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Which of ``count`` parts of about equal size each thing is in; few make fewer, none empty."""
+    """Assign items to at most ``count`` parts of about equal size, none of them empty."""
     parts, filled = [0] * len(sizes), [0] * min(count, len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         parts[i] = min(range(len(filled)), key=filled.__getitem__)
@@ -175,17 +175,17 @@ def divide(sizes: Sequence[int], count: int) -> list[int]:
 
 
 class SharedWork:
-    """Work on vectors that are sums over ranks: which rank works on which (this one on ``mine``).
+    """Divides work on vectors that are sums over ranks; this rank works on ``mine``.
 
-    All vectors form one line, those that one rank works on next to each other. Each rank also has
-    one of as many equal shares of the line, wherever this cuts through vectors:
+    All vectors form one line, ordered by the rank that works on them. Each rank also has an equal
+    share of the line, which may cut through vectors:
 
         summands of the whole line        each rank sums its share
         shares of the sums                each rank has the vectors that it works on
-        what it has made of these         each rank has its share of the results
+        results of these vectors          each rank has its share of the results
         shares of the results             all ranks have all results
 
-    One rank receives, and sends, the line twice and its own vectors once more, or less.
+    A rank receives, and sends, at most twice the line and its own vectors once more.
     """
 
     def __init__(self, costs: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -197,7 +197,7 @@ class SharedWork:
         self.mine = self._by_rank[group.rank()]
 
     def sums(self, summands: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The sums over the ranks, taken in ``dtype``, of the vectors in ``mine``; collective."""
+        """The sums over the ranks, in ``dtype``, of the vectors in ``mine``; collective."""
         sizes = [len(summand) for summand in summands]
         length, to, of = self._crossings(sizes)
         rest = summands[0].new_zeros(length * self._group.size() - sum(sizes))
@@ -210,13 +210,13 @@ class SharedWork:
         return list(own.split([sizes[i] for i in self.mine]))
 
     def results(self, own: Sequence[Tensor], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
-        """All results of the given sizes, on all ranks; own: those of ``mine``. Collective."""
+        """Return all results, of these sizes, on all ranks; own: those of ``mine``; collective."""
         length, of, to = self._crossings(sizes)
         share = like.new_empty(length)
         sent = torch.cat([like.new_empty(0), *own])
         dist.all_to_all_single(share[: sum(of)], sent, of, to, group=self._group)
         line = share.new_empty(self._group.size() * length)
-        # Newer versions of torch deprecate the name that older ones have.
+        # Newer versions of torch deprecate the older name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(line, share, group=self._group)
         parts = line[: sum(sizes)].split([sizes[i] for i in self._order])
@@ -224,7 +224,7 @@ class SharedWork:
         return [by_vector[i] for i in range(len(sizes))]
 
     def _crossings(self, sizes: Sequence[int]) -> tuple[int, list[int], list[int]]:
-        """The length of a share; of each rank, its numbers in this share, and ours in its share."""
+        """The length of a share; by rank, its elements in our share, and ours in its share."""
         ends = accumulate((sum(sizes[i] for i in owned) for owned in self._by_rank), initial=0)
         owned = [range(*span) for span in pairwise(ends)]
         length, rank = -(-sum(sizes) // len(owned)), self._group.rank()

@@ -1,4 +1,4 @@
-"""Process groups: of replicas, of any ranks, and of the ranks of several others."""
+"""Process groups: of replicas, of any ranks, and unions of groups."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from curvadion.comm.members import Members
 Group = dist.ProcessGroup
 Replicas = Group | DeviceMesh | Members | Literal["single"] | None
 
-BACKGROUND = "curvadion background"  # the description of groups that a thread of ours uses
-# By default group: how often a group of some ranks was made. Their members count the same.
+BACKGROUND = "curvadion background"  # the description of background groups
+# By default group, how often a group of some ranks was made; its members count equally.
 _made: weakref.WeakKeyDictionary[Group, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def new_group(
     ranks: Iterable[int],
-    like: Sequence[Group] = (),  # groups whose longest timeout it gets; else the default group's
+    like: Sequence[Group] = (),  # groups whose longest timeout it takes; else the default group's
     *,
     backend: str | None = None,  # None for the default group's
     description: str = "curvadion",
 ) -> Group:
-    """A new process group of these global ranks, which must all call this at the same point."""
-    # dist.new_group is a call of all ranks of the world, of which some have no optimizer, or step
-    # at other moments. With use_local_synchronization=True members suffice, but derive the group's
-    # name from the number of groups that each is in. With init_process_group(device_id=...) both
-    # split the world's NCCL communicator, a call of all ranks again. So the members make the group
-    # under a name that only their calls decide, with a communicator of its own.
+    """Create a process group of these global ranks, which must all call this at the same point."""
+    # All ranks of the world must call dist.new_group, but some have no optimizer, or step at other
+    # moments. With use_local_synchronization=True members suffice, but they derive the group's name
+    # from the number of groups that each is in. With init_process_group(device_id=...) both split
+    # the world's NCCL communicator, which again needs all ranks. So the members create the group
+    # under a name that depends only on their own calls, with its own communicator.
     members = tuple(sorted(ranks))
     if dist.get_rank() not in members:
         raise ValueError(f"rank {dist.get_rank()} is not one of the group's ranks {members}")
@@ -47,7 +47,7 @@ def new_group(
     digest = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()
     store = c10d._world.pg_map[world][1]
     make: Any = c10d._new_process_group_helper
-    bound, world.bound_device_id = world.bound_device_id, None  # else the helper splits
+    bound, world.bound_device_id = world.bound_device_id, None  # prevents a split
     group: Group
     try:
         group, _ = make(
@@ -82,7 +82,7 @@ def group_of_ranks(ranks: Iterable[int], like: Sequence[Group] = ()) -> Group | 
 
 
 def existing_group(ranks: Iterable[int]) -> Group | None:
-    """A process group of these global ranks that has the default group's backends, if any."""
+    """An existing process group of these global ranks with the default group's backends, if any."""
     wanted = sorted(ranks)
     for group in c10d._world.pg_map:
         if (
@@ -95,7 +95,7 @@ def existing_group(ranks: Iterable[int]) -> Group | None:
 
 
 class Unions:
-    """Groups of all ranks reached through several groups; all ranks ask for them in one order."""
+    """Unions of process groups; all ranks request them in the same order."""
 
     def __init__(self) -> None:
         self._known: dict[frozenset[Group], Group | None] = {}
@@ -113,7 +113,7 @@ class Unions:
 
 def _reachable(groups: Sequence[Group]) -> set[int]:
     ranks = {dist.get_rank()}
-    # One round for each group: in a grid, each round adds one dimension, for all ranks.
+    # One round per group: in a grid, each round adds a dimension, for all ranks.
     for _ in groups:
         for group in groups:
             told: list[set[int]] = [set() for _ in range(group_size(group))]
@@ -130,17 +130,17 @@ class Replica(NamedTuple):
 
 
 class ReplicaGroup:
-    """The ranks that hold replicas of the same weights; copies share it, pickles name it."""
+    """The ranks that hold replicas; copies share the group, pickles store its name."""
 
     def __init__(self, replicas: Replicas) -> None:
-        self.single = isinstance(replicas, str) and replicas == "single"  # as the user has said
+        self.single = isinstance(replicas, str) and replicas == "single"  # the user's choice
         self.members = replicas if isinstance(replicas, Members) else None
         fixed = None if self.single or self.members is not None else replicas
         self.process_group = _process_group(fixed)
 
     @property
     def size(self) -> int:
-        """How many there are; 2, for several, where they come and go."""
+        """The number of replicas; 2, meaning several, if they come and go."""
         return group_size(self.process_group) if self.members is None else 2
 
     @property

@@ -1,4 +1,4 @@
-"""The interface of replicas that come and go, which a sync asks at each opening."""
+"""The interface of replicas that come and go, used by a sync at each opening."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from curvadion import checks
 from curvadion.comm.worker import Exchange
 
-# What collectives raise if a member is lost: torch cannot name a group that is none of its own, and
-# then fails with another error.
+# Errors of collectives if a member is lost; torch cannot name a foreign group, and then fails with
+# another error.
 LOST = (RuntimeError, ValueError)
 
 
 class Opening(ABC):
-    """The members that are present at an opening; what they do is written once all can commit.
+    """The members that are present at an opening, which is applied only if all can commit.
 
     Attributes:
         group: the members, this rank's counterparts on the other replicas among them.
-        fresh: whether this replica has just got weights and states from another one.
+        fresh: whether this replica has just received weights and states from another one.
     """
 
     group: dist.ProcessGroup
@@ -28,22 +29,22 @@ class Opening(ABC):
 
     @abstractmethod
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Everybody's numbers, in the order of the group; RuntimeError if a member is lost."""
+        """All members' numbers, in the order of the group; RuntimeError if a member is lost."""
 
     @abstractmethod
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
-        """Let a thread do some work, which may exchange over the group; what: for errors."""
+        """Run work in a thread, which may communicate over the group; what: its name in errors."""
 
     @abstractmethod
     def agree(self) -> None:
-        """Wait until all members have come so far; RuntimeError if one is lost. Collective."""
+        """Wait until all members get here; RuntimeError if one is lost. Collective."""
 
     @abstractmethod
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
-        """Whether this replica writes what has been exchanged: if it has not failed on any rank.
+        """Return whether this replica applies the opening: if it has failed on none of its ranks.
 
-        Collective in the replica; members have agreed before. record: the codes of the means in
-        order, as "codes", and what else a member that was late needs to catch up.
+        Collective in the replica, after all members have agreed. record: the codes of the means in
+        order, as "codes", and everything else that a late member needs to catch up.
         """
 
 
@@ -51,16 +52,32 @@ class Members(ABC):
     """Replicas that come and go.
 
     Attributes:
-        weight: of this replica's next steps in means, such as the tokens that a step reads, where
-            replicas read batches of different sizes. Set it before ``step()``.
+        weight: of this replica's next steps in means, such as the tokens of a step if replicas have
+            batches of different sizes. Set it before ``step()``.
     """
 
-    weight: float = 1.0
+    _weight: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        checks.number("replicas.weight", weight)
+        self._weight = float(weight)
+
+    def changed(self) -> None:
+        """Weights or states have been loaded or added, so members compare theirs anew."""
 
     def meet(self) -> None:
-        """Begin the opening that the next :meth:`begin` returns, before a step is taken."""
+        """Begin, before a step, the opening that the next :meth:`begin` returns."""
         raise NotImplementedError
+
+    def arrived(self) -> bool:
+        """Whether an opening can begin now; if not, this replica trains on and asks again."""
+        return True
 
     @abstractmethod
     def begin(self) -> Opening:
-        """Meet the members that are present; weights and states may change by a peer's."""
+        """Meet the members that are present; a peer's weights and states may replace this one's."""

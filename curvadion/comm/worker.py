@@ -1,4 +1,4 @@
-"""Exchanges in a thread of their own, beside the training."""
+"""Exchanges in a separate thread during training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Job = Callable[[], None]
 
 
 class Exchange(Generic[Result]):
-    """An exchange under way; ``what`` it is, for errors."""
+    """A pending exchange; ``what``: its name in errors."""
 
     def __init__(self, what: str, device: torch.device) -> None:
         self.what = what
@@ -38,7 +38,7 @@ class Exchange(Generic[Result]):
             self._future.set_exception(error)
 
     def result(self) -> Result:
-        """What it gave, once it is done; RuntimeError with its name if it failed."""
+        """Wait for the result; RuntimeError with its name if it failed."""
         try:
             return self._future.result()
         except Exception as error:
@@ -49,7 +49,7 @@ class Exchange(Generic[Result]):
 
 
 class Worker:
-    """A thread that does exchanges one after the other, in the order in which they were begun."""
+    """A thread that runs exchanges one after the other, in the order in which they were begun."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,13 +60,13 @@ class Worker:
         self._thread.start()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
-        """Let the thread do some work; what: for errors."""
+        """Run work in the thread; what: its name in errors."""
         exchange: Exchange[Result] = Exchange(what, self._device)
         self._jobs.put(lambda: exchange.run(work))
         return exchange
 
     def end(self, seconds: float) -> None:
-        """End the thread, for which this waits so long."""
+        """End the thread, waiting ``seconds`` at most."""
         self._jobs.put(None)
         self._thread.join(seconds)
 
@@ -85,8 +85,8 @@ class Stopwatch:
 
 
 def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
-    if device.type == "cuda":  # the thread's own, and with it its device
+    if device.type == "cuda":  # sets the thread's stream and device
         torch.cuda.set_stream(torch.cuda.Stream(device))
     for job in iter(jobs.get, None):
         job()
-        del job  # and the tensors that it holds, before the wait for the next
+        del job  # frees its tensors before the wait for the next

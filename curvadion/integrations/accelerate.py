@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: gradients stay in their replica, and replicas agree before it saves."""
+"""Hugging Face Accelerate: local gradients, and replicas that synchronise before it saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from curvadion.optim.dion import Dion
 
 Accelerator = TypeVar("Accelerator")
 
-_PREPARED = "_curvadion_prepared"  # an attribute of accelerators: the models that they have wrapped
+_PREPARED = "_curvadion_prepared"  # attribute of accelerators: their wrapped models
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
@@ -98,7 +98,7 @@ def _prepared(accelerator: Any, result: Any) -> None:
                     f"optimizer) before the first step and before loading a state."
                 )
             if not optimizer.progress.steps:
-                optimizer._forget()  # it would keep the whole weights alive
+                optimizer._forget()  # its plan would keep the unsharded weights alive
     _take_over(accelerator)
 
 
@@ -109,7 +109,7 @@ def _prepared_model(accelerator: Any, model: Any) -> None:
 
 def _prepared_optimizer(accelerator: Any, wrapper: Any) -> None:
     if isinstance(ours := unwrapped(wrapper), Dion):
-        # Accelerate's wrapper has none of them, and messages name them.
+        # Accelerate's wrapper lacks these, and errors name them.
         wrapper.synchronize, wrapper.drift = ours.synchronize, ours.drift
     _take_over(accelerator)
 
@@ -126,18 +126,18 @@ def _take_over(accelerator: Any) -> None:
 def _replicated_models(accelerator: Any) -> list[nn.Module]:
     if accelerator.is_fsdp2:
         return list(accelerator._models) if shards_have_replicas(accelerator) else []
-    # What torch.compile makes of DDP is DDP's.
+    # A compiled DDP counts as DDP.
     known = list(getattr(accelerator, _PREPARED))
     return [m for m in known if isinstance(getattr(m, "_orig_mod", m), DistributedDataParallel)]
 
 
 def shards_have_replicas(accelerator: Any) -> bool:
-    """Whether its mesh has several replicas of FSDP2's shards."""
+    """Whether the mesh has several replicas of FSDP2's shards."""
     return bool(getattr(accelerator.parallelism_config, "dp_replicate_enabled", False))
 
 
 def _check_replicas(accelerator: Any, own: set[int], optimizer: Dion) -> None:
-    """Raise ValueError if nothing would average gradients; own: of the model."""
+    """Raise ValueError if nothing would average some gradients; own: ids of the model's."""
     if optimizer._replicas.process_group is None:
         mesh = 'accelerator.torch_device_mesh["dp_replicate"]'
         where = mesh if accelerator.is_fsdp2 else "dist.group.WORLD"
@@ -193,7 +193,7 @@ def _agree_exactly(accelerator: Any) -> None:
 
 
 def _agree_on_weights(accelerator: Any) -> None:
-    if accelerator.is_fsdp2:  # has one model, and gathers its shards on all ranks
+    if accelerator.is_fsdp2:  # it has one model, and gathers its shards on all ranks
         for optimizer in _optimizers(accelerator):
             optimizer.eval()
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose gradients stay on their replica."""
+"""DistributedDataParallel with local gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keep_gradients_local(ddp: Model) -> Model:
     """
     wrapper: Any = ddp
     while isinstance(wrapper, nn.Module) and "_orig_mod" in wrapper._modules:
-        wrapper = wrapper._modules["_orig_mod"]  # what torch.compile has wrapped
+        wrapper = wrapper._modules["_orig_mod"]  # the module inside torch.compile
     if not isinstance(wrapper, DistributedDataParallel):
         raise TypeError(
             f"ddp must be a torch.nn.parallel.DistributedDataParallel, or torch.compile of one, "

@@ -1,4 +1,4 @@
-"""Fully sharded models: FSDP2 whose gradients stay in their replica, and FSDP1's flat shards."""
+"""Fully sharded models: FSDP2 with local gradients, and FSDP1's flat shards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def declare_flat_shards(model: Model) -> Model:
 
 
 def _parameter_groups(module: Any) -> list[Any]:
-    """FSDP's own groups of parameters that communicate together."""
+    """FSDP's groups of parameters that communicate together."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # newer versions of torch
         return list(state._fsdp_param_groups)
@@ -64,14 +64,14 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 
 def _reduce_over_shards_only(group: Any) -> None:
-    """Give a parameter group the same mesh without the meaning of its replicas, if it has any."""
+    """Make a parameter group ignore the replicas of its mesh, if it has any."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, fsdp.DDPMeshInfo):
         return
     known = {f.name: getattr(mesh_info, f.name) for f in fields(mesh_info) if f.init}
-    # FSDP reduces as the class says: over shards, over replicas (the one met above) or both.
+    # The class decides over what FSDP reduces: shards, replicas (handled above) or both.
     local: Any
     if isinstance(mesh_info, fsdp.FSDPMeshInfo):
         local = fsdp.FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})

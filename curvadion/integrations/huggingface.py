@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: builds the optimizer, agrees before files are written, logs reports."""
+"""Hugging Face's Trainer: builds the optimizer, synchronises before saving, logs reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from curvadion.optim.param_groups import param_groups
 
 Trainer = TypeVar("Trainer")
 
-TRAINERS_RATE = 5e-5  # of TrainingArguments that name none, for AdamW
+TRAINERS_RATE = 5e-5  # TrainingArguments' default, for AdamW
 _ATTACHED = "_curvadion_attached"  # an attribute of trainers
 _FOR_GROUPS = tuple(inspect.signature(param_groups).parameters)[1:]
 
@@ -66,10 +66,10 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
         wrap_method(trainer, "create_optimizer", partial(_create, trainer, optimizer, settings))
     if not trainer.is_deepspeed_enabled:
         accelerate.attach(trainer.accelerator)
-        # For parameters on several meshes Trainer takes a norm of its own, of one replica only.
+        # For parameters on several meshes Trainer computes its own norm, of one replica only.
         trainer._has_mixed_mesh_grads = lambda model: False
     run_before(trainer, "_save_checkpoint", partial(_agree, trainer, for_files=True))
-    # While replicas count as drifted, the next evaluation would average what has been loaded.
+    # If replicas counted as drifted, the next evaluation would average the loaded weights.
     run_before(trainer, "_load_best_model", partial(_agree, trainer))
     _report(trainer)
     setattr(trainer, _ATTACHED, True)
@@ -77,7 +77,7 @@ def attach(trainer: Trainer, optimizer: type[Dion] = CurvaDion, **settings: Any)
 
 
 def optimizer_of(trainer: Any) -> Dion | None:
-    """The CurvaDion or Dion that a Trainer steps, inside all wrappers; None before it has one."""
+    """A Trainer's CurvaDion or Dion, unwrapped; None if it has none yet."""
     engine = getattr(trainer, "deepspeed", None)
     found = unwrapped(trainer.optimizer) if engine is None else engine.basic_optimizer
     return found if isinstance(found, Dion) else None
@@ -115,8 +115,8 @@ def _create(
     model: nn.Module | None = None,
 ) -> Any:
     if trainer.optimizer is None:
-        # A search of hyperparameters makes several optimizers, each with the arguments and the
-        # accelerator of its trial, and a gate has a memory.
+        # A hyperparameter search makes several optimizers, each with the arguments and the
+        # accelerator of its trial, and a gate keeps state.
         accelerate.attach(trainer.accelerator)
         args = trainer.args
         mine = {"lr": args.learning_rate, "weight_decay": args.weight_decay} | {
@@ -131,7 +131,7 @@ def _create(
 
 
 def _replicas(accelerator: Any) -> Any:
-    """The ranks that hold replicas, as Trainer is about to lay out its model."""
+    """The ranks that will hold replicas once Trainer lays out its model."""
     if accelerator.is_fsdp2:
         several = accelerate.shards_have_replicas(accelerator)
         return accelerator.torch_device_mesh["dp_replicate"] if several else None
@@ -141,15 +141,15 @@ def _replicas(accelerator: Any) -> Any:
 
 
 def _agree(trainer: Any, *, for_files: bool = False) -> None:
-    """Let replicas agree on weights, or on what a checkpoint holds; collective."""
+    """Synchronise weights, or all state for a checkpoint; collective."""
     if (optimizer := optimizer_of(trainer)) is not None:
-        # DeepSpeed's engine agrees exactly for its own files.
+        # DeepSpeed's engine synchronises exactly for its own files.
         exact = for_files and not (trainer.is_deepspeed_enabled or trainer.args.save_only_model)
         agree_for_a_file(optimizer, weights_only=not exact)
 
 
 def _report(trainer: Any) -> None:
-    """Log what steps report, and synchronise replicas at the end of the training."""
+    """Log reports of steps, and synchronise replicas at the end of training."""
     from transformers import TrainerCallback
 
     class Reports(TrainerCallback):  # type: ignore[misc]
@@ -162,7 +162,7 @@ def _report(trainer: Any) -> None:
             self.on_epoch_end(args, state, control)
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # What is evaluated is what the checkpoint of this step will hold, if there is one.
+            # Evaluate the same weights as in this step's checkpoint, if there is one.
             if control.should_evaluate and (control.should_save or args.save_strategy == "best"):
                 _agree(trainer, for_files=True)
 

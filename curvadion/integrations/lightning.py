@@ -1,4 +1,4 @@
-"""Lightning, of either package: replicas train, are evaluated, saved and resumed."""
+"""Lightning, from either package: a callback for training, evaluating, saving and resuming."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Replicas(Callback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, *, log: bool = True) -> None:
         self._logs = log
-        self._fit = ExitStack()  # what the end of a fit undoes
+        self._fit = ExitStack()  # undone at the end of a fit
         self._optimizers: list[Dion] = []  # of the fit
         self._summaries: list[Summary] = []
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._leave()  # of a fit that did not end
+        self._leave()  # a fit that did not end
         self._optimizers = [_ours(optimizer) for optimizer in trainer.optimizers]
         _leave_gradients(trainer.strategy, self._optimizers)
         self._wrap(trainer, "save_checkpoint", self._save_checkpoint)
@@ -116,7 +116,7 @@ def _ours(optimizer: Optimizer) -> Dion:
 
 
 def _leave_gradients(strategy: Any, optimizers: list[Dion]) -> None:
-    """Stop a strategy from averaging gradients over what the optimizers call replicas."""
+    """Stop a strategy from averaging gradients over the optimizers' replicas."""
     name = type(strategy).__name__
     flat = any(isinstance(m, FullyShardedDataParallel) for m in strategy.model.modules())
     if flat or name == "DeepSpeedStrategy":
@@ -146,7 +146,7 @@ def _clip(
         return
     precision = trainer.precision_plugin
     if (scaler := getattr(precision, "scaler", None)) is not None:
-        scaler.unscale_(optimizer)  # its step leaves it out then
+        scaler.unscale_(optimizer)  # its step then does not unscale again
     if gradient_clip_algorithm == "value":
         precision.clip_grad_by_value(optimizer, clip_val)
     else:

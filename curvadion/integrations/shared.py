@@ -1,4 +1,4 @@
-"""What the integrations of several frameworks do alike."""
+"""Helpers shared by the integrations of several frameworks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: dict[str, type[Dion]] = {"CurvaDion": CurvaDion, "Dion": Dion}  # in conf
 
 
 def keep_gradients_local(model: nn.Module) -> None:
-    """Stop whatever averages a prepared model's gradients: DDP, FSDP2, or nothing."""
+    """Stop DDP or FSDP2, if used, from averaging a prepared model's gradients over replicas."""
     modules = list(model.modules())
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         ddp.keep_gradients_local(model)
@@ -27,7 +27,7 @@ def keep_gradients_local(model: nn.Module) -> None:
 
 
 def agree_for_a_file(optimizer: Dion, *, weights_only: bool = False) -> None:
-    """Let replicas agree on what a file will hold, as one writes it for all; collective."""
+    """Synchronise replicas before one of them writes a file for all; collective."""
     if weights_only:
         optimizer.eval()
     elif optimizer._replicas.size > 1 and optimizer.progress.steps_since_exact:
@@ -35,7 +35,7 @@ def agree_for_a_file(optimizer: Dion, *, weights_only: bool = False) -> None:
 
 
 def run_before(owner: object, name: str, action: Callable[[], object]) -> None:
-    """Let ``owner.name`` call ``action`` first."""
+    """Make ``owner.name`` call ``action`` first."""
 
     def around(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         action()
@@ -45,7 +45,7 @@ def run_before(owner: object, name: str, action: Callable[[], object]) -> None:
 
 
 def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None:
-    """Let ``owner.name`` hand its result to ``action`` last."""
+    """Make ``owner.name`` pass its result to ``action`` at the end."""
 
     def around(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = theirs(*args, **kwargs)
@@ -56,7 +56,7 @@ def run_after(owner: object, name: str, action: Callable[[Any], object]) -> None
 
 
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``owner.name`` by ``around``, which gets the method before; return the latter."""
+    """Replace ``owner.name`` by ``around``, which receives the original; return the original."""
     theirs: Callable[..., Any] = getattr(owner, name)
 
     @wraps(theirs)

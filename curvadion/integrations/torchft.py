@@ -1,6 +1,6 @@
 """Replicas that come and go, through torchft (the extra ``torchft``).
 
-torchft's Lighthouse tracks which replicas are alive; an opening is a transaction among these. Start
+torchft's Lighthouse tracks which replicas are alive; an opening is a transaction among them. Start
 ``torchft_lighthouse`` once, and set ``TORCHFT_LIGHTHOUSE`` in the environment of every replica.
 """
 
@@ -15,8 +15,10 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import cached_property
+from threading import Thread
 from typing import Any
 
 import torch
@@ -25,21 +27,23 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.process_group import ProcessGroupGloo
 
 from curvadion import checks
+from curvadion.comm.collectives import checksum
 from curvadion.comm.members import LOST, Members, Opening
 from curvadion.comm.worker import Exchange, Worker
 from curvadion.metering import wire
-from curvadion.optim.handover import hand_over, shared_weights, take_over
-from curvadion.optim.outer import ReplicaOptimizer
+from curvadion.optim.handover import hand_over, shared_settings, shared_weights, take_over
+from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
+from curvadion.update.plan import Plan
 
-RETRY_AFTER, SAY_AFTER = 0.5, 60.0  # seconds
+SAY_AFTER = 60.0  # seconds
 logger = logging.getLogger("curvadion")
 
 
 class Replicas(Members):
-    """Replicas that may die and come back: ``replicas=Replicas()`` of CurvaDion or Replicated.
+    """Replicas that may die and rejoin: ``replicas=Replicas()`` of CurvaDion or Replicated.
 
     Call :meth:`start` before the training loop::
 
@@ -47,12 +51,12 @@ class Replicas(Members):
         optimizer = curvadion.CurvaDion(groups, lr=0.02, replicas=replicas, wire_budget=0.01)
         replicas.start(optimizer, scheduler=scheduler)
 
-    If a member is lost during an opening, no other member writes anything of it: weights, momenta
-    and residuals stay as they are, and the next step opens again with the remaining members. With a
-    delay the next opening does, and with ``CodedGradients`` no replica takes the step. A replica
-    that joins copies anchors, momenta, counters, gate and schedulers from another one. A replica
-    that is late applies the means that it has missed, and keeps what it has learned since; with
-    ``CodedGradients`` it copies everything.
+    If a member is lost during an opening, no member applies it: weights, momenta and residuals stay
+    unchanged, and the next step opens again with the remaining members. With a delay the next
+    opening does, and with ``CodedGradients`` no replica takes the step. A joining replica copies
+    anchors, momenta, counters, gate and schedulers from another one. A late replica applies the
+    means that it missed, and keeps its own progress since then; with ``CodedGradients`` it copies
+    everything.
 
     A replica may have several ranks (FSDP2, tensor parallelism): each rank creates its own
     Replicas. Parameters live on a mesh of the replica's own ranks.
@@ -69,16 +73,18 @@ class Replicas(Members):
         quorum_timeout: seconds after which an opening raises an error because others did not
             arrive. It must exceed the time that the slowest replica takes from one opening to the
             next.
-        kept: how many openings' means a member keeps for late replicas; each uses ``bits`` bits of
-            CPU memory per element.
+        patience: seconds that this replica waits at an opening for the others. Then it trains on,
+            and opens at the first step at which they have arrived. None: no limit. Pass 0 if
+            replicas differ in speed.
+        kept: number of openings whose means a member keeps for late replicas; each uses ``bits``
+            bits of CPU memory per element.
         replica_id: a name for logs, by which members are sorted; None uses REPLICA_GROUP_ID from
             the environment, or a random name.
-        device: the device of the weights; None uses the current accelerator, or the CPU.
 
     Attributes:
-        events: what happened, a list of (seconds since the epoch, text).
-        openings: how many openings have been written since the run began.
-        present: how many members the last one had.
+        events: a log, a list of (seconds since the epoch, text).
+        openings: number of openings applied since the run began.
+        present: number of members of the last opening.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -91,48 +97,59 @@ class Replicas(Members):
         min_replicas: int = 1,
         timeout: float = 300.0,
         quorum_timeout: float = 600.0,
+        patience: float | None = None,
         kept: int = 8,
         replica_id: str | None = None,
-        device: torch.device | str | None = None,
     ) -> None:
         checks.integer("min_replicas", min_replicas, 1)
         checks.integer("kept", kept, 0)
         for name, seconds in (("timeout", timeout), ("quorum_timeout", quorum_timeout)):
             checks.number(name, seconds, least=1e-3)
-        if "TORCHFT_LIGHTHOUSE" not in os.environ:
-            raise ValueError(
-                "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, and "
-                "set the variable to its address, such as http://host:29510."
-            )
+        if patience is not None:
+            checks.number("patience", patience)
         if begins is None:
             begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         self._begins = begins
         self.events: list[tuple[float, str]] = []
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
         self._stateful: dict[str, Any] = {}
-        self._optimizer: ReplicaOptimizer | None = None
+        self._started: ReplicaOptimizer | None = None
         self._ready: _Opening | None = None
         self.present = 0
+        self._patience, self._uncommitted = patience, False
         self._given: dict[str, Any] | None = None
         self._worker: Worker | None = None
-        self._replays = False  # whether who is late can take in what was missed
-        self._chain = 0  # a checksum of all means so far: anchors are the same where it is
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        limit = timedelta(seconds=timeout)
-        cuda = self._device.type == "cuda"
-        self._group: ProcessGroup = (ProcessGroupNCCL if cuda else ProcessGroupGloo)(timeout=limit)
-        self._manager = Manager(
+        self._begun = False  # whether the run has begun, as the ranks of this replica have heard
+        self._starts = False  # whether the next comparison is that of a start
+        self._chain = 0  # checksum of all means so far: if it is equal, so are anchors
+        self._timeouts = timedelta(seconds=timeout), timedelta(seconds=quorum_timeout)
+        self._min_replicas = min_replicas
+        self._replica_id = replica_id or os.environ.get("REPLICA_GROUP_ID")
+        self._environment = _environment()
+
+    @cached_property
+    def _manager(self) -> Manager:
+        """Created by start(): others would wait for a replica that is known but not ready."""
+        timeout, quorum_timeout = self._timeouts
+        manager = Manager(
             pg=self._group,
             load_state_dict=self._load,
             state_dict=self._save,
-            min_replica_size=min_replicas,
+            min_replica_size=self._min_replicas,
             use_async_quorum=False,
-            timeout=limit,
-            quorum_timeout=timedelta(seconds=quorum_timeout),
-            checkpoint_transport=_Transport(limit, self),
-            replica_id=replica_id or os.environ.get("REPLICA_GROUP_ID"),
-            **_environment(),
+            timeout=timeout,
+            quorum_timeout=quorum_timeout,
+            checkpoint_transport=_Transport(timeout, self),
+            replica_id=self._replica_id,
+            **self._environment,
         )
+        manager._client = _Client(manager)
+        return manager
+
+    @cached_property
+    def _group(self) -> ProcessGroupGloo:
+        # NCCL cannot abort what waits for a lost peer without ending the process.
+        return ProcessGroupGloo(timeout=self._timeouts[0])
 
     def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
         """Join the run before the first step: begin it, or copy another replica's state.
@@ -148,27 +165,30 @@ class Replicas(Members):
                 f"optimizer={type(optimizer).__name__} was not built with these replicas: pass "
                 f"replicas= to its constructor."
             )
-        self._optimizer, self._stateful = optimizer, stateful
-        self._replays = optimizer.sync.replays
+        if self._started is not None:
+            raise ValueError("replicas.start() was called before: each optimizer needs replicas.")
         plan = optimizer._present_plan()
+        _check(plan, self._environment["world_size"])
+        self._started, self._stateful, self._starts = optimizer, stateful, True
         optimizer._create_states(plan)
-        optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # of a checkpoint, perhaps
+        optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         self._chain = checksum_of_anchors(optimizer)
         since = time.monotonic()
         while True:
             opening = self.begin()
-            if self.openings and optimizer.sync.every_step:
-                # The first gradient will be one of the weights that were taken over.
+            if self._begun and optimizer.sync.every_step:
+                # The first gradient will already use the weights that were taken over.
                 self._ready, opening.fresh = opening, False
                 return
-            if self.openings:
+            if self._begun:
                 self._ready = opening
                 joined = optimizer.open_without_step()
-            else:  # nobody has begun, or who has is between openings
+            else:  # nobody has begun, or the others are between openings
                 try:
-                    failed = not opening.anybody(self._begins)
+                    failed = not any(may for [may] in opening.gather([float(self._begins)]))
                     opening.agree()
-                except LOST:
+                except LOST as error:
+                    logger.warning("The run does not begin yet: %s", error)
                     failed = True
                 joined = opening.commit(failed=failed, record={})
             if joined:
@@ -181,36 +201,58 @@ class Replicas(Members):
                 )
             time.sleep(RETRY_AFTER)
 
+    def changed(self) -> None:
+        if (
+            self._started is not None and not self._starts
+        ):  # what others have sent since then does not apply to these weights
+            self._chain = checksum_of_anchors(self._optimizer)
+            self._history.clear()
+        self._starts = False
+
     def meet(self) -> None:
         """Begin the opening that :meth:`begin` returns next."""
         self._ready = self.begin()
+
+    def arrived(self) -> bool:
+        if self._patience is None or self._uncommitted:
+            return True
+        client: _Client = self._manager._client
+        waits = 0.0 if client.asked else self._patience
+        done, _ = wait([client.ask()], waits)
+        return all(self._everybody(bool(done)))
 
     def begin(self) -> _Opening:
         """Meet the members that are present; a peer's weights and states may replace these."""
         if (ready := self._ready) is not None:
             self._ready = None
             return ready
-        if self._optimizer is None:
-            raise RuntimeError(
-                "replicas=Replicas() has not joined the run: call replicas.start(optimizer) before "
-                "step()."
-            )
-        self._given = None
+        optimizer, self._given = self._optimizer, None
         try:
             self._manager.start_quorum()
         except Exception as error:
+            self._manager._quorum_future = None  # else it raises this error again
             raise RuntimeError(
                 f"No opening could begin ({error}): the Lighthouse at TORCHFT_LIGHTHOUSE may be "
                 f"down, or other replicas took longer than quorum_timeout. Restart the Lighthouse, "
                 f"or raise quorum_timeout."
             ) from error
+        self._uncommitted = True
         opening = _Opening(self)
-        self._take_over(opening)
+        self._take_over(opening, optimizer)
         present = self._manager.num_participants()
         if present != self.present:
             self._note(f"{present} members instead of {self.present}")
         self.present = present
         return opening
+
+    @property
+    def _optimizer(self) -> ReplicaOptimizer:
+        if self._started is None:
+            raise RuntimeError(
+                "replicas=Replicas() has not joined the run: call replicas.start(optimizer) before "
+                "step()."
+            )
+        return self._started
 
     @property
     def openings(self) -> int:
@@ -220,8 +262,20 @@ class Replicas(Members):
         """Leave the run, so that others do not have to wait for a timeout."""
         if self._worker is not None:
             self._worker.end(seconds=1.0)
-        self._manager.shutdown(wait=False)
-        self._group.shutdown()
+        if "_manager" in vars(self):
+            self._manager.shutdown(wait=False)
+            self._group.shutdown()
+
+    def _written(self, number: int, record: dict[str, Any], *, alone: bool) -> None:
+        """Remember an opening for members that are late."""
+        before = self._chain
+        codes = [c for c in record["codes"] if c is not None]
+        for each in codes:
+            self._chain = zlib.crc32(each.numpy().tobytes(), self._chain)
+        if alone and not codes:  # the mean was exact, and nobody else has it
+            self._chain = random.getrandbits(32)
+        if self._optimizer.sync.replays:
+            self._history.append((number, {**record, "before": before, "chain": self._chain}))
 
     def _note(self, text: str) -> None:
         self.events.append((time.time(), text))
@@ -229,57 +283,53 @@ class Replicas(Members):
     # ---------------------------------------------------------------- handing over
 
     def _save(self) -> dict[str, Any]:
-        assert self._optimizer is not None
         more = {name: _state_of(one) for name, one in self._stateful.items()}
+        held = {"stateful": more, "chain": self._chain}
         return {
             "history": list(self._history),
-            "whole": {
-                "optimizer": hand_over(self._optimizer),
-                "stateful": more,
-                "chain": self._chain,
-            },
+            # Called if somebody fetches it: it copies all state from a GPU.
+            "whole": lambda: held | {"optimizer": hand_over(self._optimizer)},
         }
 
     def _load(self, given: dict[str, Any]) -> None:
         self._given = given
 
     def _inside(self) -> dist.ProcessGroup | None:
-        """The ranks of this replica; None for one."""
-        assert self._optimizer is not None
+        """The ranks of this replica; None for one rank."""
         return self._optimizer._present_plan().inside
 
     def _everybody(self, own: Any) -> list[Any]:
-        """What each rank of this replica says; collective in the replica."""
+        """Gather a value from each rank of this replica; collective in the replica."""
         if (group := self._inside()) is None:
             return [own]
         said = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
         return said
 
-    def _take_over(self, opening: _Opening) -> None:
-        """Take in what others have handed over: the same kind on all ranks, or nothing."""
+    def _take_over(self, opening: _Opening, optimizer: ReplicaOptimizer) -> None:
+        """Apply what others handed over, if it is the same kind on all ranks."""
         given = self._given or {}
-        begun = self.openings > 0  # else each rank may take another replica's weights to begin from
-        kinds = self._everybody(sorted(given)) if begun else []
-        if any(kind != kinds[0] for kind in kinds):
+        told = self._everybody((self.openings, sorted(given)))
+        self._begun = max(openings for openings, _ in told) > 0
+        # At the beginning each rank may take the weights of another replica.
+        if self._begun and any(each != told[0] for each in told):
             opening.fail()
             return
         if not given:
             return
-        assert self._optimizer is not None
         if "missed" in given:
-            plan = self._optimizer._present_plan()
+            plan = optimizer._present_plan()
             for number, record in given["missed"]:
-                self._optimizer.sync.catch_up(plan, record)
+                optimizer.sync.catch_up(plan, record)
                 self._chain = record["chain"]
                 self._history.append((number, record))
             self._note(f"caught up with {len(given['missed'])} openings")
             return
-        # Each rank may have got its part from another replica, which have counters of their own.
+        # Ranks may have received their parts from different replicas, with different counters.
         whole = given["whole"]
         shared = {"stateful": whole["stateful"], "optimizer": dict(whole["optimizer"])}
-        own = {key: shared["optimizer"].pop(key) for key in ("shapes", "weights", "states")}
-        shared = self._everybody(shared)[0] if begun else shared
+        own = {key: shared["optimizer"].pop(key) for key in ("settings", "weights", "states")}
+        shared = self._everybody(shared)[0] if self._begun else shared
         theirs = shared["stateful"]
         if theirs.keys() != self._stateful.keys():
             raise ValueError(
@@ -288,7 +338,7 @@ class Replicas(Members):
             )
         for name, state in theirs.items():
             _load_into(self._stateful[name], state)
-        take_over(self._optimizer, {**shared["optimizer"], **own})
+        take_over(optimizer, {**shared["optimizer"], **own})
         self._chain = whole["chain"]
         self._history.clear()
         self._history.extend(given["history"])
@@ -307,11 +357,11 @@ class _Opening(Opening):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas, self._manager = replicas, replicas._manager
         self._failed = False
-        self._strayed = False  # whether this replica needs everything, as most hold other anchors
+        self._strayed = False  # whether to copy everything, because most hold other anchors
 
     @cached_property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
-        # The wrapper's rank is 0 on every replica, and its group another after the next quorum.
+        # The wrapper's rank is 0 on every replica, and its group changes at the next quorum.
         group: dist.ProcessGroup = self._replicas._group.parent
         return group
 
@@ -321,7 +371,7 @@ class _Opening(Opening):
             told = self._gather(numbers)
         except LOST as error:
             why = str(error)
-        # The ranks of a replica go on together, or none of them does.
+        # Either all ranks of a replica continue, or none does.
         for reason in self._replicas._everybody(why):
             if reason is not None:
                 raise RuntimeError(reason)
@@ -329,72 +379,109 @@ class _Opening(Opening):
         return told
 
     def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        self._raise_if_broken()
-        device = self._replicas._device
-        chain = float(self._replicas._chain)
-        own = torch.tensor([chain, *numbers], dtype=torch.float64, device=device)
-        told = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(told, own, group=self.group)
-        chains, *columns = zip(*(each.tolist() for each in told), strict=True)
+        replicas = self._replicas
+        error = self._manager.errored()
+        broken = self._failed or error is not None
+        # Who cannot take part says so, or the others would wait for it until a timeout.
+        chain = -1.0 if broken else float(replicas._chain)
+        told = self._all_gather([chain, checksum(shared_settings(replicas._optimizer))])
+        chains, settings = zip(*told, strict=True)
+        if -1.0 in chains:
+            why = "" if error is None else f": {error.original_exception}"
+            raise RuntimeError(f"a member could not take part{why}")
+        if len(set(settings)) > 1:
+            raise RuntimeError("members have different parameters, groups or syncs")
         if len(set(chains)) > 1:
-            # Some opened while others were not to be found. The larger part goes on.
+            # Some opened while others were not found. The larger part goes on.
             self._strayed = max(chains, key=chains.count) != chain
             raise RuntimeError("members hold different anchors")
-        return [list(numbers) for numbers in zip(*columns, strict=True)]
+        return self._all_gather(numbers)
+
+    def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        own = torch.tensor(list(numbers), dtype=torch.float64)
+        told = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(told, own, group=self.group)
+        return [each.tolist() for each in told]
 
     def fail(self) -> None:
-        """Let this opening fail: the ranks of this replica need everything, at the next one."""
+        """Make this opening fail; the ranks of this replica copy everything at the next one."""
         self._failed = self._strayed = True
-
-    def anybody(self, says: bool) -> bool:
-        """Whether a member says so; RuntimeError if one is lost."""
-        self._raise_if_broken()
-        told = torch.tensor([int(says)], dtype=torch.int32, device=self._replicas._device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(told.item())
 
     def agree(self) -> None:
         # An exchange may have succeeded here and failed elsewhere.
-        self.anybody(False)
+        if (error := self._manager.errored()) is not None:
+            raise RuntimeError(f"the members could not meet: {error.original_exception}")
+        dist.all_reduce(torch.zeros(()), group=self.group)
 
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
         if self._replicas._worker is None:
-            wire.install_kernels()  # a meter may be entered while the thread communicates
-            self._replicas._worker = Worker(self._replicas._device)
+            wire.install_kernels()  # a meter may start while the thread communicates
+            device = self._replicas._optimizer._present_plan().device
+            self._replicas._worker = Worker(device)
         return self._replicas._worker.begin(what, work)
-
-    def _raise_if_broken(self) -> None:
-        if self._failed:
-            raise RuntimeError("the ranks of this replica received different states")
-        if (error := self._manager.errored()) is not None:
-            raise RuntimeError(f"the members could not meet: {error.original_exception}")
 
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
         replicas = self._replicas
-        self._strayed = any(replicas._everybody(self._strayed))
+        replicas._uncommitted = False
+        told = replicas._everybody((self._strayed, self._manager.current_step()))
+        self._strayed = any(strayed for strayed, _ in told)
+        number = min(step for _, step in told)
         if failed:
             self._manager.report_error(RuntimeError("a member was lost at an opening"))
-        number = self._manager.current_step()
         committed = bool(self._manager.should_commit())
         if self._strayed:
-            # torchft then gives everything to this replica at the next opening.
-            self._manager.load_state_dict({"step": 0, "batches_committed": 0})
+            # torchft then copies everything to this replica at the next opening.
+            behind = max(number - 1, 0)
+            self._manager.load_state_dict({"step": behind, "batches_committed": 0})
             replicas._note("others hold different anchors: will take over theirs")
         elif not committed:
             replicas._note("an opening failed: nothing of it was written")
         elif record:
-            before = chain = replicas._chain
-            for codes in record["codes"]:
-                if codes is not None:
-                    chain = zlib.crc32(codes.numpy().tobytes(), chain)
-            replicas._chain = chain
-            if replicas._replays:
-                replicas._history.append((number, {**record, "before": before, "chain": chain}))
+            replicas._written(number, record, alone=self.group.size() == 1)
         return committed
 
 
+class _Client:
+    """The manager's client, which can ask ahead who takes part in the next opening."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager, self._client = manager, manager._client
+        self.asked: Future[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def ask(self) -> Future[Any]:
+        """The answer, once others have come; :meth:`_quorum` takes it."""
+        if (asked := self.asked) is None:
+            asked = self.asked = Future()
+            manager = self._manager
+            given = {
+                "group_rank": manager._group_rank,
+                "step": manager.current_step(),
+                "checkpoint_metadata": manager._checkpoint_transport.metadata(),
+                "shrink_only": False,
+                "timeout": manager._quorum_timeout,
+                "init_sync": manager._init_sync,
+                "commit_failures": manager._commit_failures,
+            }
+            # No executor: Python would wait for its thread at exit.
+            Thread(target=self._answer, args=(asked, given), daemon=True).start()
+        return asked
+
+    def _answer(self, asked: Future[Any], given: dict[str, Any]) -> None:
+        try:
+            asked.set_result(self._client._quorum(**given))
+        except Exception as error:
+            asked.set_exception(error)
+
+    def _quorum(self, **given: Any) -> Any:
+        asked, self.asked = self.asked, None
+        return self._client._quorum(**given) if asked is None else asked.result()
+
+
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
-    """Serves the means of the last openings, and everything for whom they do not suffice."""
+    """Serves the means of the last openings, and full states if those are not enough."""
 
     def __init__(self, timeout: timedelta, replicas: Replicas) -> None:
         super().__init__(timeout, num_chunks=0)
@@ -403,12 +490,11 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
-        own = dict(state_dict["user"]["default"])
-        history = own.pop("history")
-        self._chunks = [
-            [history, state_dict["torchft"]],
-            [{**state_dict, "user": {"default": own}}],
-        ]
+        own = state_dict["user"]["default"]
+        self._chunks = _Chunks(
+            lambda: [own["history"], state_dict["torchft"]],
+            lambda: [{**state_dict, "user": {"default": {"whole": own["whole"]()}}}],
+        )
         self.allow_checkpoint(step)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
@@ -416,7 +502,7 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         history, counters = self._load_from_address(f"{address}/0", timeout)
         here, there = self._replicas.openings, dict(history)
         known = here > 0 and all(number in there for number in range(here, step))
-        # Others may have begun from other anchors.
+        # Others may have started from different anchors.
         if known and there[here]["before"] == self._replicas._chain:
             missed = [(number, there[number]) for number in range(here, step)]
             return {"user": {"default": {"missed": missed}}, "torchft": counters}
@@ -425,32 +511,78 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         return whole
 
 
+class _Chunks:
+    """What the transport serves, made when somebody asks for it."""
+
+    def __init__(self, *made: Callable[[], list[Any]]) -> None:
+        self._made = made
+
+    def __getitem__(self, number: int) -> list[Any]:
+        return self._made[number]()
+
+
+def _check(plan: Plan, ranks: int) -> None:
+    """Raise ValueError for what the ranks of a replica cannot copy from different replicas."""
+    if ranks > 1 and plan.inside is None:
+        raise ValueError(
+            f"Each of the {ranks} ranks of this replica holds the whole model: call "
+            f"fully_shard(model), or start every rank as a replica of its own."
+        )
+    for p in plan.parameters if plan.inside is not None else ():
+        if (copies := plan.copies_inside(p)) > 1:
+            raise ValueError(
+                f"{copies} ranks of this replica hold the same elements of {p.name}: replicas that "
+                f"come and go need every parameter sharded over all ranks of a replica, as "
+                f"fully_shard(model) does."
+            )
+        if p.matrices and p.group["direction"] == "low_rank":
+            raise ValueError(
+                f'direction="low_rank" for {p.name}: replicas of several ranks that come and go '
+                f'need direction="polar".'
+            )
+
+
 def _environment() -> dict[str, Any]:
-    """Manager's arguments that torchrun would set, for a replica of one process."""
+    """Manager's arguments, from the environment; a single process has a store of its own."""
+    if "TORCHFT_LIGHTHOUSE" not in os.environ:
+        raise ValueError(
+            "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, and "
+            "set the variable to its address, such as http://host:29510."
+        )
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        return {}  # torchrun has set them
-    store = _own_store()
-    _stores.append(store)  # lives as long as the process
-    address = socket.gethostname()
-    return {"rank": 0, "world_size": 1, "store_addr": address, "store_port": store.port}
+        rank, world_size, port = (
+            int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        )
+        address = os.environ["MASTER_ADDR"]
+    else:
+        store = _own_store()
+        _stores.append(store)  # lives as long as the process
+        rank, world_size, port, address = 0, 1, store.port, socket.gethostname()
+    return {
+        "lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"],
+        "rank": rank,
+        "world_size": world_size,
+        "store_addr": address,
+        "store_port": port,
+    }
 
 
 _stores: list[TCPStore] = []
 
 
 def _own_store() -> TCPStore:
-    # Not on a port that the system chooses: another program may listen on the same one of a single
-    # address, and get what is meant for this one.
+    # Not on a port that the system chooses: another program may listen on it at a single address,
+    # and receive this store's traffic.
     for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
         try:
             return TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-        except RuntimeError:  # somebody has it
+        except RuntimeError:  # in use
             continue
     raise RuntimeError("no port between 20000 and 32000 is free for this replica's store")
 
 
 def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
-    """The same where replicas hold the same anchors, or weights where these never drift."""
+    """A checksum of the anchors, or of the weights if they never drift."""
     chain = 0
     for p in optimizer._present_plan().parameters:
         anchor = shared_weights(p).float().cpu()

@@ -1,4 +1,4 @@
-"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that clips and saves with it."""
+"""torchtitan 0.3: a container of CurvaDion or Dion, and a trainer that uses it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from curvadion.optim.dion import Dion
 from curvadion.optim.param_groups import param_groups
 
 Arguments = Annotated[dict[str, Any], tyro.conf.Suppress]
-REPLICATE = "dp_replicate"  # torchtitan's name of the dimension of meshes along which replicas lie
+REPLICATE = "dp_replicate"  # torchtitan's name for the mesh dimension of replicas
 
 
 class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
     """Container of one CurvaDion or Dion per model part, in place of torchtitan's.
 
-    Replicas lie along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
+    Replicas are along the ``dp_replicate`` dimension of the parts' meshes; FSDP averages over a
     replica's shards only. torchtitan divides losses by the tokens of all ranks, so gradients are
     multiplied by the number of replicas: their mean over replicas is then the gradient of the whole
     batch. Attach the trainer with :func:`attach`; :class:`Trainer` does this itself. ValueError or
@@ -38,7 +38,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """What to build: ``kind(param_groups(part, **groups), **options)``, "CurvaDion" or "Dion".
+        """Builds ``kind(param_groups(part, **groups), **options)``; kind: "CurvaDion" or "Dion".
 
         ``replicas`` is derived from the mesh; the option "single" leaves the averaging to FSDP.
         """
@@ -57,7 +57,7 @@ class ReplicaOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignor
                 f"...}}."
             )
         self.model_parts = model_parts
-        self.max_norm: float | None = None  # to which each step clips; None before attach
+        self.max_norm: float | None = None  # for clipping at each step; None before attach
         self.optimizers = [_build(config, part) for part in model_parts]
         groups = [group for one in self.optimizers for group in one.param_groups]
         trained = [x for group in groups for x in group["params"]]
@@ -94,7 +94,7 @@ def _build(config: Any, part: nn.Module) -> Dion:
 
 
 def _replicas(part: nn.Module) -> DeviceMesh | None:
-    """The ranks that hold what this one does, by the names of the parameters' meshes."""
+    """The ranks with the same shards in all replicas, from the names of the parameters' meshes."""
     for x in part.parameters():
         if isinstance(x, DTensor) and REPLICATE in (x.device_mesh.mesh_dim_names or ()):
             mesh: DeviceMesh = x.device_mesh[REPLICATE]
@@ -141,7 +141,7 @@ def attach(trainer: Any) -> None:
 
 
 class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
-    """torchtitan's trainer with :func:`attach`."""
+    """torchtitan's trainer, attached."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(torchtitan.trainer.Trainer.Config):  # type: ignore[misc, unused-ignore]
@@ -159,7 +159,7 @@ def with_curvadion(
     groups: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A :class:`Trainer.Config` whose optimizers are ``kind``: "CurvaDion" or "Dion".
+    """Return a :class:`Trainer.Config` with optimizers of ``kind``, "CurvaDion" or "Dion".
 
     config: a ``torchtitan.trainer.Trainer.Config``, such as ``llama3_8b()``; TypeError for a
     subclass. groups: keyword arguments of ``curvadion.param_groups``. options: those of the

@@ -1,1 +1,1 @@
-"""Where the shards of a parameter's matrices lie, in every layout."""
+"""The shards of a parameter's matrices in every layout."""

@@ -1,7 +1,7 @@
 """How the options of a parameter group divide a parameter into matrices.
 
-The leading ``stack_dims`` dimensions enumerate matrices, ``row_blocks`` splits each into matrices
-of their own, and ``input_first`` says that the parameter holds the transposes.
+The leading ``stack_dims`` dimensions enumerate matrices, ``row_blocks`` splits each of them into
+separate matrices, and ``input_first`` means that the parameter holds the transposes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from curvadion.layout.matrix import MatrixLayout
 
 
 def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
-    """Number of rows of each block; row_blocks: how many of equal size, or each one's size."""
+    """The number of rows of each block; row_blocks: the number of equal blocks, or their sizes."""
     if isinstance(row_blocks, int):
         if rows % row_blocks:
             raise ValueError(
@@ -39,12 +39,12 @@ def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blo
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Where each of several consecutive ranges begins."""
+    """The starts of consecutive ranges."""
     return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 def within(indices: range, first: int, size: int) -> range:
-    """Which of these indices are in [first, first + size), counted from ``first``."""
+    """The indices that are in [first, first + size), counted from ``first``."""
     start = max(indices.start, first)
     return range(start - first, max(start, min(indices.stop, first + size)) - first)
 
@@ -55,12 +55,12 @@ def rank_of(layout: MatrixLayout, options: Mapping[str, Any]) -> int:
 
 
 def output_first(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """The parameter in the order (*stack, out, in, ...); a view of it if ``input_first``."""
+    """The parameter in the order (*stack, out, in, ...); a view if ``input_first``."""
     return swapped(X, options["stack_dims"]) if options["input_first"] else X
 
 
 class RowBlock(NamedTuple):
-    """A block of rows: over all ranks; those held here, from ``start``; and as local rows."""
+    """A block of rows: over all ranks; this rank's, from ``start``; and as local rows."""
 
     start: int
     size: int
@@ -70,23 +70,23 @@ class RowBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockedTensor:
-    """A parameter that is whole or a DTensor, divided into matrices."""
+    """An unsharded parameter or a DTensor, divided into matrices."""
 
-    X: Tensor  # output first: (*stack, m, ...); what follows m are columns
+    X: Tensor  # output first: (*stack, m, ...); the dimensions after m are columns
     stack: list[DimensionShard]
     rows: DimensionShard
     columns: DimensionShard  # of the dimension after the rows
     n: int  # number of columns of each matrix, over all ranks
-    width: int  # how many of them an index of the dimension after the rows makes
+    width: int  # columns per index of the dimension after the rows
     blocks: list[RowBlock]  # of each matrix in the stack
 
     def flattened(self, indices: range) -> range:
-        """The columns that these indices of the dimension after the rows make."""
+        """The columns of these indices of the dimension after the rows."""
         return range(indices.start * self.width, indices.stop * self.width)
 
 
 def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
-    """Divide a parameter that is whole or a DTensor; ValueError if that is not possible."""
+    """Divide an unsharded parameter or a DTensor; ValueError if that is not possible."""
     X, stack_dims = output_first(X, options), options["stack_dims"]
     dimensions = dimension_shards(X)
     rows, columns = dimensions[stack_dims : stack_dims + 2]

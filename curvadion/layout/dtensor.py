@@ -1,6 +1,6 @@
-"""DTensors: which indices a rank holds, which ranks hold the others, and how to build one.
+"""DTensors: the indices that each rank holds, and how to build a DTensor.
 
-Importing torch's DTensors takes as long as half of torch, so it is done where there are some.
+Importing torch's DTensors takes half as long as importing torch, so it is done only on use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether this is a DTensor; there are none before somebody has imported their module."""
+    """Whether this is a DTensor; there are none until their module is imported."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -62,7 +62,7 @@ def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     return group_of_ranks(_ranks_along(mesh, tuple(coordinate), tuple(axes)))
 
 
-@lru_cache  # many parameters share a mesh, whose tensor of ranks is made anew at each access
+@lru_cache  # many parameters share a mesh, which rebuilds its tensor of ranks at each access
 def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> list[int]:
     index = tuple(slice(None) if a in axes else c for a, c in enumerate(coordinate))
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
@@ -71,14 +71,14 @@ def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int,
 
 @dataclass(frozen=True)
 class DimensionShard:
-    """One dimension of a tensor: the indices held here, and the mesh axes that shard it in turn."""
+    """One dimension of a tensor: this rank's indices, and the mesh axes that shard it, in order."""
 
     held: range
     axes: tuple[int, ...]
 
 
 def dimension_shards(X: Tensor) -> list[DimensionShard]:
-    """What this rank holds of each dimension; everything if X is not a DTensor."""
+    """This rank's part of each dimension; everything if X is not a DTensor."""
     if not is_dtensor(X):
         return [DimensionShard(range(size), ()) for size in X.shape]
     shards = []
@@ -128,12 +128,12 @@ def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int
 
 
 def _split_factor(placement: Placement) -> int:
-    """How many shards other axes have made before this one; 0 for a plain Shard."""
+    """The number of shards that other axes made before this one; 0 for a plain Shard."""
     return int(getattr(placement, "split_factor", 0))
 
 
 def _on_dimension(placement: Placement, dimension: int) -> Placement:
-    """The same kind of shard, of another dimension."""
+    """The same kind of shard for another dimension."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -150,7 +150,7 @@ def from_local(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """A DTensor of a global shape and stride on the mesh of another, of which this is the shard."""
+    """Build a DTensor of a global shape and stride, on another one's mesh, from this shard."""
     whole: DTensor = like.from_local(
         shard,
         like.device_mesh,
@@ -163,7 +163,7 @@ def from_local(
 
 
 def swapped(X: Tensor, dimension: int) -> Tensor:
-    """A view of X in which ``dimension`` and the next one have changed places."""
+    """A view of X with ``dimension`` and the next one swapped."""
     other = {dimension: dimension + 1, dimension + 1: dimension}
     X = X.detach()
     if not is_dtensor(X):
@@ -181,7 +181,7 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
 
 
 def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[Placement]:
-    """Placements for a state (*stack, d, ...) sharded as X is, whose ``dimension`` is d if any."""
+    """Placements for a state (*stack, d, ...) sharded like X; d is X's ``dimension``, if any."""
     if not is_dtensor(X):
         return []
     from torch.distributed.tensor import Replicate
@@ -208,7 +208,7 @@ def zeros(
         len(_held(size, X.device_mesh, _axes_in_order(placements, d), _coordinate(X)))
         for d, size in enumerate(shape)
     ]
-    # Not torch's own zeros of DTensors, which lie on the mesh's device: X may be offloaded.
+    # Not torch's zeros of DTensors, which are on the mesh's device: X may be offloaded.
     shard = torch.zeros(held, dtype=dtype, device=local(X).device)
     stride = torch.empty(tuple(shape), device="meta").stride()
     return from_local(X, shard, placements, shape, stride)

@@ -1,4 +1,4 @@
-"""Parameters that are a contiguous range of a tensor's elements, as ZeRO and FSDP1 make them."""
+"""Parameters that are a contiguous range of a tensor's elements, as in ZeRO and FSDP1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from curvadion.layout.blocks import block_sizes, starts, within
 from curvadion.layout.dtensor import is_dtensor
 from curvadion.layout.matrix import FlatRange
 
-FLAT_SHARD_START = "flat_shard_start"  # key of a state
+FLAT_SHARD_START = "flat_shard_start"  # a state key
 _FLAT_SHARD = "curvadion_flat_shard"
 
 
@@ -64,22 +64,22 @@ def declare_flat_shard(
 
 
 def flat_shard(parameter: Tensor) -> FlatShard | None:
-    """What was declared for the parameter; None if nothing was."""
+    """The parameter's declaration, or None."""
     return getattr(parameter, _FLAT_SHARD, None)
 
 
 def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
-    """State that tells this rank's flat shard from the others'; {} for other parameters."""
+    """State that identifies this rank's flat shard; {} for other parameters."""
     if (declared := flat_shard(parameter)) is None:
         return {}
-    # A tensor is the form that torch.distributed.checkpoint and FSDP1 change least.
+    # torch.distributed.checkpoint and FSDP1 change a tensor least.
     return {FLAT_SHARD_START: torch.tensor(declared.start, device="cpu")}
 
 
 def flat_matrices(
     shard: FlatShard, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, tuple[int, int], FlatRange]]:
-    """In order, each matrix' first element, its shape (m, n), and what is held here of it."""
+    """In order, each matrix's first element, its shape (m, n), and this rank's part of it."""
     stack_dims, input_first = options["stack_dims"], options["input_first"]
     row_blocks, shape = options["row_blocks"], shard.shape
     n = math.prod(shape[stack_dims + 1 :])

@@ -1,4 +1,4 @@
-"""From a parameter to its matrices: whole parameters, DTensors and flat shards."""
+"""From a parameter to its matrices: unsharded parameters, DTensors and flat shards."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from curvadion.layout.states import QSlot, QSlots, flat_key
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """One matrix of a parameter, as this rank holds it."""
+    """This rank's shard of one matrix of a parameter."""
 
     layout: MatrixLayout
-    view: ShardView  # where its elements lie in the parameter's local tensor
+    view: ShardView  # the location of its elements in the parameter's local tensor
     rank: int  # r
-    q: QSlot  # where its right factor lies in the parameter's state
-    # Equal for matrices that can be batched. From global facts, so that all ranks batch the same.
+    q: QSlot  # the location of its right factor in the parameter's state
+    # Equal for matrices that can be batched; from global facts, so that all ranks batch equally.
     kind: tuple[object, ...]
 
 
 def matrices_of(
     X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
 ) -> list[MatrixShard]:
-    """The matrices of a parameter, as far as this rank holds them; collective if it is sharded."""
+    """This rank's matrices of a parameter; collective if it is sharded."""
     if (declared := flat_shard(X)) is not None:
         return list(_of_flat_shard(declared, X, options, replicas, unions))
     return list(_of_tensor(X, options, replicas, unions))
@@ -50,7 +50,7 @@ def matrices_of(
 def _of_tensor(
     X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
-    """The matrices of a whole tensor or a DTensor."""
+    """The matrices of an unsharded tensor or a DTensor."""
     matrices, slots, dimension = blocked(X, options), QSlots(X, options), options["stack_dims"]
     rows_group, rows_by_rank = _by_rank(matrices.X, dimension, matrices.rows)
     columns_group, columns_by_rank = _by_rank(matrices.X, dimension + 1, matrices.columns)
@@ -85,7 +85,7 @@ def _by_rank(X: Tensor, dimension: int, shard: DimensionShard) -> tuple[Group | 
 def _parts(
     matrices: BlockedTensor, dimension: int, shards: Group | None
 ) -> list[list[tuple[range, range]]]:
-    """By block, the rows and columns that each rank of ``shards`` holds."""
+    """By block, the rows and columns of each rank of ``shards``."""
     if shards is None or not is_dtensor(matrices.X):
         return [[] for _ in matrices.blocks]
     rows, columns = matrices.rows.axes, matrices.columns.axes
@@ -128,7 +128,7 @@ def _of_flat_shard(
 def _flat_extent(
     view: FlatRange, group: Group | None, ranges: list[tuple[int, int]], first: int, rows: int
 ) -> Extent:
-    """The stored rows of a matrix that a flat shard holds; ``first`` is its first element."""
+    """The stored rows of a matrix in a flat shard; ``first``: the matrix's first element."""
     begins = (start - first for start, stop in ranges if start < stop)
     boundaries = (element for element in begins if 0 < element < rows * view.columns)
     shared = tuple(sorted({e // view.columns for e in boundaries if e % view.columns}))

@@ -1,8 +1,8 @@
-"""Which part of a matrix this rank holds, and which process groups hold the rest.
+"""A rank's part of a matrix, and the process groups that hold the rest.
 
 Its rows may be sharded over one group, its columns over another, and it may be replicated over a
-third. Whatever decides a trajectory (orientation, rank, initial right factor, completing
-directions) follows from the GLOBAL shape and from global indices, and not from the sharding.
+third. Everything that affects a trajectory (orientation, rank, initial right factor, completing
+directions) follows from the GLOBAL shape and from global indices, not from the sharding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvadion.comm.groups import Group
 
-# The factor of the orthonormal update of a matrix (m, n): of Dion (section 2), Muon and Moonlight
+# Factors of the orthonormal update of a matrix (m, n): Dion's (section 2), Muon's and Moonlight's
 # (arXiv 2502.16982).
 UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda m, n: math.sqrt(m / n),
@@ -27,9 +27,9 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """The rows (or columns) of a matrix that this rank holds; indices are global."""
+    """This rank's rows (or columns) of a matrix; indices are global."""
 
-    indices: range  # held here; may be empty
+    indices: range  # on this rank; may be empty
     group: Group | None = None  # over which the dimension is sharded; None if it is not
     shared: tuple[int, ...] = ()  # rows that several ranks hold in part (ZeRO, FSDP1), ascending
     borrowed: bool = False  # the first row here begins on another rank, where sums count it
@@ -43,7 +43,7 @@ class Extent:
         return tensor[..., 1:, :] if self.borrowed else tensor
 
     def shared_here(self) -> list[tuple[int, int]]:
-        """The shared rows held here, each as (position in ``shared``, position in ``indices``)."""
+        """This rank's shared rows, each as (position in ``shared``, position in ``indices``)."""
         return [
             (slot, index - self.indices.start)
             for slot, index in enumerate(self.shared)
@@ -59,11 +59,11 @@ class MatrixLayout:
     rows: Extent  # of B
     columns: Extent  # of B
     replicas: Group | None = None  # ranks with the same shard; None for one replica
-    # Unions of these groups, to be given where both exist: one collective sums shards and averages.
+    # Unions of these groups, required if both exist: one collective sums shards and averages.
     rows_and_replicas: Group | None = None
     columns_and_replicas: Group | None = None
-    shards: Group | None = None  # over which this replica's matrix is sharded
-    parts: tuple[tuple[range, range], ...] = ()  # rows and columns of B that each of these holds
+    shards: Group | None = None  # all ranks of this replica's shards
+    parts: tuple[tuple[range, range], ...] = ()  # rows and columns of B on each of these ranks
 
     def __post_init__(self) -> None:
         rows, columns = self.rows.group, self.columns.group
@@ -77,34 +77,34 @@ class MatrixLayout:
 
     @classmethod
     def whole(cls, shape: tuple[int, int], replicas: Group | None = None) -> MatrixLayout:
-        """The layout of a matrix that every replica holds unsharded."""
+        """The layout of an unsharded matrix."""
         return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))), replicas)
 
     @property
     def transposed(self) -> bool:
-        """Whether B is the transpose of the matrix; B never has fewer rows than columns."""
+        """Whether B is the transpose of the matrix; B has at least as many rows as columns."""
         return self.shape[0] < self.shape[1]
 
     def rank(self, rank_fraction: float, rank_multiple_of: int) -> int:
         """r = min(multiple * ceil(fraction * min(m, n) / multiple), m, n)."""
         smaller = min(self.shape)
-        # The fraction is a decimal that a user typed: 0.07 * 100 must give 7, not 8.
+        # Users type the fraction as a decimal: 0.07 * 100 must give 7, not 8.
         wanted = math.ceil(round(rank_fraction * smaller, 9) / rank_multiple_of)
         return min(rank_multiple_of * wanted, smaller)
 
     def initial_q(self, rank: int) -> Tensor:
-        """The rows held here of the initial Q ~ N(0, 1), (n_j, rank) float32 on the CPU."""
+        """This rank's rows of the initial Q ~ N(0, 1), (n_j, rank) float32 on the CPU."""
         m, n = self.shape
         generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
         q = torch.randn(min(m, n), rank, generator=generator, dtype=torch.float32, device="cpu")
         return q[self.columns.indices.start : self.columns.indices.stop]
 
     def inside_replica(self) -> MatrixLayout:
-        """The same sharding, for a step in which no other replica takes part."""
+        """The same sharding without other replicas."""
         return replace(self, replicas=None, rows_and_replicas=None, columns_and_replicas=None)
 
 
-# -------------------------------------------------------- where shards lie in local tensors
+# -------------------------------------------------------- shards in local tensors
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Block:
     is_view = True
 
     def elements(self, local: Tensor) -> Tensor:
-        """The elements held here, as a view of any shape."""
+        """This rank's elements, as a view of any shape."""
         matrix = local[self.stack]
         return (matrix.mT if self.input_first else matrix)[self.rows]
 
@@ -128,7 +128,7 @@ class Block:
         return held.view(held.shape[0], math.prod(held.shape[1:]))
 
     def held(self, shard: Tensor) -> Tensor:
-        """The elements of a shard that are held here: all of them."""
+        """This rank's elements of a shard: all of them."""
         return shard
 
 
@@ -136,7 +136,7 @@ class Block:
 class FlatRange:
     """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor.
 
-    :meth:`read` fills up rows held in part with zeros: a product is this rank's summand of it.
+    :meth:`read` pads partial rows with zeros, so that a product is this rank's summand.
     """
 
     start: int
@@ -147,18 +147,18 @@ class FlatRange:
 
     @property
     def rows(self) -> range:
-        """Global indices of the rows that this rank holds, in whole or in part."""
+        """Global indices of this rank's rows, whole or partial."""
         if self.start == self.stop:
             return range(0)
         return range(self.start // self.columns, -(-self.stop // self.columns))
 
     @property
     def is_view(self) -> bool:
-        """Whether all rows held here are whole, so that :meth:`read` gives a view."""
+        """Whether all of this rank's rows are whole, so that :meth:`read` returns a view."""
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:
-        """The elements held here, as a 1-D view."""
+        """This rank's elements, as a 1-D view."""
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def read(self, local: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class FlatRange:
         return shard
 
     def held(self, shard: Tensor) -> Tensor:
-        """The elements of a padded shard that are held here, 1-D; a view if its rows are dense."""
+        """This rank's elements of a padded shard, 1-D; a view if its rows are dense."""
         skipped = self.start - self.rows.start * self.columns
         stored = self._transposed_if_input_first(shard)
         return stored.reshape(-1)[skipped : skipped + self.stop - self.start]

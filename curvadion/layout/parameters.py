@@ -1,4 +1,4 @@
-"""Any parameter, however it is sharded: its shape, groups, replicas and gradient."""
+"""Shape, groups, replicas and gradient of a parameter in any layout."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of the whole parameter, of which this rank may hold only a shard."""
+    """The shape of the unsharded parameter."""
     declared = flat_shard(parameter)
     return tuple(parameter.shape) if declared is None else declared.shape
 
 
 def shard_sizes(X: Tensor) -> list[int]:
-    """Numbers in each shard, the same on all ranks: of flat shards, one has nearly all at worst."""
+    """Elements of each shard, equal on all ranks; flat shards assume the most uneven case."""
     if (declared := flat_shard(X)) is not None:
         numbers = math.prod(declared.shape)
         small = max(min(group_size(declared.group), numbers) - 1, 0)
@@ -92,8 +92,8 @@ def check_placements(X: Tensor, name: str) -> None:
 
 
 def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | None) -> None:
-    """Give every gradient the placements of its parameter; collective where one has others."""
-    # Such as norms' under sequence parallelism, which are partial sums.
+    """Give every gradient its parameter's placements; collective if they differ."""
+    # For example of norms under sequence parallelism, whose gradients are partial sums.
     for X in parameters:
         gradient = X.grad
         if is_dtensor(gradient) and is_dtensor(X) and gradient.placements != X.placements:
@@ -103,7 +103,7 @@ def place_gradients(parameters: Iterable[Tensor], replicas: dist.ProcessGroup | 
 
 
 def _own(gradient: DTensor, replicas: dist.ProcessGroup | None) -> DTensor:
-    """The gradient, with partial sums over the replicas replaced by this replica's own gradient."""
+    """Replace partial sums over the replicas by this replica's own gradient."""
     from torch.distributed.tensor import Partial, Replicate
 
     placements = list(gradient.placements)

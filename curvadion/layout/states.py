@@ -1,9 +1,9 @@
-"""States of a parameter's matrices, sharded as they are: right factors, squares, one number each.
+"""States of a parameter's matrices, sharded like them: right factors, squares, one number each.
 
-The n x n squares of a parameter's oriented matrices (m x n) lie flat, one after the other. Of a
-whole tensor or a DTensor they are a state of shape (*stack dimensions, N), N the sum of n^2 over
-the row blocks: stack dimensions are sharded as the parameter's are, and N evenly over all ranks of
-the matrices. Of a flat shard they are what this rank holds of N, the sum over all matrices.
+The n x n squares of a parameter's oriented matrices (m x n) are stored flat, one after the other.
+For an unsharded tensor or a DTensor they are a state of shape (*stack dimensions, N), where N is
+the sum of n^2 over the row blocks: stack dimensions are sharded like the parameter's, and N evenly
+over all ranks of the matrices. For a flat shard they are this rank's part of all matrices' N.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QSlot:
-    """Where a matrix's right factor lies in its parameter's state: ``state[key][index]``."""
+    """The location of a matrix's right factor in its parameter's state: ``state[key][index]``."""
 
     key: str
     index: tuple[int | slice, ...]
 
 
 class QSlots:
-    """Where right factors lie in a state: of upright blocks side by side, (n, sum of ranks)."""
+    """Locations of right factors in a state; tall blocks are side by side, (n, sum of ranks)."""
 
-    # Those of transposed ones stand below each other, (m, largest rank), sharded as X's rows are.
+    # Those of transposed blocks are below each other, (m, largest rank), sharded like X's rows.
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
         self._X, self._stack_dims = output_first(X, options), options["stack_dims"]
@@ -87,11 +87,11 @@ def flat_key(matrix: int, count: int) -> str:
 def _flat_right_factors(
     shard: FlatShard, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, MatrixLayout, range]]:
-    """For each matrix the key of its Q, its whole layout, and the rows of Q that are held here."""
+    """For each matrix the key of its Q, its unsharded layout, and this rank's rows of Q."""
     matrices = list(flat_matrices(shard, options))
     for i, (_, shape, view) in enumerate(matrices):
         whole = MatrixLayout.whole(shape)
-        # Q has a row for each column of the oriented matrix; are these the rows that are stored?
+        # Q has a row for each column of the oriented matrix, which may be the stored rows.
         sharded = whole.transposed != options["input_first"]
         yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
 
@@ -114,7 +114,7 @@ def create_right_factors(
         found = {}
         for key, whole, held in _flat_right_factors(shard, options):
             initial = whole.initial_q(rank_of(whole, options))[held.start : held.stop]
-            # Not a view, which would keep all of Q alive.
+            # A copy, because a view would keep all of Q alive.
             found[key] = initial.to(device=X.device, dtype=dtype, copy=True)
         return found
     matrices, slots = blocked(X, options), QSlots(X, options)
@@ -131,9 +131,9 @@ def create_right_factors(
 def resize_right_factors(
     X: Tensor, saved: Mapping[str, Tensor], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Right factors for other rank options: the first columns are kept, new ones are initial."""
-    # P is orthonormalised column by column, so the first k columns alone are a power iteration of
-    # rank k on the largest singular values.
+    """Resize right factors to other rank options: keep first columns, initialise new ones."""
+    # P is orthonormalised column by column, so the first k columns are a power iteration of rank k
+    # on the largest singular values.
     tensors = create_right_factors(X, after, next(iter(saved.values())).dtype)
     if flat_shard(X) is not None:
         for key, tensor in tensors.items():
@@ -148,7 +148,7 @@ def resize_right_factors(
 
 
 def _copy_columns(source: Tensor, target: Tensor) -> None:
-    """Copy as many columns as both have."""
+    """Copy the columns that both have."""
     kept = min(source.shape[-1], target.shape[-1])
     target[..., :kept].copy_(source[..., :kept])
 
@@ -160,13 +160,13 @@ def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
 
 
 def squares_fit(X: Tensor, options: Mapping[str, Any], squares: Tensor) -> bool:
-    """Whether a tensor has the form of what :func:`create_squares` makes."""
+    """Whether a tensor has the form of :func:`create_squares`."""
     shape, placements = _form(X, options)
     return tuple(squares.shape) == shape and placements_of(squares) == tuple(placements)
 
 
 def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Sequence[Placement]]:
-    """Shape, of DTensors the global one, and placements of a parameter's squares."""
+    """Shape (global for DTensors) and placements of a parameter's squares."""
     if (shard := flat_shard(X)) is not None:
         sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
         return (len(_held_of_flat(shard, sum(n * n for n in sides))),), []
@@ -185,7 +185,7 @@ def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Seque
 def squares_held(
     X: Tensor, squares: Tensor, sides: Sequence[int]
 ) -> Iterator[tuple[Tensor, slice]]:
-    """For each matrix of side n held here: a view of its square's part, and the part's place."""
+    """For each of this rank's matrices of side n: a view of its square's part, and its range."""
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
@@ -200,7 +200,7 @@ def squares_held(
 
 
 def _held_of_flat(shard: FlatShard, total: int) -> range:
-    """The numbers that this rank holds of so many."""
+    """This rank's range of ``total`` elements."""
     if shard.group is None:
         return range(total)
     ends = list(accumulate(shares(total, group_size(shard.group)), initial=0))

@@ -15,8 +15,8 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
-        reason: why the gate opened ("threshold", "period", "always", "warm-up", "longest local
-            run", or a user's gate's own reason), "closed", or "non-finite gradient".
+        reason: why the gate opened ("threshold", "period", "budget", "always", "warm-up", "longest
+            local run", or a user's gate's own reason), "closed", or "non-finite gradient".
         rmmc: the gate's largest signal over all matrices and replicas: the relative maximum
             momentum change (arXiv 2512.13728). None if the gate reads no momentum, or if the step
             was skipped.

@@ -4,8 +4,8 @@ Every ``torch.distributed`` collective, called from Python or from C++ (DDP's re
 functional collectives), reaches its backend through a dispatcher operator such as
 ``c10d::allreduce_``. While a meter is active, these operators count each call and pass it on.
 
-A meter does not see what bypasses process groups (a backend called directly, symmetric memory, the
-store), nor what an interface sends beside payloads (benchmarks/headers.py measures it).
+A meter misses traffic that bypasses process groups (a backend called directly, symmetric memory,
+the store), and the headers that an interface adds (measured by benchmarks/headers.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from curvadion import checks
 
 @dataclass(frozen=True, slots=True)
 class WireCount:
-    """How many calls there were, and what they sent."""
+    """The number of calls, and the bytes they sent."""
 
     calls: int = 0
     bytes: int = 0  # of their payloads
@@ -169,7 +169,7 @@ class WireMeter:
 
 
 class Reading:
-    """What the innermost active meter counts from one reading to the next, whichever it is."""
+    """Counts of the innermost active meter between readings, even if the meter changes."""
 
     def __init__(self) -> None:
         with _lock:
@@ -190,7 +190,7 @@ class Reading:
 
 
 def _named(ranks: list[int]) -> str:
-    """As "0, 8", "0-7" or "0-56 by 8"."""
+    """Name ranks as "0, 8", "0-7" or "0-56 by 8"."""
     strides = {b - a for a, b in pairwise(ranks)}
     if len(ranks) <= 2 or len(strides) > 1:
         return ", ".join(map(str, ranks))
@@ -199,7 +199,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _ranks_by_group() -> dict[str, list[int]]:
-    """The ranks of every process group that there is, by its name."""
+    """The ranks of every existing process group, by its name."""
     groups = dist.distributed_c10d._world.pg_map
     return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
 
@@ -258,7 +258,7 @@ _OPERATORS = {
 
 @functools.cache
 def install_kernels() -> Any:
-    """Install them for good; before threads communicate while meters come and go."""
+    """Install the kernels permanently, before threads communicate while meters start and stop."""
     # The BackendSelect key is dispatched before any backend's kernel, on any device, in any thread
     # and in inference mode. torch itself has no kernel for these operators there.
     library: Any = torch.library.Library("c10d", "IMPL", "BackendSelect")  # its methods are untyped

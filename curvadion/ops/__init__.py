@@ -1,8 +1,8 @@
 """The fused operations of an optimizer step and their backends.
 
-Operations, and coding for codes of a few bits, hold what each one computes in plain PyTorch, the
-reference of all backends: cpu and cuda call C++ (csrc/), and curvadion_kernels is Triton. Where
-guard holds a flag of the device, it decides whether weights and states are written.
+``operations``, and ``coding`` for codes of a few bits, define each one in plain PyTorch, the
+reference of all backends: ``cpu`` and ``cuda`` call C++ (csrc/), and curvadion_kernels is Triton. A
+flag on the device, set by ``guard``, decides whether weights and states are written.
 """
 
 from curvadion.ops.backends import BACKENDS, backend_for, lacking, use_backend

@@ -1,4 +1,4 @@
-"""Which backend runs a fused operation: by device, or as the user says."""
+"""Choosing the backend of a fused operation, by device or by the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from curvadion.ops.native import Unavailable
 from curvadion.ops.tensors import Unsupported
 
-# The module of each backend's operations; those of PyTorch do what the others do not.
+# The modules of each backend's operations; plain PyTorch runs those that a backend lacks.
 BACKENDS = {
     "torch": "curvadion.ops.operations",
     "cpu": "curvadion.ops.cpu",
@@ -52,8 +52,8 @@ class use_backend:
 def backend_for(device: torch.device) -> str:
     """The backend for tensors on ``device``.
 
-    Of a forced one (CURVADION_BACKEND or :class:`use_backend`): ValueError if it is unknown,
-    RuntimeError if it is not available or does not take tensors on this device.
+    If a backend is forced (CURVADION_BACKEND or :class:`use_backend`): ValueError if it is unknown,
+    RuntimeError if it is not available or does not support this device.
     """
     name = _forced or os.environ.get("CURVADION_BACKEND")
     if not name:
@@ -119,12 +119,12 @@ def _automatic(device_type: str) -> str:
 
 
 def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = ()) -> Any:
-    """A backend's result, or True for none; None if plain PyTorch has to do it."""
+    """A backend's result, or True if it has none; None if plain PyTorch must run it."""
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     if first is None or torch.compiler.is_compiling():
         return None
     if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None  # a tracer's tensor, which has no memory
+        return None  # a tracer's tensor has no memory
     function = _operation(backend_for(first.device), name)
     if function is None:
         return None
@@ -141,7 +141,7 @@ def fused(name: str, *args: Any, writes: Iterable[Tensor | Sequence[Tensor]] = (
 
 @lru_cache
 def _operation(backend: str, name: str) -> Callable[..., Any] | None:
-    """A backend's own version of an operation; None if it is left to plain PyTorch."""
+    """A backend's version of an operation; None if plain PyTorch runs it."""
     if backend == "torch":
         return None
     return getattr(importlib.import_module(BACKENDS[backend]), name, None)

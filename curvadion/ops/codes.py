@@ -1,6 +1,6 @@
-"""The format of codes of a few bits per number, and the arithmetic that all backends share.
+"""The format of codes of a few bits per element, and the arithmetic that all backends share.
 
-A block is 256 numbers x; a tensor's last one is filled up with zeros. Its row of bytes is made of
+A block is 256 elements x; a tensor's last block is padded with zeros. Its row of bytes follows from
 
     y      H (signs x), H without its factor 1/16: eight stages, each of which writes the sums of
            neighbours, y0 + y1, y2 + y3, ..., and behind them the differences
@@ -8,15 +8,15 @@ A block is 256 numbers x; a tensor's last one is filled up with zeros. Its row o
     size   the root of the mean of (y up)^2, whose sum adds the second half of the squares to the
            first until one number is left
     scale  size / 16 down, in bfloat16
-    codes  how many midpoints, times size, lie below each number of y up
+    codes  the number of midpoints, times size, below each element of y up
 
 and a row stands for signs (H y), where y = level[code] (scale / 16).
 
-All is float32, and each operation is rounded to nearest: there are no fused multiply-adds. So every
-backend gives the same bits.
+All arithmetic is float32, rounded to nearest after each operation, without fused multiply-adds, so
+every backend gives the same bits.
 
 A row is a plane of 32 bytes for each bit of a code, then the scale, its low byte first. Bit k of
-byte j of plane p is bit p of the code of number 32 k + j, so that all bytes of a plane are packed
+byte j of plane p is bit p of the code of element 32 k + j, so that all bytes of a plane are packed
 by the same shifts.
 """
 
@@ -31,24 +31,24 @@ from torch import Tensor
 
 from curvadion.ops.tensors import DTYPE_CODES, Unsupported
 
-FORMAT = 1  # another number for another format, so that replicas see that theirs differ
+FORMAT = 1  # changes with the format, so that replicas detect a mismatch
 BITS = (1, 2, 3, 4, 8)
 BLOCK = 256
 PLANE_BYTES, SCALE_BYTES = BLOCK // 8, 2
 
 
 def block_bytes(bits: int) -> int:
-    """Bytes that a block of ``BLOCK`` numbers takes: its codes and its scale in bfloat16."""
+    """Bytes of a block of ``BLOCK`` elements: its codes and its scale in bfloat16."""
     return PLANE_BYTES * bits + SCALE_BYTES
 
 
 def blocks_of(numbers: int) -> int:
-    """How many blocks so many numbers take."""
+    """The number of blocks of ``numbers`` elements."""
     return -(-numbers // BLOCK)
 
 
 def rows_of(X: Sequence[Tensor]) -> Iterator[slice]:
-    """The rows of each tensor, where those of all lie one after the other."""
+    """The rows of each tensor, if those of all tensors are concatenated."""
     start = 0
     for x in X:
         stop = start + blocks_of(x.numel())
@@ -57,7 +57,7 @@ def rows_of(X: Sequence[Tensor]) -> Iterator[slice]:
 
 
 def part(rows: slice, first: int, count: int) -> slice:
-    """Which of ``count`` rows from ``first`` on are in ``rows``; from 0 on."""
+    """The part of ``rows`` in the ``count`` rows from ``first`` on, counted from ``first``."""
     start = min(max(rows.start - first, 0), count)
     return slice(start, max(start, min(rows.stop - first, count)))
 
@@ -74,20 +74,20 @@ def constants(bits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 @lru_cache
 def levels(bits: int) -> Tensor:
-    """Levels of least mean square error for a normal number, (2^bits,) float32, ascending."""
+    """Levels of least mean square error for a normal variable, (2^bits,) float32, ascending."""
     # Max, "Quantizing for minimum distortion", 1960; Lloyd, 1982.
     if bits not in BITS:
         raise ValueError(f"bits={bits!r} must be one of {BITS}")
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)
     count = 2**bits
-    # The best levels for many bits lie like normal numbers of variance 3 (Panter and Dite, 1951).
+    # For many bits the best levels are distributed normally, variance 3 (Panter and Dite, 1951).
     middle = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     result: Tensor = math.sqrt(3) * normal.icdf(middle)
     infinity = torch.tensor([math.inf], dtype=torch.float64, device="cpu")
     for _ in range(500):
         edges = torch.cat((-infinity, (result[1:] + result[:-1]) / 2, infinity))
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
-        # The mean of a normal number between two edges.
+        # The mean of a normal variable between two edges.
         result = (density[:-1] - density[1:]) / torch.diff(normal.cdf(edges))
     return result.to(torch.float32)
 

@@ -1,4 +1,4 @@
-"""Operations on codes of a few bits, each with its plain PyTorch.
+"""Operations on codes of a few bits, each defined in plain PyTorch.
 
 :mod:`curvadion.ops.codes` has the format. Plain PyTorch takes any floating dtype.
 """
@@ -15,7 +15,7 @@ from curvadion.ops.backends import fused
 from curvadion.ops.codes import BLOCK, PLANE_BYTES, block_bytes, blocks_of, constants, part, rows_of
 
 Lists = Sequence[Tensor]
-CHUNK = 2**22  # numbers worked on at once: what this takes beside does not grow with a tensor
+CHUNK = 2**22  # elements processed at once, which bounds working memory
 
 
 def encode_difference_(
@@ -28,16 +28,16 @@ def encode_difference_(
     owned: Tensor | None = None,
     first: int = 0,
 ) -> None:
-    """codes <- codes of z = X - anchor + residual, residual <- z - what they stand for.
+    """codes <- codes of z = X - anchor + residual, residual <- z - decoded codes.
 
-    All backends give the same bits. The anchor is taken as X's dtype holds it, and z in float32.
-    Numbers are in row-major order, however a tensor lies in memory.
+    All backends give the same bits. The anchor is rounded to X's dtype, and z is float32. Elements
+    are in row-major order, whatever a tensor's strides.
 
     codes: (rows, block_bytes(bits)) uint8, the rows of each tensor of X after those of the one
     before it. X: tensors. anchors: float32 or wider, and residuals: of X's shapes; () stands for
-    zeros, and without residuals what codes lose is dropped. bits: of a code, one of ``codes.BITS``.
-    owned: (k, 256) float32, gets z of k rows from row ``first`` on; None for none. ValueError if
-    codes have another shape or dtype.
+    zeros, and without residuals the codes' error is dropped. bits: of a code, one of
+    ``codes.BITS``. owned: (k, 256) float32, gets z of k rows from row ``first`` on; None for none.
+    ValueError if codes have another shape or dtype.
     """
     _check(codes, bits, X)
     owned = codes.new_empty(0, BLOCK, dtype=torch.float32) if owned is None else owned
@@ -66,7 +66,7 @@ def encode_difference_(
 
 
 def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
-    """anchor <- anchor + what codes stand for, X <- anchor; without anchors X <- what these are.
+    """anchor <- anchor + decoded codes, X <- anchor; without anchors X <- decoded codes.
 
     The arguments are those of :func:`encode_difference_`.
     """
@@ -82,16 +82,16 @@ def decode_add_(X: Lists, anchors: Lists, codes: Tensor, bits: int) -> None:
 
 
 def average_codes_(codes: Tensor, own: Tensor, received: Tensor, rank: int, bits: int) -> None:
-    """codes <- codes of total / ranks, own <- total - ranks * what these codes stand for.
+    """codes <- codes of total / ranks, own <- total - ranks * decoded codes.
 
     The total over ranks is summed in their order, in float32. codes: (k, block_bytes(bits)) uint8.
-    own: (k, 256) float32, the numbers of this rank, which stand for themselves. received:
+    own: (k, 256) float32, this rank's values, which are used exactly. received:
     (ranks, k, block_bytes(bits)) uint8, the codes of all ranks; those of ``rank`` are not read.
     """
     if fused("average_codes_", codes, own, received, rank, bits, writes=[codes, own]):
         return
     ranks = len(received)
-    # By a tensor of this device: GPUs multiply by the inverse of a number of the host.
+    # Divide by a tensor on this device: GPUs multiply by the inverse of a host number.
     count = torch.full((), float(ranks), device=own.device)
     for chunk, _ in _chunks(slice(0, len(own))):
         total = torch.zeros_like(own[chunk])
@@ -109,7 +109,7 @@ def _check(codes: Tensor, bits: int, X: Lists) -> None:
 
 @contextmanager
 def _row_major(tensors: Lists) -> Iterator[list[Tensor]]:
-    """Row-major tensors in their place; what is written to them is copied back."""
+    """Yield row-major tensors, copies if necessary, whose changes are copied back."""
     copies = [t.contiguous() for t in tensors]
     yield copies
     for t, copy in zip(tensors, copies, strict=True):
@@ -118,7 +118,7 @@ def _row_major(tensors: Lists) -> Iterator[list[Tensor]]:
 
 
 def _chunks(rows: slice) -> Iterator[tuple[slice, slice]]:
-    """Rows of a tensor, and which of its numbers are in them."""
+    """Yield chunks of a tensor: rows, and the elements in them."""
     most = CHUNK // BLOCK
     for start in range(rows.start, rows.stop, most):
         chunk = slice(start, min(start + most, rows.stop))
@@ -126,7 +126,7 @@ def _chunks(rows: slice) -> Iterator[tuple[slice, slice]]:
 
 
 def _encode(x: Tensor, bits: int) -> Tensor:
-    """The rows of codes of blocks, (k, 256) float32."""
+    """Encode blocks, (k, 256) float32, as rows of codes."""
     signs, midpoints, _ = constants(bits, x.device)
     y = _hadamard(x * signs)
     up, down = _powers(y)
@@ -166,7 +166,7 @@ def _sum_in_halves(x: Tensor) -> Tensor:
 
 
 def _count_below(y: Tensor, midpoints: Tensor, size: Tensor) -> Tensor:
-    """How many of the ascending midpoints, times size, are below each number: uint8."""
+    """The number of ascending midpoints, times size, below each element: uint8."""
     places = torch.zeros_like(y, dtype=torch.int32)
     half = (len(midpoints) + 1) // 2
     while half:

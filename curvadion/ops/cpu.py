@@ -1,7 +1,7 @@
 """Codes on the CPU, in C++ (csrc/cpu): one call for a whole list, one pass over the data.
 
-They raise Unsupported for float64, which only plain PyTorch takes. Other operations would gain
-nothing from C++ here: their time goes into torch's matrix products.
+They raise Unsupported for float64, which only plain PyTorch supports. Other operations would gain
+nothing from C++, because most of their time is spent in torch's matrix products.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Momentum, norms and the local step on NVIDIA GPUs, in CUDA C++ (csrc/cuda).
 
 The addresses of a list are kernel parameters, so nothing is copied to the device and CUDA graphs
-can capture the launches. Operations raise Unsupported for what only plain PyTorch takes.
+can capture the launches. Operations raise Unsupported for tensors that only plain PyTorch supports.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _momentum_norms(
     gradients = addressed(lists[1]) if mu else (None, None)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
-        # The counters of a CUDA graph are its own, and so is what sets them to zero.
+        # A CUDA graph has its own counters, and its own launch that zeroes them.
         graph = torch.cuda.is_current_stream_capturing()
         tickets = (_tickets.__wrapped__ if graph else _tickets)(device, stream.stream_id)
         code = library.curvadion_cuda_momentum_norms(
@@ -113,7 +113,7 @@ def local_step_(
 
 @lru_cache
 def _tickets(device: torch.device, stream: int) -> Tensor:
-    """Counters that are zero between launches; a stream's launches use them one after another."""
+    """Counters that are zero between launches, which a stream's launches use in turn."""
     capacity = load().curvadion_cuda_capacity()
     return torch.zeros(capacity, dtype=torch.int32, device=device)
 

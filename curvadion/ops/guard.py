@@ -1,4 +1,4 @@
-"""Writes that a flag on the device calls off, so that the host need not wait to learn it."""
+"""Writes that a flag on the device can cancel, so that the host need not wait for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _moves: Tensor | None = None
 
 @contextmanager
 def only_if(moves: Tensor | None) -> Iterator[None]:
-    """Inside the block, operations that change weights or state do so only if ``moves`` is true.
+    """Inside the block, operations change weights and state only if ``moves`` is true.
 
-    moves: a bool without dimensions on the device of what is changed; None for always.
+    moves: a scalar bool tensor on the device of the weights and state; None for always.
     """
     global _moves
     before, _moves = _moves, moves
@@ -46,7 +46,7 @@ def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
 
 @contextmanager
 def put_back(*lists: Sequence[Tensor]) -> Iterator[None]:
-    """Undo what the block does to tensors if the flag is false; it holds copies meanwhile."""
+    """Restore tensors after the block if the flag is false; holds copies meanwhile."""
     tensors = list(chain(*lists)) if _moves is not None else []
     before = [x.clone() for x in tensors]
     yield

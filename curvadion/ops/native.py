@@ -1,6 +1,6 @@
 """Builds, loads and calls the compiled operations in csrc/: plain C libraries, through ctypes.
 
-torch.utils.cpp_extension builds them at their first use, which takes seconds, into a cache.
+torch.utils.cpp_extension builds them into a cache at their first use, which takes seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from curvadion.ops.tensors import DTYPE_CODES
 
 HERE = Path(__file__).resolve().parent.parent  # the package
-# Backends agree bit for bit on codes: fused multiply-adds would round otherwise.
+# Backends must agree bitwise on codes; fused multiply-adds would round differently.
 FLAGS = ["-O3", "-fopenmp", "-ffp-contract=off"]
 CUDA_FLAGS = ["-O3"]
 POINTER = ctypes.c_void_p
@@ -60,7 +60,7 @@ def sources(name: str) -> list[Path]:
 
 
 def digest(name: str) -> str:
-    """16 hexadecimal digits that tell a library's sources, headers, flags and torch."""
+    """16 hexadecimal digits that identify a library's sources, headers, flags and torch version."""
     found = hashlib.sha256(repr((FLAGS, CUDA_FLAGS, torch.__version__)).encode())
     for path in sorted(sources(name)[0].parent.iterdir()):
         found.update(path.read_bytes())
@@ -101,7 +101,7 @@ def _build(name: str, target: Path) -> None:
 
 @contextmanager
 def _path_with_ninja() -> Iterator[None]:
-    """A virtual environment's ninja is on PATH only while the environment is activated."""
+    """Add a virtual environment's ninja to PATH, where it is only if the environment is active."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([before, sysconfig.get_path("scripts")])
     try:

@@ -1,8 +1,8 @@
-"""The fused operations of an optimizer step, each with its plain PyTorch.
+"""The fused operations of an optimizer step, each defined in plain PyTorch.
 
-Each one works on lists of tensors, which may differ in size and alignment. Sums are taken in
-float32 or wider, and sums of squares in float64. What changes weights or momenta heeds
-:func:`curvadion.ops.only_if`. Plain PyTorch, the reference, runs on any device and takes any
+Each one works on lists of tensors, which may differ in size and alignment. Sums are computed in
+float32 or wider, and sums of squares in float64. Operations that change weights or momenta respect
+:func:`curvadion.ops.only_if`. Plain PyTorch, the reference, runs on any device and supports any
 floating dtype, any strides, and learning rates that are tensors.
 """
 
@@ -24,14 +24,14 @@ NumbersOrTensors = Sequence[float | Tensor]
 
 # Norms in this range have squares that float32 can hold accurately.
 SMALL, LARGE = 1e-12, 1e18
-# Rows of a symmetric product that a CPU computes at once: few enough to leave out most of what
-# is above the diagonal, many enough for a product's full speed. Smaller ones are computed whole.
+# Rows of a symmetric product that a CPU computes at once: few enough to skip most of the part above
+# the diagonal, many enough for full speed. Smaller products are computed in full.
 ROWS = 128
 SMALLEST_IN_BLOCKS = 3 * ROWS
 
 
 def norms(X: Lists) -> Tensor:
-    """Frobenius norms of one tensor or more, (len(X),), float32 or wider; finite if that fits."""
+    """Frobenius norms of one or more tensors, (len(X),), float32 or wider; finite if they fit."""
     result: Tensor | None = fused("norms", X)
     if result is not None:
         return result
@@ -46,7 +46,7 @@ def momentum_norms(M: Lists, G: Lists, mu: Numbers) -> Tensor:
     result: Tensor | None = fused("momentum_norms", M, G, mu)
     if result is not None:
         return result
-    # One after another, so that only one sum takes memory at a time.
+    # One after another, so that only one sum is in memory at a time.
     each = zip(M, G, mu, strict=True)
     return torch.stack([_norm(_sum(m, g, decay).to(m.dtype)) for m, g, decay in each])
 
@@ -57,7 +57,7 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
         return
     with put_back(M):
         for m, g, decay in zip(M, G, mu, strict=True):
-            if g.dtype == m.dtype and _wide(m) is m:  # needs no second tensor of this size
+            if g.dtype == m.dtype and _wide(m) is m:  # avoids a second tensor of this size
                 m.mul_(decay).add_(g)
             else:
                 m.copy_(_sum(m, g, decay))
@@ -66,7 +66,7 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers) -> None:
 def look_ahead(M: Lists, G: Lists, share: Numbers, out: Lists) -> None:
     """out <- M + share G, in one pass.
 
-    M: momenta. G: gradients, and out: tensors of their own, of the same shapes. share: a number per
+    M: momenta. G: gradients, and out: separate tensors, of the same shapes. share: a number per
     tensor.
     """
     if fused("look_ahead", M, G, share, out, writes=[out]):
@@ -112,7 +112,7 @@ def local_step_(
 def column_sum_of_squares(R: Tensor) -> Tensor:
     """The sums of squares of columns: (k, n, r) -> (k, r) float64; k is 1 or more.
 
-    Ranks that hold different rows of R add up these sums before :func:`column_normalize`.
+    Ranks that hold different rows of R add these sums before :func:`column_normalize`.
     """
     result: Tensor | None = fused("column_sum_of_squares", R)
     if result is not None:
@@ -122,7 +122,7 @@ def column_sum_of_squares(R: Tensor) -> Tensor:
 
 
 def column_normalize(R: Tensor, sum_of_squares: Tensor, floor: Tensor) -> Tensor:
-    """R / column norms, (k, n, r), as R is.
+    """R / column norms, (k, n, r), in R's dtype.
 
     sum_of_squares: (k, r) float64, the squares of the norms over the rows of all ranks. floor:
     (k, r) float64; columns whose norm is not larger are rounding errors, and become zero.
@@ -171,7 +171,7 @@ def _low_rank(
     x: Tensor, p: Tensor, q: Tensor, eta: float | Tensor, beta: float | Tensor, seed: int | None
 ) -> None:
     if isinstance(eta, Tensor) or isinstance(beta, Tensor):
-        # Multiply the small factor by the step size: so the host need not read a tensor.
+        # Multiply the small factor by the step size, so that the host need not read a tensor.
         if x.dtype == p.dtype:
             x.mul_(beta).addmm_(p, (q * -eta).mT)
         else:
@@ -183,10 +183,10 @@ def _low_rank(
 
 
 def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
-    """out <- A B, which is known to be symmetric; about half of it is computed. Returns out.
+    """out <- A B, which must be symmetric; computes about half of it. Returns out.
 
-    Such are B^T B, and products of symmetric matrices that commute. What is above the diagonal may
-    be a mirror image, so rounding errors depend on the backend. Float32 numbers are rounded to
+    Examples are B^T B, and products of symmetric matrices that commute. The part above the diagonal
+    may be mirrored, so rounding errors depend on the backend. Float32 numbers are rounded to
     TensorFloat-32 only where torch.bmm may round them.
 
     A: (k, n, m). B: (k, m, n). out: (k, n, n), sharing no memory with these. All have one dtype and
@@ -208,7 +208,7 @@ def symmetric_product(A: Tensor, B: Tensor, out: Tensor) -> Tensor:
 
 
 def _on_host(*lists: NumbersOrTensors) -> bool:
-    """Whether no number is a tensor; to read it could make the host wait for a GPU."""
+    """Whether no number is a tensor, whose reading could make the host wait for a GPU."""
     return not any(isinstance(number, Tensor) for numbers in lists for number in numbers)
 
 
@@ -226,10 +226,10 @@ def _norm(tensor: Tensor) -> Tensor:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type == "cpu":
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-        size: Any = norm.tolist()  # on the CPU the host need not wait
+        size: Any = norm.tolist()  # no wait on the CPU
         if SMALL < size < LARGE:
             return norm
-    # float64 can hold the squares of tiny and of large numbers.
+    # float64 can hold the squares of tiny and large values.
     return norm_and_sum(tensor)[0].to(dtype)
 
 
@@ -249,7 +249,7 @@ def memory_offsets(x: Tensor) -> Tensor:
 
 
 def round_stochastic(value: Tensor, offsets: Tensor, seed: int) -> Tensor:
-    """Round to bfloat16, up or down as seed and offset say; the mean over seeds is the value."""
+    """Round to bfloat16, up or down by seed and offset; the mean over seeds is the value."""
     noise = _mixed(_mixed(offsets & 0xFFFFFFFF) ^ seed) & 0xFFFF
     bits = value.float().view(torch.int32).long()
     rounded = ((bits + noise) & 0xFFFF0000).to(torch.int32).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What operations ask of lists of tensors, and numbers of the host."""
+"""Checks of lists of tensors for operations, and tensors from host numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# The dtypes that compiled kernels take, and their codes there.
+# The dtypes that compiled kernels support, and their codes there.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Unsupported(Exception):
-    """A backend cannot take these tensors, but plain PyTorch can."""
+    """A backend does not support these tensors, but plain PyTorch does."""
 
 
 def from_host(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -39,7 +39,7 @@ def norm_and_sum(x: Tensor) -> Tensor:
 
 
 def check_supported(*lists: Sequence[Tensor]) -> None:
-    """Raise Unsupported unless compiled kernels take all dtypes, and there is only one device."""
+    """Raise Unsupported unless compiled kernels support all dtypes and there is one device."""
     device = lists[0][0].device
     if any(t.dtype not in DTYPE_CODES or t.device != device for list_ in lists for t in list_):
         raise Unsupported
@@ -48,7 +48,7 @@ def check_supported(*lists: Sequence[Tensor]) -> None:
 def elementwise(
     written: Sequence[Sequence[Tensor]], read: Sequence[Sequence[Tensor]] = ()
 ) -> list[Sequence[Tensor]]:
-    """Lists of equal shapes with equal strides, by copies of what is only read; or Unsupported."""
+    """Give lists of equal shapes equal strides, by copying those only read; or Unsupported."""
     check_supported(*written, *read)
     first = written[0]
     for x, *others in zip(*written, strict=True):
@@ -61,7 +61,7 @@ def elementwise(
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether the tensor has no gaps or overlaps in memory: then empty_like keeps its strides."""
+    """Whether the tensor has no gaps or overlaps in memory, so that empty_like keeps strides."""
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer of replicas knows between steps: gate, sync, plan, progress, record."""
+"""State of an optimizer of replicas between steps: gate, sync, plan, progress, record."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class OuterLayer(Optimizer):
     """A torch optimizer with a gate and a sync, on every rank of every replica."""
 
-    # GradScaler then leaves unscaling and skipping to step(), which decides for all replicas.
+    # Makes GradScaler leave unscaling and skipping to step(), which decides for all replicas.
     _step_supports_amp_scaling = True
 
-    # The attributes that a copy or a pickle of the optimizer takes along, beside torch's.
+    # Attributes kept by a copy or a pickle of the optimizer, beside torch's.
     _kept: ClassVar[tuple[str, ...]] = (
         *("gate", "_sync", "_first_memory", "progress", "report", "_replicas"),
         *("max_local_steps", "warmup_steps"),
@@ -58,8 +58,8 @@ class OuterLayer(Optimizer):
     _plan: Plan | None
     _made_of: list[object]
     _settings: Settings
-    _words: list[tuple[int, Exchange[Tensor]]]  # to compare, and at which step
-    _asked: Meeting | None  # that of the last step, if the host has not read it
+    _words: list[tuple[int, Exchange[Tensor]]]  # (step, words to compare at it)
+    _asked: Meeting | None  # the last step's, if the host has not read it
 
     def _choose(
         self,
@@ -69,13 +69,13 @@ class OuterLayer(Optimizer):
         max_local_steps: int | None = None,
         warmup_steps: int = 0,
     ) -> None:
-        """The beginning of constructors."""
+        """Begin a constructor."""
         checks.integer("warmup_steps", warmup_steps, 0)
         if max_local_steps is not None:
             checks.integer("max_local_steps", max_local_steps, 1)
         self.max_local_steps, self.warmup_steps = max_local_steps, warmup_steps
         check_kinds(gate, sync)
-        if gate.share is None:  # a budget knows later what openings cost
+        if gate.share is None:  # a budget learns the cost of openings later
             gate.check_feasible(max_local_steps)
         self.gate, self._sync = gate, sync
         self._first_memory = sync.state_dict()
@@ -87,12 +87,12 @@ class OuterLayer(Optimizer):
 
     @property
     def sync(self) -> Sync:
-        """How replicas synchronise; fixed at construction: parameter state depends on it."""
+        """How replicas synchronise; fixed at construction, as parameter state depends on it."""
         return self._sync
 
     @property
     def scheduled(self) -> bool:
-        """Whether replicas know openings in advance, and do not wait at other steps."""
+        """Whether openings are known in advance, and replicas do not wait at other steps."""
         gate = self.gate
         silent = gate.follows_schedule and not (gate.always_open or gate.reads_momentum)
         return silent and self._replicas.size > 1
@@ -105,8 +105,8 @@ class OuterLayer(Optimizer):
 
     @property
     def _states_differ(self) -> bool:
-        """Whether replicas hold different states: weights differ, or codes owe them something."""
-        if self._replicas.members is not None:  # each keeps its own, and any may stand for all
+        """Whether replicas hold different states: weights or residuals of codes differ."""
+        if self._replicas.members is not None:  # any member's state may stand for all
             return False
         owes = self.sync.sends_codes and self.progress.steps_since_exact > 0
         return self.drifted or (owes and self._replicas.size > 1)
@@ -115,56 +115,56 @@ class OuterLayer(Optimizer):
 
     @abstractmethod
     def _check_settings(self) -> None:
-        """Raise ValueError for an impossible value of a group; cheap where none has changed."""
+        """Raise ValueError for an invalid value of a group; cheap if none has changed."""
 
     @abstractmethod
     def _create_state(self, p: Parameter) -> None:
-        """Give a parameter the state that it needs before its first step."""
+        """Create the state that a parameter needs before its first step."""
 
     def _wrong_state(self) -> str | None:
-        """Which parameter has a state that its group cannot go on from; else None."""
+        """An error for the first parameter whose state does not fit its group; else None."""
         return None
 
     @abstractmethod
     def _load(self, saved: Mapping[str, Any], held: Record) -> Callable[[], None]:
-        """Take groups and states of a saved optimizer, or change nothing and raise.
+        """Load groups and states of a saved optimizer, or change nothing and raise.
 
-        Returns what puts the former ones back.
+        Returns a call that restores the former ones.
         """
 
     def _put_state(self, p: Parameter, key: str, value: Any) -> None:
-        """Set an entry of a parameter's state, which may be new."""
+        """Set or add an entry of a parameter's state."""
         p.state[key] = value
 
     @property
     def _states(self) -> States:
-        """What is remembered of each parameter."""
+        """The state of each parameter."""
         return self.state
 
     @property
     def _groups(self) -> Sequence[dict[str, Any]]:
-        """The groups that a plan is made of."""
+        """The groups from which plans are built."""
         return self.param_groups
 
     @property
     def _compared_groups(self) -> Sequence[dict[str, Any]]:
-        """The groups, with those keys alone that must be equal on all replicas."""
+        """The groups with only those keys that must be equal on all replicas."""
         return self.param_groups
 
     @property
     def _compared_states(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        """By parameter, the states whose dtypes must be equal on all replicas."""
+        """The states, by parameter, whose dtypes must be equal on all replicas."""
         return self.state
 
     @property
     def _state_keys(self) -> tuple[StateKey, ...]:
-        """The keys of states beside the table of curvadion.update.state."""
+        """The keys of states that are not in the table of curvadion.update.state."""
         return self.sync.state_keys
 
     # ---------------------------------------------------------------- the plan
 
     def _present_plan(self) -> Plan:
-        """The plan of the groups as they are now; made again if anything in them has changed."""
+        """The plan of the current groups; rebuilt if anything in them has changed."""
         made_of = [self._states, self.gate, *plan_ingredients(self.param_groups)]
         same = len(made_of) == len(self._made_of) and all(map(is_, made_of, self._made_of))
         if self._plan is None or not same:
@@ -173,23 +173,23 @@ class OuterLayer(Optimizer):
                 raise ValueError(wrong)
             plan = self._make_plan()
             self._check_plan(plan)
-            if self._plan is not None:  # replicas compare what is new in it
+            if self._plan is not None:  # replicas must compare new parameters
                 known = {id(p.X) for p in self._plan.parameters}
                 thawed = [p for p in plan.parameters if id(p.X) not in known]
                 for p in thawed:
-                    p.state.pop(ANCHOR, None)  # its weights may be others since
+                    p.state.pop(ANCHOR, None)  # its weights may have changed since
                 self._verified &= not thawed and self._made_of[1] is self.gate
             self._plan, self._made_of = plan, made_of
         return self._plan
 
     def _make_plan(self, **wanted: Any) -> Plan:
-        """As :meth:`Plan.of`; process groups of the plan before are used again."""
+        """Like :meth:`Plan.of`; reuses the process groups of the previous plan."""
         unions = None if self._plan is None else self._plan.unions
         group = self._replicas.process_group
         return Plan.of(self._groups, self._states, group, unions=unions, **wanted)
 
     def _check_plan(self, plan: Plan) -> None:
-        """Raise if the optimizer cannot work with a new plan; learn what its steps send."""
+        """Raise if the optimizer cannot work with a new plan; compute what its steps send."""
         if self._plan is not None:
             self._check_frozen(self._plan)
         check_one_replica(self.gate, self.sync, self._replicas, plan)
@@ -211,13 +211,13 @@ class OuterLayer(Optimizer):
                 )
 
     def _set_gate_costs(self, X: Sequence[Tensor], *, sharded: bool = True) -> None:
-        """Tell the gate what all ranks of a replica send together, which each of them knows."""
+        """Tell the gate what all ranks of a replica send together, the same on each rank."""
         each = sizes(X)
         shards = [shard_sizes(x) for x in X] if sharded else [[n] for n in each]
         costs, dense = self.sync.prepare(shards), 4 * sum(each)
         if costs is None or not dense:
             return
-        # What the meeting sends at every step, or at openings only under a schedule.
+        # The meeting is held at every step, or under a schedule only at openings.
         meeting = WORDS_BYTES if self.sync.delay and self.gate.follows_schedule else MEETING_BYTES
         met = meeting * max(map(len, shards)) if self.gate.follows_schedule else 0
         self.gate.open_cost = (costs.opening_bytes + met) / dense
@@ -227,16 +227,16 @@ class OuterLayer(Optimizer):
 
     @property
     def _choices(self) -> dict[str, object]:
-        """What the optimizer was told beside its groups, and what gate and sync remember."""
+        """The settings beside the groups, and the states of gate and sync."""
         told: dict[str, object] = {name: getattr(self, name) for name in self._told}
         for name, choice in (("gate", self.gate), ("sync", self.sync)):
-            # Where an object lies in memory is its own affair.
+            # Addresses of objects differ between ranks.
             told[name] = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(choice))
             told[f"the {name}'s state"] = choice.state_dict()
         return {**told, "the format of the sync's messages": self.sync.message_format}
 
     def _listing(self, plan: Plan) -> Listing:
-        """All that must be equal on all ranks of all replicas."""
+        """Everything that must be equal on all ranks of all replicas."""
         more = {**self._choices, "progress": self.progress.shared}
         return listing(self._compared_groups, self._compared_states, plan, more)
 
@@ -246,9 +246,9 @@ class OuterLayer(Optimizer):
         """As in torch; every group also holds ``progress``: the state of run, gate and sync.
 
         Each replica has its own momenta and, after local steps, its own weights. A file that one
-        rank writes keeps only those of one replica, and ``torch.distributed.checkpoint.save`` mixes
-        them: call ``synchronize(exact=True)`` first. If states differ, a warning is issued; ignore
-        it if each rank saves and loads its own state.
+        rank writes has only one replica's, and ``torch.distributed.checkpoint.save`` mixes them:
+        call ``synchronize(exact=True)`` first. If states differ, a warning is issued; ignore it if
+        each rank saves and loads its own state.
         """
         if self._states_differ:
             warnings.warn(
@@ -274,6 +274,7 @@ class OuterLayer(Optimizer):
         A gate or sync of another class starts fresh; for a sync a warning is issued.
         """
         held = read_record(state_dict)
+        self.sync.settle()
         same_sync = held.sync_class == type(self.sync).__name__
         of_gate, of_sync = self.gate.state_dict(), self.sync.state_dict()
         put_back = self._load(state_dict, held)
@@ -290,7 +291,7 @@ class OuterLayer(Optimizer):
         self.progress = held.progress
         if same_sync:
             self.sync.fragments_drifted = held.fragments_drifted
-        elif held.fragments_drifted:  # of which this sync knows nothing: all weights are averaged
+        elif held.fragments_drifted:  # unknown to this sync, so all weights are averaged
             self.progress.local_steps = max(self.progress.local_steps, 1)
         self.sync.after_load()
         self._forget()
@@ -301,13 +302,13 @@ class OuterLayer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_replicas" in state:  # torch's load_state_dict comes here too
+        if "_replicas" in state:  # torch's load_state_dict also calls this
             self._forget()
 
     def _forget(self) -> None:
-        """Drop what is derived from the groups, and is made again at the next use."""
+        """Drop everything derived from the groups; it is rebuilt at the next use."""
         self._plan, self._made_of = None, []
-        self._verified = False  # whether replicas have been compared since
+        self._verified = False  # whether replicas have been compared since then
         self._settings = Settings()
         self._words, self._asked = [], None
         self._wire = wire.Reading()
@@ -325,7 +326,7 @@ class OuterLayer(Optimizer):
 def chosen_gate(
     gate: Any, wire_budget: float | None, threshold: float | None = None, sync: object = None
 ) -> Gate:
-    """The gate that is given, at length or for short."""
+    """Return the gate, given as an object or by a short form."""
     ways = {"gate": gate, "threshold": threshold, "wire_budget": wire_budget}
     given = [f"{key}={value!r}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
@@ -344,7 +345,7 @@ def chosen_gate(
 
 
 def chosen_sync(given: Any, gate: Gate) -> Sync:
-    """A copy of the sync, with the defaults that the gate asks for."""
+    """Return a copy of the sync, with the defaults that suit the gate."""
     if given is None:
         given = LowRank() if gate.share is None else QuantizedAverage()
     if not isinstance(given, Sync):
@@ -363,7 +364,7 @@ def chosen_sync(given: Any, gate: Gate) -> Sync:
 
 
 def check_kinds(gate: Gate, sync: Sync) -> None:
-    """Raise if the gate may close, or opens too often, for the sync."""
+    """Raise if the gate may close but the sync needs every step, or opens before means arrive."""
     checks.integer("sync.delay", sync.delay, 0)
     if sync.every_step and not (gate.always_open or gate.share is not None):
         raise ValueError(
@@ -380,7 +381,7 @@ def check_kinds(gate: Gate, sync: Sync) -> None:
 
 
 def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
-    """Raise ValueError if the gate, which knows what openings cost, cannot do its work."""
+    """Raise ValueError if the gate cannot work, now that it knows the cost of openings."""
     check_kinds(gate, sync)
     if not sync.every_step:
         gate.check_feasible(max_local_steps)
@@ -393,7 +394,7 @@ def check_costs(gate: Gate, sync: Sync, max_local_steps: int | None) -> None:
 
 
 def check_members(gate: Gate, sync: Sync, replicas: ReplicaGroup) -> None:
-    """Raise ValueError for what does not go with replicas that come and go."""
+    """Raise ValueError for a gate or sync that does not work with replicas that come and go."""
     if replicas.members is None:
         return
     if not sync.elastic:
@@ -419,7 +420,7 @@ def check_one_replica(gate: Gate, sync: Sync, replicas: ReplicaGroup, plan: Plan
         )
     if replicas.single or replicas.members is not None or plan.all_ranks is not None:
         return
-    averaged = gate.always_open and not sync.every_step  # by whoever else may average gradients
+    averaged = gate.always_open and not sync.every_step  # something else may average gradients
     if averaged or replicas.process_group is not None:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

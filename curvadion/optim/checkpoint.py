@@ -1,4 +1,4 @@
-"""Distributed checkpoints that were saved under other arguments."""
+"""Loading distributed checkpoints that were saved with other arguments."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def fit_to_checkpoint(
 
 
 def _keys_of_syncs(kind: Any) -> set[str]:
-    """The state keys of a sync kind and all kinds that build on it, a user's included."""
+    """The state keys of a sync class and all its subclasses, also a user's."""
     own = {key.name for key in kind.state_keys}
     return own.union(*(_keys_of_syncs(one) for one in kind.__subclasses__()))
 
 
 def _with_columns(Q: Tensor, columns: int) -> Tensor:
-    """A tensor like Q, sharded as it is, with so many columns, which are never sharded."""
+    """Return a tensor sharded like Q with another number of columns, which are never sharded."""
     if Q.shape[-1] == columns:
         return Q
     shard = local(Q)

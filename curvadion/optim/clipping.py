@@ -1,4 +1,4 @@
-"""Gradients clipped by one norm, the same on all replicas and in every layout."""
+"""Clip gradients by one norm, the same on all replicas and in every layout."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def clip_grad_norm_(
     ``norm``. ``torch.nn.utils.clip_grad_norm_`` would scale each replica by its own norm.
 
     Collective: call it on all ranks of all replicas, after backward and before ``step``. It sends
-    one all-reduce of 8 bytes, and under sequence parallelism first sums partial gradients. For one
-    unsharded replica it does what torch's function does. With a GradScaler call
+    one all-reduce of 8 bytes, and under sequence parallelism first sums partial gradients. For
+    one unsharded replica it equals torch's function. With a GradScaler call
     ``scaler.unscale_(optimizer)`` first.
 
     If a gradient on any rank holds a NaN or an Inf, no gradient is scaled, and all ranks skip the
-    next step. Under a schedule it sets all gradients to NaN for this purpose.
+    next step. Under a schedule all gradients are set to NaN to achieve this.
 
     Args:
         optimizer: a CurvaDion, Dion or Replicated, whose parameters' gradients are clipped.
@@ -70,8 +70,8 @@ def clip_grad_norm_(
             f"Inf. Pass error_if_nonfinite=False to leave the gradients unchanged and let step() "
             f"skip the update."
         )
-    # Under a schedule replicas would step with what nobody has clipped: they do not hear of each
-    # other's NaN. No host read.
+    # Under a schedule replicas do not learn of each other's NaN, and would step with unclipped
+    # gradients. No host read.
     otherwise = torch.nan if optimizer.scheduled else 1.0
     factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), otherwise)
     for (_, device, dtype), gradients in batches.items():
@@ -97,7 +97,7 @@ def _check_arguments(
 
 
 def _batches(plan: Plan) -> dict[tuple[int, torch.device, torch.dtype], list[Tensor]]:
-    """The gradients held here by how many ranks of this replica hold them, device and dtype."""
+    """This rank's gradients by number of ranks of the replica that hold them, device and dtype."""
     batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for p in plan.parameters:
         if (G := p.G) is not None:

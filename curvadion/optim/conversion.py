@@ -1,7 +1,7 @@
-"""A saved state under other arguments: what comes from it, what from them, what is converted.
+"""Converting a saved state to an optimizer with other arguments.
 
-States that depend on the direction and the rank follow the optimizer that loads. Under another sync
-that kind's state is dropped, and its own begins anew.
+States that depend on direction and rank are converted to those of the loading optimizer. If the
+sync differs, the saved sync's state is dropped, and the new sync starts fresh.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from curvadion.update.state import (
     like_parameter,
 )
 
-# Group keys whose values are those of the optimizer that loads; and, under another sync, too.
+# Group keys that keep the loading optimizer's values: always, and if the sync differs.
 OF_STATES = ("direction", "rank_fraction", "rank_multiple_of")
 OF_SYNCS = ("right_factor", "look_ahead")
 
@@ -49,9 +49,9 @@ def convert(
     sync: Sync,
     here: Replica,
 ) -> dict[str, Any]:
-    """A saved state that fits the optimizer which loads it; warns of what does not come from it.
+    """Convert a saved state to the loading optimizer; warn about anything that is not restored.
 
-    record: what the saved groups hold of the run. here: the replica that loads.
+    record: of the saved run. here: the replica that loads.
     """
     _check_groups(param_groups, saved, record.progress.steps)
     same_sync = record.sync_class == type(sync).__name__
@@ -70,7 +70,7 @@ def convert(
         for i, name, X in zip(held["params"], names(live, g), live["params"], strict=True):
             if i in states:
                 check_parameter(X, name, held)
-                # torch's flattened form of a state puts {} where it finds nothing.
+                # torch's flattened form of a state has {} for missing entries.
                 state = {k: v for k, v in states[i].items() if k not in dropped and v != {}}
                 states[i] = _fitting(name, X, state, held, groups[g], sync.state_keys)
     warn_of_others(record, sync, here, states, f"{list(OF_SYNCS)} are those of its groups.")
@@ -78,7 +78,7 @@ def convert(
 
 
 def check_anchors(saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
-    """Raise ValueError if drifted weights would be another sync's anchor."""
+    """Raise ValueError if drifted weights would become another sync's anchors."""
     drifted = record.progress.local_steps > 0 or record.fragments_drifted > 0
     anchors = any(key.name == ANCHOR for key in sync.state_keys) and saved["state"]
     other = record.sync_class != type(sync).__name__
@@ -93,7 +93,7 @@ def check_anchors(saved: Mapping[str, Any], record: Record, sync: Sync) -> None:
 def warn_of_others(
     record: Record, sync: Sync, here: Replica, states: Mapping[Any, Any], more: str = ""
 ) -> None:
-    """Warn of a state that another sync, or another replica, has saved; more: what also differs."""
+    """Warn if another sync, or another replica, saved the state; more: further differences."""
     if states and record.sync_class != type(sync).__name__:
         warnings.warn(
             f"state_dict was saved with another sync ({record.sync_class}): weights, momenta and "
@@ -137,7 +137,7 @@ def _check_groups(here: Sequence[dict[str, Any]], saved: Mapping[str, Any], step
                 f"optimizer's group has {live['algorithm']!r}: pass the groups in the order in "
                 f"which they were saved."
             )
-    # torch.distributed.checkpoint silently saves and loads none while there are gradients.
+    # torch.distributed.checkpoint silently saves and loads no state while there are gradients.
     trained = any(X.requires_grad for group in here for X in group["params"])
     if steps and trained and not saved["state"]:
         raise ValueError(
@@ -155,10 +155,10 @@ def _fitting(
     after: Mapping[str, Any],
     of_sync: Sequence[StateKey],
 ) -> dict[str, Any]:
-    """A state for the group's direction and rank; before, after: the group as saved and here."""
+    """Fit a state to the group's direction and rank; before, after: the group as saved and here."""
     _check_flat_shard(name, X, state.get(FLAT_SHARD_START))
     turns = after["algorithm"] == "dion" and before["direction"] != after["direction"]
-    if turns:  # then what the saved direction has of its own may be missing, too
+    if turns:  # the saved direction's own state may be missing
         gone = DIRECTIONS[before["direction"]].state_shapes(X, before)
         state = {k: v for k, v in state.items() if k not in gone and not is_right_factor(k)}
     checked = {**before, "direction": "polar"} if turns else before
@@ -194,7 +194,7 @@ def _misfit(
     *,
     reads: bool = True,
 ) -> str | None:
-    """What in a state the group cannot go on from, in words; reads: look at elements, too."""
+    """Describe how a state does not fit its group; reads: also check elements."""
     shapes = _shapes(X, group, state, of_sync)
     for key, shape in shapes.items():
         held = state.get(key)
@@ -221,14 +221,14 @@ def _misfit(
 
 
 def _all_finite(held: Tensor) -> bool:
-    # torch knows no isfinite of float8.
+    # torch has no isfinite for float8.
     return bool((held.float() if held.dtype.itemsize == 1 else held).isfinite().all())
 
 
 def _shapes(
     X: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], of_sync: Sequence[StateKey]
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a state must hold, by key; global ones for DTensors."""
+    """Shapes of the tensors that a state must hold, by key; global shapes for DTensors."""
     whole = tuple(X.shape)
     if group["algorithm"] == "dion":
         one_each = tuple(zeros_per_matrix(X, group).shape)
@@ -236,7 +236,7 @@ def _shapes(
         shapes |= DIRECTIONS[group["direction"]].state_shapes(X, group)
     else:
         shapes = {"step": (), **dict.fromkeys(STATE_KEYS[group["algorithm"]], whole)}
-    # Of the tensors that the sync keeps of a parameter, a state has all or none.
+    # A state has all of a sync's tensors of a parameter, or none.
     like_X = [key for key in of_sync if key.like_parameter]
     if any(key.name in state for key in like_X):
         shapes |= {k.name: whole for k in like_X if not k.passing or k.name in state}
@@ -244,7 +244,7 @@ def _shapes(
 
 
 def _placements(tensor: Tensor) -> tuple[object, ...] | None:
-    """None for a tensor that is no DTensor."""
+    """The placements of a DTensor, None for other tensors."""
     return tuple(tensor.placements) if is_dtensor(tensor) else None
 
 
@@ -264,7 +264,7 @@ def _check_flat_shard(name: str, X: Tensor, start: Tensor | None) -> None:
 def wrong_state(
     param_groups: Sequence[dict[str, Any]], states: Mapping[Tensor, Mapping[str, Any]]
 ) -> str | None:
-    """Which parameter has a state that its group cannot go on from; else None."""
+    """An error for the first parameter whose state does not fit its group; else None."""
     for g, group in enumerate(param_groups):
         for name, X in zip(names(group, g), group["params"], strict=True):
             state = states.get(X)
@@ -292,7 +292,7 @@ def restore_dtypes(
     states: Mapping[Tensor, dict[str, Any]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Undo torch's casts of loaded states, but for moments of AdamW: its kernels want them."""
+    """Undo torch's casts of loaded states, except for AdamW's moments, whose kernels need them."""
     for group, held in zip(param_groups, saved["param_groups"], strict=True):
         cast = group["algorithm"] == "adamw"
         for i, X in zip(held["params"], group["params"], strict=True):

@@ -20,11 +20,11 @@ from curvadion.update import hyperparameters as check
 class CurvaDion(Dion):
     """Low-rank orthonormal updates, synchronised over replicas only when a gate opens.
 
-    Three choices compose (CurvaDion, arXiv 2512.13728):
+    You combine three choices (CurvaDion, arXiv 2512.13728):
 
         gate        when replicas synchronise: RMMC, every k steps, a byte budget, always
-        sync        how they do: LowRank, the papers' step; in a few bits, QuantizedAverage, the
-                    mean of the weights' changes, or CodedGradients, the mean of gradients
+        sync        how: LowRank, the papers' step; or in a few bits, QuantizedAverage (the mean
+                    change of the weights) or CodedGradients (the mean gradient)
         group keys  how the update of a matrix is computed: rank, momentum rule, look-ahead, ...
 
     While the gate is closed each replica takes a local step, and replicas exchange only 24 bytes,
@@ -108,6 +108,6 @@ class CurvaDion(Dion):
         sync = chosen_sync(sync, gate)
         self._choose(replicas, gate, sync, max_local_steps, warmup_steps)
         self._construct(params, **keys)
-        if sync.every_step:  # raise now, and not at the first step, if a budget cannot pay for all
+        if sync.every_step:  # raise now instead of at the first step if a budget is too small
             self._set_gate_costs(self._trained(), sharded=False)
             check_costs(gate, sync, max_local_steps)

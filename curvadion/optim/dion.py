@@ -1,4 +1,4 @@
-"""Dion: low-rank orthonormal updates that replicas take together at every step."""
+"""Dion: low-rank orthonormal updates, synchronised over replicas at every step."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ class Dion(GroupedOptimizer):
             rows of a wide matrix, of the columns of a tall one (arXiv 2512.16928). "nordion2":
             both. Groups that set a rank_fraction below 1 and no direction use "low_rank".
         rank_fraction: r as a fraction of min(m, n), in (0, 1]. For "low_rank".
-        rank_multiple_of: r is rounded up to a multiple of it, then capped by min(m, n).
+        rank_multiple_of: r is rounded up to a multiple of this, then capped by min(m, n).
         stack_dims: how many leading dimensions of a parameter enumerate matrices (1 for stacked
             experts). Of the remaining dimensions the first is the rows, and all others together are
             the columns.
-        row_blocks: into how many equal blocks of rows, each treated as a separate matrix, the rows
-            are split (3 for a fused QKV weight), or the sizes of such blocks.
+        row_blocks: number of equal blocks into which rows are split, each a separate matrix (3 for
+            a fused QKV weight), or the sizes of the blocks.
         input_first: whether matrices are stored as (in, out); rows are outputs either way.
         momentum_rule: "error_feedback" (Dion) or "plain", M <- mu M + G. Both are the same for
             "polar".
         right_factor: "column_normalized" (Dion) or "qr" (arXiv 2605.16341). For "low_rank".
         newton_schulz: the iteration for "polar". "polar_express" has the best coefficients for the
-            number of steps (arXiv 2505.16932). Singular values from 0.003 of a bound of the
-            largest, at most n^(1/8) times it, come out in [0.8, 1.2] with 4 steps, those from 0.001
-            on within 0.12 of 1 with 5 and 0.001 with 6 (0.05 with rounding in float32). "muon" has
-            Muon's: 5 bring those from 0.002 of the Frobenius norm on to between 0.68 and 1.21.
+            number of steps (arXiv 2505.16932). Relative to an upper bound of the largest singular
+            value, which is at most n^(1/8) times too large, 4 steps map singular values above 0.003
+            into [0.8, 1.2]; those above 0.001 end within 0.12 of 1 after 5 steps and 0.001 after 6
+            (0.05 with rounding in float32). "muon" has Muon's coefficients: 5 steps map singular
+            values above 0.002 of the Frobenius norm into [0.68, 1.21].
         newton_schulz_steps: the number of iterations.
-        gather: how ranks that hold shards compute polar factors. "auto": each matrix is sent to one
-            of them and back, if that is cheaper than summing Gram matrices. "never": no matrix is
-            sent.
-        exchange_dtype: "float32" or "bfloat16", in which these matrices are sent; None uses
-            bfloat16 if matrix products run in half precision, and the matrices' own dtype
-            otherwise.
+        gather: how ranks that hold shards compute polar factors. "auto": a matrix is sent to one of
+            them and back if that is cheaper than sums of Gram matrices. "never": it stays sharded.
+        exchange_dtype: dtype in which these matrices are sent, "float32" or "bfloat16"; None uses
+            bfloat16 if matrix products run in half precision, and otherwise the matrices' own
+            dtype.
         update_scale: the factor of lr for a matrix (m, n): "spectral" is sqrt(m / n) (Dion),
             "original" is sqrt(max(1, m / n)) (Muon), "match_rms_adamw" is 0.2 sqrt(max(m, n)).
         momentum_dtype, q_dtype: dtypes of the state, a torch.dtype or its name; None uses X's.
@@ -78,10 +78,10 @@ class Dion(GroupedOptimizer):
             than their spacing still take effect on average. Identical replicas stay bitwise
             identical.
 
-    Every argument except ``params`` and ``replicas`` is the default of a group key, as in torch.
+    All arguments except ``params`` and ``replicas`` are defaults of group keys, as in torch.
 
     Attributes:
-        report: what happened at the last step, a :class:`curvadion.StepReport`.
+        report: the last step's :class:`curvadion.StepReport`.
         progress: counters of the run: ``steps``, ``local_steps`` and more.
 
     Raises:

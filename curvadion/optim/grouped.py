@@ -1,4 +1,4 @@
-"""Groups and states of :class:`curvadion.Dion`, whose keys say how updates are computed."""
+"""Groups and states of :class:`curvadion.Dion`; group keys define how updates are computed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class GroupedOptimizer(ReplicaOptimizer):
 
     _kept = (*ReplicaOptimizer._kept, "_unknown_keys")
     local_step: str = "dion"
-    # Arguments that concern all groups.
+    # Arguments that apply to all groups.
     _for_all_groups: ClassVar[frozenset[str]] = frozenset(
         {"replicas", "gate", "sync", "wire_budget", "threshold"}
         | {"local_step", "max_local_steps", "warmup_steps"}
     )
 
     def _construct(self, params: Params, **keys: Any) -> None:
-        """The end of constructors, after :meth:`_choose`; keys: defaults of group keys."""
+        """End a constructor, after :meth:`_choose`; keys: defaults of group keys."""
         self._unknown_keys: set[str] = set()
         of_sync = {**Sync.group_defaults, **self.sync.group_defaults}
         foresees = "look_ahead" not in self.sync.group_defaults
@@ -43,15 +43,15 @@ class GroupedOptimizer(ReplicaOptimizer):
             if not (foresees and key == "look_ahead"):
                 keys[key] = value if keys[key] is None else keys[key]
         keys["algorithm"] = "dion"
-        # A look-ahead that is None follows from the parameters' costs.
+        # look_ahead=None is resolved later, from the cost of the parameters.
         check.check_group({k: v for k, v in keys.items() if k != "look_ahead" or v is not None})
-        # Checkpoint tools save and load the keys of groups, so the record is one.
+        # The record is a group key because checkpoint tools save and load those.
         super().__init__(params, {**keys, check.RECORD: self._record()})
         if foresees:
             self._set_look_ahead()
 
     def _set_look_ahead(self) -> None:
-        """Set what ``look_ahead=None`` stands for, which depends on what the parameters cost."""
+        """Replace ``look_ahead=None``, which depends on the cost of the parameters."""
         self._set_gate_costs(self._trained(), sharded=False)
         period = self.gate.openings_per_full_sync * self.gate.expected_period(
             self.gate.open_cost or 1.0
@@ -61,7 +61,7 @@ class GroupedOptimizer(ReplicaOptimizer):
                 keys["look_ahead"] = self.sync.look_ahead(period)
 
     def _trained(self) -> list[Tensor]:
-        """The parameters that are trained, in the order of a plan: those of Dion first."""
+        """The trained parameters in the order of a plan: those of Dion first."""
         each = [(g["algorithm"] != "dion", x) for g in self.param_groups for x in g["params"]]
         return [x for _, x in sorted(each, key=lambda pair: pair[0]) if x.requires_grad]
 
@@ -70,7 +70,7 @@ class GroupedOptimizer(ReplicaOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its keys override the constructor's defaults.
 
-        Keys of other tools are kept without effect, and a warning names them.
+        Unknown keys, for example of other tools, are kept without effect, and a warning names them.
 
         Raises:
             ValueError, TypeError: for misspelt keys, invalid values and unsupported parameters.
@@ -90,7 +90,7 @@ class GroupedOptimizer(ReplicaOptimizer):
                 check_parameter(x, name, group)
             for key in ("lr", "local_lr"):
                 if isinstance(group[key], Tensor):
-                    group[key] = group[key].view(())  # which promotes no dtype
+                    group[key] = group[key].view(())  # a scalar tensor promotes no dtype
             for key in check.DTYPE_KEYS:
                 group[key] = check.dtype_name(key, group[key])
         except ValueError:
@@ -100,7 +100,7 @@ class GroupedOptimizer(ReplicaOptimizer):
         self._verified = False
 
     def _warn_unknown_keys(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Name the keys that have no effect here, each once."""
+        """Warn once about each key that has no effect here."""
         if found := set().union(*map(check.unknown_keys, groups)) - self._unknown_keys:
             self._unknown_keys |= found
             warnings.warn(
@@ -110,7 +110,7 @@ class GroupedOptimizer(ReplicaOptimizer):
             )
 
     def _check_settings(self) -> None:
-        """Raise ValueError for an impossible value of a group; cheap where none has changed."""
+        """Raise ValueError for an invalid value of a group; cheap if none has changed."""
         if not self._settings.changed(self.param_groups):
             return
         if wrong := check.settings(self.param_groups):
@@ -148,8 +148,8 @@ class GroupedOptimizer(ReplicaOptimizer):
         The saved state provides momenta, right factors, moments, counters and the groups' values,
         including learning rates. This optimizer keeps its own gate, sync, direction and rank: right
         factors keep their first columns, and new columns are initialised. A gate or sync of another
-        class starts fresh. Under another sync right_factor and look_ahead are those of this
-        optimizer's groups, and a warning is issued.
+        class starts fresh. With another sync right_factor and look_ahead come from this optimizer's
+        groups, and a warning is issued.
 
         Raises:
             TypeError: if ``state_dict`` is not a state_dict.

@@ -1,4 +1,4 @@
-"""What a replica that comes gets from another one: anchors, states and counters."""
+"""Handing anchors, states and counters over to a replica that joins."""
 
 from __future__ import annotations
 
@@ -16,14 +16,27 @@ from curvadion.sync.verify import settings_of
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-OWN = (RESIDUAL, SENT, MEAN, DUE)  # what a replica keeps for itself
+OWN = (RESIDUAL, SENT, MEAN, DUE)  # states that are not handed over
 
 
+def shared_settings(optimizer: ReplicaOptimizer) -> dict[str, object]:
+    """What must be equal on all members."""
+    return {
+        "parameters": [
+            (p.name, tuple(p.local.shape)) for p in optimizer._present_plan().parameters
+        ],
+        "number of parameter groups": len(optimizer.param_groups),
+        "sync": repr(optimizer.sync),
+        "local_step": getattr(optimizer, "local_step", None),
+    }
+
+
+@torch.no_grad()
 def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
-    """What :func:`take_over` takes: this rank's shards, on the CPU, which share memory there."""
+    """The input of :func:`take_over`: this rank's shards, on the CPU; CPU tensors are shared."""
     states = [
         {
-            # Where it lies decides where a newcomer that has none yet puts it.
+            # The device type tells a newcomer without this state where to put it.
             key: (local(value).cpu(), value.device.type) if isinstance(value, Tensor) else value
             for key, value in p.state.items()
             if key not in OWN
@@ -33,7 +46,7 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     groups = [settings_of(group) for group in optimizer.param_groups]
     parameters = optimizer._present_plan().parameters
     return {
-        "shapes": [tuple(p.local.shape) for p in parameters],
+        "settings": shared_settings(optimizer),
         # Anchors are among the states.
         "weights": [None if ANCHOR in p.state else p.local.cpu() for p in parameters],
         "states": states,
@@ -43,21 +56,20 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
 
 
 def shared_weights(p: Parameter) -> Tensor:
-    """This rank's shard of what replicas last agreed on: the anchor, else the weights."""
+    """This rank's shard of the last synchronised weights: the anchor, else the weights."""
     return local(p.state[ANCHOR]) if ANCHOR in p.state else p.local
 
 
 @torch.no_grad()
 def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
-    """Go on where another replica is: its anchors become weights, and nothing is owed."""
+    """Continue from another replica's state: its anchors become weights, residuals are zero."""
     parameters = optimizer._present_plan().parameters
-    shapes = [tuple(p.local.shape) for p in parameters]
-    theirs = given["shapes"]
-    if shapes != theirs:
-        raise ValueError(
-            f"This replica differs from the others: its parameters have the shapes {shapes}, "
-            f"theirs have {theirs}. Build the same model and parameter groups on every replica."
-        )
+    for key, own in shared_settings(optimizer).items():
+        if own != (theirs := given["settings"][key]):
+            raise ValueError(
+                f"This replica differs from the others: its {key} is {own!r}, theirs is "
+                f"{theirs!r}. Build the same model and optimizer on every replica."
+            )
     given_each = zip(parameters, given["states"], given["weights"], strict=True)
     for p, state, weights in given_each:
         for key, value in state.items():

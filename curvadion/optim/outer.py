@@ -1,7 +1,8 @@
-"""The outer layer: when and how replicas synchronise around the steps that each takes by itself."""
+"""The outer layer: when and how replicas synchronise around their local steps."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,12 +32,13 @@ from curvadion.update.plan import MomentumNorms, Plan
 from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10
-RUNS_AHEAD = ("cuda",)  # devices for which the host does not wait where it need not
+RETRY_AFTER = 0.5  # seconds after an opening that failed, if no step comes between
+RUNS_AHEAD = ("cuda",)  # devices whose host waits only if it must
 UNHEARD = Met(signal=0.0, parameter=None, finite=True, all_zero=False)
 
 
 class ReplicaOptimizer(OuterLayer):
-    """An optimizer that is one of several replicas: they agree on each step, take it and report."""
+    """An optimizer of one of several replicas, which agree on each step, take it and report."""
 
     # ---------------------------------------------------------------- a step
 
@@ -59,7 +61,7 @@ class ReplicaOptimizer(OuterLayer):
             with torch.enable_grad():
                 loss = closure()
         if (members := self._replicas.members) is not None and self.sync.every_step:
-            members.meet()  # states and settings may become a peer's
+            members.meet()  # this may replace states and settings by a peer's
         self._check_settings()
         plan = self._present_plan()
         if plan.device.type == "meta":
@@ -83,11 +85,11 @@ class ReplicaOptimizer(OuterLayer):
         gradients = plan.gradients()
         momenta = self._momenta(plan, gradients) if self.gate.reads_momentum else None
 
-        # A schedule is known beforehand: then ranks meet where replicas wait for each other.
+        # Under a schedule all ranks meet only where replicas wait for each other anyway.
         reason = self._reason_to_open(0.0) if self.scheduled else None
         opens = reason is not None
         waits = not self.scheduled or first or (opens and not self.sync.delay)
-        waits = waits and self._replicas.members is None  # who meet in a transaction of their own
+        waits = waits and self._replicas.members is None  # members have their own protocol
         self._compare_words(plan)
         meeting = self._meet(plan, gradients, momenta, everyone=waits)
         ahead, moves = self._runs_ahead(plan, opens=opens), None
@@ -95,7 +97,7 @@ class ReplicaOptimizer(OuterLayer):
             self._asked, moves = meeting, meeting.send()
         met = UNHEARD if ahead else meeting.read()
         if met.all_zero and not any(float(group.get("lr", 1.0)) for group in self.param_groups):
-            # torch's checkpoint tools have made a first step so that states exist.
+            # A dry first step by torch's checkpoint tools, which need states to exist.
             self._take_no_step()
             self.gate.load_state_dict(memory)
             return
@@ -123,8 +125,8 @@ class ReplicaOptimizer(OuterLayer):
             self._count_skips(skipped=rests, tolerate=scaled)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
-        """Whether the host may hear later whether gradients are finite, as no replica waits."""
-        # Where a gate may close or codes leave something, a step that is left out counts otherwise.
+        """Whether the host may learn later if gradients are finite, because no replica waits."""
+        # If the gate may close or there are residuals, a skipped step is counted differently.
         single = self.gate.always_open and not self.sync.sends_codes
         alone = single if self._replicas.size == 1 else self.scheduled and not opens
         told = self.gate.reads_momentum or self.sync.delay or not self._verified
@@ -154,7 +156,8 @@ class ReplicaOptimizer(OuterLayer):
         rests: bool,
         opened: bool,
     ) -> bool:
-        """Take the step; whether replicas have synchronised, if they were to."""
+        """Take the step; return whether replicas have synchronised."""
+        members = self._replicas.members
         step = self._inner_step(
             plan,
             gradients,
@@ -164,23 +167,26 @@ class ReplicaOptimizer(OuterLayer):
             replicas=self._replicas.process_group,
             local_steps=self.progress.local_steps,
             background=partial(self._background, plan.device),
-            members=self._replicas.members,
+            members=members,
             state_keys=lambda: self._state_keys,
         )
-        if opened:
+        if opened and (members is None or members.arrived()):
             opened = self.sync.open_step(step) is not False
             self.gate.spend(1 if opened else 0)
         else:
+            opened = False
             self.sync.closed_step(step)
-        progress = self.progress  # perhaps a peer's
+        progress = self.progress  # may now be a peer's
         progress.steps += 1
         progress.local_steps = 0 if opened else progress.local_steps + 1
         progress.steps_since_exact += 1
         return opened
 
     def open_without_step(self) -> bool:
-        """Synchronise the next fragment with the members present; whether they all could."""
+        """Synchronise the next fragment with the members present; return whether all could."""
         plan = self._present_plan()
+        if self.progress.steps:  # else the first step begins them anew
+            self._create_states(plan)
         step = self._step_of_members(plan)
         with full_precision(plan.device):
             if self.sync.open_step(step) is False:
@@ -190,12 +196,12 @@ class ReplicaOptimizer(OuterLayer):
         return True
 
     def _step_of_members(self, plan: Plan) -> Step:
-        """A step that moves nothing."""
+        """A step that changes no weights."""
         steps, members = self.progress.steps, self._replicas.members
         return self._inner_step(plan, plan.gradients(), steps, rests=True, members=members)
 
     def _momenta(self, plan: Plan, gradients: Gradients) -> MomentumNorms | None:
-        """What the gate's signals follow from; collective over the shards of a replica."""
+        """The momentum norms for the gate's signals; collective over the shards of a replica."""
         return plan.momentum_norms(gradients) if plan.dion else None
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
@@ -203,22 +209,22 @@ class ReplicaOptimizer(OuterLayer):
         return Step(*agreed, **more)
 
     def _take_no_step(self) -> None:
-        """Make states as a step does that has no gradients and no learning rate."""
+        """Create states as a step without gradients and learning rate would."""
 
     def _create_states(self, plan: Plan) -> list[Parameter]:
-        """Give every parameter its state; return the new ones."""
+        """Create missing states; return the new parameters."""
         first = self.progress.steps == 0
-        # Before a first step all are: frameworks move, cast and load weights until then.
+        # Before a first step all are new: frameworks may still move, cast and load weights.
         new = [p for p in plan.parameters if first or not p.state]
         for p in new:
             self._create_state(p)
-        # Whatever brings new states without those of the sync, such as loading, is verified anew.
+        # After loading, states may lack the sync's; replicas are then verified again.
         if new or not self._verified:
             self.sync.begin(plan.parameters)
         return new
 
     def _unscale(self, device: torch.device) -> bool:
-        """Divide the gradients by a GradScaler's scale; whether one drives this step."""
+        """Divide the gradients by a GradScaler's scale; return whether one drives this step."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             each = [X.grad for group in self.param_groups for X in group["params"]]
@@ -228,9 +234,9 @@ class ReplicaOptimizer(OuterLayer):
         return hasattr(self, "found_inf")
 
     def _reason_to_open(self, signal: float) -> str | None:
-        """Why replicas synchronise at this step; None if they do not. The same on all of them."""
+        """The reason to synchronise at this step, or None; the same on all replicas."""
         gate, local_steps = self.gate, self.progress.local_steps
-        # Asked at every step: a gate may keep a memory of what it has seen.
+        # Called at every step, because a gate may keep state.
         opens = gate.opens(signal, local_steps)
         if self.progress.steps < self.warmup_steps:
             return "warm-up"
@@ -242,7 +248,7 @@ class ReplicaOptimizer(OuterLayer):
         return None
 
     def _word(self, plan: Plan, *, of_one_replica: bool = False) -> int:
-        """A checksum of all that must be equal on the ranks that meet at this step."""
+        """A checksum of everything that must be equal on the ranks that meet at this step."""
         if not self._verified:
             return checksum(("first", self._listing(plan)))
         resting: list[str] = []
@@ -252,43 +258,45 @@ class ReplicaOptimizer(OuterLayer):
         return checksum((*known, *self._choices.items()))
 
     def _compare_words(self, plan: Plan) -> None:
-        """Raise on all ranks if replicas differed at an opening with a delay that is due now."""
+        """Raise on all ranks if replicas differed at a delayed opening that is due now."""
         while self._words and self._words[0][0] <= self.progress.steps:
             words = self._words.pop(0)[1].result().tolist()
             compare(words, partial(self._listing, plan), plan.all_ranks)
 
     def _verify(self, plan: Plan, new: Sequence[Parameter]) -> None:
-        """Compare the replicas before any weight has moved of which they have just got a state."""
+        """Compare the replicas before weights with new states move."""
         if self._replicas.size > 1 and self._replicas.members is None:
             together = self.sync.ends_drift or self.progress.steps == 0
             comparable = [p for p in plan.parameters if ANCHOR in p.state]
             if not comparable:
                 comparable = list(plan.parameters if together and not self.drifted else new)
             self._verified = verify_replicas(plan, comparable, self._replicas.process_group)
-            if self.sync.delay:  # its group is made while all ranks are here
+            if self.sync.delay:  # create its group while all ranks are here
                 self._background(plan.device)
             return
         if not lack_the_same_gradients(plan):
             raise RuntimeError(OTHER_GRADIENTS)
+        if self._replicas.members is not None:
+            self._replicas.members.changed()
         self._verified = True
 
     def _background(self, device: torch.device) -> Background:
-        """Exchanges beside the training; the first call is collective."""
-        wire.install_kernels()  # a meter may be entered while they communicate
+        """The background exchanges; the first call is collective."""
+        wire.install_kernels()  # a meter may start during an exchange
         assert self._replicas.process_group is not None
         return background_of(self._replicas.process_group, device)
 
-    # ---------------------------------------------------------------- what is noted of it
+    # ---------------------------------------------------------------- reports
 
     def skip_step(self, *, tolerate: bool) -> None:
-        """Count a step that a framework has skipped; tolerate: raise no error after many."""
+        """Count a step that a framework has skipped; tolerate: do not raise after many."""
         self._hear(tolerate=tolerate)
         self.progress.steps += 1
         self._report(None, None, skipped=True)
         self._count_skips(skipped=True, tolerate=tolerate)
 
     def _hear(self, *, tolerate: bool) -> bool:
-        """Whether the last step was left out, if the host did not wait to learn it."""
+        """Whether the last step was skipped, if the host did not wait for that."""
         meeting, self._asked = self._asked, None
         if meeting is None:
             return False
@@ -310,7 +318,7 @@ class ReplicaOptimizer(OuterLayer):
     def _report(
         self, met: Met | None, opened: str | None, *, skipped: bool, heard: bool = False
     ) -> None:
-        """opened: why replicas synchronised. heard: whether the step before was left out."""
+        """opened: why replicas synchronised. heard: whether the previous step was skipped."""
         read = met if self.gate.reads_momentum and not skipped else None
         sent = self._wire.take()
         waited = self.sync.waited_seconds
@@ -328,7 +336,7 @@ class ReplicaOptimizer(OuterLayer):
         )
         self._waited = waited
 
-    # ---------------------------------------------------------------- beside steps
+    # ---------------------------------------------------------------- between steps
 
     @torch.no_grad()
     def synchronize(self, *, exact: bool | None = None) -> None:
@@ -339,13 +347,14 @@ class ReplicaOptimizer(OuterLayer):
 
         Args:
             exact: True averages weights, momenta and moments exactly. A checkpoint that keeps one
-                replica's state for all needs this. It sends 2 (direction="polar") to 2.6 times as
-                much as an all-reduce of all gradients. All state is then identical on every
-                replica, including that of frozen parameters, whose weights do not change. False
-                needs a sync that sends codes, such as QuantizedAverage. It sends the codes of the
-                fragments that have drifted (0.065 times as much as the all-reduce at 2 bits, if all
-                have). Weights are then identical on every replica; each keeps its own momenta,
-                moments and residuals. None means False with such a sync, and True otherwise.
+                replica's state for all needs this. It sends 2 to 4 times as much as an all-reduce
+                of all gradients: weights and each state that replicas keep. All state is then
+                identical on every replica, including that of frozen parameters, whose weights do
+                not change. False needs a sync that sends codes, such as QuantizedAverage. It sends
+                the codes of the fragments that have drifted (0.065 times as much as the all-reduce
+                at 2 bits, if all have). Weights are then identical on every replica; each keeps its
+                own momenta, moments and residuals. None means False with such a sync, and True
+                otherwise.
 
         Raises:
             ValueError: if ``exact`` is False with a sync that sends no codes.
@@ -375,12 +384,13 @@ class ReplicaOptimizer(OuterLayer):
             )
         plan = self._present_plan()
         while self.drifted:
-            self.open_without_step()
+            if not self.open_without_step():
+                time.sleep(RETRY_AFTER)
             self.sync.finish(plan, self._step_of_members(plan))
 
     def _average_everything(self, plan: Plan) -> None:
         frozen = self._make_plan(wanted=lambda X: not X.requires_grad and bool(self._states.get(X)))
-        # Weights that were frozen while replicas agreed are still the same.
+        # Weights that were frozen while replicas were equal are still equal.
         differ = self.drifted and not self.sync.ends_drift
         for part, kept in ((plan, ()), (frozen, () if differ else frozen.parameters)):
             exact_average.average_everything_(
@@ -440,7 +450,7 @@ def _warn_without_gradients(parameters: Sequence[Parameter]) -> None:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Keep a caller's autocast from an update's products, which it would take in half precision."""
+    """Disable a caller's autocast, which would compute an update's products in half precision."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

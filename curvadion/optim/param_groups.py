@@ -1,4 +1,4 @@
-"""From a model to parameter groups: what is a matrix to Dion, and what is not."""
+"""Parameter groups from a model: which parameters Dion treats as matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from curvadion import checks
 from curvadion.layout.parameters import global_shape
 from curvadion.update import hyperparameters as check
 
-# What a parameter is, by the module that owns it.
+# Kinds of parameters, by the module that owns them.
 KINDS = ("matrix", "stack", "embedding", "head", "vector")
 # Learning rates of the kinds that take AdamW or Lion (benchmarks/routing_rates.py).
 RATES = {
@@ -28,9 +28,9 @@ INPUT_FIRST_MODULES = ("Conv1D",)
 # Parts of names that wrappers add: FSDP1, activation checkpointing, torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "score", "classifier", "output_projection")
-# Matrices as narrow as LoRA's take full rank, which costs little where one side is so small.
+# Matrices as narrow as LoRA's take full rank, which costs little if one side is so small.
 SKINNY_SIDES, SKINNY_RATIO = range(4, 65), 8
-# Tensors that may be matrices: this many elements, or this share of all.
+# Tensors that may be matrices have this many elements, or this share of all.
 LARGE, LARGE_SHARE, LEAST_SIDE = 2**16, 0.01, 16
 
 
@@ -43,7 +43,7 @@ def param_groups(
     patterns: Mapping[str, str | Mapping[str, Any]] | None = None,
     verbose: bool = False,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for CurvaDion and Dion, by the kind of each of the model's parameters.
+    """Group a model's parameters by kind, for CurvaDion and Dion.
 
     Kinds, by module type and name:
         "matrix": 2-D weights of linear layers; algorithm "dion". The weights of transformers'
@@ -53,17 +53,17 @@ def param_groups(
             (transformers' Mixtral, Qwen3-MoE, Llama 4 and others), with ``input_first`` where
             needed.
         "embedding": weights of nn.Embedding and nn.EmbeddingBag.
-        "head": weights tied to an embedding, and of a linear layer that is named like an output
-            head or has as many outputs as an embedding has entries.
-        "vector": all others: norms, biases, convolutions, bare parameters.
+        "head": weights tied to an embedding, and those of a linear layer that is named like an
+            output head or has as many outputs as an embedding has entries.
+        "vector": everything else: norms, biases, convolutions, bare parameters.
 
     "matrix" and "stack" use the optimizer's ``lr``. The other kinds use ``elementwise`` without
-    weight decay, with learning rates of their own: 0.01 for AdamW (0.003 for a head), 0.003 for
-    Lion (0.001 for a head). If you lower ``lr``, lower ``elementwise_lr`` as well.
+    weight decay, at these learning rates: 0.01 for AdamW (0.003 for a head), 0.003 for Lion (0.001
+    for a head). If you lower ``lr``, lower ``elementwise_lr`` as well.
 
-    Skinny matrices, of which one side is 4 to 64 long and the other at least 8 times as long, such
-    as LoRA's, get ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in
-    ``options`` applies to all matrices of the kind, skinny or not.
+    Skinny matrices such as LoRA's, with one side of 4 to 64 and the other at least 8 times as long,
+    get ``rank_fraction=1.0``: a quarter of rank 8 would be 2. A ``rank_fraction`` in ``options``
+    applies to all matrices of the kind, including skinny ones.
 
     Args:
         model: the module to optimize.
@@ -71,9 +71,9 @@ def param_groups(
         elementwise_lr: one learning rate for all of these, instead of those above.
         options: group keys by kind, which override all of the above, e.g.
             ``{"head": {"lr": 1e-3}}``.
-        patterns: dict from shell-style patterns of parameter names to kinds, e.g.
+        patterns: maps shell-style patterns of parameter names to kinds, e.g.
             ``{"*.router.weight": "vector"}``, or to a kind and further group keys:
-            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first match counts.
+            ``{"*.c_attn.weight": {"kind": "matrix", "row_blocks": 3}}``. The first match wins.
         verbose: print each parameter's group, with the groups' keys.
 
     Returns:
@@ -133,7 +133,7 @@ def param_groups(
 def _groups(
     members: Sequence[_Parameter], defaults: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Groups of one kind's parameters by their keys; those without keys of their own first."""
+    """Group one kind's parameters by their keys; those without individual keys come first."""
     groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
     for p in sorted(members, key=lambda p: bool(p.stored or p.given)):
         keys = {**defaults, **p.stored, **options, **p.given}
@@ -146,7 +146,7 @@ def _groups(
 
 
 def _described(kind: str, group: Mapping[str, Any]) -> str:
-    """A line for the group, and one for each parameter."""
+    """Return one line for the group and one for each parameter."""
     settings = ", ".join(f"{k}={v}" for k, v in group.items() if k != "params")
     params = [(name, global_shape(X)) for name, X in group["params"]]
     count = sum(math.prod(shape) for _, shape in params)
@@ -156,15 +156,15 @@ def _described(kind: str, group: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A trainable parameter and where it goes."""
+    """A trainable parameter with its kind and keys."""
 
     name: str
     X: Tensor
     kind: str
-    stored: dict[str, Any] = field(default_factory=dict)  # group keys of how matrices are stored
-    given: Mapping[str, Any] = field(default_factory=dict)  # those of the pattern that took it
+    stored: dict[str, Any] = field(default_factory=dict)  # group keys for the storage of matrices
+    given: Mapping[str, Any] = field(default_factory=dict)  # group keys of the matching pattern
     pattern: str | None = None
-    unknown: bool = False  # a vector because it is nothing else
+    unknown: bool = False  # a vector because no rule matched
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class _Parameter:
 
 
 def _rule(pattern: str, wanted: object) -> tuple[str, dict[str, Any]]:
-    """The kind and the group keys that a pattern of the user's gives."""
+    """The kind and the group keys of a user's pattern."""
     name = f"patterns[{pattern!r}]"
     keys: dict[str, Any] = dict(wanted) if isinstance(wanted, Mapping) else {"kind": wanted}
     if "kind" not in keys:
@@ -200,7 +200,7 @@ def _check_keys(name: str, keys: object) -> None:
 def _routed(
     parameter: _Parameter, rules: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> _Parameter:
-    """The parameter under the first pattern that matches its name, with the keys of its kind."""
+    """Apply the first pattern that matches the parameter's name, and the options of its kind."""
     pattern = next((p for p in rules if fnmatchcase(parameter.name, p)), None)
     if pattern is not None:
         kind, keys = rules[pattern]
@@ -221,9 +221,9 @@ def _routed(
 
 
 def _kinds(model: nn.Module) -> Iterator[_Parameter]:
-    """Every trainable parameter with its kind, shared ones once."""
+    """Yield every trainable parameter with its kind, shared ones once."""
     embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    # A table of positions is often as long as layers are wide: that tells nothing of a head.
+    # A position embedding is often as long as layers are wide, so it cannot identify a head.
     vocabularies = {m.num_embeddings for m in embeddings if m.num_embeddings != m.embedding_dim}
     embedded = {id(m.weight) for m in embeddings}
     linear_weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
@@ -276,16 +276,16 @@ def _experts(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _is_head(prefix: str, module: nn.Module, vocabularies: set[int]) -> bool:
-    """Outside the numbered blocks, and named like an output head or as wide as a vocabulary."""
+    """Whether a layer outside numbered blocks is named like a head or as wide as a vocabulary."""
     *parents, last = prefix.split(".")
-    # In blocks a width may equal the number of entries of a table of positions.
+    # In blocks a width may happen to equal the length of a position embedding.
     if any(part.isdigit() for part in parents):
         return False
     return last in HEAD_NAMES or getattr(module, "out_features", None) in vocabularies
 
 
 def _warn_of_large(routed: Sequence[_Parameter], elementwise: str) -> None:
-    """Name large tensors that may be matrices, those of numbered layers together."""
+    """Warn about large tensors that may be matrices; those of numbered layers share a line."""
     total = sum(math.prod(p.shape) for p in routed)
     large = [p for p in routed if p.unknown and _may_be_matrices(p.shape, total)]
     if not large:
@@ -309,7 +309,7 @@ def _warn_of_large(routed: Sequence[_Parameter], elementwise: str) -> None:
 
 
 def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> None:
-    """Tell a model of embeddings and heads alone from one that is meant to train by Dion."""
+    """Warn if only embeddings and heads were found, although Dion was probably wanted."""
     tables = [p for p in routed if p.kind in ("embedding", "head")]
     if tables and not any(p.kind in ("matrix", "stack") for p in routed):
         warnings.warn(
@@ -322,7 +322,7 @@ def _warn_without_matrices(routed: Sequence[_Parameter], elementwise: str) -> No
 
 
 def _may_be_matrices(shape: tuple[int, ...], total: int) -> bool:
-    """Large, and no table with a leading dimension of one."""
+    """Whether a shape is large, without a leading dimension of one."""
     size = math.prod(shape)
     large = size >= LARGE or size >= LARGE_SHARE * total
     return large and len(shape) > 1 and shape[0] > 1 and min(shape[-2:]) >= LEAST_SIDE

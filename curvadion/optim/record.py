@@ -1,4 +1,4 @@
-"""How far a run has come, and the text in which a checkpoint holds it."""
+"""The progress of a run, and the text in which a checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from curvadion.update.hyperparameters import RECORD
 
 @dataclass
 class Progress:
-    """How far a run has come; the same on every replica, but for skips under a schedule."""
+    """The progress of a run; the same on every replica, except for skips under a schedule."""
 
-    steps: int = 0  # skipped ones included
+    steps: int = 0  # including skipped ones
     local_steps: int = 0  # since the replicas last synchronised
-    consecutive_skips: int = 0  # for a gradient that is not finite
-    steps_since_exact: int = 0  # since all state was last the same on all replicas
+    consecutive_skips: int = 0  # for non-finite gradients
+    steps_since_exact: int = 0  # since all state was last identical on all replicas
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """What is the same on all replicas."""
+        """The counters that are equal on all replicas."""
         return self.steps, self.local_steps, self.steps_since_exact
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint holds besides groups and tensors."""
+    """The contents of a checkpoint besides groups and tensors."""
 
     progress: Progress
-    gate: dict[str, Any]  # its memory, state_dict()
+    gate: dict[str, Any]  # its state_dict()
     sync: dict[str, Any]
     gate_class: str
     sync_class: str
-    sync_keys: list[str]  # of the state, which only this sync kind knows
+    sync_keys: list[str]  # state keys that only this sync knows
     fragments_drifted: int
-    replica: Replica | None  # the one that saved it, if it cannot stand for all
+    replica: Replica | None  # the one that saved, if its state cannot stand for all
 
 
 def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) -> str:
@@ -66,7 +66,7 @@ def record(progress: Progress, gate: Gate, sync: Sync, replica: Replica | None) 
 
 
 def load_memory(name: str, choice: Gate | Sync, memory: Mapping[str, Any]) -> None:
-    """Let a gate or a sync go on from what a checkpoint holds of it; name: what errors call it."""
+    """Restore a gate or a sync from its state in a checkpoint; name: used in errors."""
     try:
         choice.load_state_dict(dict(memory))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -77,7 +77,7 @@ def load_memory(name: str, choice: Gate | Sync, memory: Mapping[str, Any]) -> No
 
 
 def read_record(state_dict: Mapping[str, Any]) -> Record:
-    """The record that a state_dict's groups hold; raise if it is another optimizer's or damaged."""
+    """Return the record in a state_dict's groups; raise if it is another optimizer's or damaged."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TypeError(f"state_dict={state_dict!r} must be what state_dict() returned")
     groups, states = state_dict["param_groups"], state_dict["state"]

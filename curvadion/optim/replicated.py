@@ -1,4 +1,4 @@
-"""The outer layer around any optimizers of torch."""
+"""The outer layer around any torch optimizers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Replicated(ReplicaOptimizer):
             all-reduce of all float32 gradients at every step.
         momentum: the key of the inner states that holds the momentum, such as "exp_avg" of AdamW or
             "momentum_buffer" of Muon, for gates that read it. They see its change in the previous
-            step, because an optimizer's momentum is known only after a step.
+            step, because an optimizer updates its momentum only during a step.
 
     Attributes:
         inner: the inner optimizers, a tuple.
@@ -85,9 +85,9 @@ class Replicated(ReplicaOptimizer):
         warmup_steps: int = 0,
     ) -> None:
         self.inner = _checked(optimizer)
-        self._own: dict[Tensor, dict[str, Any]] = {}  # what gate and sync remember of parameters
+        self._own: dict[Tensor, dict[str, Any]] = {}  # states of gate and sync, by parameter
         self._momentum = momentum
-        self._adaptive: set[str] = set()  # group keys that steps change themselves
+        self._adaptive: set[str] = set()  # group keys that inner steps change
         if gate is None and wire_budget is None:
             always = isinstance(sync, Sync) and sync.every_step
             gate = AlwaysOpen() if always else ByteBudget(DEFAULT_BUDGET)
@@ -113,16 +113,16 @@ class Replicated(ReplicaOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the inner optimizers, one after the other."""
+        """The groups of all inner optimizers, in order."""
         return [group for optimizer in self.inner for group in optimizer.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: object) -> None:
-        """Without effect: torch's constructor assigns them."""
+        """Ignore the assignment by torch's constructor."""
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """By parameter, a copy of what inner optimizers and the sync remember of it."""
+        """A copy of the states of inner optimizers and the sync, by parameter."""
         states: dict[Any, Any] = {}
         for X in self._states:
             of_parameter = isinstance(X, Tensor)
@@ -131,12 +131,12 @@ class Replicated(ReplicaOptimizer):
 
     @state.setter
     def state(self, state: object) -> None:
-        """Without effect: torch's constructor assigns it."""
+        """Ignore the assignment by torch's constructor."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer; where there are several, add it to one of these."""
+        """Add a group to the inner optimizer; with several, call one of theirs instead."""
         if any(param_group is group for group in self.param_groups):
-            return  # torch's constructor adds what the inner optimizers have
+            return  # torch's constructor adds groups that the inner optimizers already have
         if len(self.inner) > 1:
             raise ValueError(
                 f"param_group={param_group!r} may belong to any of {len(self.inner)} optimizers: "
@@ -147,7 +147,7 @@ class Replicated(ReplicaOptimizer):
         self._verified = False
 
     def _note_record(self) -> None:
-        """Give all groups the key that saved ones have: checkpoint tools look for it."""
+        """Add the record's key to all groups, because checkpoint tools expect it."""
         for group in self.param_groups:
             group.setdefault(RECORD, self._record())
 
@@ -161,11 +161,11 @@ class Replicated(ReplicaOptimizer):
 
     @property
     def _compared_states(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        return self._own  # inner ones begin at a parameter's first gradient
+        return self._own  # inner states begin at a parameter's first gradient
 
     @property
     def _groups(self) -> Sequence[dict[str, Any]]:
-        # Whatever other keys inner optimizers have are theirs.
+        # All other keys belong to inner optimizers.
         return [
             {key: group[key] for key in ("params", "param_names") if key in group}
             | {"algorithm": "inner"}
@@ -194,7 +194,7 @@ class Replicated(ReplicaOptimizer):
 
     @property
     def _own_keys(self) -> set[str]:
-        """What gate and sync call the states of theirs."""
+        """The state keys of gate and sync."""
         return {MOMENTUM_NORM, *(key.name for key in self.sync.state_keys)}
 
     def _create_state(self, p: Parameter) -> None:
@@ -239,7 +239,7 @@ class Replicated(ReplicaOptimizer):
         return MomentumNorms(before, after)
 
     def _runs_ahead(self, plan: Plan, *, opens: bool) -> bool:
-        return False  # no flag on the device calls off what inner optimizers write
+        return False  # a flag on the device cannot cancel an inner optimizer's writes
 
     def _inner_step(self, *agreed: Any, **more: Any) -> Step:
         more |= {"directed": False, "inner": self.inner, "adaptive": self._adaptive}
@@ -248,7 +248,7 @@ class Replicated(ReplicaOptimizer):
         return WrappedStep(*agreed, **more)
 
     def _check_states(self) -> None:
-        """Raise ValueError for states of the inner optimizers with which this cannot work."""
+        """Raise ValueError for unsupported states of the inner optimizers."""
         states = [s for o in self.inner for X, s in o.state.items() if isinstance(X, Tensor)]
         keys = {key for state in states for key in state}
         if taken := keys & self._own_keys:
@@ -271,7 +271,7 @@ class Replicated(ReplicaOptimizer):
             )
         super()._average_everything(plan)
         if self.gate.reads_momentum:
-            self._momenta(plan, plan.gradients())  # which notes the norms of the means
+            self._momenta(plan, plan.gradients())  # stores the norms of the means
 
     def eval(self) -> None:
         """Synchronise replicas that have drifted, then call the inner optimizers' ``eval``."""
@@ -349,10 +349,10 @@ class Replicated(ReplicaOptimizer):
 
 @dataclass(frozen=True)
 class WrappedStep(Step):
-    """A step of optimizers that are not ours: all parameters at once, without directions."""
+    """A step of other optimizers: all parameters at once, without directions."""
 
     inner: Sequence[Optimizer] = ()
-    adaptive: set[str] = field(default_factory=set)  # group keys that have been seen to change
+    adaptive: set[str] = field(default_factory=set)  # group keys that inner steps have changed
 
     def batches(
         self, *parts: Plan, gradients: Mapping[int, Tensor] | None = None, **how: object
@@ -372,7 +372,7 @@ class WrappedStep(Step):
         resting = [X for g in groups for X in g["params"] if id(X) not in moving]
         hidden = [(X, X.grad) for X in resting]
         before = list(map(settings_of, groups))
-        for X in resting:  # a gradient may have been left from before they were frozen
+        for X in resting:  # may hold gradients from before they were frozen
             X.grad = None
         for optimizer in self.inner:
             optimizer.step()
@@ -401,13 +401,13 @@ def _set_gradient(X: Tensor, G: Tensor) -> None:
 
 
 class _Merged(MutableMapping[Tensor, MutableMapping[str, Any]]):
-    """By parameter, what inner optimizers and the sync remember; what is written is the sync's."""
+    """States of inner optimizers and the sync, by parameter; writes go to the sync's."""
 
     def __init__(self, inner: Sequence[Optimizer], own: dict[Tensor, dict[str, Any]]) -> None:
         self._inner, self._own = inner, own
 
     def __getitem__(self, X: Tensor) -> MutableMapping[str, Any]:
-        # Inner states may be defaultdicts, in which a look-up would leave an entry.
+        # Inner states may be defaultdicts, where a look-up would create an entry.
         found = [o.state[X] for o in self._inner if X in o.state]
         if X not in self._own and not found:
             raise KeyError(X)
@@ -449,7 +449,7 @@ def _checked(optimizer: Any) -> tuple[Optimizer, ...]:
 
 
 def _placed(key: str, value: Any, X: Tensor) -> Any:
-    """A loaded state of the sync's on X's device."""
+    """Move a loaded state of the sync to X's device."""
     if not isinstance(value, Tensor):
         return value
     same = value.shape == X.shape and placements_of(value) == placements_of(X)

@@ -1,6 +1,6 @@
-"""How replicas synchronise, and what they agree on before a step.
+"""How replicas synchronise, and the meeting before a step.
 
-It also exports what a custom sync needs: Sync, Step, Costs, StateKey and Owner.
+It also exports the types of a custom sync: Sync, Step, Costs, StateKey and Owner.
 """
 
 from curvadion.sync.base import Costs, Step, Sync

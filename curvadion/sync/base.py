@@ -19,26 +19,26 @@ from curvadion.update.state import StateKey
 
 @dataclass(frozen=True)
 class Step(InnerStep):
-    """A step that ranks have agreed to take; :meth:`batches` takes this replica's own."""
+    """A step that ranks have agreed to take; :meth:`batches` takes the local step."""
 
     replicas: dist.ProcessGroup | None = None  # None for one replica
-    local_steps: int = 0  # that replicas took by themselves since they last synchronised
-    background: Callable[[], Background] = no_background  # does exchanges beside the training
-    members: Members | None = None  # the replicas, where they come and go
-    # Those of states beside the table of curvadion.update.state.
+    local_steps: int = 0  # since replicas last synchronised
+    background: Callable[[], Background] = no_background  # runs exchanges during training
+    members: Members | None = None  # the replicas, if they come and go
+    # Keys of states that are not in the table of curvadion.update.state.
     state_keys: Callable[[], Sequence[StateKey]] = tuple
 
     def take(self, **how: Any) -> None:
-        """Take all batches, where nothing is to be done with each; how: as of :meth:`batches`."""
+        """Take all batches and do nothing else with them; how: as in :meth:`batches`."""
         for _ in self.batches(**how):
             pass
 
 
 class Costs(NamedTuple):
-    """What openings send, and how many of them synchronise all weights."""
+    """The bytes of an opening, and the number of openings that synchronise all weights."""
 
-    # Of one opening, on average: the bytes of a tensor whose ring all-reduce sends as much, which
-    # is 2 (n - 1) / n times these for each of n replicas.
+    # Average of an opening, as the size of a tensor whose ring all-reduce sends as much: each of n
+    # replicas sends 2 (n - 1) / n times this.
     opening_bytes: float
     openings_per_full_sync: int = 1
 
@@ -49,26 +49,26 @@ class Sync(ABC):
     Each optimizer works on a copy, which keeps the state of its run.
 
     Class attributes:
-        group_defaults: what None stands for in group keys, if that differs from Sync's. Without
-            "look_ahead" :meth:`look_ahead` gives that default. "direction" is for full rank: groups
-            with another rank_fraction use "low_rank".
-        state_keys: what it stores for each parameter, in addition to the table of
-            curvadion.update.state. A state "anchor" holds the weights that replicas last agreed on;
-            ranks compare it.
-        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Codes are lossy,
-            so one replica's state cannot represent all, even if weights are identical.
+        group_defaults: values that replace None in group keys, where they differ from Sync's.
+            Without "look_ahead" here, :meth:`look_ahead` gives its default. "direction" is for full
+            rank: groups with another rank_fraction use "low_rank".
+        state_keys: state it keeps for each parameter, in addition to the table of
+            curvadion.update.state. A state "anchor" holds the last synchronised weights; ranks
+            compare it.
+        sends_codes: whether :meth:`sync_weights` sends less than an exact average. Residuals
+            differ, so one replica's state cannot stand for all, even if weights are identical.
         every_step: whether replicas must synchronise at every step: gates may not close.
         message_format: a number that must be the same on all replicas for them to read each other's
             messages.
 
     Attributes:
-        fragments_drifted: how many fragments of the weights have moved since replicas agreed on
-            them. Only a kind that divides weights into fragments needs it.
-        delay: how many steps after an opening its result arrives. Above 0 openings do not wait for
-            other replicas, and a replica whose gradient is not finite takes part.
+        fragments_drifted: number of fragments that have moved since they were last synchronised.
+            Only a sync that divides weights into fragments needs it.
+        delay: number of steps from an opening until its result arrives. Above 0, openings do not
+            wait for other replicas, and a replica with a non-finite gradient takes part.
         ends_drift: whether openings end the replicas' drift.
         elastic: whether it works with replicas that come and go.
-        replays: whether a replica that is late can apply what it has missed (:meth:`catch_up`).
+        replays: whether a late replica can apply openings it has missed (:meth:`catch_up`).
     """
 
     group_defaults: ClassVar[Mapping[str, Any]] = {
@@ -89,41 +89,41 @@ class Sync(ABC):
 
     @abstractmethod
     def open_step(self, step: Step) -> bool | None:
-        """Take a step at which the gate is open, the same on every replica. Collective.
+        """Take a step with the gate open, the same on every replica. Collective.
 
         Returns False if replicas that come and go did not synchronise: the next step tries again.
         """
 
     def closed_step(self, step: Step) -> None:
-        """Take a step at which the gate is closed; collective inside the replica."""
+        """Take a step with the gate closed; collective inside the replica."""
         step.take()
 
     def after_load(self) -> None:
-        """Note that states and this kind's memory have been loaded."""
+        """Note that states and this sync's ``state_dict`` have been loaded."""
 
     def settle(self) -> None:
-        """Wait for exchanges under way, so that states contain them, for copies and checkpoints."""
+        """Wait for pending exchanges, so that copies and checkpoints of the states contain them."""
 
     @property
     def waited_seconds(self) -> float:
-        """How long steps have waited so far for what was under way."""
+        """Seconds that steps have waited so far for late exchanges."""
         return 0.0
 
     def choose_defaults(self, budget: float | None) -> None:
         """Replace None in the constructor's arguments by defaults.
 
-        budget: the gate's, as a share of dense gradients; None if it counts no bytes.
+        budget: the gate's share of dense gradients; None if it counts no bytes.
         """
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs | None:
-        """Learn how many elements each shard of every parameter has, in the order of a plan.
+        """Receive the number of elements of each shard of every parameter, in the order of a plan.
 
-        Returns what openings send, or None if that is unknown.
+        Returns the bytes of openings, or None if they are unknown.
         """
         return None
 
     def look_ahead(self, period: float) -> float:
-        """The default of look_ahead; period: steps from one agreement on a weight to the next."""
+        """The default of look_ahead; period: steps between two synchronisations of a weight."""
         return 0.0
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
@@ -133,32 +133,32 @@ class Sync(ABC):
         """
 
     def after_join(self, parameters: Sequence[Parameter], steps: int) -> None:
-        """Note that weights, states and memory are another replica's, after so many steps."""
+        """Note that weights and states were taken over from another replica, at this step."""
 
     def finish(self, plan: Plan, step: Step) -> None:
-        """Wait for an opening under way, where replicas come and go, and apply its means."""
+        """With members: wait for a pending opening and apply its means."""
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
-        """Apply an opening that this replica has missed, from another replica's record of it."""
+        """Apply an opening that this replica missed, from another replica's record."""
         raise NotImplementedError
 
     def sync_weights(
         self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
     ) -> int:
-        """Synchronise weights, for ``sends_codes``; collective. Returns the cost, in openings.
+        """Synchronise weights if ``sends_codes``; collective. Returns the cost, in openings.
 
-        keys: of states in addition to the table of curvadion.update.state.
+        keys: of states that are not in the table of curvadion.update.state.
         """
         raise NotImplementedError
 
     def before_average(self, parameters: Sequence[Parameter]) -> None:
-        """Make weights ready for an exact average, such as by adding what codes lost."""
+        """Prepare weights for an exact average, for example by adding residuals."""
 
     def after_average(self, parameters: Sequence[Parameter]) -> None:
         """Note that replicas now hold the same weights; parameters may have no state yet."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold: numbers, strings, lists; the same on all ranks."""
+        """State for a checkpoint: numbers, strings, lists; the same on all ranks."""
         return {"fragments_drifted": self.fragments_drifted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

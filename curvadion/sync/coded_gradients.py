@@ -1,10 +1,10 @@
-"""Replicas share the mean of their gradients, in a few bits, and take one step with it.
+"""Replicas average their gradients, in a few bits, and all take the same step.
 
-    G <- mean over replicas of C(G_i + residual_i),   residual_i <- what the code C lost there
+    G <- mean over replicas of C(G_i + residual_i),   residual_i <- the error of C
 
-and the mean goes back in codes too, whose losses its owner keeps (error feedback in both
+The mean is sent back in codes too, and its owner keeps their residual (error feedback in both
 directions: DoubleSqueeze, arXiv 1905.05957). All replicas step with the same bits, so their
-weights, momenta and moments stay the same.
+weights, momenta and moments stay identical.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class CodedGradients(Sync):
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step,
             but at least 2, and 3 without a budget.
-        residual_dtype: dtype of the residuals (what the codes have lost): "bfloat16", "float32" or
-            the torch.dtype.
+        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or the
+            torch.dtype.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -69,7 +69,7 @@ class CodedGradients(Sync):
         "right_factor": "qr",
         "look_ahead": 2.0,
     }
-    # The next mean stays what it is if each residual is replaced by the mean of them.
+    # Replacing each residual by their mean does not change the next mean.
     state_keys = (StateKey(RESIDUAL, Owner.REPLICA, like_parameter=True),)
     sends_codes = True
     every_step = True
@@ -83,10 +83,10 @@ class CodedGradients(Sync):
         self._budget: float | None = None
         self.bits = bits or self.UNBUDGETED_BITS
         self.residual_dtype = check_residual_dtype(residual_dtype)
-        # Whether all state but the residuals is the same on all replicas; None before the first
-        # step. False after the state of another sync was loaded.
+        # Whether all state but the residuals is identical on all replicas; None before the first
+        # step, False after loading the state of another sync.
         self._agree: bool | None = None
-        self._among = 0  # members of the last mean, where they come and go
+        self._among = 0  # number of members of the last mean, if they come and go
 
     def choose_defaults(self, budget: float | None) -> None:
         self._budget = budget
@@ -96,7 +96,7 @@ class CodedGradients(Sync):
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
         each = list(chain.from_iterable(shards))
         if self._bits is None and self._budget is not None:
-            # What the budget pays for, with filled-up blocks and the meeting.
+            # The most bits within the budget, counting padded blocks and the meeting.
             left = self._budget * 4 * sum(each) - MEETING_BYTES * max(map(len, shards), default=0)
             self.bits = max(b for b in BITS if b <= 2 or message_bytes(each, b) <= left)
         return Costs(message_bytes(each, self.bits), openings_per_full_sync=0)
@@ -124,10 +124,10 @@ class CodedGradients(Sync):
         return None
 
     def _open_with(self, members: Members, step: Step) -> bool:
-        """A step with the mean gradient of the members present, or none if one of them is lost.
+        """Step with the mean gradient of the members present, or not at all if one is lost.
 
-        A replica that has just come, or whose gradient is not finite, has no part in the mean, but
-        takes the step: its weights stay those of the others.
+        A replica that has just joined, or whose gradient is not finite, adds nothing to the mean,
+        but takes the step, so that its weights stay identical to the others'.
         """
         opening, plan = members.begin(), step.plan
         self._agree, self.fragments_drifted = True, 0
@@ -138,7 +138,7 @@ class CodedGradients(Sync):
         try:
             weights = [own[0] for own in opening.gather([weight])]
             share = weight * len(weights) / sum(weights) if any(weights) else 0.0
-            if self._among not in (0, len(weights)):  # residuals are parts of a mean of so many
+            if self._among not in (0, len(weights)):  # rescale to the number of members
                 torch._foreach_mul_(residuals, len(weights) / self._among)
             for p in plan.parameters:
                 g = p.gradient_or_zeros
@@ -150,9 +150,12 @@ class CodedGradients(Sync):
         except LOST as error:
             logger.warning("An opening fails: %s", error)
             failed = True
+        except BaseException:
+            torch._foreach_copy_(residuals, kept)
+            raise
         record = {"codes": [None if c is None else c.cpu() for c in codes]}
         written = opening.commit(failed=failed, record=record)
-        if not written or not any(weights):  # nothing moves by what was sent
+        if not written or not any(weights):  # the codes are not applied
             torch._foreach_copy_(residuals, kept)
         if not written:
             return False
@@ -167,7 +170,7 @@ class CodedGradients(Sync):
     def sync_weights(
         self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
     ) -> int:
-        """Average what was loaded and may be each replica's own; else they are equal."""
+        """Average weights and state after loading; otherwise they are already equal."""
         average_everything_(plan, replicas, self, keys)
         self._agree, self.fragments_drifted = True, 0
         return 0
@@ -187,6 +190,6 @@ class CodedGradients(Sync):
 
 
 def _writable(G: Tensor) -> Tensor:
-    """The gradient, or a copy where several of its numbers are one in memory."""
+    """Return the gradient, or a copy if several elements share memory."""
     shared = any(stride == 0 and n > 1 for stride, n in zip(G.stride(), G.shape, strict=True))
     return G.contiguous() if shared else G

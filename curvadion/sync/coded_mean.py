@@ -1,4 +1,4 @@
-"""Means over a group in a few bits per number; what the code loses is sent with the next mean."""
+"""Means over a group in a few bits per element; residuals are sent with the next mean."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from curvadion.update.sizes import most_together
 from curvadion.update.state import RESIDUAL
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-ONE_BIT_BELOW = 0.003  # as a budget; at 0.01 2 bits are better
+ONE_BIT_BELOW = 0.003  # a budget; at 0.01 2 bits are better
 ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
 
 
 def check_bits(bits: int | None) -> None:
-    """Raise for bits that codes cannot have; None is for a budget."""
+    """Raise for unsupported bits; None leaves the choice to the budget."""
     if bits is not None:
         checks.integer("bits", bits, 1)
         checks.one_of("bits", bits, BITS)
 
 
 def coded_share(bits: int) -> float:
-    """What codes take, as a share of float32 numbers."""
+    """The size of codes, as a share of float32 elements."""
     return block_bytes(bits) / (4 * BLOCK)
 
 
 def bits_within(share: float) -> int:
-    """Bits of a code that this share of float32 bytes pays for at every step; 2 at least."""
+    """The most bits of a code that fit this share of float32 bytes at every step, at least 2."""
     return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
 
 
 def bits_of_weights(budget: float, fragments: int) -> int:
-    """Bits of a code that suit averages of weights under a byte budget.
+    """The default bits of weight averages under a byte budget.
 
-    As many as it pays for at every opening, 2 at least. Below 0.3 % 1 bit ended lower with the
-    larger of two models (benchmarks/results/convergence), unless fragments are so many that 2 bits
-    fit into every step. budget: share of float32 bytes; 0 if there is none.
+    The most that fit if every step is an opening, at least 2. Below 0.3 % it is 1 bit, which gave
+    a lower loss on the larger of two models (benchmarks/results/convergence), unless there are so
+    many fragments that 2 bits fit every step. budget: share of float32 bytes; 0 for none.
     """
     share = budget * fragments
     return 1 if 0 < budget < ONE_BIT_BELOW and share < coded_share(2) else bits_within(share)
 
 
 def check_residual_dtype(residual_dtype: ResidualDtype) -> str:
-    """The name of a dtype that residuals can have; raise ValueError for another."""
+    """Return the name of a residual dtype; raise ValueError for an unsupported one."""
     name = str(residual_dtype).removeprefix("torch.")
     checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
     return name
 
 
 def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[Parameter]]:
-    """Runs of parameters, sharded over the same ranks, whose codes are one bucket.
+    """Yield runs of parameters, sharded over the same ranks, whose codes form one bucket.
 
-    Which replica averages a block depends on the blocks before it.
+    The preceding blocks of a bucket decide which replica averages a block.
     """
     by_ranks: dict[tuple[int, ...], list[Parameter]] = {}
     for p in parameters:
@@ -80,12 +80,12 @@ def coded_mean_(
 ) -> Tensor | None:
     """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
 
-    Every rank is the owner of an equal share of all numbers. Each sends its codes to the owners,
-    which sum them in float32, so that no sum can overflow, and send the codes of the means back.
-    The residuals, float32 or bfloat16 and zero before the first call, hold what these codes have
-    lost, and are added to what is sent next: summed over calls, means differ from true means by no
-    more than the last call's residuals and their roundings. n ranks send 2 (n - 1) / n times
-    :func:`message_bytes`, on average.
+    Every rank owns an equal share of all elements. Ranks send their codes to the owners, which sum
+    them in float32, so that sums cannot overflow, and send codes of the means back. The residuals,
+    float32 or bfloat16 and zero before the first call, hold the errors of the codes and are added
+    to the next message: summed over calls, means differ from true means only by the last call's
+    residuals and their rounding. n ranks send 2 (n - 1) / n times :func:`message_bytes`, on
+    average.
     """
     codes = None
     if group is not None and group.size() > 1:
@@ -108,13 +108,13 @@ def coded_mean_(
 
 
 def moved_since(anchor: Tensor, x: Tensor) -> Tensor:
-    """x - anchor, which is taken as x's dtype holds it: the rounding to it is no movement."""
+    """x - anchor, with the anchor rounded to x's dtype: that rounding is not a movement."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.to(wide) - anchor.to(x.dtype).to(wide)
 
 
 def message_bytes(sizes: Iterable[int], bits: int) -> int:
-    """Bytes of the codes of tensors of so many numbers; each has blocks, and scales, of its own."""
+    """Bytes of the codes of tensors of these sizes; each tensor has its own blocks and scales."""
     return sum(map(blocks_of, sizes)) * block_bytes(bits)
 
 
@@ -125,7 +125,7 @@ def exchanged(
     bits: int,
     group: dist.ProcessGroup,
 ) -> Tensor | None:
-    """The codes of the means of X - anchor over the group; updates residuals.
+    """Return the codes of the means of X - anchor over the group; update the residuals.
 
     None if there is nothing to send. anchors: float32 or wider, of X's shapes, the same bits on
     every rank; () for zeros.
@@ -140,16 +140,16 @@ def exchanged(
 
 @dataclass(frozen=True)
 class Message:
-    """Numbers of this rank in codes, and after the exchange those of their means."""
+    """This rank's codes, and after the exchange the codes of the means."""
 
     codes: Tensor  # (rows, block_bytes(bits)) uint8; :meth:`exchange_` replaces them
-    own: Tensor  # (k, 256) float32, the rows that this rank owns, then what their codes have lost
+    own: Tensor  # (k, 256) float32, the rows that this rank owns, then the errors of their codes
     first: int  # of these rows
     bits: int  # of a code
 
     @record_function("curvadion.exchange")
     def exchange_(self, group: dist.ProcessGroup) -> None:
-        """Replace codes by those of the means, ``own`` by what these lose, times the ranks."""
+        """Replace codes by those of the means, and ``own`` by their errors times the ranks."""
         ranks, rank = group.size(), group.rank()
         counts = shares(len(self.codes), ranks)
         received = self.codes.new_empty(ranks, *self.codes[: counts[rank]].shape)
@@ -161,7 +161,7 @@ class Message:
         dist.all_to_all_single(self.codes, flat, counts, [counts[rank]] * ranks, group=group)
 
     def store_losses_(self, residuals: Sequence[Tensor]) -> None:
-        """Give the residuals what the codes of means have lost here; after the exchange."""
+        """Add the errors of the means' codes to the residuals, after the exchange."""
         for residual, rows in zip(residuals, rows_of(residuals), strict=True):
             mine = part(rows, self.first, len(self.own))
             lost = self.own[mine].view(-1)
@@ -183,7 +183,7 @@ def encode(
     bits: int,
     group: dist.ProcessGroup,
 ) -> Message:
-    """Codes of X - anchor + residual; residuals become what codes have lost here."""
+    """Encode X - anchor + residual; residuals become the errors of these codes."""
     counts, rank = shares(sum(blocks_of(r.numel()) for r in residuals), group.size()), group.rank()
     first, device = sum(counts[:rank]), residuals[0].device
     codes = torch.empty(sum(counts), block_bytes(bits), dtype=torch.uint8, device=device)

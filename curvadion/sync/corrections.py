@@ -1,4 +1,4 @@
-"""Two corrections when replicas have agreed on weights; neither sends a byte between replicas.
+"""Two corrections after replicas have averaged weights; they send nothing between replicas.
 
 Over steps whose lr (with the shape's scale) add up to L, replica i has moved by
 
@@ -12,13 +12,13 @@ direction and keeps its own S_i:
 
     M_i <- M_i - (D - D_i) S_i / L.
 
-If S_i were the same on all replicas, the mean of their momenta would stay what it is. But the S_i
-of one opening holds the same noise as D_i: momenta lose some of their mean at each opening. With a
-``spectrum_decay`` the S_i of polar directions are means over openings, which share less noise.
+If S_i were the same on all replicas, the mean of their momenta would not change. But the S_i of one
+opening share their noise with D_i, so momenta lose some of their mean at each opening. With a
+``spectrum_decay`` the S_i of polar directions are averaged over openings, which reduces this.
 
 M_i is the momentum after the last step, with its gradient and error feedback but without the
-look-ahead. P and Q are that step's factors, of the momentum before the error feedback and with the
-look-ahead. Noise in M_i gives way to its mean, as if momenta had been averaged.
+look-ahead. P and Q are that step's factors, from the momentum before error feedback and with the
+look-ahead. The noise of M_i is averaged out, as if momenta had been averaged.
 
 **Polar correction.** A singular value of D / L is 1 where replicas took the same direction, and
 less where noise made them differ. A synchronised step goes its full length along every direction of
@@ -56,21 +56,21 @@ from curvadion.update.state import ANCHOR, SPECTRUM, SPECTRUM_WEIGHT
 TINY = torch.finfo(torch.float32).tiny
 # The largest (s - s^3) / 2 for a singular value s in [0, 1], at sqrt(1 / 3).
 LARGEST_CORRECTION = 1 / (3 * math.sqrt(3))
-# Below this L, D holds only what codes made up for, and the cube of D / L could overflow.
+# Below this L, D holds only residuals of codes, and the cube of D / L could overflow.
 SHORTEST = 1e-10
-# The sum of lr over all steps since the last agreement on a parameter.
+# The sum of lr over all steps since a parameter was last synchronised.
 Rate = Callable[[Parameter], float]
 
 
 def anchor_of(p: Parameter) -> Tensor:
-    """What replicas last agreed on; shards held here."""
+    """The last synchronised weights; this rank's shards."""
     return local(p.state[ANCHOR])
 
 
 def copies_of(
     stacks: Sequence[Sequence[Matrix]], of: Callable[[Parameter], Tensor]
 ) -> list[Tensor]:
-    """What the matrices are in a tensor of each parameter, (k, m_i, n_j) by stack."""
+    """Copy the matrices of a tensor of each parameter, (k, m_i, n_j) by stack."""
     return [stacked([m.read(of(m.parameter)) for m in stack], stack[0]) for stack in stacks]
 
 
@@ -79,13 +79,13 @@ def subtract_from_(
     of: Callable[[Parameter], Tensor],
     before: Sequence[Tensor],
 ) -> None:
-    """What matrices have moved since :func:`copies_of` gave ``before``, in its place."""
+    """Replace ``before``, from :func:`copies_of`, by the movement of the matrices since then."""
     for stack, copies in zip(stacks, before, strict=True):
         torch._foreach_add_(list(copies.neg_()), [m.read(of(m.parameter)) for m in stack])
 
 
 def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
-    """L, the sum of lr times the shape's scale, one a matrix, (k,) by stack."""
+    """L, the sum of lr times the shape's scale, per matrix, (k,) by stack."""
     return [
         from_host(
             [rate(m.parameter) * m.update_scale for m in stack],
@@ -97,7 +97,7 @@ def _lengths(stacks: Sequence[Sequence[Matrix]], rate: Rate) -> list[Tensor]:
 
 
 def _clip(factor: Tensor | float, limit: Tensor | float, size: Tensor) -> Tensor:
-    """factor / max(limit, size): codes that make up for losses at a larger lr exceed limit."""
+    """factor / max(limit, size); residuals from steps at a larger lr can exceed limit."""
     return factor / size.clamp_min(limit).clamp_min(TINY)
 
 
@@ -107,9 +107,9 @@ def align_momenta_(
 ) -> None:
     """Move momenta from the replica's own direction to the mean one. Collective in the replica.
 
-    missing: D - D_i of the matrices, by stack; overwritten. Its share is 1 / L. Directions differ
-    by no more than sqrt(r) in Frobenius norm; if it is longer than L sqrt(r), the share falls with
-    the square of the length.
+    missing: D - D_i of the matrices, by stack; overwritten. It is scaled by 1 / L. Directions
+    differ by at most sqrt(r) in Frobenius norm; if it is longer than L sqrt(r), the scale falls
+    with the square of the length.
     """
     if not taken.stacks:
         return
@@ -122,7 +122,7 @@ def align_momenta_(
 
 
 def place_spectra(parameters: Sequence[Parameter], *, kept: bool) -> None:
-    """Make place for the sums of S of directions that keep them; give it up if they go."""
+    """Allocate the sums of S for directions that keep them; free them otherwise."""
     for p in parameters:
         if not kept:
             p.state.pop(SPECTRUM, None)
@@ -132,7 +132,7 @@ def place_spectra(parameters: Sequence[Parameter], *, kept: bool) -> None:
 
 
 def forget_spectra(parameters: Sequence[Parameter]) -> None:
-    """Begin the sums of S anew: replicas that hold equal states afterwards stay equal."""
+    """Reset the sums of S, so that replicas with equal states stay equal."""
     for p in parameters:
         if SPECTRUM in p.state:
             local(p.state[SPECTRUM]).zero_()
@@ -141,7 +141,7 @@ def forget_spectra(parameters: Sequence[Parameter]) -> None:
 
 @record_function("curvadion.correct_polar")
 def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: bool = True) -> None:
-    """Move weights and anchors by a Newton-Schulz step of D; together: X is the anchor."""
+    """Move weights and anchors by a Newton-Schulz step of D; together: X equals the anchor."""
     stacks = plan.stacks
     if not stacks:
         return
@@ -159,8 +159,8 @@ def correct_polar_(plan: Plan, D: Sequence[Tensor], rate: Rate, *, together: boo
 def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
     """(V - V V^T V) / 2, (k, m_i, n_j) by stack; V is overwritten.
 
-    V is divided by d, the root of its singular values' mean square if that is above 1 (the learning
-    rate has fallen), so that products stay in the range of float16.
+    If the root mean square d of V's singular values is above 1 (the learning rate has fallen), V is
+    divided by d, so that products stay in the range of float16.
     """
     stacks = plan.stacks
     layouts = [stack[0].layout for stack in stacks]
@@ -180,7 +180,7 @@ def _newton_schulz_(plan: Plan, V: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _move(matrices: Sequence[Matrix], changes: Tensor, *, together: bool) -> None:
-    """anchor <- anchor + change, (k, m_i, n_j), X <- anchor if they were equal, else X + change."""
+    """Add change, (k, m_i, n_j), to anchors; X <- anchor if they were equal, else X + change."""
     moved, weights = list(changes), [m.parameter.local for m in matrices]
     with open_shards(matrices, [anchor_of(m.parameter) for m in matrices], weights) as (anchors, X):
         torch._foreach_add_(anchors, moved)

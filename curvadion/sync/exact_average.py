@@ -1,4 +1,4 @@
-"""Exact means over replicas: of weights and state, and how far weights are from their mean."""
+"""Exact means of weights and state over replicas, and the drift of weights from their mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from curvadion.update.state import StateKey, averaged
 def average_(
     tensors: Sequence[Tensor], counters: Sequence[Tensor], replicas: dist.ProcessGroup | None
 ) -> None:
-    """Replace tensors and counters of one number by their means over the replicas."""
+    """Replace tensors and scalar counters by their means over the replicas."""
     if group_size(replicas) == 1:
         return
     mean_(tensors, replicas)
@@ -46,9 +46,9 @@ def average_everything_(
     keys: Sequence[StateKey],
     kept: Sequence[Parameter] = (),
 ) -> None:
-    """Replace weights, but for those of ``kept``, and replicas' own state by their means.
+    """Replace weights, except those of ``kept``, and local state by their means.
 
-    keys: those of states beside the table of curvadion.update.state.
+    keys: of states that are not in the table of curvadion.update.state.
     """
     before = [(p.local, p.local.clone()) for p in kept]
     ready = plan.select([bool(p.state) for p in plan.parameters])
@@ -66,12 +66,12 @@ def _counters(plan: Plan) -> list[Tensor]:
 
 
 def sizes(X: Sequence[Tensor]) -> list[int]:
-    """Numbers in each parameter, all its shards together."""
+    """The number of elements of each parameter, over all its shards."""
     return [math.prod(global_shape(x)) for x in X]
 
 
 def bytes_of_everything(plan: Plan, keys: Sequence[StateKey]) -> int:
-    """What :func:`average_everything_` sends, all ranks of the replica together. Collective."""
+    """Bytes that all ranks of a replica send in :func:`average_everything_`. Collective."""
     states = [x for p in plan.parameters for x in averaged(p.state, keys).values()]
     held = [*(p.local for p in plan.parameters), *map(local, states)]
     own = sum(x.numel() * torch.promote_types(x.dtype, torch.float32).itemsize for x in held)

@@ -1,4 +1,4 @@
-"""The papers' open step: replicas share the means of low-rank products and take one step."""
+"""The papers' open step: replicas average low-rank products and take the same step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LowRank(Sync):
     def __init__(self, average_weights: bool = True) -> None:
         checks.boolean("average_weights", average_weights)
         self.average_weights = self.ends_drift = average_weights
-        # Whether the momenta of polar matrices are the same on all replicas.
+        # Whether the momenta of polar matrices are identical on all replicas.
         self._momenta_agree = False
 
     def open_step(self, step: Step) -> None:
@@ -57,11 +57,11 @@ class LowRank(Sync):
 
     def closed_step(self, step: Step) -> None:
         self._momenta_agree = False
-        # Factors are means over replicas, and so are notes that later steps make use of.
+        # Later open steps need the same notes on all replicas, so a local step keeps none.
         step.take(remember=False)
 
     def _average_momenta(self, step: Step) -> None:
-        """Let the momenta of polar matrices agree: their factors need the mean itself."""
+        """Average the momenta of polar matrices, because a polar factor needs the mean itself."""
         if step.number and not self._momenta_agree:  # before, all momenta are zero
             dense = [p for p in step.plan.dion if not _shares_factors(p)]
             mean_([local(p.state[key]) for p in dense for key in _own(p)], step.replicas)
@@ -83,12 +83,12 @@ def _shares_factors(p: Parameter) -> bool:
 
 
 def _own(p: Parameter) -> list[str]:
-    """The keys of states that a direction of full rank follows from."""
+    """The keys of states that determine a full-rank direction."""
     return [MOMENTUM, *(key.name for key in DIRECTIONS[p.direction].state_keys)]
 
 
 def _mean_gradients(step: Step) -> dict[int, Tensor]:
-    """Gradients by the id of the parameter: means of those that share no factors, own zeros."""
+    """Gradients by parameter id: means where factors are not shared, zeros where missing."""
     plan = step.plan
     dense_matrices = [p for p in plan.dion if not _shares_factors(p)]
     G = {id(p): p.gradient_or_zeros for p in plan.parameters if p.rests or not _shares_factors(p)}

@@ -1,9 +1,9 @@
-"""The meeting: what ranks agree on before a step, in one collective of 24 bytes.
+"""The meeting: ranks agree on a step in one collective of 24 bytes.
 
-It is an all-reduce MAX of three int64, ``(signal, w, -w)``. ``w`` is a checksum of all that must be
-equal. If the largest ``w`` is not minus the largest ``-w``, ranks differ; every rank then knows it
-in the same step, or at the next one if the host does not wait, and raises an error that says what
-differs.
+It is an all-reduce MAX of three int64, ``(signal, w, -w)``. ``w`` is a checksum of everything that
+must be equal. If the largest ``w`` is not minus the largest ``-w``, ranks differ. Every rank sees
+this in the same step, or in the next one if the host does not wait, and raises an error that names
+the difference.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from curvadion.update.gradients import Gradients
 from curvadion.update.plan import MomentumNorms, Plan
 
 MEETING_BYTES, WORDS_BYTES = 24, 16
-# Gradients and momenta of this norm or more count as not finite: squares of others fit float32.
+# From this norm on gradients and momenta count as not finite; smaller squares fit float32.
 LARGEST_NORM = 2.0**50
 _NAN_BITS, _PARAMETER = 0x7FC00000, 0x7FFFFFFF
 
 
 class Met(NamedTuple):
-    """What the ranks of a meeting know."""
+    """The result of a meeting."""
 
-    signal: float  # the largest gate signal of any matrix on any of them
-    parameter: str | None  # the name of the parameter that had it; None without matrices
+    signal: float  # the largest gate signal of any matrix on any rank
+    parameter: str | None  # the name of its parameter; None without matrices
     finite: bool  # whether all gradients are, and shorter than LARGEST_NORM
-    all_zero: bool  # whether all gradients are zero; told at a first step only
+    all_zero: bool  # whether all gradients are zero; known at a first step only
 
 
 @dataclass
 class Meeting:
-    """A meeting that has been held; the host reads what it told, at once or after more steps."""
+    """A meeting that has been held; the host reads its result at once or some steps later."""
 
     words: Tensor  # (3,) int64 on the device, or (1,) of one rank alone
     plan: Plan
@@ -55,7 +55,7 @@ class Meeting:
     arrived: torch.cuda.Event | None = None
 
     def send(self) -> Tensor:
-        """Let what was told come to the host; return on the device whether the step is taken."""
+        """Start copying the result to the host; return on the device whether the step is taken."""
         words = self.words
         if words.device.type == "cuda":
             self.words = torch.empty(words.shape, dtype=words.dtype, device="cpu").pin_memory()
@@ -66,7 +66,7 @@ class Meeting:
         return moves if len(words) == 1 else moves & (words[1] == -words[2])
 
     def read(self) -> Met:
-        """What was told, for which the host waits; raise on all ranks if their words differ."""
+        """Wait for the result; raise on all ranks if their words differ."""
         if self.arrived is not None:
             self.arrived.synchronize()
         number, *told = self.words.tolist()
@@ -93,15 +93,15 @@ def meet(
     group: dist.ProcessGroup | None,
     first: bool = False,
 ) -> Meeting:
-    """One collective, which nobody waits for until :meth:`Meeting.read`; word gives w.
+    """Start the collective; :meth:`Meeting.read` waits for it; word gives w.
 
-    Non-negative floats sort like their bits, and NaN sorts above infinity. So the largest word is
-    that of the largest signal, or says that a gradient is not finite. Its lower 31 bits hold the
-    index of the parameter. The bit above them says, at a first step, that a norm is positive.
+    Non-negative floats sort like their bits, and NaN sorts above infinity. So the largest word has
+    the largest signal, or marks a gradient that is not finite. Its lower 31 bits hold the index of
+    the parameter. The bit above them marks, at a first step, that a norm is positive.
     """
     norms = _norms(plan, momenta)
     signals = _signals(gate, plan, gradients, momenta)
-    # abs() takes the sign off a negative zero, whose bits would sort below everything.
+    # abs() removes the sign of a negative zero, whose bits would sort below everything.
     signal, matrix = signals.float().clamp_min(0).abs().max(dim=0)
     finite = (norms < LARGEST_NORM).all() & ~torch.isnan(signal)
     bits = torch.where(finite, signal.view(torch.int32).long(), _NAN_BITS)
@@ -118,7 +118,7 @@ def meet(
 
 
 def begin_comparison(word: int, plan: Plan, background: Background) -> Exchange[Tensor]:
-    """Learn the largest ``(w, -w)`` beside the training, at an opening with a delay."""
+    """Start finding the largest ``(w, -w)`` in the background, at an opening with a delay."""
     words = from_host([word, -word], torch.int64, plan.device)
 
     def exchange() -> Tensor:
@@ -138,7 +138,7 @@ def compare(
 
 
 def _norms(plan: Plan, momenta: MomentumNorms | None) -> Tensor:
-    """What must be finite, (l,) with l >= 1: norms of momenta with the gradients, or of these."""
+    """Norms that must be finite, (l,) with l >= 1: of updated momenta, otherwise of gradients."""
     covered = plan.parameters if momenta is None else plan.elementwise
     held = [G for p in covered if (G := p.G) is not None]
     norms = [ops.norms(held)] if held else []
@@ -150,7 +150,7 @@ def _norms(plan: Plan, momenta: MomentumNorms | None) -> Tensor:
 
 
 def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorms | None) -> Tensor:
-    """The gate's signals; the momentum of a matrix without a gradient is as it was."""
+    """The gate's signals; a matrix without a gradient keeps its momentum."""
     if momenta is None or not momenta.after.numel():
         return torch.zeros(1, dtype=torch.float32, device=plan.device)
     before, after = momenta

@@ -1,8 +1,8 @@
-"""Openings of replicas that come and go: written by all members that are present, or by none.
+"""Openings of replicas that come and go: applied by all members that are present, or by none.
 
-Replicas send codes of what their weights have moved, as in any opening, and wait until all have got
-the means. A member that is lost before that makes the opening fail: residuals are put back, and no
-weight has moved. Means are weighted by the steps that each replica has taken.
+Replicas send their pseudo-gradients in codes, as in any opening, and wait until all have received
+the means. If a member is lost before that, the opening fails: residuals are restored, and weights
+do not change. Means are weighted by the number of steps that each replica has taken.
 """
 
 from __future__ import annotations
@@ -35,67 +35,68 @@ logger = logging.getLogger("curvadion")
 
 @dataclass
 class _Pending:
-    """An opening of members that has not been written yet, and what to put back if it cannot be.
+    """An opening that has not been applied yet, with the values to restore if it fails.
 
     due: the step that adds its means. rates, moved: this replica's since its anchor. among: the
-    members, 0 until they have met.
+    number of members, 0 until they have met.
     """
 
     opening: Opening
     fragment: int
     due: int
-    kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and what they were
+    kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and their former values
     rates: Sequence[float]
+    directed: bool
     moved: float = 0.0
     among: int = 0
     codes: Sequence[Tensor | None] = ()
-    agreement: Exchange[Any] | None = None  # with a delay: that all have got the means
-    failed: bool = False
+    agreement: Exchange[Any] | None = None  # with a delay: all have received the means
+    failed: bool = True  # until the exchanges have ended, or are under way
 
 
 class MemberOpenings(Sync):
-    """An average of weights in fragments, and how members take part in it."""
+    """An average of weights in fragments, also with members that come and go."""
 
     bits: int
 
     def __init__(self) -> None:
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
-        # The sums of learning rates over all steps since the anchor, by fragment and group; and
-        # those of the fragments whose means are under way.
+        # Sums of learning rates over the steps since the anchor, by fragment and group; then the
+        # sums of the fragments whose means are pending.
         self._rates: list[list[float]] = []
         self._sent_rates: list[list[float]] = []
         self._under_way = UnderWay()
-        self._expecting = True  # a loaded state may hold means that are to be added
-        # By fragment: the weight of this replica's steps since the anchor, and how many replicas
-        # the residuals are to be divided by.
+        self._expecting = True  # a loaded state may hold pending means
+        # By fragment: the weight of this replica's steps since the anchor, and the number of
+        # replicas for which the residuals are scaled.
         self._moved: list[float] = []
         self._among: list[int] = []
         self._pending: _Pending | None = None
-        self._joined_at = 0  # the step of the replica from which this one has taken over
+        self._joined_at = 0  # the step at which this replica took over another's state
 
     @abstractmethod
     def _step(self, step: Step, sending: int | None) -> None:
-        """A step of the replica's own; means arrive that are due, and a fragment is sent."""
+        """Take a local step, add the means that are due, and send a fragment."""
 
     @abstractmethod
     def _arrive(self, batch: Batch, rate: Rate | None) -> None:
-        """Take in the means of a batch, then correct."""
+        """Add the means of a batch, then correct."""
 
     @abstractmethod
     def _take_in(self, batch: Batch, codes: Sequence[Tensor | None], rate: Rate | None) -> None:
-        """Move the anchors of a batch by the means in codes, and weights there; then correct."""
+        """Move anchors by the coded means and set weights to them, then correct."""
 
     @property
     def count(self) -> int:
-        """How many fragments there are: fewer than asked for if parameters are few."""
+        """The number of fragments, fewer than requested if there are few parameters."""
         return max(self._fragment_of, default=-1) + 1
 
     def _rotate_from(self, fragment: int) -> None:
         self.next_fragment = (fragment + 1) % max(1, self.count)
 
     def _count(self, step: Step) -> None:
-        """Add a step and its learning rates to what each fragment has taken since its anchor."""
+        """Add a step and its learning rates to each fragment's sums since its anchor."""
         self.fragments_drifted = self.count
         if step.members is not None and not step.rests:
             self._moved = [moved + step.members.weight for moved in self._moved]
@@ -106,23 +107,25 @@ class MemberOpenings(Sync):
                 sums[g] += rate
 
     def open_with(self, members: Members, step: Step) -> bool:
-        """A step, then an opening that the members present write once all of them can.
+        """Step, then apply an opening if all members present can.
 
-        Directions and the codes of all batches are held until then; a residual is put back if one
-        cannot. Means are weighted by the steps that each has taken.
+        Directions and codes of all batches are held until then; if a member cannot, residuals are
+        restored. Means are weighted by the steps that each member has taken.
         """
         plan, fragment = step.plan, self.next_fragment
         if not step.rests:
             self._count(step)
+        if not self.delay:  # an error may have ended the last opening early
+            self._commit()
         batches = self._batches_of(step, fragment)
         opening = members.begin()
-        if opening.fresh or self.next_fragment != fragment:  # a peer's, or what was missed
+        if opening.fresh or self.next_fragment != fragment:  # took over, or caught up
             fragment, batches = self.next_fragment, []
         go = self._of_fragment(plan, fragment)
         kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
         now = self._joined_at if opening.fresh else step.number
-        pending = _Pending(opening, fragment, now + self.delay, kept, self._rates[fragment])
-        self._pending = pending
+        due, rates = now + self.delay, self._rates[fragment]
+        self._pending = pending = _Pending(opening, fragment, due, kept, rates, step.directed)
         codes: list[list[Tensor | None]] = []
         batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
         try:
@@ -131,12 +134,13 @@ class MemberOpenings(Sync):
                 codes.append(self._send_shares(batch.plan, share, scale, pending))
             if self.delay:
                 pending.agreement = opening.begin("The end of an opening", self._agree_on(opening))
+                pending.failed = False
                 return True
             opening.agree()
             pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
+            pending.failed = False
         except LOST as error:
             logger.warning("An opening fails: %s", error)
-            pending.failed = True
         if not self._commit():
             return False
         rate = shared_rate(rates) if step.directed else None
@@ -146,18 +150,18 @@ class MemberOpenings(Sync):
         return True
 
     def _agree_on(self, opening: Opening) -> Callable[[], None]:
-        """What ends the exchanges under way: that all members have got the means."""
+        """Return a call that ends pending exchanges once all members have received the means."""
         exchanges = self._under_way.exchanges()
 
         def agree() -> None:
-            for exchange in exchanges:  # they are done: the thread keeps their order
+            for exchange in exchanges:  # already done: the thread works in order
                 exchange.result()
             opening.agree()
 
         return agree
 
     def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
-        """Take a step; without a delay the batches of a fragment, with the directions taken."""
+        """Take a step; without a delay return the fragment's batches with their directions."""
         if self.delay:
             self._step(step, None)
             self._commit()
@@ -173,9 +177,9 @@ class MemberOpenings(Sync):
         return plan.select([of == fragment for of in self._fragment_of])
 
     def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float, list[float]]:
-        """This replica's share of an equal one, the scale of its residuals, and everybody's rates.
+        """This replica's weight relative to an equal share, its residuals' scale, and all rates.
 
-        Residuals are parts of a mean of as many replicas as there were.
+        Residuals are parts of a mean, and scale with its number of replicas.
         """
         fragment, opening = pending.fragment, pending.opening
         rates = (self._rates[fragment] + [0.0] * groups)[:groups]
@@ -189,7 +193,7 @@ class MemberOpenings(Sync):
         return share, pending.among / (self._among[fragment] or pending.among), rates
 
     def _commit(self) -> bool:
-        """End the opening under way: write what was exchanged, or put all back."""
+        """End the pending opening: apply it, or restore everything."""
         pending, self._pending = self._pending, None
         if pending is None:
             return True
@@ -201,7 +205,13 @@ class MemberOpenings(Sync):
         except LOST as error:
             logger.warning("An opening fails: %s", error)
             failed = True
-        record = {"fragment": fragment, "rates": self._sent_rates[fragment], "codes": codes}
+        rates = self._sent_rates[fragment]
+        record = {
+            "fragment": fragment,
+            "rates": rates,
+            "codes": codes,
+            "directed": pending.directed,
+        }
         if pending.opening.commit(failed=failed, record=record):
             self._among[fragment] = pending.among
             self._rotate_from(fragment)
@@ -222,13 +232,13 @@ class MemberOpenings(Sync):
         if pending is None or not written:
             return
         for p in self._of_fragment(plan, pending.fragment).parameters:
-            # What the rounding of D_i has left.
+            # The rounding error of D_i.
             local(p.state[RESIDUAL]).add_(moved_since(anchor_of(p), p.local))
             p.local.copy_(anchor_of(p))
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
 
     def _land(self, plan: Plan, *, directed: bool) -> None:
-        """Take in what is under way, with the correction that anchors need to stay the same."""
+        """Add pending means, with the correction that keeps anchors identical."""
         fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
         rate = partial(rate_of, self._sent_rates, fragments) if directed else None
         arriving = [DUE in p.state for p in plan.parameters]
@@ -238,7 +248,7 @@ class MemberOpenings(Sync):
     def _send_shares(
         self, plan: Plan, share: float, scale: float, pending: _Pending
     ) -> list[Tensor | None]:
-        """The codes of the means, of which this replica's part is ``share`` of an equal one."""
+        """The codes of the means; ``share``: this replica's weight relative to an equal share."""
         group, codes = pending.opening.group, list[Tensor | None]()
         for run in coded_together(plan.parameters, self.bits):
             anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
@@ -251,7 +261,7 @@ class MemberOpenings(Sync):
             elif share == 1.0:
                 codes.append(exchanged(X, anchors, residuals, self.bits, group))
             else:
-                # What codes lose is lost of the message, so residuals have no share.
+                # Residuals are errors of the message, so ``share`` does not scale them.
                 sent = [share * moved_since(a, x) for a, x in zip(anchors, X, strict=True)]
                 codes.append(exchanged(sent, (), residuals, self.bits, group))
         return codes
@@ -262,12 +272,11 @@ class MemberOpenings(Sync):
         self._under_way.drop(parameters)  # of a checkpoint, perhaps
 
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
-        """X <- X + D, anchor <- anchor + D: what this replica has moved stays its own."""
-        fragment, codes, directed = record["fragment"], iter(record["codes"]), False
+        """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
+        fragment, codes, directed = record["fragment"], iter(record["codes"]), record["directed"]
         for chosen in self._of_fragment(plan, fragment).batches:
             runs = list(coded_together(chosen.parameters, self.bits))
             means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
-            directed |= any(p.matrices for p in chosen.parameters)
             if not self.delay:
                 before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
                 rate = shared_rate(record["rates"]) if directed else None
@@ -276,8 +285,7 @@ class MemberOpenings(Sync):
                     p.local.add_(own)
                 continue
             for run, mean in zip(runs, means, strict=True):
-                if mean is not None:
-                    self._under_way.missed_(run, self.bits, mean, due=0)
+                self._under_way.missed_(run, self.bits, mean, due=0)
         if self.delay:
             self._sent_rates[fragment] = record["rates"]
             self._land(plan, directed=directed)
@@ -297,7 +305,7 @@ class MemberOpenings(Sync):
 
 
 def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
-    """A parameter's sum of learning rates; fragments by the id of the parameter."""
+    """A parameter's sum of learning rates; fragments: by parameter id."""
     sums = rates[fragments[id(p)]]
     return sums[p.position] if p.position < len(sums) else 0.0
 

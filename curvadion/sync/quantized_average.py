@@ -1,11 +1,11 @@
 """Replicas take local steps, then average the changes of their weights, in a few bits.
 
-Replicas share an anchor, the weights they last agreed on. When the gate opens, each sends its
-pseudo-gradient, what its weights have moved since, in codes, and all move to the mean:
+Replicas share an anchor, the last synchronised weights. When the gate opens, each sends its
+pseudo-gradient, the change of its weights since then, in codes, and all move to the mean:
 
     anchor <- anchor + mean over replicas of (X_i - anchor),   X_i <- anchor
 
-What the codes lose, the residual, is sent with the next pseudo-gradient (error feedback).
+The codes' error, the residual, is sent with the next pseudo-gradient (error feedback).
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ LONGEST_LOOK_AHEAD = 4.1  # that of a budget of 1 %
 class QuantizedAverage(MemberOpenings):
     """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
-    P and R are not sent between replicas, so their rank costs no bytes. An opening is a local step,
-    followed by the exchange of codes for one fragment.
+    An opening is a local step, followed by the exchange of codes for one fragment. With
+    direction="low_rank", the factors P and R are not sent between replicas, so their rank costs no
+    bytes.
 
     Args:
-        bits: bits per element: 1, 2, 3, 4 or 8. None uses what a byte budget covers at every step
-            (3 for 0.1), but at least 2, or 1 below 0.3 %.
+        bits: bits per element: 1, 2, 3, 4 or 8. None: 2, but 3 at a budget of 0.1 and 1 below 0.003
+            (the most bits that a byte budget covers at every step, but at least 2 from 0.003 on).
         fragments: number of parts of about equal size that parameters are divided into. Each
             opening synchronises one, in rotation; a byte budget then opens that many times more
             often.
         align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections);
             sends no bytes. For local_step="dion"; copies a batch's weights.
-        polar_correction: whether to restore the length that means of directions lose to noise;
+        polar_correction: whether to restore the length that averaged directions lose to noise;
             sends no bytes. For local_step="dion"; copies a batch's anchors.
-        residual_dtype: dtype of the residuals (what the codes have lost): "bfloat16", "float32" or
-            the torch.dtype.
-        delay: number of steps after which means are added, less than the gate's period; 0 waits for
-            each exchange. Codes are exchanged in a separate thread meanwhile. A step waits for late
-            means.
+        residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or the
+            torch.dtype.
+        delay: number of steps until means are added, less than the gate's period; 0 waits for each
+            exchange. A separate thread exchanges the codes meanwhile. A step waits for late means.
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
             alignment, for polar directions. Stores min(m, n)^2 elements per matrix, sharded over
             ranks.
@@ -120,7 +120,7 @@ class QuantizedAverage(MemberOpenings):
         self.delay = delay
         self.spectrum_decay = float(spectrum_decay)
         self._keeps_spectra = align_momentum and spectrum_decay > 0
-        self._dealt = 0  # a checksum of how fragments are divided, of the run that was saved
+        self._dealt = 0  # checksum of the division into fragments, in the saved run
 
     def choose_defaults(self, budget: float | None) -> None:
         self.bits = self._bits or bits_of_weights(budget or 0.0, self.fragments)
@@ -131,7 +131,7 @@ class QuantizedAverage(MemberOpenings):
         count = max(1, self.count)
         self.next_fragment %= count
         if before != self._dealt and self.fragments_drifted:
-            self.fragments_drifted = self.count  # which of the old ones is not known
+            self.fragments_drifted = self.count  # which of the new fragments drifted is unknown
         if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
             self._rates = [_largest(self._rates) for _ in range(count)]
             self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
@@ -140,18 +140,18 @@ class QuantizedAverage(MemberOpenings):
         return Costs(message_bytes(chain.from_iterable(shards), self.bits) / count, count)
 
     def look_ahead(self, period: float) -> float:
-        """1.6 sqrt(period), 4.1 at most (benchmarks/results/convergence)."""
+        """1.6 sqrt(period), at most 4.1 (benchmarks/results/convergence)."""
         return round(min(1.6 * math.sqrt(period), LONGEST_LOOK_AHEAD), 1)
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
-        """Anchor the weights as they are."""
+        """Make the current weights the anchors."""
         for p in parameters:
             if ANCHOR not in p.state:
                 X = p.X.detach()
                 wide = torch.promote_types(X.dtype, torch.float32)
                 p.state[ANCHOR] = X.to(wide, copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
-        # Where there are none, those of a run that was loaded go.
+        # If this run keeps no spectra, drop those of a loaded one.
         corrections.place_spectra(parameters, kept=self._keeps_spectra)
 
     def closed_step(self, step: Step) -> None:
@@ -170,17 +170,17 @@ class QuantizedAverage(MemberOpenings):
         return None
 
     def _step(self, step: Step, sending: int | None) -> None:
-        """A step of the replica's own; means arrive that are due, and a fragment is sent."""
+        """Take a local step, add the means that are due, and send a fragment."""
         plan, of = step.plan, self._fragment_of
         self._commit_due(step.number)
         going = [fragment == sending for fragment in of]
-        # A budget may open sooner than means arrive.
+        # A budget may open before the last means arrive.
         self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
         due = self._due(step) if self._expecting else set[int]()
         if sending is None and not due:
             step.take()
             return
-        # Corrections change momenta, whose norms are therefore measured at the end.
+        # Corrections change momenta, so their norms are measured at the end.
         measures = step.norms is not None
         step = replace(step, norms=None)
         arriving = [id(p) in due for p in plan.parameters]
@@ -204,7 +204,7 @@ class QuantizedAverage(MemberOpenings):
             plan.measure_momenta()
 
     def _due(self, step: Step) -> set[int]:
-        """The parameters whose means are added at this step, by id."""
+        """Ids of the parameters whose means are added at this step."""
         expected = [(id(p), p.state[DUE]) for p in step.plan.parameters if DUE in p.state]
         self._expecting = bool(expected)
         return {p for p, due in expected if due <= step.number}
@@ -236,7 +236,7 @@ class QuantizedAverage(MemberOpenings):
             self._under_way.send(run, self.bits, step.background(), step.number + self.delay)
 
     def _arrive(self, batch: Batch, rate: Rate | None) -> None:
-        """Take in the means of a batch, then correct."""
+        """Add the means of a batch, then correct."""
         plan, taken = batch.plan, batch.taken
         landed = self._under_way.land_(plan.parameters)
         arrived = dict(zip(map(id, plan.parameters), landed, strict=True))
@@ -250,11 +250,11 @@ class QuantizedAverage(MemberOpenings):
             corrections.correct_polar_(plan, D, rate, together=False)
 
     def _arrive_all(self, parameters: Sequence[Parameter]) -> None:
-        """Take in what is under way, without corrections."""
+        """Add pending means without corrections."""
         self._under_way.land_([p for p in parameters if DUE in p.state])
 
     def _agree(self, batch: Batch, replicas: dist.ProcessGroup | None, rate: Rate | None) -> None:
-        """Agree on the weights of a batch, then correct momenta and weights if there is a rate."""
+        """Synchronise a batch, then correct momenta and weights if there is a rate."""
         if replicas is None or group_size(replicas) == 1:
             self._anchor(batch.plan.parameters)
             return
@@ -267,10 +267,10 @@ class QuantizedAverage(MemberOpenings):
         self._take_in(batch, codes, rate)
 
     def _take_in(self, batch: Batch, codes: Sequence[Tensor | None], rate: Rate | None) -> None:
-        """Move the anchors of a batch by the means in codes, and weights there; then correct."""
+        """Move anchors by the coded means and set weights to them, then correct."""
         plan = batch.plan
         taken, weights = batch.taken if self.align_momentum else None, attrgetter("local")
-        batch.taken = None  # directions take memory, and are used once
+        batch.taken = None  # directions are used once and take memory
         own = [] if taken is None else copies_of(taken.stacks, weights)
         corrected = rate is not None and self.polar_correction
         before = copies_of(plan.stacks, anchor_of) if corrected else []
@@ -313,7 +313,7 @@ class QuantizedAverage(MemberOpenings):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        # Where parameters are divided otherwise here, prepare() counts all fragments as drifted.
+        # If parameters are divided differently here, prepare() counts all fragments as drifted.
         self.next_fragment, self._dealt = state["next_fragment"], state["dealt"]
         self._rates = [list(sums) for sums in state["rates"]]
         self._sent_rates = [list(sums) for sums in state["sent_rates"]]
@@ -331,5 +331,5 @@ class QuantizedAverage(MemberOpenings):
 
 
 def _largest(sums: Sequence[Sequence[float]]) -> list[float]:
-    """By group, the largest of the fragments' sums."""
+    """The largest of the fragments' sums, by group."""
     return [max(of_group) for of_group in zip_longest(*sums, fillvalue=0.0)]

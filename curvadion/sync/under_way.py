@@ -1,13 +1,13 @@
 """Pseudo-gradients whose means arrive some steps after they were sent.
 
-A replica remembers what it sent, D_i = X_i - anchor, and goes on with steps of its own. When the
-mean D of the D_i arrives,
+A replica keeps the D_i = X_i - anchor that it sent, and continues with local steps. When the mean
+D of the D_i arrives,
 
     X_i <- X_i + D - D_i,   anchor <- anchor + D,
 
-so that steps taken meanwhile stay, and the anchor has the same bits on every replica (the delay of
-Streaming DiLoCo, arXiv 2501.18512). D_i is held as the residual's dtype has it: what that rounds
-away stays in X_i, and is part of the next pseudo-gradient.
+so that steps taken meanwhile are kept, and the anchor has the same bits on every replica (the delay
+of Streaming DiLoCo, arXiv 2501.18512). D_i is stored in the residual's dtype: its rounding error
+stays in X_i, and is part of the next pseudo-gradient.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from curvadion.sync.coded_mean import Message, encode, moved_since
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-# State while something is under way: D_i; D once it is known; the step at which that is added.
+# State of a pending exchange: D_i; D once it is known; the step that adds it.
 SENT, MEAN, DUE = "sent", "mean", "due"
 
 
 class Beside(Protocol):
-    """Does exchanges beside the training, over a group."""
+    """Runs exchanges over a group during training."""
 
     group: dist.ProcessGroup
 
@@ -49,21 +49,21 @@ class _Sent:
 
 
 class Arrived(NamedTuple):
-    """What a parameter has moved by at an arrival; shards held here."""
+    """The movement of a parameter at an arrival; this rank's shards."""
 
     mean: Tensor  # D
     missing: Tensor  # D - D_i
 
 
 class UnderWay:
-    """The pseudo-gradients of this replica that are under way."""
+    """The pending pseudo-gradients of this replica."""
 
     def __init__(self) -> None:
         self._sent: list[_Sent] = []
-        self.waiting = Stopwatch()  # how long arrivals were waited for
+        self.waiting = Stopwatch()  # time spent waiting for arrivals
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnderWay:
-        """Nothing: what is under way belongs to one optimizer."""
+        """Return an empty one: pending exchanges belong to one optimizer."""
         return UnderWay()
 
     def send(
@@ -74,9 +74,9 @@ class UnderWay:
         due: int,
         share: float = 1.0,
     ) -> None:
-        """Send what parameters of the same ranks have moved; due: the step that adds the mean.
+        """Send the movement of parameters on the same ranks; due: the step that adds the mean.
 
-        share: of this replica's part of the mean in an equal one.
+        share: this replica's weight relative to an equal share.
         """
         for p in parameters:
             p.state[SENT] = torch.empty_like(p.X.detach(), dtype=p.state[RESIDUAL].dtype)
@@ -97,21 +97,21 @@ class UnderWay:
         self._sent.append(_Sent(parameters, message, to.begin(what, exchange)))
 
     def land_(self, parameters: Sequence[Parameter]) -> list[Arrived]:
-        """Add the means to weights and anchors of parameters that have something under way."""
+        """Add the means to weights and anchors of parameters with pending exchanges."""
         wanted = {id(p.X) for p in parameters if MEAN not in p.state}
         self.settle([s for s in self._sent if any(id(p.X) in wanted for p in s.parameters)])
         return [_landed(p) for p in parameters]
 
     def exchanges(self) -> list[Exchange[None]]:
-        """All that are under way, in order."""
+        """All pending exchanges, in order."""
         return [sent.exchange for sent in self._sent]
 
     def codes(self) -> list[Tensor | None]:
-        """The codes of all means under way, in order, once they are there."""
+        """The codes of all received means, in order."""
         return [None if s.message is None else s.message.codes.cpu() for s in self._sent]
 
     def take_back(self) -> None:
-        """Forget what has been sent, once the thread is done with it: no weight has moved by it."""
+        """Wait for the thread, then drop what was sent: no weight has used it."""
         for sent in self._sent:
             with suppress(RuntimeError):
                 sent.exchange.result()
@@ -119,16 +119,22 @@ class UnderWay:
             del p.state[SENT], p.state[DUE]
         self._sent.clear()
 
-    def missed_(self, parameters: Sequence[Parameter], bits: int, codes: Tensor, due: int) -> None:
-        """Let the means of others arrive, in which this replica had no part."""
+    def missed_(
+        self, parameters: Sequence[Parameter], bits: int, codes: Tensor | None, due: int
+    ) -> None:
+        """Schedule the arrival of means to which this replica did not contribute.
+
+        codes: None if this rank holds no element of the parameters.
+        """
         for p in parameters:
             X = p.X.detach()
             p.state[SENT] = torch.zeros_like(X, dtype=p.state[RESIDUAL].dtype)
             p.state[MEAN], p.state[DUE] = torch.zeros_like(X, dtype=torch.float32), due
-        ops.decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
+        if codes is not None:
+            ops.decode_add_([local(p.state[MEAN]) for p in parameters], (), codes, bits)
 
     def drop(self, parameters: Sequence[Parameter]) -> None:
-        """Forget what is under way: parameters have got other weights, on which all agree."""
+        """Drop pending exchanges of parameters that got other, synchronised weights."""
         if any(DUE in p.state for p in parameters):
             self.settle()
         for p in parameters:
@@ -136,7 +142,7 @@ class UnderWay:
                 p.state.pop(key, None)
 
     def settle(self, some: Sequence[_Sent] | None = None) -> None:
-        """Wait for what is under way, by default all, so that states hold it."""
+        """Wait for pending exchanges, by default all, so that states hold their means."""
         for sent in list(self._sent if some is None else some):
             with self.waiting:
                 sent.exchange.result()

@@ -1,4 +1,4 @@
-"""What ranks compare at a first step: weights, settings, and whether gradients are their own."""
+"""Comparing ranks at a first step: weights, settings, and whether gradients are local."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR
 
-# Sums of equal weights differ by rounding where processors add in another order.
+# Sums of equal weights differ by rounding if processors add in a different order.
 WEIGHTS_TOLERANCE = 1e-12
-# Gradients that are averages of the same summands differ by rounding, own ones by their size.
+# Averages of the same gradients differ by rounding only, local gradients by their size.
 GRADIENT_TOLERANCE = 1e-5
-# Fewer numbers than that may be the same by chance.
+# Fewer elements than this may be equal by chance.
 FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
-SAMPLE = 4096  # numbers of a gradient that are looked at
+SAMPLE = 4096  # elements of a gradient that are compared
 OTHER_WEIGHTS = (
     "The replicas hold different weights and would never agree. Start all replicas from the same "
     "weights (the same seed, or the same checkpoint), or call optimizer.broadcast_weights() on "
@@ -37,7 +37,7 @@ OTHER_GRADIENTS = (
     "The ranks of one replica lack gradients of different parameters: use the same parameters on "
     "each of these ranks, and multiply a contribution by zero to leave it out."
 )
-# How to keep gradients on their replica, by the module whose import tells of the framework.
+# How to keep gradients local, by the module that reveals the framework once it is imported.
 FRAMEWORKS = {
     "torchtitan": "build its optimizers with curvadion.integrations.torchtitan",
     "lightning.pytorch": "add the callback curvadion.integrations.lightning.Replicas()",
@@ -58,14 +58,14 @@ _COMPARABLE = (bool, int, float, str, tuple, type(None))
 
 
 class Settings:
-    """All groups' hyperparameters as they last were."""
+    """The last seen hyperparameters of all groups."""
 
     def __init__(self) -> None:
         self._values: list[dict[str, object]] = []
         self.checksum = 0  # below 2**32
 
     def changed(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether one has another value than at the last call, or is missing."""
+        """Whether a hyperparameter has changed or gone since the last call."""
         values = [settings_of(group) for group in param_groups]
         if values == self._values:
             return False
@@ -74,13 +74,13 @@ class Settings:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, object]:
-    """The hyperparameters of a group, as far as they are numbers, names or tuples of these."""
+    """The hyperparameters of a group that are numbers, names or tuples of these."""
     plain = {key: _plain(group[key]) for key in sorted(group) if key not in _NO_SETTINGS}
     return {key: value for key, value in plain.items() if isinstance(value, _COMPARABLE)}
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as they are; of tensors the number, unless the host would have to wait for it."""
+    """Turn a scalar tensor into a number, unless the host would have to wait for it."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     if not isinstance(value, Tensor):
@@ -94,7 +94,7 @@ def listing(
     plan: Plan,
     more: Mapping[str, object],
 ) -> Listing:
-    """Everything that must be equal on all replicas, each with what an error calls it."""
+    """Everything that must be equal on all replicas, with its name in errors."""
     listed: Listing = []
     for g, group in enumerate(param_groups):
         listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
@@ -106,7 +106,7 @@ def listing(
         }
         listed.append((f"parameter {i}", f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"))
         listed.append((f"the state of {p.name}", repr(sorted(dtypes.items()))))
-    # Memories follow from what was changed, so an error names them last.
+    # States of gate and sync follow from other settings, so an error names them last.
     return listed + [(name, repr(value)) for name, value in more.items()]
 
 
@@ -142,7 +142,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def lack_the_same_gradients(plan: Plan) -> bool:
-    """Whether all ranks of this replica lack the gradients of the same parameters; 16 bytes."""
+    """Whether all ranks of this replica lack gradients of the same parameters; 16 bytes."""
     resting = [p.name for p in plan.parameters if p.rests]
     return all_ranks_equal(resting, plan.inside, plan.device)
 
@@ -150,14 +150,14 @@ def lack_the_same_gradients(plan: Plan) -> bool:
 def verify_replicas(
     plan: Plan, comparable: Sequence[Parameter], replicas: dist.ProcessGroup | None
 ) -> bool:
-    """Raise on every rank if the replicas cannot work together; whether gradients could tell.
+    """Raise on every rank if the replicas do not fit; return whether gradients were conclusive.
 
-    They cannot if the weights of ``comparable`` parameters differ, if the shards of one replica
+    They do not fit if the weights of ``comparable`` parameters differ, if the shards of a replica
     lack the gradients of different parameters, or if the gradients of the matrices (of all
-    parameters where none is a matrix), which are finite, are the same on all replicas up to
-    rounding: then something else has averaged them, or every replica reads the same batch.
+    parameters if none is a matrix), which are finite, are equal on all replicas up to rounding:
+    then something else has averaged them, or every replica reads the same batch.
 
-    A collective of 48 bytes over the replicas and, where replicas are sharded, one of 16 bytes
+    Sends a collective of 48 bytes over the replicas and, if replicas are sharded, one of 16 bytes
     inside the replica and one of 16 over all ranks.
     """
     told_by = plan.dion or plan.elementwise
@@ -175,7 +175,7 @@ def verify_replicas(
         norm > 0 and same,
         norm > 0 and not same,
     ]
-    # Every shard has compared its own shards, and all ranks must come to one conclusion.
+    # Ranks have compared different shards, and must all reach the same conclusion.
     if group_size(plan.all_ranks) > group_size(replicas):
         flags = torch.tensor(verdict, dtype=torch.int32, device=plan.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=plan.all_ranks)
@@ -195,25 +195,25 @@ def verify_replicas(
             f"other framework disable its all-reduce of gradients, or pass replicas='single' to "
             f"leave the averaging to it."
         )
-    # So few never tell anything. All ranks count the same.
+    # So few elements are never conclusive. The count is the same on all ranks.
     few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS
     return identical or different or few
 
 
 def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor:
-    """A float64 number, the same where replicas have agreed on, or else hold, the same weights."""
+    """A float64 number that is equal if anchors, or otherwise weights, are equal."""
     held = [local(p.state[ANCHOR]) if ANCHOR in p.state else p.local for p in parameters]
     if not held:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms, sums = torch.stack([norm_and_sum(X).to(device) for X in held], dim=1)
-    # The factors tell two parameters of one shape from each other. Infinite weights, such as a
-    # mask's, tell nothing.
+    # The factors distinguish two parameters of the same shape. Infinite weights, such as a mask's,
+    # are ignored.
     factors = torch.arange(2, len(held) + 2, dtype=torch.float64, device=device).sqrt()
     return factors @ torch.nan_to_num(2 * norms + sums, 0.0, 0.0, 0.0)
 
 
 def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
-    """Of gradients, norm and sum of projections, (2,) float64; zeros if these are too short."""
+    """Norm and sum of projections of gradients, (2,) float64; zeros if there are few elements."""
     telling = [G for p in told_by if (G := p.G) is not None]
     result = torch.zeros(2, dtype=torch.float64, device=plan.device)
     if sum(G.numel() for G in telling) >= FEWEST_NUMBERS:
@@ -225,7 +225,7 @@ def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
 
 
 def _projection(G: Tensor) -> Tensor:
-    """On fixed pseudo-random signs, which tell of numbers that change places; of a sample."""
+    """Project a sample on fixed pseudo-random signs, which detect elements that swap places."""
     sample = G.reshape(-1)[:: max(1, -(-G.numel() // SAMPLE))].double()
     places = torch.arange(sample.numel(), device=sample.device)
     return sample @ (1 - 2 * ((places * 0x9E3779B1) >> 15 & 1).double())

@@ -1,1 +1,1 @@
-"""What a step does to momenta, factors and weights."""
+"""How a step updates momenta, factors and weights."""

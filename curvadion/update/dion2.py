@@ -5,8 +5,8 @@
     X_K <- (1 - lr wd) X_K - lr scale U_K,   U_K the polar factor of B_K
     M_K <- mu M_K                            error feedback; the rest of M waits for its turn
 
-B is the oriented momentum (m x n, m >= n), so what is chosen are columns of X where X is tall and
-rows where it is wide. Norms are those of whole matrices, so every layout chooses the same.
+B is the oriented momentum (m x n, m >= n), so K selects columns of a tall X and rows of a wide one.
+Norms are those of unsharded matrices, so every layout selects the same.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from curvadion.update.polar import (
 )
 from curvadion.update.row_shards import sums
 
-# By stack: U (k, m_i, n_j), zero but for the chosen columns; scales (k,); columns (k, r).
+# By stack: U (k, m_i, n_j), zero except in the chosen columns; scales (k,); columns (k, r).
 _Chosen = tuple[list[Tensor], list[Tensor], Sequence[Tensor]]
 
 
 class Dion2(Polar):
     """Polar factors of the largest columns of oriented momenta."""
 
-    keeps_spectrum = False  # other columns are chosen at each step
+    keeps_spectrum = False  # each step chooses other columns
 
     def begin(self, batch: Plan, gradients: Gradients) -> Callable[[], _Chosen]:
         stacks, B = batch.stacks, looking_ahead(batch.stacks, gradients)
@@ -52,7 +52,7 @@ class Dion2(Polar):
         self, batch: Plan, gradients: Gradients, begun: Callable[[], _Chosen], how: How
     ) -> Taken:
         stacks, (U, scales, chosen) = batch.stacks, begun()
-        masks = []  # which of the columns that are held here are chosen, (k, n_j)
+        masks = []  # which of this rank's columns are chosen, (k, n_j)
         for (m, *_), K in zip(stacks, chosen, strict=True):
             held = m.layout.columns.indices
             mask = K.new_zeros(len(K), min(m.layout.shape), dtype=torch.bool)
@@ -65,18 +65,18 @@ class Dion2(Polar):
 
 
 class NorDion2(Dion2, NorMuon):
-    """Dion2 with NorMuon's rows: those of X that are chosen, or what is chosen of every row."""
+    """Dion2 with NorMuon's row scaling, of the chosen rows or of the chosen part of every row."""
 
 
 def _largest_columns(stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor]) -> list[Tensor]:
-    """Which columns are largest, ascending, (k, r) by stack, the same on all ranks; collective."""
+    """Ascending indices of the largest columns, (k, r) by stack, equal on all ranks; collective."""
     norms = []
     for (m, *_), b in zip(stacks, B, strict=True):
         held = m.layout.columns.indices
         norms.append(b.new_zeros(len(b), min(m.layout.shape)))
         norms[-1][:, held.start : held.stop] = b.abs().sum(1)
     norms = sums(norms, [m.layout.shards for m, *_ in stacks])
-    # Stable, because ranks must choose the same among equal ones.
+    # Stable, because ranks must choose the same among equal columns.
     order = [each.sort(dim=1, descending=True, stable=True).indices for each in norms]
     return [
         each[:, : m.shard.rank].sort(dim=1).values
@@ -91,13 +91,13 @@ def _begin_directions_of_chosen(
     some: list[Sequence[Matrix]] = []
     parts: list[Tensor] = []
     layouts: list[MatrixLayout] = []
-    places: list[tuple[Tensor, Tensor]] = []  # where a part lies: matrices, and their columns
+    places: list[tuple[Tensor, Tensor]] = []  # for each part its matrices and their columns
     for matrices, b, K in zip(stacks, B, chosen, strict=True):
         layout = matrices[0].layout
         if layout.columns.group is None:
             whole = [(matrices, b, K)]
             layouts.append(_of_columns(layout, range(K.shape[1])))
-        else:  # each rank has another number of the chosen columns of each matrix
+        else:  # ranks hold different numbers of each matrix's chosen columns
             whole = []
             for i, columns in enumerate(K.tolist()):
                 layouts.append(_of_columns(layout, columns))

@@ -1,7 +1,7 @@
 """The interface of a direction: how the update of a matrix is computed.
 
-Another direction is one more file, and a line in :mod:`curvadion.update.directions`. What moves
-along changed polar factors overrides :meth:`curvadion.update.polar.Polar.rescaled` only, as
+A new direction is one more file, and a line in :mod:`curvadion.update.directions`. A direction that
+modifies polar factors only overrides :meth:`curvadion.update.polar.Polar.rescaled`, as
 :mod:`curvadion.update.normuon` does.
 """
 
@@ -21,9 +21,9 @@ from curvadion.update.state import StateKey
 class How(NamedTuple):
     """How a step is taken."""
 
-    number: int  # of steps before, which seeds a stochastic rounding
-    inside_replica: bool  # whether the other replicas are left out of all means
-    remember: bool  # as of InnerStep.batches
+    number: int  # of earlier steps; seeds stochastic rounding
+    inside_replica: bool  # whether means exclude other replicas
+    remember: bool  # as in InnerStep.batches
 
 
 class Taken(ABC):
@@ -34,7 +34,7 @@ class Taken(ABC):
 
     @abstractmethod
     def ranks(self) -> list[int]:
-        """The rank of U_i by stack: its squared Frobenius norm, about."""
+        """The rank of U_i by stack, which is about its squared Frobenius norm."""
 
     @abstractmethod
     def turn_momenta_(
@@ -42,44 +42,44 @@ class Taken(ABC):
     ) -> None:
         """M_i <- M_i + share C S_i with S_i = U_i^T M_i; collective inside the replica.
 
-        If U_i + share C is another direction, the part of M_i in the space of U_i takes it. Only
-        once: directions are given up, and C, (k, m_i, n_j) by stack, is overwritten. A direction
-        that keeps S_i takes a mean over calls, in which earlier ones weigh ``decay`` times as much.
+        If U_i + share C is another direction, this turns the part of M_i in the space of U_i to it.
+        Call it once: directions are freed, and C, (k, m_i, n_j) by stack, is overwritten. A
+        direction that keeps S_i averages it over calls; earlier ones weigh ``decay`` times as much.
         """
 
 
 class Direction(ABC):
     """How the update of a matrix is computed."""
 
-    # Whether it can take means over replicas inside its products, for the papers' open step. Other
-    # directions get the replicas' mean gradient there.
+    # Whether it can average its products over replicas, for the papers' open step. Other directions
+    # get the mean gradient there.
     shares_factors: ClassVar[bool] = False
-    # What it remembers of a parameter, beside the table of curvadion.update.state.
+    # Its state of a parameter, in addition to the table of curvadion.update.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What it remembers of a parameter, before the first step; options: the group."""
+        """Create its state of a parameter, before the first step; options: the group."""
         return {}
 
     def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shapes of what :meth:`create_state` makes, global ones of DTensors.
+        """The shapes of the tensors of :meth:`create_state`; global shapes for DTensors.
 
-        Override it where that is large: it is asked for whenever states are checked.
+        Override it if these are large, because it is called whenever states are checked.
         """
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
     def begin(self, batch: Plan, gradients: Gradients) -> Any:
-        """Begin exchanges inside the replica, beside the step of the batch before; collective.
+        """Begin exchanges inside the replica, during the previous batch's step; collective.
 
-        The momenta hold the gradients already. What is returned is given to :meth:`step`.
+        The momenta already hold the gradients. The result is passed to :meth:`step`.
         """
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
-        """Update X, and M beyond the gradient that it holds already; collective over the shards.
+        """Update X, and M, which already holds the gradient; collective over the shards.
 
-        Write weights and states by curvadion.ops, or under ``ops.put_back``: a flag on the device
-        may call the step off.
+        Write weights and states with curvadion.ops, or under ``ops.put_back``, because a flag on
+        the device may cancel the step.
         """

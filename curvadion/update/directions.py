@@ -1,4 +1,4 @@
-"""The directions there are, by the name that a group's ``direction`` gives them."""
+"""The directions, by their names in a group's ``direction``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DIRECTIONS: dict[str, Direction] = {
 
 
 def state_keys() -> tuple[StateKey, ...]:
-    """What directions remember of parameters, beside the table of curvadion.update.state."""
+    """The state keys of directions, in addition to the table of curvadion.update.state."""
     return tuple(key for direction in DIRECTIONS.values() for key in direction.state_keys)
 
 
 def create_state(p: Parameter) -> None:
-    """Fill a parameter's state as its algorithm and direction need it before the first step."""
+    """Create the state that a parameter's algorithm and direction need before the first step."""
     X, group = p.X, p.group
     if group["algorithm"] != "dion":
         state = scalar.create_state(group["algorithm"], X)

@@ -1,6 +1,6 @@
 """The gradients of a step, in lists as the fused operations take them.
 
-A gradient that is None is zeros here: other replicas may have one. In a replica's own step such a
+A gradient that is None is zeros here, because other replicas may have one. In a local step such a
 parameter rests (:class:`curvadion.update.inner_step.InnerStep`).
 """
 
@@ -20,7 +20,7 @@ Number = TypeVar("Number")
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Parameters that take a matrix update, with the shards of weights, momenta and gradients."""
+    """Parameters with matrix updates, with their shards of weights, momenta and gradients."""
 
     parameters: Sequence[Parameter]
     X: Sequence[Tensor]
@@ -29,13 +29,13 @@ class Gradients:
     complete: bool  # whether no gradient is missing here
 
     def each(self, number: Callable[[Parameter], Number]) -> list[Number]:
-        """A number that follows from a parameter's group, for every parameter."""
+        """A number for every parameter, computed from its group."""
         one_of_group = {id(p.group): p for p in self.parameters}
         found = {group: number(p) for group, p in one_of_group.items()}
         return [found[id(p.group)] for p in self.parameters]
 
     def among(self, parameters: Sequence[Parameter]) -> Gradients:
-        """Those of these parameters, which are some of this one's."""
+        """The gradients of some of these parameters."""
         if len(parameters) == len(self.parameters):
             return self
         place = {p: i for i, p in enumerate(self.parameters)}

@@ -1,4 +1,4 @@
-"""The keys of a parameter group: defaults, what they may be, and errors that say so."""
+"""The keys of a parameter group: defaults, valid values, and errors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from curvadion.update.directions import DIRECTIONS
 DTYPE_KEYS = ("momentum_dtype", "q_dtype", "exchange_dtype")
 DTYPES = ("float64", "float32", "bfloat16")
 
-# Written into groups by torch.optim, its schedulers and training frameworks; without effect here.
+# Keys that torch.optim, its schedulers and frameworks write into groups; without effect here.
 FOREIGN_KEYS = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "maximize"}
     | {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum", "name"}
 )
-# What other optimizers call keys of ours.
+# Other optimizers' names for our keys.
 _OTHER_NAMES = {
     **{"learning_rate": "lr", "local_learning_rate": "local_lr"},
     **{"mu": "momentum", "nesterov": "look_ahead", "ns_steps": "newton_schulz_steps"},
     **{"ns_coefficients": "newton_schulz", "adjust_lr_fn": "update_scale"},
 }
-RECORD = "progress"  # what the optimizer itself writes into its groups
+RECORD = "progress"  # a key that the optimizer itself writes
 
 
 def check_group(group: Mapping[Any, Any], arguments: Iterable[str] = ()) -> None:
-    """Raise ValueError or TypeError for a key or a value that a parameter group cannot have.
+    """Raise ValueError or TypeError for an invalid key or value of a parameter group.
 
-    Keys of other tools may stand in a group, but no misspelt key of ours, nor one of the
-    optimizer's ``arguments`` that concerns all groups.
+    A group may have keys of other tools, but no misspelt key of ours, and none of the optimizer's
+    ``arguments`` that apply to all groups.
     """
     for key in group:
         if not isinstance(key, str):
@@ -67,19 +67,19 @@ def _check_values(group: Mapping[str, Any]) -> None:
 
 
 def with_direction(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group with direction="low_rank" if it asks for a lower rank and names no direction."""
+    """Add direction="low_rank" to a group that sets a lower rank and no direction."""
     if group.get("direction") is None and group.get("rank_fraction") not in (None, 1):
         return {**group, "direction": "low_rank"}
     return dict(group)
 
 
 def unknown_keys(group: Mapping[str, Any]) -> set[str]:
-    """The keys of a group that mean nothing here, nor to torch and its schedulers."""
+    """The keys of a group that are unknown here, to torch and to its schedulers."""
     return group.keys() - _CHECKS.keys() - FOREIGN_KEYS - {RECORD}
 
 
 def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong in the groups as they are now, which anyone may have changed; else None."""
+    """The error in the current groups, which users may have changed; else None."""
     for g, group in enumerate(param_groups):
         if missing := [key for key in _CHECKS if key not in group]:
             return f"param_groups[{g}]: the key {missing[0]!r} is missing"
@@ -91,7 +91,7 @@ def settings(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def dtype_name(key: str, value: Any) -> str | None:
-    """A floating dtype, given as torch.dtype or by name, as a name; None stays None."""
+    """The name of a floating dtype, given as torch.dtype or by name; None stays None."""
     name: str | None
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if name is not None and name not in DTYPES:
@@ -100,7 +100,7 @@ def dtype_name(key: str, value: Any) -> str | None:
 
 
 def learning_rate(key: str, value: object) -> None:
-    """Raise unless it is a number >= 0 or a tensor of one, not read if on an accelerator."""
+    """Raise unless it is a number >= 0 or a one-element tensor (not read on an accelerator)."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{key} must have one element, but has shape {tuple(value.shape)}")
@@ -159,5 +159,5 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "q_dtype": dtype_name,
     "stochastic_rounding": boolean,
 }
-# Every key whose value decides what a step does.
+# Every key that affects a step.
 SETTINGS = _CHECKS.keys()

@@ -23,7 +23,7 @@ from curvadion.update.scalar import counter_device, elementwise_step
 
 @dataclass
 class Batch:
-    """Parameters of ``part`` that have just moved, or rest; the directions taken, if any."""
+    """Parameters of ``part`` that have just moved, or rest, with their directions, if any."""
 
     part: Plan
     plan: Plan
@@ -32,13 +32,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class InnerStep:
-    """The step of a replica's own, of which :meth:`batches` takes one batch after the other."""
+    """A local step, which :meth:`batches` takes batch by batch."""
 
     plan: Plan
     gradients: Gradients
-    number: int  # of steps before, which seeds a stochastic rounding
-    norms: Tensor | None = None  # of the momenta with these gradients, (k,); None if nobody asks
-    directed: bool = True  # whether a local step takes directions; else plain gradient steps
+    number: int  # of earlier steps; seeds stochastic rounding
+    norms: Tensor | None = None  # of the momenta with these gradients, (k,); None if not needed
+    directed: bool = True  # whether a local step takes directions; else it is a plain gradient step
     rests: bool = False  # whether nothing moves, because a gradient is not finite
 
     def batches(
@@ -51,11 +51,11 @@ class InnerStep:
     ) -> Iterator[Batch]:
         """Step each batch of the parts and yield it; exhaust it. Collective inside the replica.
 
-        A parameter without a gradient rests: neither its weights nor its state change. parts: all
-        of the plan together. gradients: what takes the place of ``.grad``, by the id of the
-        :class:`Parameter`. directed: None for what a local step does. over_replicas: take means
-        over replicas inside the products, the papers' open step. remember: keep notes for later
-        steps; steps that share products with other replicas need the same notes on all of them.
+        A parameter without a gradient rests: neither its weights nor its state change. parts:
+        together the whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`.
+        directed: None as in a local step. over_replicas: average products over replicas, the
+        papers' open step. remember: keep notes for later steps; steps that share products with
+        other replicas need the same notes on all of them.
         """
         parts, directed = parts or (self.plan,), self.directed if directed is None else directed
         given = gradients or {}
@@ -68,12 +68,12 @@ class InnerStep:
         following = begin(each[0][1]) if each else lambda: None
         for i, (part, chosen) in enumerate(each):
             take = following
-            # Its exchange goes on beside this batch's products.
+            # Its exchange runs during this batch's products.
             following = begin(each[i + 1][1]) if i + 1 < len(each) else lambda: None
             batch = Batch(part, chosen, take())
             del take
             yield batch
-            batch.taken = None  # before the next batch's directions take memory
+            batch.taken = None  # free them before the next batch's directions
         if moving is not None and self.norms is not None and self.plan.matrices:
             own = not any(id(p) in given for p in self.plan.dion)
             fed_back = directed and any(p.feedback for p in self.plan.dion)
@@ -94,7 +94,7 @@ class InnerStep:
     def _step_without_directions(
         self, plan: Plan, gradients: Gradients, given: Mapping[int, Tensor], directed: bool
     ) -> None:
-        """What concerns each element alone, of all parameters at once."""
+        """All elementwise updates, of all parameters at once."""
         if directed:
             # M <- M + G (error feedback) or M <- mu M + G (plain)
             decays = gradients.each(attrgetter("momentum_decay"))
@@ -103,7 +103,7 @@ class InnerStep:
             _gradient_step(gradients, self.number)
         by_group: dict[int, list[Parameter]] = {}
         for p in plan.elementwise:
-            # A checkpoint may hold it elsewhere.
+            # A checkpoint may have put it on another device.
             p.state["step"] = p.state["step"].to(counter_device(p.local))
             by_group.setdefault(id(p.group), []).append(p)
         for parameters in by_group.values():
@@ -121,7 +121,7 @@ class InnerStep:
     def _begin(
         self, moving: tuple[Plan, Gradients] | None, how: How, batch: Plan
     ) -> Callable[[], Taken | None]:
-        """Begin the step of a batch along its momenta, which hold the gradients already."""
+        """Begin the step of a batch along its momenta, which already hold the gradients."""
         if moving is not None and moving[0] is not self.plan:
             moves = set(moving[0].parameters)
             batch = batch.select([p in moves for p in batch.parameters])

@@ -87,7 +87,7 @@ class LowRankTaken(Taken):
 
 
 def _look_ahead_(gradients: Gradients, share: Callable[[Parameter], float]) -> None:
-    """M <- M + share G, for as long as a direction is taken from it; no copy of M is made."""
+    """M <- M + share G, while a direction is computed from it; does not copy M."""
     shares = gradients.each(share)
     if any(shares):
         ops.local_step_(gradients.M, gradients.G, [-s for s in shares], [1.0] * len(shares))
@@ -114,7 +114,7 @@ def _update(stacks: Sequence[Sequence[Matrix]], factors: Sequence[LowRank], step
     P, R, Q = ([one for found in factors for one in found[i]] for i in range(3))
     for found, stack in zip(factors, stacks, strict=True):
         ops.copy_([m.Q for m in stack], found.Q)
-    # The plain rule feeds nothing back: its momenta need not be read again.
+    # The plain rule has no feedback, so momenta need not be read again.
     feeds_back = any(m.parameter.feedback for m in matrices)
     fed_back = matrices if feeds_back else ()
     with (

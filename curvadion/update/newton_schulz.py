@@ -1,18 +1,18 @@
 """Newton-Schulz iterations for polar factors, on Gram matrices (Polar Express, arXiv 2505.16932).
 
 The polar factor of B = U S V^T is U V^T = B (B^T B)^(-1/2). An iteration takes every singular value
-s to p(s) = a s + b s^3 + c s^5, by products alone. With G = B^T B it is
+s to p(s) = a s + b s^3 + c s^5, with products only. With G = B^T B it is
 
     W = a I + b G + c G^2,      B <- B W,      G <- W G W,
 
-so B itself is not needed in between: Z is the product of all W, and B Z is taken once at the end.
-All these matrices are polynomials in G. They are symmetric and commute.
+so B itself is not needed in between: Z is the product of all W, and B Z is computed once at the
+end. All these matrices are polynomials in G, so they are symmetric and commute.
 
-In half precision the rounding errors of G hide small singular values, so iterations come in passes:
-after a few of them B <- B Z is taken, whose small singular values have grown, and G anew from it.
+In half precision the rounding errors of G hide small singular values, so iterations are split into
+passes: after a few of them B <- B Z, whose small singular values are larger, and G <- B^T B.
 
-Each iteration has the p that is best for what the one before has left: among odd polynomials of
-degree 5 it keeps max |1 - p(s)| smallest over the interval in which s then lies.
+Each iteration uses the best p for the result of the previous one: the odd polynomial of degree 5
+that minimises max |1 - p(s)| over the interval that then contains s.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ Coefficients = tuple[float, float, float]
 TINY = 2.0**-120  # its root and its thousandth are normal float32 numbers
 # The iterations of Muon (Jordan et al., 2024), all equal: singular values end in [0.7, 1.2].
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
-# How far from 1 few iterations may leave singular values that are not too small.
+# Few iterations may leave singular values that are not too small this far from 1.
 TOLERANCE = 0.2
-# The smallest singular value, 1 being the largest, above rounding errors of a float32 Gram matrix.
+# The smallest relative singular value above the rounding errors of a float32 Gram matrix.
 SMALLEST = 1e-3
 SMALLEST_IN_HALF = 3e-3
 # Intervals shorter than this share of their end are too narrow for Remez' equations in float64.
 NARROW = 0.01
-# By what singular values are divided before an iteration in half precision.
+# Singular values are divided by this before an iteration in half precision.
 SAFETY = 1.01
 
 
 @lru_cache
 def polar_express(steps: int, least: float = SMALLEST) -> tuple[Coefficients, ...]:
-    """The best coefficients of so many iterations for singular values from ``least`` on.
+    """The best coefficients of ``steps`` iterations for singular values from ``least`` on.
 
-    Those from :func:`smallest` to 1 come out within TOLERANCE of 1: within 0.12 with 5 iterations,
-    0.001 with 6, where rounding in float32 may add 0.05. Smaller ones grow as the smallest does.
+    Values from :func:`smallest` to 1 end within TOLERANCE of 1: within 0.12 with 5 iterations,
+    0.001 with 6, where rounding in float32 may add 0.05. Smaller ones grow by the same factor.
     """
     return tuple(_compose(max(least, smallest(steps)), steps)[0])
 
 
 @lru_cache
 def smallest(steps: int) -> float:
-    """The smallest singular value that so many iterations bring to about 1; 1 is the largest."""
+    """The smallest singular value, relative to the largest, that ends near 1."""
     low, high = 1e-16, 1.0
     for _ in range(100):
         middle = math.sqrt(low * high)
@@ -66,12 +66,12 @@ def smallest(steps: int) -> float:
 
 
 class Bound(Enum):
-    """What bounds the largest eigenvalue of G, by which G is divided before the iterations."""
+    """The bound of G's largest eigenvalue by which G is divided before the iterations."""
 
     # With f the Frobenius norm of G, f times the square root of the norm of (G / f)^2: at most
     # n^(1/4) times the eigenvalue, without another product. Small singular values begin larger.
     TIGHT = auto()
-    TRACE = auto()  # the square of B's norm, as Muon has it
+    TRACE = auto()  # the square of B's norm, as in Muon
     ONE = auto()  # earlier iterations have brought the eigenvalue to about 1
 
 
@@ -80,8 +80,8 @@ def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coeffi
 
     The first pass makes the smallest ones grow about thirtyfold.
     """
-    # Beyond the end of its interval a polynomial rises steeply: each but the last takes singular
-    # values a little smaller than they are, so that roundings stay within it (section 3.4).
+    # Beyond the end of its interval a polynomial rises steeply, so all but the last shrink singular
+    # values a little to keep rounding errors inside (section 3.4).
     *inner, last = coefficients
     safe = (*((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in inner), last)
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
@@ -93,10 +93,10 @@ def inverse_root(
     kind: Bound = Bound.TIGHT,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Z (k, n, n) with which B Z is close to the polar factor of B, from G = B^T B, and the bounds.
+    """Z (k, n, n) such that B Z approximates the polar factor of B, from G = B^T B; and bounds.
 
-    The squares of numbers of G must be finite in float32; zeros give a finite Z. dtype: of the
-    products; None takes G's. Bounds are (k,), float32 or wider, or (0,) if they are one.
+    The squares of G's elements must be finite in float32; zeros give a finite Z. dtype: of the
+    products; None takes G's. Bounds are (k,), float32 or wider, or (0,) if all are 1.
     """
     n = G.shape[-1]
     count = max(1, most_together(G.device).squares // max(1, n * n))
@@ -114,7 +114,7 @@ def inverse_root(
         G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if kind is Bound.TIGHT:
-        # Rounding must not leave an eigenvalue above 1. Only zeros have less than n^(-1/4).
+        # Rounding must not leave an eigenvalue above 1. Only a zero matrix is below n^(-1/4).
         tighter = (_norm(square).sqrt() * (1 + 4 * torch.finfo(G.dtype).eps)).clamp_min_(1e-3)
         G /= tighter[:, None, None]
         square /= tighter.square()[:, None, None]
@@ -141,7 +141,7 @@ def _norm(G: Tensor) -> Tensor:
 
 
 def _compose(low: float, steps: int) -> tuple[list[Coefficients], float]:
-    """The best polynomials for [low, 1] one after another, and how far from 1 they end."""
+    """The best successive polynomials for [low, 1], and their final distance from 1."""
     high, found, error = 1.0, [], 1.0
     for _ in range(steps):
         best, error = _best(low, high)
@@ -156,7 +156,7 @@ def _best(low: float, high: float) -> tuple[Coefficients, float]:
     Remez' exchange: the error has equal size and alternating signs at both ends and at the two
     extremes q < r between them.
     """
-    if low > (1 - NARROW) * high:  # the limit, which is the iteration of order 3
+    if low > (1 - NARROW) * high:  # the limit for narrow intervals, an iteration of order 3
         middle = (low + high) / 2
         a, b, c = 1.875 / middle, -1.25 / middle**3, 0.375 / middle**5
         return (a, b, c), max(abs(1 - (a * s + b * s**3 + c * s**5)) for s in (low, high))

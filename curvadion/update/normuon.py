@@ -1,10 +1,10 @@
 """The polar factor with rows of equal length over time (NorMuon, arXiv 2510.05491).
 
-    v <- beta2 v + (1 - beta2) mean over a row of U^2      m numbers a matrix (m x n)
+    v <- beta2 v + (1 - beta2) mean over a row of U^2      m elements per matrix (m x n)
     U <- c U / (sqrt(v) + eps)                             row by row; c keeps the Frobenius norm
 
-Rows are outputs of X, whatever the orientation of the momentum. beta2 and eps are those of the
-group, as of AdamW.
+Rows are outputs of X, whatever the orientation of the momentum. beta2 and eps are the group's, as
+in AdamW.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TINY = torch.finfo(torch.float32).tiny
 class NorMuon(Polar):
     """Polar factors whose rows are divided by their second moment."""
 
-    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA, nonnegative=True),)  # one a row
+    state_keys = (StateKey(ROW_SECOND_MOMENT, Owner.REPLICA, nonnegative=True),)  # one per row
 
     def create_state(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         return {ROW_SECOND_MOMENT: _zeros_of_rows(X, options)}
@@ -57,7 +57,7 @@ class NorMuon(Polar):
         scales, energies = [], []
         for i, matrices in enumerate(stacks):
             layout, moments = matrices[0].layout, [_moments(m) for m in matrices]
-            # What is chosen of a stack are rows of X, or as many elements of every row.
+            # The masks of a stack select rows of X, or as many elements of every row.
             elements = masks is not None and not layout.transposed
             width = matrices[0].shard.rank if elements else layout.shape[1]
             now = squares[i] / _column([width] * len(matrices), squares[i])
@@ -69,7 +69,7 @@ class NorMuon(Polar):
                 v = torch.where(masks[i], v, before)
             ops.copy_(moments, v)
             scales.append(1 / (v.sqrt() + eps).clamp_min(TINY))
-            # A row that begins on another rank is counted there: (k, rows, 2) -> (k, 2)
+            # The rank on which a row begins counts it: (k, rows, 2) -> (k, 2)
             both = torch.stack([squares[i], squares[i] * scales[i].square()], dim=-1)
             energies.append(rows[i].counted(both).sum(1))
         result = []
@@ -82,18 +82,18 @@ class NorMuon(Polar):
 
 
 def _rows_and_columns(m: Matrix) -> tuple[Extent, Extent]:
-    """Those of X that are held here."""
+    """The rows and columns of X on this rank."""
     layout = m.layout
     return (layout.columns, layout.rows) if layout.transposed else (layout.rows, layout.columns)
 
 
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """One number a matrix, (k, 1)."""
+    """One number per matrix, (k, 1)."""
     return from_host([float(x) for x in numbers], like.dtype, like.device).unsqueeze(-1)
 
 
 def _moments(m: Matrix) -> Tensor:
-    """v of the rows of X that are held here, a view, (rows,)."""
+    """v of this rank's rows of X, a view, (rows,)."""
     held, view = local(m.parameter.state[ROW_SECOND_MOMENT]), m.shard.view
     if isinstance(view, Block):
         return held[view.stack][view.rows]
@@ -102,10 +102,10 @@ def _moments(m: Matrix) -> Tensor:
 
 
 def _zeros_of_rows(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """(*stack dimensions, m), sharded as X's rows are; of a flat shard the rows held here."""
+    """Zeros (*stack dimensions, m), sharded like X's rows; for a flat shard this rank's rows."""
     dtype = product_dtype(X)
     if (shard := flat_shard(X)) is not None:
-        whole = options["input_first"]  # rows of X are then columns of what is stored
+        whole = options["input_first"]  # rows of X are then columns of the stored tensor
         counts = [
             shape[0] if whole else len(view.rows)
             for _, shape, view in flat_matrices(shard, options)

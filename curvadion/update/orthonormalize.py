@@ -1,16 +1,16 @@
 """Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
 The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
-number: in float32 the method would fail near a condition of 1e4, and float64 leaves room.
+number: in float32 the method would fail near a condition of 1e4, while float64 has room to spare.
 
-Only r (r + 1) / 2 float64 numbers a matrix cross the row group in each pass. The triangular factor
-has a positive diagonal, so the result is the unique QR factor, whatever the sharding is.
+Each pass sends only r (r + 1) / 2 float64 elements per matrix over the row group. The triangular
+factor has a positive diagonal, so the result is the unique QR factor, whatever the sharding.
 
-A column is dependent on those before it if its part outside their span is not longer than rounding
-errors there. Their estimate follows from the root mean square length of all columns, and from how
+A column is dependent on those before it if its part outside their span is no longer than its
+rounding errors. These are estimated from the root mean square length of all columns, and from how
 much of the others is subtracted: a float32 column may be 1e5 times shorter than that length, a
-product with a bfloat16 factor some hundred times. A column is also dependent if its length is zero
-or not finite, or if the condition of the columns' directions is above 1e6.
+product with a bfloat16 factor about a hundred times. A column is also dependent if its length is
+zero or not finite, or if the condition of the columns' directions is above 1e6.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from curvadion.update.row_shards import sums
 from curvadion.update.sizes import most_together
 from curvadion.update.symmetric import pack, unpack
 
-# Added to the diagonal of a float64 Gram matrix, which is one, so that the Cholesky factorisation
-# does not fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
+# Added to the unit diagonal of a float64 Gram matrix, so that the Cholesky factorisation does not
+# fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
 SHIFT = 1e-13
 # Rounding errors may be this many times larger than their estimate.
 MARGIN = 2.0
 # A column depends on those before it if its part outside their span, relative to its own length, is
 # smaller than this: the part then holds only rounding errors of the Gram matrix.
 DEPENDENT = 1e-6
-# The rounding errors in an entry of a product, in units of the error of one rounding.
+# The rounding error of an entry of a product, in units of one rounding error.
 ERRORS_OF_A_PRODUCT = 8.0
-# If all columns have become this many times shorter than they were, no gradient has come for long.
+# If all columns have become this many times shorter, there has been no gradient for long.
 FALLEN = 3e-5
 # Columns shorter than this, in units of their dtype's smallest normal number, are inaccurate.
 SHORTEST = 2.0**10
@@ -50,9 +50,9 @@ class Orthonormal(NamedTuple):
     """A stack of k orthonormalised matrices, and how accurate their columns are."""
 
     columns: Tensor  # (k, m_i, r)
-    dependent: Tensor  # (k, r) of bool: replaces one that depended on those before it
-    error: Tensor  # (k, r) float64: the length of the rounding errors in each other column
-    lengths: Tensor  # (k, r) float64: of the columns before, over all rows
+    dependent: Tensor  # (k, r) of bool: whether it replaces a column that depended on earlier ones
+    error: Tensor  # (k, r) float64: the length of rounding errors in each of the other columns
+    lengths: Tensor  # (k, r) float64: of the original columns, over all rows
 
 
 def orthonormal_columns(
@@ -64,8 +64,8 @@ def orthonormal_columns(
 ) -> list[Orthonormal]:
     """Orthonormalise stacks (k, m_i, r): Q of the QR factorisation with diag(R) > 0; collective.
 
-    Directions from global row indices replace dependent columns, or zeros if not ``complete``. By
-    default, floors are for entries with the rounding errors of a product.
+    Dependent columns are replaced by directions from global row indices, or by zeros if not
+    ``complete``. Default floors assume entries with the rounding errors of a product.
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
@@ -96,25 +96,25 @@ def _joined(found: Sequence[Orthonormal]) -> Orthonormal:
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
-    """The relative error of a product in ``dtype``; factor: what one factor was rounded to."""
+    """The relative error of a product in ``dtype``; factor: dtype to which a factor was rounded."""
     stored = 0.0 if factor is None else torch.finfo(factor).eps / 2
     return stored + ERRORS_OF_A_PRODUCT * torch.finfo(dtype).eps / 2
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Tells which columns of a stack are too short to hold a signal."""
+    """Finds columns of a stack that are too short to hold a signal."""
 
     roundoff: float  # relative error of the entries
     scale: Tensor | None = None  # an earlier length of the longest column, (k,)
-    left: Orthonormal | None = None  # for the columns of R = B^T P, the result that P comes from
+    left: Orthonormal | None = None  # for R = B^T P: the result that contains P
 
     def of(self, lengths: Tensor, dtype: torch.dtype) -> Tensor:
         """The lengths up to which columns hold no signal, (k, r) float64; infinite if none does."""
         floor = (self.roundoff * _root_mean_square(lengths)).expand_as(lengths)
         if self.left is not None:
-            # A completed column of P is orthogonal to the others up to their errors only. So its
-            # column of R also holds a little of what B has in their span.
+            # A completed column of P is orthogonal to the others only up to their errors, so its
+            # column of R also holds a little of B's part in their span.
             error, dependent = self.left.error, self.left.dependent
             lost = _root_mean_square(error.masked_fill(dependent, 0.0) * lengths)
             leak = lost + error * torch.linalg.vector_norm(lengths, dim=-1, keepdim=True)
@@ -164,10 +164,10 @@ def _gram(p: Tensor, rows: Extent) -> Tensor:
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
     lengths = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     shortest = torch.zeros_like(lengths) if floor is None else floor.of(lengths, p.dtype)
-    # After the first pass the columns are far from singular, and need no shift.
+    # After the first pass the columns are far from singular and need no shift.
     shift = 0.0 if floor is None else SHIFT
     factor, dependent = _inverse_triangle(gram, lengths, shortest, shift, last)
-    # A column of P W adds up the errors in P with the weights in W.
+    # A column of P W sums the errors of P with the weights of W.
     eps = torch.finfo(p.dtype).eps
     error = _root_mean_square(lengths) * factor.square().sum(dim=-2).sqrt()
     if floor is None:
@@ -175,8 +175,8 @@ def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | No
     else:
         error = (floor.roundoff * error).clamp_min(eps)
         dependent = dependent | ~(MARGIN * error < 1)
-    # Scale P by a power of two to lengths of about one. Then the factors of tiny and of large
-    # columns fit into the dtype of P.
+    # Scale P by a power of two to lengths near one, so that factors of tiny and large columns fit
+    # into the dtype of P.
     unit = torch.exp2(-lengths.amax(dim=-1).log2().clamp(-126, 126).round())[:, None, None]
     # (k, m_i, r) = (k, m_i, r) (k, r, r)
     columns = torch.bmm(p * unit.to(p.dtype), (factor / unit).to(p.dtype))
@@ -203,7 +203,7 @@ def _inverse_triangle(
     # Drop short columns first, so that no other column is compared with them.
     unit = _without(_without(unit, short).mT, short).mT
     unit.diagonal(dim1=-2, dim2=-1).fill_(1.0 + shift)
-    # cholesky_ex reports a failure in a tensor, which needs no device-to-host read.
+    # cholesky_ex reports failure in a tensor, without a device-to-host read.
     lower, _ = torch.linalg.cholesky_ex(unit)
     left = lower.diagonal(dim1=-2, dim2=-1)
     dependent = short | ~(left > DEPENDENT) | ~(left * lengths > floor)
@@ -224,18 +224,18 @@ def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
 
 
 def _without(p: Tensor, dependent: Tensor) -> Tensor:
-    """The matrices with dependent columns set to zero, in place, even if these are not finite."""
+    """Set dependent columns to zero, in place, even if they are not finite."""
     return p if _none_set(dependent) else p.masked_fill_(dependent.unsqueeze(-2), 0.0)
 
 
 def _none_set(flags: Tensor) -> bool:
-    """Whether no flag is set; False on devices where asking takes a device-to-host read."""
+    """Whether no flag is set; False on devices where this needs a device-to-host read."""
     return flags.device.type == "cpu" and not flags.any()
 
 
 def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
-    """The columns, with directions of their own in place of dependent ones."""
-    columns, known = [], dict[tuple[Extent, int], Tensor]()  # parts of a stack have them in common
+    """The columns, with completing directions in place of dependent ones."""
+    columns, known = [], dict[tuple[Extent, int], Tensor]()  # shared by the parts of a stack
     for (p, dependent, *_), extent in zip(parts, rows, strict=True):
         if not _none_set(dependent):
             key = extent, p.shape[-1]
@@ -248,7 +248,7 @@ def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Ten
 
 
 def completing_directions(rows: Tensor, columns: int) -> Tensor:
-    """Numbers in [-1, 1), (m_i, columns) float64, from global row indices and column indices."""
+    """Values in [-1, 1), (m_i, columns) float64, from global row indices and column indices."""
     modulus = 2**31 - 1
     column = torch.arange(1, columns + 1, device=rows.device)
     x = (rows.unsqueeze(-1) + 1) * 48_271 % modulus + column * 69_621 % modulus

@@ -1,10 +1,10 @@
-"""Whole matrices on one rank each: shards go to their owner, and what it makes of them returns.
+"""Each matrix on one rank: shards go to their owner, and the results return.
 
-    B_r of every rank -> B on its owner         m n / S elements a matrix and rank
-    U on the owner    -> U_r on every rank      as many
+    B_r of every rank -> B on its owner         m n / S elements per matrix and rank
+    U on the owner    -> U_r on every rank      the same
 
-for m x n matrices in S shards. Compare ``row_shards``, where n (n + 1) elements a matrix and rank
-are sent whatever S is. The matrices of a stack have owners in runs, so that a run is one tensor.
+for m x n matrices in S shards. Compare ``row_shards``, which sends n (n + 1) elements per matrix
+and rank whatever S is. An owner has a run of a stack's matrices, so that a run is one tensor.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from curvadion.comm.collectives import all_to_all
 from curvadion.comm.groups import Group
 from curvadion.layout.matrix import MatrixLayout
 
-# How many operations of an accelerator take about as long as a byte between nodes: 400 TFLOP/s and
-# 400 Gb/s. It decides where owners of several matrices would keep others waiting.
+# Operations of an accelerator that take about as long as a byte between nodes: 400 TFLOP/s and 400
+# Gb/s. It matters where owners of several matrices would keep others waiting.
 OPERATIONS_A_BYTE = 8000
 
 
 class Owners:
-    """Which rank of a group owns which matrices of stacks, and their ways there and back."""
+    """The assignment of stacks' matrices to owners in a group, and the exchanges with them."""
 
     def __init__(self, layouts: Sequence[MatrixLayout], counts: Sequence[int], group: Group):
-        """layouts, counts: of each stack, the common layout and the number of its matrices."""
+        """layouts, counts: the common layout and the number of matrices of each stack."""
         self._layouts, self._group = layouts, group
         self._runs = runs_of(list(map(matrix_cost, layouts)), counts, group.size())
         self.mine = [runs[group.rank()] for runs in self._runs]  # of each stack
@@ -39,10 +39,10 @@ class Owners:
     ) -> Callable[[], list[Tensor]]:
         """Begin to send shards (k, m_i, n_j) by stack to their owners, in a dtype; collective.
 
-        What is returned waits for it, and has the whole matrices (k_mine, m, n).
+        The returned call waits and returns the whole matrices (k_mine, m, n).
         """
         ranks = range(self._group.size())
-        packed = [B.to(dtype).contiguous() for B in shards]  # a run of it is one piece of memory
+        packed = [B.to(dtype).contiguous() for B in shards]  # a run is contiguous
         to = [[B[runs[r]] for B, runs in zip(packed, self._runs, strict=True)] for r in ranks]
         shapes = [self._shapes(owner=self._group.rank(), holder=rank) for rank in ranks]
         kinds = [B.new_empty(0) for B in shards]
@@ -57,7 +57,7 @@ class Owners:
     def scatter(
         self, whole: Sequence[Tensor], numbers: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The inverse of :meth:`begin_gather`, with one number a matrix that arrives as it is.
+        """The inverse of :meth:`begin_gather`, also for one number per matrix, sent unrounded.
 
         (k_mine, m, n) and (k_mine,) -> (k, m_i, n_j) and (k,), by stack. Numbers are not narrower
         than ``dtype``.
@@ -78,7 +78,7 @@ class Owners:
         return shards, [b.view(n.dtype) for b, n in zip(joined[len(whole) :], numbers, strict=True)]
 
     def _shapes(self, owner: int, holder: int) -> list[tuple[int, int, int]]:
-        """By stack, the shape of what one rank holds of the matrices that another one owns."""
+        """By stack, the shape of one rank's shards of the matrices that another one owns."""
         shapes = []
         for layout, runs in zip(self._layouts, self._runs, strict=True):
             rows, columns = layout.parts[holder]
@@ -89,27 +89,27 @@ class Owners:
 def sends_less(layout: MatrixLayout, count: int, sent: torch.dtype, summed: torch.dtype) -> bool:
     """Whether owners of a stack's matrices cost less than Gram matrices, the same on all ranks.
 
-    sent: the dtype in which owners are sent shards. summed: that of Gram matrices.
+    sent: the dtype of shards on the wire. summed: that of Gram matrices.
     """
     m, n = max(layout.shape), min(layout.shape)
     ranks = dist.get_world_size(layout.shards)
     whole_rows = 2 * m * n / ranks if layout.columns.group is not None else 0
     gram = (n * (n + 1) * (1 + 1 / ranks) + whole_rows) * summed.itemsize
     owner = 2 * m * n / ranks * sent.itemsize
-    # B^T B and B Z: of the matrices of an owner, or of the shards that each rank holds.
+    # B^T B and B Z: of an owner's matrices, or of each rank's shards.
     products = 4 * m * n * n
     waiting = products * (-(-count // ranks) / count - 1 / ranks)
     return owner + waiting / OPERATIONS_A_BYTE < gram
 
 
 def matrix_cost(layout: MatrixLayout) -> int:
-    """Operations of a polar factor, about: two products with B and three with G an iteration."""
+    """About the operations of a polar factor: two products with B, three with G per iteration."""
     m, n = max(layout.shape), min(layout.shape)
     return 4 * m * n * n + 24 * n**3
 
 
 def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[list[slice]]:
-    """By stack and rank, which matrices of the stack the rank owns; the load is about equal."""
+    """By stack and rank, the matrices that the rank owns, with about equal loads."""
     load = [0] * ranks
     runs: list[list[slice]] = [[] for _ in costs]
     for stack in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -123,7 +123,7 @@ def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[lis
 
 
 def _joined(blocks: Sequence[Tensor], layout: MatrixLayout) -> Tensor:
-    """Whole matrices of what each rank holds of them, (k, m_i, n_j) by rank."""
+    """Join the shards of all ranks, (k, m_i, n_j) by rank, to whole matrices."""
     m, n = max(layout.shape), min(layout.shape)
     for dimension, size in ((1, m), (2, n)):
         ranges = [part[dimension - 1] for part in layout.parts]
@@ -131,7 +131,7 @@ def _joined(blocks: Sequence[Tensor], layout: MatrixLayout) -> Tensor:
         whole = all(len(part[2 - dimension]) == (n, m)[dimension - 1] for part in layout.parts)
         if whole and ends[-1] == size and [r.start for r in ranges] == ends[:-1]:
             return torch.cat(list(blocks), dim=dimension)
-    # Of a row that begins on another rank, both have sent what they hold of it.
+    # A row that two ranks share was sent by both, each its part.
     found = blocks[0].new_zeros(len(blocks[0]), m, n)
     for block, (rows, columns) in zip(blocks, layout.parts, strict=True):
         found[:, rows.start : rows.stop, columns.start : columns.stop] += block
@@ -139,7 +139,7 @@ def _joined(blocks: Sequence[Tensor], layout: MatrixLayout) -> Tensor:
 
 
 def _divided(U: Tensor, layout: MatrixLayout) -> Sequence[Tensor]:
-    """The inverse of :func:`_joined`; one copy where ranks hold as many rows, or columns, each."""
+    """The inverse of :func:`_joined`; one copy if ranks have equal numbers of rows, or columns."""
     for dimension in (1, 2):
         ranges = [part[dimension - 1] for part in layout.parts]
         size, count = len(ranges[0]), len(ranges)

@@ -1,4 +1,4 @@
-"""Parameters and their matrices as the optimizer works on them."""
+"""Parameters and their matrices, as the optimizer sees them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from curvadion.ops.tensors import from_host
 from curvadion.update.state import MOMENTUM, R_SCALE, SPECTRUM, SPECTRUM_WEIGHT
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
-# Directions that take only a part out of M.
+# Directions that remove only a part from M.
 FEEDING_BACK = ("low_rank", "dion2", "nordion2")
 TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X, its group and its state; ``local``, ``G`` and ``M`` are the shards held here.
+    """A parameter X, its group and its state; ``local``, ``G`` and ``M`` are this rank's shards.
 
-    ``number`` is the place among all that take Dion, the same on every rank.
+    ``number`` is its position among all Dion parameters, the same on every rank.
     """
 
     X: Tensor
@@ -61,20 +61,20 @@ class Parameter:
 
     @property
     def gradient_or_zeros(self) -> Tensor:
-        """This replica's gradient; zeros of its own if it is missing."""
+        """This replica's gradient; new zeros if it is missing."""
         return torch.zeros_like(self.local) if (G := self.G) is None else G
 
     @property
     def rests(self) -> bool:
-        """Whether it does not move in this replica's own step, because its gradient is None."""
-        # FSDP1 gives no gradient to a parameter of which it holds nothing here. To a flat shard a
-        # missing gradient counts as zero, so that all ranks of a replica see the same.
+        """Whether it does not move in a local step, because its gradient is None."""
+        # FSDP1 gives no gradient to a parameter without elements on this rank. For a flat shard a
+        # missing gradient counts as zero, so that all ranks of a replica agree.
         return self.X.grad is None and flat_shard(self.X) is None
 
     @property
     def state(self) -> MutableMapping[str, Any]:
-        """What the optimizer remembers of X; empty before the first step."""
-        # Reading leaves no entry behind: to torch's checkpoints it would be a state already.
+        """The optimizer's state of X; empty before the first step."""
+        # Reading must not create an entry, which torch's checkpoints would take for a state.
         return self.states.get(self.X, {})
 
     @property
@@ -87,13 +87,13 @@ class Parameter:
 
     @property
     def momentum_decay(self) -> float:
-        """What M is multiplied by before it takes the gradient: error feedback decays it later."""
+        """The factor of M before it takes the gradient; 1 if error feedback decays it later."""
         return 1.0 if self.feedback else float(self.group["momentum"])
 
     @property
     def feedback(self) -> float:
-        """1 - mu if what the step was made of is taken out of M; 0 under the plain rule."""
-        # The polar factor takes all of M: there the rules are the same.
+        """1 - mu if error feedback removes the step's part from M; 0 under the plain rule."""
+        # The polar factor uses all of M, which makes both rules the same.
         if self.group["momentum_rule"] == "plain" or self.direction not in FEEDING_BACK:
             return 0.0
         return 1.0 - float(self.group["momentum"])
@@ -111,7 +111,7 @@ class Parameter:
         return self.group["lr"] if own is None else own
 
     def create_spectra(self) -> None:
-        """Make place for the spectra of a matrix parameter, if there is none."""
+        """Allocate the spectra of a matrix parameter, if they are missing."""
         if SPECTRUM not in self.state:
             self.state[SPECTRUM] = create_squares(self.X, self.group)
             self.state[SPECTRUM_WEIGHT] = 0.0
@@ -121,17 +121,17 @@ class Parameter:
         return bool(self.group["stochastic_rounding"])
 
     def rounding_seed(self, step: int, matrix: int = 0) -> int:
-        """Below 2**32; the same on every replica, others at other steps and for other matrices."""
+        """A seed below 2**32, equal on every replica, different for other steps and matrices."""
         return (step * 0x9E3779B1 + self.number * 0x85EBCA6B + matrix) & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix of a parameter; its shards are oriented: no fewer rows than columns globally."""
+    """One matrix of a parameter; shards are oriented: globally at least as many rows as columns."""
 
     parameter: Parameter
     shard: MatrixShard
-    index: int  # among those of the parameter that are held here
+    index: int  # among the parameter's matrices on this rank
 
     @property
     def group(self) -> dict[str, Any]:
@@ -153,12 +153,12 @@ class Matrix:
 
     @property
     def R_scale(self) -> Tensor:
-        """The longest column of R, or singular value of M, of late, a view without dimensions."""
+        """The recent length of R's longest column or M's largest singular value, a scalar view."""
         return local(self.parameter.state[R_SCALE]).view(-1)[self.index]
 
     @property
     def update_scale(self) -> float:
-        """The factor of lr by which X moves along its direction."""
+        """The factor of lr for a step of X."""
         return UPDATE_SCALES[self.group["update_scale"]](*self.layout.shape)
 
     def elements(self, tensor: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Matrix:
         return self.shard.view.elements(tensor)
 
     def held(self, shard: Tensor) -> Tensor:
-        """The elements of a shard, (m_i, n_j), that are this matrix's and held here."""
+        """This rank's elements of this matrix in a shard, (m_i, n_j)."""
         return self.shard.view.held(self._oriented(shard))
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Matrix:
 def open_shards(
     matrices: Sequence[Matrix], *tensors: Sequence[Tensor]
 ) -> Iterator[list[list[Tensor]]]:
-    """Shards (m_i, n_j) of matrices in local tensors, to be changed; copies are written back."""
+    """Open shards (m_i, n_j) of matrices in local tensors for writing; copies are written back."""
     shards = [[m.read(t) for m, t in zip(matrices, each, strict=True)] for each in tensors]
     yield shards
     for each, opened in zip(tensors, shards, strict=True):
@@ -191,7 +191,7 @@ def open_shards(
 
 
 def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
-    """Of matrices that are all rounded at random, or none of them."""
+    """Seeds of matrices with stochastic rounding, or None; all or none of them have it."""
     if not any(m.parameter.stochastic_rounding for m in matrices):
         return None
     return [m.parameter.rounding_seed(step, m.index) for m in matrices]
@@ -213,28 +213,28 @@ def empty_stack(shards: Sequence[Tensor], m: Matrix) -> Tensor:
 
 
 def remember_scales(stacks: Sequence[Sequence[Matrix]], scales: Sequence[Tensor]) -> None:
-    """Note the momenta's scales after a step, (k,) by stack."""
+    """Store the momenta's scales after a step, (k,) by stack."""
     for matrices, scale in zip(stacks, scales, strict=True):
         ops.copy_([m.R_scale for m in matrices], scale)
 
 
 def scale_before(matrices: Sequence[Matrix]) -> Tensor:
-    """What is left of the momenta's scale since the last step, (k,) float64."""
+    """The momenta's last scale, decayed since then, (k,) float64."""
     before = torch.stack([m.R_scale for m in matrices]).double()
-    # Half as fast as the momentum.
+    # It decays half as fast as the momentum.
     decays = [math.sqrt(m.group["momentum"]) for m in matrices]
     one = len(set(decays)) == 1
     return before * (decays[0] if one else from_host(decays, before.dtype, before.device))
 
 
 def dtype_of(name: str | None, X: Tensor) -> torch.dtype:
-    """The dtype that a group's key names; None stands for the parameter's own."""
+    """The dtype that a group's key names; None is the parameter's own."""
     dtype: torch.dtype = X.dtype if name is None else getattr(torch, name)
     return dtype
 
 
 def names(group: dict[str, Any], position: int) -> list[str]:
-    """The group's parameter names; places in param_groups where they were given without names."""
+    """The group's parameter names; positions in param_groups for unnamed parameters."""
     unnamed = [f"param_groups[{position}]['params'][{i}]" for i in range(len(group["params"]))]
     return list(group.get("param_names") or unnamed)
 
@@ -245,7 +245,7 @@ def product_dtype(X: Tensor) -> torch.dtype:
 
 
 def check_trained(X: Tensor, name: str) -> None:
-    """Raise ValueError for a dtype without steps; DeepSpeed may still replace such parameters."""
+    """Raise ValueError for an unsupported dtype; at the first step, as DeepSpeed may replace it."""
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
             f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, and cast "
@@ -254,7 +254,7 @@ def check_trained(X: Tensor, name: str) -> None:
 
 
 def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the parameter, if the group's algorithm cannot take it."""
+    """Raise ValueError, naming the parameter, if the group's algorithm does not support it."""
     if X.is_complex():
         raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
     check_placements(X, name)

@@ -38,12 +38,12 @@ _STEP_OF_A_STACK = (
     *("direction", "right_factor", "newton_schulz", "newton_schulz_steps"),
     *("gather", "exchange_dtype"),
 )
-# What decides on the matrices, and on the states that they have.
+# The keys that determine the matrices and their states.
 _STATE_KEYS = (
     *("algorithm", "rank_fraction", "rank_multiple_of", "q_dtype"),
     *("stack_dims", "row_blocks", "input_first", *_STEP_OF_A_STACK),
 )
-# A batch has this share of the plan's numbers if that is more than the device's bound.
+# A batch has this share of the plan's elements if that is more than the device's bound.
 BATCH_SHARE = 1 / 32
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 # What all matrices of a batch have in common.
@@ -51,7 +51,7 @@ _kind_of_step = attrgetter("direction", "stochastic_rounding")
 
 
 def plan_ingredients(param_groups: Iterable[Mapping[str, Any]]) -> list[object]:
-    """The objects, not their ids, that a plan is made of: another one makes another plan."""
+    """The objects (not their ids) from which a plan is built; if one changes, so does the plan."""
     made_of: list[object] = []
     for group in param_groups:
         X = group["params"]
@@ -74,10 +74,10 @@ class Plan:
         self,
         dion: list[Parameter],
         elementwise: list[Parameter],
-        inside: dist.ProcessGroup | None,  # all ranks of this replica's shards
-        all_ranks: dist.ProcessGroup | None,  # those of all replicas
-        device: torch.device,  # where the ranks agree
-        unions: Unions,  # the groups that were asked for on the way
+        inside: dist.ProcessGroup | None,  # all ranks of this replica
+        all_ranks: dist.ProcessGroup | None,  # the ranks of all replicas
+        device: torch.device,  # of collectives
+        unions: Unions,  # the groups created so far
     ) -> None:
         self.device, self.unions = device, unions
         self.dion, self.elementwise = dion, elementwise
@@ -95,7 +95,7 @@ class Plan:
         unions: Unions | None = None,
         wanted: Callable[[Tensor], bool] = attrgetter("requires_grad"),
     ) -> Plan:
-        """The plan of the wanted parameters; collective where they are sharded."""
+        """The plan of the wanted parameters; collective if they are sharded."""
         dion: list[Parameter] = []
         elementwise: list[Parameter] = []
         unions = Unions() if unions is None else unions
@@ -117,7 +117,7 @@ class Plan:
                 else:
                     elementwise.append(Parameter(X, group, states, name, position=g))
         inside = unions.of([g for p in [*dion, *elementwise] for g in groups_of(p.X)])
-        # Frozen parameters count: where all are, the replicas still have to agree somewhere.
+        # Frozen parameters count: even if all are frozen, replicas need a device to agree on.
         devices = [local(X.detach()).device for group in param_groups for X in group["params"]]
         device = devices[0] if devices else torch.device("cpu")
         return cls(dion, elementwise, inside, unions.of([inside, replicas]), device, unions)
@@ -134,7 +134,7 @@ class Plan:
 
     @cached_property
     def stacks(self) -> list[list[Matrix]]:
-        """Matrices that are stacked where all ranks stack them."""
+        """The stacks of matrices, the same on all ranks."""
         stacks: dict[Any, list[Matrix]] = {}
         for m in self.matrices:
             dtype = product_dtype(m.parameter.X)
@@ -145,13 +145,13 @@ class Plan:
 
     @cached_property
     def elements_in_a_batch(self) -> float:
-        """The most numbers that :meth:`batches` of this plan, and of its parts, hold on a rank."""
+        """The most elements per rank of :meth:`batches` of this plan and of its parts."""
         return most_in_a_batch(sum(map(_numbers_a_shard, self.parameters)), self.device)
 
     @cached_property
     def batches(self) -> list[Plan]:
-        """The plan in parts that bound the memory of a step; the same on all ranks of a replica."""
-        # By what all ranks know; matrices of one shape are stacked, so they stay together.
+        """Parts of the plan that bound a step's memory, the same on all ranks of a replica."""
+        # From facts that all ranks know; matrices of one shape are stacked, so they stay together.
         matrices = sorted(self.dion, key=lambda p: (*_kind_of_step(p), global_shape(p.X)))
         ordered = [*matrices, *self.elementwise]
         each: list[tuple[int, object, int]] = [
@@ -167,27 +167,27 @@ class Plan:
 
     @cached_property
     def owners(self) -> Tensor:
-        """Index into ``parameters`` of each matrix's, (k,) int64 on the device."""
+        """For each matrix the index of its parameter, (k,) int64 on the device."""
         owners = [i for i, p in enumerate(self.dion) for _ in p.matrices]
         return torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def copies_inside(self, parameter: Parameter) -> int:
-        """How many ranks of this replica hold the same shard of the parameter as this one."""
+        """The number of ranks of this replica with the same shard of the parameter."""
         return group_size(self.inside) // _shards(parameter)
 
     @cached_property
     def groups(self) -> dict[int, dict[str, Any]]:
-        """The groups of the matrices, by their places in param_groups."""
+        """The groups of the matrices, by position in param_groups."""
         return {p.position: p.group for p in self.dion}
 
     @cached_property
     def checksum(self) -> int:
-        """Of the parameters, in their order: it is equal where plans are."""
+        """A checksum of the parameters in order; equal plans have equal ones."""
         return checksum([(p.name, p.X.dtype, global_shape(p.X)) for p in self.parameters])
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether parameters are DTensors, of which shards are held here."""
+        """Whether parameters are DTensors."""
         return any(local(p.X) is not p.X for p in self.parameters)
 
     def gradients(self) -> Gradients:
@@ -198,14 +198,14 @@ class Plan:
 
     @property
     def _norms(self) -> list[Tensor]:
-        """Norms of the momenta as the last step left them, by parameter."""
+        """The momenta's norms after the last step, by parameter."""
         return [local(p.state[MOMENTUM_NORM]).view(-1) for p in self.dion]
 
     def momentum_norms(self, gradients: Gradients) -> MomentumNorms:
-        """Read them before and after this step's gradients; collective over a replica's shards."""
+        """Norms before and after this step's gradients; collective over a replica's shards."""
         before = torch.cat(self._norms or [torch.empty(0, device=self.device)])
         if not self.matrices:
-            # A rank that holds none of the experts has no norms, but takes part in the decision.
+            # A rank without experts has no norms, but takes part in the decision.
             return MomentumNorms(before, before)
         lists = zip(self.dion, gradients.M, gradients.G, strict=True)
         each = [(m, M, G) for p, M, G in lists for m in p.matrices]
@@ -217,31 +217,31 @@ class Plan:
         return MomentumNorms(before, self._norms_over_shards(after))
 
     def measure_momenta(self) -> None:
-        """Store the momenta's norms anew; collective over the shards of a replica."""
+        """Measure and store the momenta's norms; collective over the shards of a replica."""
         if self.matrices:
             here = ops.norms([m.elements(m.parameter.M) for m in self.matrices])
             self.store_norms(self._norms_over_shards(here))
 
     def store_norms(self, norms: Tensor) -> None:
-        """Remember one norm per matrix, (k,), for the next step's gate."""
+        """Store one norm per matrix, (k,), for the next step's gate."""
         stored = self._norms
         torch._foreach_copy_(stored, list(norms.split([len(norm) for norm in stored])))
 
     def _norms_over_shards(self, norms: Tensor) -> Tensor:
-        """Norms of whole matrices from those of the shards held here, (k,) -> (k,)."""
+        """Norms of whole matrices from those of this rank's shards, (k,) -> (k,)."""
         if self.inside is None:
             return norms
-        # In float64, where the squares of tiny and of large numbers fit.
+        # In float64, because squares of tiny and large values fit.
         return self._sum_over_shards(norms.double().square(), self.matrices).sqrt().to(norms.dtype)
 
     def _sum_over_shards(self, values: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-        """One number per matrix, (k,): sums over the ranks that hold its shards."""
+        """Sum one number per matrix, (k,), over the ranks that hold its shards."""
         if self.inside is None:
             return values
         return torch.stack(sums(values.unbind(), [m.layout.shards for m in matrices]))
 
     def squared_norms(self, shards: Sequence[Sequence[Tensor] | Tensor]) -> list[Tensor]:
-        """Squared Frobenius norms of matrices sharded as the stacks' are, (k,) each; collective."""
+        """Squared Frobenius norms of matrices sharded like the stacks', (k,) each; collective."""
         stacks, norms = self.stacks, list[Tensor]()
         for stack, each in zip(stacks, shards, strict=True):
             held = [m.held(x) for m, x in zip(stack, each, strict=True)]
@@ -254,15 +254,15 @@ class Plan:
 
 
 def most_in_a_batch(numbers: int, device: torch.device) -> float:
-    """The most numbers of a batch, in a plan of so many."""
+    """The most elements of a batch, in a plan of ``numbers`` elements."""
     return max(most_together(device).batch, BATCH_SHARE * numbers)
 
 
 def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float) -> list[int]:
-    """The batch of each parameter, given by its elements, its kind and in how many shards it is.
+    """The batch of each parameter, given as (elements, kind, number of shards).
 
-    A batch has one kind; None goes with any. One parameter alone may have more than ``most``. Where
-    parameters of one size do not all fit, as many go as their ranks can own equal numbers of.
+    A batch has one kind; None goes with any. A single parameter may have more than ``most``. If
+    parameters of one size do not all fit, a batch has a number that their ranks can own evenly.
     """
     batches: list[int] = []
     left, batch, now = -1.0, -1, None
@@ -285,7 +285,7 @@ def batches_of_sizes(parameters: Iterable[tuple[int, object, int]], most: float)
 
 
 def _numbers_a_shard(p: Parameter) -> int:
-    """Numbers in a shard of the parameter, the same for all ranks."""
+    """Elements per shard of the parameter, the same for all ranks."""
     return math.prod(global_shape(p.X)) // _shards(p)
 
 

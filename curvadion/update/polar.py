@@ -1,14 +1,14 @@
-"""The polar factor of the momentum as the direction (Muon's), on shards, without unsharding.
+"""The polar factor of the momentum as the direction (Muon's), on shards.
 
 With B the oriented momentum (m x n, m >= n), of which a rank holds rows B_k,
 
-    G = sum_k B_k^T B_k          n (n + 1) / 2 numbers a matrix: a sum over ranks, on one of them
+    G = sum_k B_k^T B_k          n (n + 1) / 2 elements per matrix: a sum over ranks, on one rank
     Z = G^(-1/2), about          Newton-Schulz iterations, each matrix on one of the ranks
-    U_k = B_k Z                  n (n + 1) / 2 numbers a matrix: Z for all ranks
+    U_k = B_k Z                  n (n + 1) / 2 elements per matrix: Z for all ranks
     X_k <- (1 - lr wd) X_k - lr scale U_k
 
-At full rank P R^T is the momentum itself: error feedback, M <- M - (1 - mu) P R^T, and the plain
-rule, M <- mu M + G, then are the same rule. There is no right factor to remember.
+At full rank P R^T is the momentum itself, so error feedback, M <- M - (1 - mu) P R^T, and the plain
+rule, M <- mu M + G, are the same. There is no right factor to keep.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Polar(Direction):
         def begin() -> Callable[[], Found]:
             return begin_polar_directions(stacks, looking_ahead(stacks, gradients), layouts)
 
-        # Where there is no exchange, copies of this batch need not lie beside those of the last.
+        # Without an exchange this batch's copies need not exist beside the last batch's.
         whole = all(layout.shards is None for layout in layouts)
         return (lambda: begin()()) if whole else begin()
 
@@ -90,26 +90,26 @@ class Polar(Direction):
         U: Sequence[Tensor],
         masks: Sequence[Tensor] | None = None,
     ) -> Sequence[Tensor]:
-        """What weights move along, from shards of U, (k, m_i, n_j) by stack; collective.
+        """Return the final directions from shards of U, (k, m_i, n_j) by stack; collective.
 
-        U is oriented as :class:`Matrix` is, so rows of a wide X are its columns. Matrices of a
-        stack may differ in the options of their groups, and there may be no stack. Of a flat shard
-        count ``m.held(u)`` in sums over ranks: at its ends U has elements of other ranks. May write
-        states, by :func:`curvadion.ops.copy_`. masks: of Dion2, which columns held here are not
-        zero, (k, n_j); None for all.
+        U is oriented like :class:`Matrix`, so rows of a wide X are its columns. Matrices of a stack
+        may differ in the options of their groups, and there may be no stack. In sums over ranks
+        count ``m.held(u)`` of a flat shard, because at its ends U has elements of other ranks. May
+        write states with :func:`curvadion.ops.copy_`. masks: of Dion2, which of this rank's
+        columns are not zero, (k, n_j); None for all.
         """
         return U
 
 
 class StackOfU(NamedTuple):
-    """U of a stack: shards (k, m_i, n_j), and whole rows (k, m_r, n) where this rank has them."""
+    """U of a stack: shards (k, m_i, n_j), and whole rows (k, m_r, n) if this rank has them."""
 
     shards: Tensor
     rows: Tensor | None = None
 
 
 class PolarTaken(Taken):
-    """A step along polar factors; ranks: of U, by stack, if not those of whole matrices."""
+    """A step along polar factors; ranks: of U, by stack, if not full."""
 
     def __init__(self, plan: Plan, U: list[StackOfU], ranks: list[int] | None = None) -> None:
         super().__init__(plan)
@@ -124,7 +124,7 @@ class PolarTaken(Taken):
     ) -> None:
         layouts = [matrices[0].layout for matrices in self.stacks]
         momenta = [stacked([m.M for m in s], s[0]) for s in self.stacks]
-        # Both of a size about 1. Every rank of the replica knows the same lengths of momenta.
+        # Scale both to about 1. All ranks of the replica know the same lengths of momenta.
         lengths = [torch.stack([m.R_scale for m in s])[:, None, None] for s in self.stacks]
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(TINY))
@@ -151,9 +151,9 @@ class PolarTaken(Taken):
                 ops.local_step_(opened, list(turn), [-1.0] * len(matrices), ones)
 
     def _sum_spectra_(self, summands: Buckets, decay: float) -> list[Tensor]:
-        """Sum up S over the shards, and over openings if their weight decays; the sums' weights.
+        """Sum S over the shards, and over openings if earlier ones count; return the weights.
 
-        Of the earlier S each rank holds a part, which goes into the one sum over ranks.
+        Each rank holds a part of the earlier S and adds it to the one sum over ranks.
         """
         parameters = {m.parameter for matrices in self.stacks for m in matrices}
         if not decay or any(SPECTRUM not in p.state for p in parameters):
@@ -188,9 +188,9 @@ Found = tuple[list[StackOfU], list[Tensor]]  # U and the scales (k,), by stack
 def begin_polar_directions(
     stacks: Sequence[Sequence[Matrix]], B: list[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Callable[[], Found]:
-    """Begin the exchange of B, of which what is returned makes U; both are collective.
+    """Begin the exchange of B; the returned call computes U from it; both are collective.
 
-    B: shards of the matrices, or of something made of them, (k, m_i, n_j) by stack; given up.
+    B: shards of the matrices, or derived from them, (k, m_i, n_j) by stack; freed.
     """
     ways: dict[tuple[Group | None, torch.dtype, torch.dtype], list[int]] = {}
     for i, (matrices, shards, layout) in enumerate(zip(stacks, B, layouts, strict=True)):
@@ -217,7 +217,7 @@ def begin_polar_directions(
 def _exchange(
     matrices: Sequence[Matrix], B: Tensor, layout: MatrixLayout
 ) -> tuple[Group | None, torch.dtype]:
-    """The group of a stack's owners (None: sums of Gram matrices), and the dtype they are sent."""
+    """The group of a stack's owners (None: sums of Gram matrices), and the dtype on the wire."""
     options, half = matrices[0].group, dtype_of_products(B)
     dtype = torch.bfloat16 if half != B.dtype else B.dtype
     if options["exchange_dtype"] is not None:
@@ -273,7 +273,7 @@ def _whole_rows_of(stacks: Sequence[Sequence[Matrix]], U: Sequence[StackOfU]) ->
 
 
 def _without_others(m: Matrix, U: Tensor) -> Tensor:
-    """A shard with zeros for what other ranks hold of its rows, as momenta are read."""
+    """Set the elements of other ranks in a shard's rows to zero, as in a read of momenta."""
     if m.shard.view.is_view:
         return U
     flat = torch.empty_like(m.parameter.local, dtype=U.dtype)
@@ -282,7 +282,7 @@ def _without_others(m: Matrix, U: Tensor) -> Tensor:
 
 
 def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:
-    """What the polar factors of matrices like m follow from; B: whole rows of them."""
+    """The input of :func:`polar_factors` for matrices like m; B: their whole rows."""
     steps, muon = m.group["newton_schulz_steps"], m.group["newton_schulz"] == "muon"
     dtype = dtype_of_products(B)
     half = dtype != B.dtype

@@ -1,7 +1,7 @@
 """Polar factors of stacks of matrices, of which ranks hold whole rows.
 
-Each rank scales its rows by a power of two of its own, so that no square leaves a dtype's range.
-The matrices are divided among the ranks that hold shards of them: each is iterated on by one rank.
+Each rank scales its rows by its own power of two, so that squares stay in a dtype's range. The
+matrices are divided among the ranks that hold their shards: one rank iterates on each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from curvadion.update.orthonormalize import FALLEN
 from curvadion.update.row_shards import counted, sums
 from curvadion.update.symmetric import pack, unpack
 
-# From here to its negative, powers of two and their inverses are numbers.
+# Up to this exponent and its negative, powers of two and their inverses are finite.
 SMALLEST_EXPONENT = -126.0
-# The square is a quarter of the largest number of float16.
+# Its square is a quarter of float16's largest number.
 COLUMN = 2.0**7
 
 _Root = tuple[Tensor, Tensor]  # Z (k, n, n) of a stack, and its matrices' scales, (k,)
@@ -41,23 +41,23 @@ class RowStack:
     B: Tensor  # whole rows of the oriented matrices, (k, m_r, n); may be scaled in place
     scale: Tensor  # the recent length of each matrix, (k,), float32 or wider
     passes: tuple[tuple[Coefficients, ...], ...]  # of the Newton-Schulz iterations
-    bound: Bound  # what matrices are divided by before the first pass
+    bound: Bound  # by which matrices are divided before the first pass
     dtype: torch.dtype  # of products
 
 
 class PolarFactors(NamedTuple):
-    """The polar factors of a stack, and the lengths of its matrices now."""
+    """The polar factors of a stack, and the new scales of its matrices."""
 
     U: Tensor  # (k, m_r, n)
-    scale: Tensor  # (k,), of the largest singular values a bound, or the stack's scale if larger
+    scale: Tensor  # (k,), a bound of the largest singular values, or the stack's scale if larger
 
 
 def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
-    """U = B (B^T B)^(-1/2), about, of every stack; collective over the ranks with shards.
+    """Approximate U = B (B^T B)^(-1/2) of every stack; collective over the ranks with shards.
 
-    U is zero if its matrix is ``FALLEN`` times its scale or shorter: no gradient has come for long.
-    Sends one number a matrix, and in each pass at most n (n + 1) numbers a matrix on average over
-    the ranks; a rank that iterates on all of them alone sends half as many again.
+    U is zero if its matrix is no longer than ``FALLEN`` times its scale, because there has been no
+    gradient for long. Sends one number per matrix, and in each pass at most n (n + 1) elements per
+    matrix, averaged over ranks; a rank that iterates on all of them sends half as many again.
     """
     rows, exponents = map(list, zip(*map(_scaled, stacks), strict=True)) if stacks else ([], [])
     largest = sums(exponents, [stack.layout.shards for stack in stacks], dist.ReduceOp.MAX)
@@ -78,7 +78,7 @@ def polar_factors(stacks: Sequence[RowStack]) -> list[PolarFactors]:
 
 
 def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -> _Work:
-    """The Gram matrices of rows B, which were divided by 2^e before the first pass, for a pass."""
+    """The Gram matrices for a pass, of rows B that were divided by 2^e before the first pass."""
     rows = counted(B, stack.layout)
     k, _, n = rows.shape
     G = ops.symmetric_product(rows.mT, rows, rows.new_empty(k, n, n))
@@ -86,7 +86,7 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -
     if number:
         bound = Bound.ONE
     elif stack.layout.shards is not None:
-        # Numbers that become zero in half precision are too small for the iterations.
+        # Values that underflow in half precision are too small for the iterations.
         G.mul_(torch.exp2(2 * (e - largest))[:, None, None])
     if stack.layout.shards is not None:
         G = pack(G)
@@ -94,7 +94,7 @@ def _work(stack: RowStack, B: Tensor, e: Tensor, largest: Tensor, number: int) -
 
 
 def _roots(works: Sequence[_Work]) -> list[_Root]:
-    """The root of every matrix; those of which ranks hold shards are shared among these."""
+    """The root of every matrix; the ranks of a sharded matrix share the work."""
     shared: dict[tuple[Group | None, torch.dtype], list[int]] = {}
     for i, work in enumerate(works):
         shared.setdefault((work.layout.shards, work.G.dtype), []).append(i)
@@ -107,12 +107,12 @@ def _roots(works: Sequence[_Work]) -> list[_Root]:
 
 
 def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
-    """B / 2^e in the dtype of products, where its longest column is about COLUMN long; and e, (k,).
+    """B / 2^e in the dtype of products, its longest column about COLUMN long; and e, (k,).
 
-    In half precision, numbers that are small beside an outlier then keep their bits.
+    This keeps the bits of values that are small beside an outlier in half precision.
     """
     B = stack.B
-    if not B.numel():  # what has no elements decides nothing
+    if not B.numel():  # no elements, no columns
         return B.to(stack.dtype), B.new_full((len(B),), SMALLEST_EXPONENT)
     longest = _longest_columns(B)
     exponents = torch.frexp(longest / COLUMN).exponent.clamp(SMALLEST_EXPONENT, -SMALLEST_EXPONENT)
@@ -123,11 +123,11 @@ def _scaled(stack: RowStack) -> tuple[Tensor, Tensor]:
 
 def _longest_columns(B: Tensor) -> Tensor:
     """The length of the longest column of each matrix (k, m, n), (k,)."""
-    if B.device.type == "cpu":  # where float32 is faster, and the host need not wait
+    if B.device.type == "cpu":  # float32 is faster here, and the host does not wait
         longest: Tensor = torch.linalg.vector_norm(B, dim=1).amax(-1)
         if all(SMALL < length < LARGE for length in longest.tolist()):
             return longest
-    # float64 holds the squares of tiny and of large numbers.
+    # float64 holds the squares of tiny and large values.
     longest = torch.linalg.vector_norm(B, dim=1, dtype=torch.float64).amax(-1)
     return longest
 
@@ -135,7 +135,7 @@ def _longest_columns(B: Tensor) -> Tensor:
 class _Work(NamedTuple):
     """Gram matrices of a stack of rows that were divided by 2^e."""
 
-    G: Tensor  # (k, n, n); where ranks hold shards, summands, packed: (k, n (n + 1) / 2)
+    G: Tensor  # (k, n, n); if sharded, packed summands: (k, n (n + 1) / 2)
     e: Tensor  # (k,)
     layout: MatrixLayout
     coefficients: tuple[Coefficients, ...]
@@ -146,7 +146,7 @@ class _Work(NamedTuple):
 
 def _root(work: _Work) -> _Root:
     Z, bound = inverse_root(work.G, work.coefficients, work.bound, work.dtype)
-    # Many iterations may carry rounding errors of matrices without full rank away.
+    # Many iterations may amplify rounding errors of rank-deficient matrices without bound.
     moves = Z.sum(dim=(1, 2), dtype=work.scale.dtype).abs() < torch.inf
     scale = work.scale
     if work.bound is not Bound.ONE:
@@ -156,7 +156,7 @@ def _root(work: _Work) -> _Root:
 
 
 def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
-    """The root of every matrix; each is found on one rank of the group."""
+    """The root of every matrix, each computed by one rank of the group."""
     places = [(s, i) for s, work in enumerate(works) for i in range(len(work.G))]
     shared = SharedWork([min(works[s].layout.shape) ** 3 for s, _ in places], group)
     summands = [row for work in works for row in work.G]
@@ -165,10 +165,10 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
     for s, run in groupby([places[number] for number in shared.mine], lambda place: place[0]):
         matrices = [i for _, i in run]
         G = unpack(torch.stack(list(islice(grams, len(matrices)))), min(works[s].layout.shape))
-        # Not indexed by the list, which would be copied to the device.
+        # Indexing by the list would copy it to the device.
         e, scale = (torch.stack([t[i] for i in matrices]) for t in (works[s].e, works[s].scale))
         Z, scale = _root(works[s]._replace(G=G, e=e, scale=scale))
-        # Behind each packed matrix its scale, which is wider and keeps its bits.
+        # Each packed matrix is followed by its scale, which is wider and keeps its bits.
         packed = pack(Z)
         own += torch.cat((packed, scale[:, None].view(packed.dtype)), dim=1)
     behind = works[0].scale.dtype.itemsize // summands[0].dtype.itemsize
@@ -177,7 +177,7 @@ def _shared_roots(works: Sequence[_Work], group: Group) -> list[_Root]:
     for work in works:
         rows = torch.stack(list(islice(results, len(work.G))))
         packed, scale = rows.split([work.G.shape[1], behind], dim=1)
-        # A copy, because wider numbers must begin at a multiple of their size.
+        # A copy, because wider elements must be aligned.
         scale = scale.flatten().clone().view(work.scale.dtype)
         roots.append((unpack(packed, min(work.layout.shape)), scale))
     return roots

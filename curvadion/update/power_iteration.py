@@ -7,11 +7,11 @@ Per oriented matrix B (m x n), held as a shard B_ij of rows i and columns j, and
     R = sum over the row group ( B^T P )          and mean over replicas, in one collective
     Q = column_normalize(R, column group)         or orthonormalize(R, column group)
 
-All P's cross a process group in one collective, and all R's in another. Rows that several ranks
-hold in part (Extent.shared) take one more collective per group, of r numbers per row.
+One collective sends all P's, another all R's. Rows that several ranks hold in part (Extent.shared)
+take one more collective per group, of r elements per row.
 
 If B holds only rounding errors in some direction, this column of Q is zero. Its column of P is
-completed from global row indices, so the direction is used again as soon as B has something there.
+completed from global row indices, so the direction is used again as soon as B has a signal there.
 The estimate of these errors (:mod:`curvadion.update.orthonormalize`) replaces Dion's epsilon, and
 does not depend on the scale of gradients. All of Q is zero if the longest column of R is ``FALLEN``
 times the stack's scale or shorter. Q and R are both zero if a product is not finite.
@@ -40,7 +40,7 @@ from curvadion.update.row_shards import sum_shared_, sums
 
 RightFactor = Literal["column_normalized", "qr"]
 
-# A product of a matrix with so few numbers takes longer to start than to compute.
+# A product of a matrix with so few elements takes longer to start than to compute.
 SMALL = 2**12
 
 
@@ -53,7 +53,7 @@ class Stack:
     Q: Sequence[Tensor]  # right factors, (n_j, r) each
     right_factor: RightFactor
     dtype: torch.dtype  # of the products P and R, float32 or wider
-    stored: torch.dtype | None = None  # to which B has been rounded; None if B is exact
+    stored: torch.dtype | None = None  # dtype to which B was rounded; None if B is exact
     scale: Tensor | None = None  # the recent length of R's longest column, (k,) float64
 
     @property
@@ -106,7 +106,7 @@ def _products(
     *,
     transposed: bool,
 ) -> list[Tensor]:
-    """B, or its transposes, times factors; over: their rows, and who has summands of them."""
+    """B, or its transposes, times factors; over: the extents and groups of the sums."""
     slots = []
     for s, (extent, group) in zip(stacks, over, strict=True):
         shape = len(s.B), len(extent), s.Q[0].shape[1]
@@ -128,7 +128,7 @@ def _products(
 
 
 def _small(stack: Stack) -> bool:
-    """Whether a copy of all its matrices and factors costs less than a call for each."""
+    """Whether copying all its matrices and factors is cheaper than a call for each."""
     rows, columns, r = len(stack.layout.rows), len(stack.layout.columns), stack.Q[0].shape[1]
     return len(stack.B) > 1 and rows * columns > 0 and max(rows, r) * columns <= SMALL
 
@@ -136,7 +136,7 @@ def _small(stack: Stack) -> bool:
 def _next_right_factors(
     stacks: Sequence[Stack], R: Sequence[Tensor], left: Sequence[Orthonormal]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Q of every stack, and the lengths of the columns of its R, (k, r) float64."""
+    """The next Q of every stack, and the column lengths of its R, (k, r) float64."""
     columns = [s.layout.columns for s in stacks]
     floors = [Floor(s.roundoff, s.scale, P) for s, P in zip(stacks, left, strict=True)]
     found: dict[int, tuple[Tensor, Tensor]] = {}

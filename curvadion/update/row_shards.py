@@ -1,12 +1,12 @@
-"""Shards of whole rows, of which a Gram matrix is a sum over ranks.
+"""Shards of whole rows, whose Gram matrices sum to the matrix's.
 
 An oriented matrix B (m x n) is held as B_ij: rows i over one group, columns j over another. The
 products B^T B and B Z with an n x n matrix need whole rows. The ranks of a column group hold the
-same rows. They exchange blocks, so that each of them holds an equal part of these rows with all
-columns, and send results back in the same way. Either way a rank sends as many numbers as its shard
-has, less its own part, and holds no more of a matrix than before.
+same rows. They exchange blocks, so that each rank holds an equal part of these rows with all
+columns, and send results back in the same way. In each direction a rank sends the elements of its
+shard except its own part, and holds no more of a matrix than before.
 
-A row that several ranks hold in part (a flat shard's) is added up first, n numbers a row.
+A row that several ranks hold in part (a flat shard's) is summed first, n elements per row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from curvadion.layout.matrix import Extent, MatrixLayout
 def whole_rows(shards: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list[Tensor]:
     """Stacks of shards (k, m_i, n_j) as stacks of whole rows (k, m_r, n); collective.
 
-    The results of uncut stacks are the arguments themselves; those of row cuts are changed.
+    Unsharded stacks are returned unchanged; stacks sharded by rows are returned modified in place.
     """
     rows = list(shards)
     for i, blocks in _exchanged(shards, layouts, back=False):
         rows[i] = shards[i].new_zeros(*blocks[0].shape[:2], min(layouts[i].shape))
         for held_there, block in zip(layouts[i].columns.by_rank, blocks, strict=True):
-            # Of a shared column several ranks have sent summands.
+            # Several ranks have sent summands of a shared column.
             rows[i][:, :, held_there.start : held_there.stop] += block
     sum_shared_(rows, [layout.rows for layout in layouts])
     return rows
@@ -49,7 +49,7 @@ def cut_columns(rows: Sequence[Tensor], layouts: Sequence[MatrixLayout]) -> list
 def _exchanged(
     stacks: Sequence[Tensor], layouts: Sequence[MatrixLayout], *, back: bool
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """Of each stack with sharded columns what every rank sends; back: from whole rows to shards."""
+    """Exchange blocks of stacks with sharded columns; back: from whole rows to shards."""
     cut: dict[tuple[Group, torch.dtype], list[int]] = {}
     for i, (stack, layout) in enumerate(zip(stacks, layouts, strict=True)):
         if layout.columns.group is not None:
@@ -76,7 +76,7 @@ def _exchanged(
 
 
 def _part(layout: MatrixLayout, rank: int) -> range:
-    """Which of the rows held here a rank of the column group takes."""
+    """The part of these rows that a rank of the column group takes."""
     ends = accumulate(shares(len(layout.rows), len(layout.columns.by_rank)), initial=0)
     return [range(*span) for span in pairwise(ends)][rank]
 
@@ -91,7 +91,7 @@ def summands_of_columns(
 ) -> Buckets:
     """This rank's summands of A^T B, (k, n, n) in B's dtype, from whole rows (k, m_r, n).
 
-    ``all_reduce_`` makes the sums. A and B must be of a size about 1 (:func:`dtype_of_products`).
+    ``all_reduce_`` sums them. A and B must be scaled to about 1 (:func:`dtype_of_products`).
     """
     slots = []
     for b, layout in zip(B, layouts, strict=True):
@@ -105,13 +105,13 @@ def summands_of_columns(
 
 
 def dtype_of_products(rows: Tensor) -> torch.dtype:
-    """float16 for float32 numbers of a size about 1 on a GPU, which multiplies these faster."""
+    """float16 for float32 values near 1 on a GPU, which multiplies these faster."""
     half = rows.device.type == "cuda" and rows.dtype in (torch.float32, torch.float16)
     return torch.float16 if half else rows.dtype
 
 
 def sum_shared_(products: Sequence[Tensor], extents: Sequence[Extent]) -> None:
-    """Add up, in products (k, length, r), the rows of which several ranks hold summands."""
+    """Sum the rows of products (k, length, r) of which several ranks hold summands."""
     partial = [(p, extent) for p, extent in zip(products, extents, strict=True) if extent.shared]
     tables = [p.new_zeros(len(p), len(extent.shared), p.shape[2]) for p, extent in partial]
     for (p, extent), table in zip(partial, tables, strict=True):
@@ -128,7 +128,7 @@ def sums(
     groups: Sequence[dist.ProcessGroup | None],
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[Tensor]:
-    """Tensors summed over their groups, or reduced by another operation; collective."""
+    """Sum tensors over their groups, or reduce them by another operation; collective."""
     each = list(zip(summands, groups, strict=True))
     cut = [(t, group) for t, group in each if group is not None]
     buckets = Buckets([Slot(tuple(t.shape), group, t.dtype, t.device) for t, group in cut])

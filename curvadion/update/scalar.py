@@ -21,7 +21,7 @@ def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
 
 
 def counter_device(X: Tensor) -> torch.device:
-    """Where the step counter lies: fused AdamW on a GPU reads it there."""
+    """The device of the step counter, which fused AdamW on a GPU reads there."""
     return X.device if X.device.type == "cuda" else torch.device("cpu")
 
 
@@ -44,7 +44,7 @@ def elementwise_step(
         with ops.put_back(*(() if fused else (X, means, squares, counters))):
             adamw(
                 list(X), list(G), means, squares, [], counters,
-                # PyTorch uses its fused kernels only if asked to.
+                # PyTorch uses its fused kernels only on request.
                 fused=True if fused else None,
                 # Otherwise each counter on a GPU would be read on the host.
                 capturable=not fused and all(x.device.type == "cuda" for x in X),
@@ -63,7 +63,7 @@ def elementwise_step(
 
 
 def _fusible(*together: Tensor) -> bool:
-    """Whether PyTorch's fused kernels take this parameter, its gradient and its moments."""
+    """Whether PyTorch's fused kernels support this parameter, its gradient and its moments."""
     first = together[0]
     return first.device.type in ("cpu", "cuda") and all(
         t.dtype == first.dtype and t.is_contiguous() for t in together

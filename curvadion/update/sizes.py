@@ -1,7 +1,7 @@
 """How many elements a step works on at a time, by device.
 
-A GPU wants few large batches, because each costs it a fixed number of launches. A CPU wants many
-small ones, which stay in its caches. Ranks must agree on them: only the type of the device decides.
+A GPU needs few large batches, because each costs a fixed number of launches. A CPU needs many small
+ones, which stay in its caches. Ranks must agree on them, so only the type of the device decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Most(NamedTuple):
-    """The most elements that are held together; a single matrix may have more."""
+    """The most elements of a batch; a single matrix may have more."""
 
     batch: int  # on a rank; a step or an opening holds about five copies
     squares: int  # of the n x n matrices of Newton-Schulz iterations, about six copies

@@ -1,11 +1,11 @@
-"""What the optimizer remembers, and whose it is: the one table that all others read.
+"""The optimizer's state and its owners: the one table that everything else reads.
 
 Per parameter, ``optimizer.state[X]`` has keys of this table, those of its direction
-(``Direction.state_keys``) and those of the sync kind (``Sync.state_keys``), such as ``anchor`` and
-``residual``, which that kind looks after itself. Tensors under other keys are left alone.
+(``Direction.state_keys``) and those of the sync (``Sync.state_keys``), such as ``anchor`` and
+``residual``, which the sync manages itself. Tensors under other keys are left alone.
 
-Of the run, the same on every replica: the groups, ``Progress``, and what the gate and the sync
-remember (their ``state_dict``). A checkpoint holds the last three as the groups' key ``progress``.
+State of the run, the same on every replica: the groups, ``Progress``, and the ``state_dict`` of the
+gate and the sync. A checkpoint holds the last three as the groups' key ``progress``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor
 from curvadion.layout.flat_shard import FLAT_SHARD_START
 
 MOMENTUM, MOMENTUM_NORM, R_SCALE = "momentum", "momentum_norm", "R_scale"
-# What replicas last agreed on. A sync kind that keeps it calls it so: ranks then compare it.
+# The last synchronised weights; a sync that keeps them must use this key: ranks compare it.
 ANCHOR = "anchor"
-# S = U^T M of matrices with polar directions, a weighted sum over openings, each replica's own; and
-# the sum of the weights.
+# S = U^T M of matrices with polar directions, a weighted sum over openings, local to each replica;
+# and the sum of the weights.
 SPECTRUM, SPECTRUM_WEIGHT = "spectrum", "spectrum_weight"
-# What codes have lost of the pseudo-gradients sent so far, each replica's own.
+# The accumulated errors of codes, local to each replica.
 RESIDUAL = "residual"
 
 
 class Owner(Enum):
-    """Whose a state is, which decides what an exact synchronisation does with it."""
+    """The owner of a state, which decides how an exact synchronisation treats it."""
 
-    REPLICA = auto()  # each replica has its own: the mean is taken
-    MEASURED = auto()  # follows from other state: it is measured again
-    RANK = auto()  # tells which shard a rank holds: it is left alone
-    SYNC = auto()  # the sync kind's own: its hooks look after it
+    REPLICA = auto()  # each replica has its own: averaged
+    MEASURED = auto()  # follows from other state: measured again
+    RANK = auto()  # identifies the shard of a rank: left alone
+    SYNC = auto()  # belongs to the sync, whose hooks manage it
 
 
 class StateKey(NamedTuple):
@@ -43,7 +43,7 @@ class StateKey(NamedTuple):
     name: str
     owner: Owner
     like_parameter: bool = False  # whether it has the parameter's shape and placements
-    passing: bool = False  # whether a state has it at some steps only
+    passing: bool = False  # whether it exists at some steps only
     nonnegative: bool = False
 
 
@@ -67,7 +67,7 @@ def is_right_factor(name: str) -> bool:
 
 
 def key_of(name: str, more: Sequence[StateKey] = ()) -> StateKey | None:
-    """What the table says of a key; None if nothing. more: keys of directions and the sync."""
+    """The table's entry for a key, or None. more: keys of directions and the sync."""
     if is_right_factor(name):
         name = "Q"
     return _BY_NAME.get(name) or next((key for key in more if key.name == name), None)
@@ -76,7 +76,7 @@ def key_of(name: str, more: Sequence[StateKey] = ()) -> StateKey | None:
 def averaged(
     state: Mapping[str, Any], more: Sequence[StateKey] = (), *, counters: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of a state whose mean is taken; counters: of ``step``, not of all others."""
+    """The tensors of a state that are averaged; counters: only ``step``, else all others."""
     return {
         name: tensor
         for name, tensor in sorted(state.items())

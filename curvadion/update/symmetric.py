@@ -1,4 +1,4 @@
-"""Symmetric matrices as n (n + 1) / 2 numbers to send."""
+"""Pack symmetric matrices into n (n + 1) / 2 elements for sending."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def pack(G: Tensor) -> Tensor:
-    """Symmetric matrices (k, n, n) as n (n + 1) / 2 numbers each, (k, n (n + 1) / 2).
+    """Pack symmetric matrices (k, n, n) into n (n + 1) / 2 elements each, (k, n (n + 1) / 2).
 
     The lower triangle, folded: [[A, .], [C, D]] becomes C and, in one rectangle, the lower triangle
     of A beside the upper one of D.

@@ -24,6 +24,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     for name in PAGES:
         # Their links are relative to the root of the checkout.
         text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
+        text = text.replace("](benchmarks/", "](repository/benchmarks/")
         files.append(File.generated(config, name, content=text))
     for page in list(files.documentation_pages()):
         for link, _anchor in UPWARDS.findall(page.content_string):

@@ -19,6 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import distributed
 import toy
@@ -135,26 +136,34 @@ def test_members_that_stay_take_the_trajectory_of_a_process_group_bitwise(patien
     assert len({weights for _, weights in found}) == 1  # after synchronize()
 
 
+def sharded_replicas(address, name, mesh, **more):
+    """Replicas of several ranks, with the environment that torchrun gives to each of them."""
+    shards = mesh["shards"]
+    port = torch.tensor([0])
+    if shards.get_local_rank() == 0:
+        stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        port.fill_(stores[-1].port)
+    dist.broadcast(port, group=shards.get_group(), group_src=0)
+    names = {"RANK": shards.get_local_rank(), "WORLD_SIZE": 2, "MASTER_PORT": int(port)}
+    names = {k: str(v) for k, v in names.items()}
+    with mock.patch.dict(os.environ, names, MASTER_ADDR="localhost"):
+        return replicas_of(address, name, **more)
+
+
+stores = []  # which live as long as the process
+
+
 def stay_sharded(rank, address, how):
     """The same for two replicas of two ranks each, whose weights FSDP2 shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    replica, shard = divmod(rank, 2)
+    replica = rank // 2
     kind, given = STAYING[how]
     found = []
     for elastic in (False, True):
         model, replicas = toy.model(), mesh["replicas"].get_group()
         fully_shard(model, mesh=mesh["shards"])
         if elastic:
-            port = torch.tensor([0])
-            if shard == 0:
-                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                port.fill_(store.port)
-            dist.broadcast(port, group=mesh["shards"].get_group(), group_src=0)
-            names = {"RANK": shard, "WORLD_SIZE": 2, "MASTER_PORT": int(port)}
-            with mock.patch.dict(
-                os.environ, {k: str(v) for k, v in names.items()}, MASTER_ADDR="localhost"
-            ):
-                replicas = replicas_of(address, f"{how} sharded {replica}", min_replicas=2)
+            replicas = sharded_replicas(address, f"{how} sharded {replica}", mesh, min_replicas=2)
         optimizer = optimizer_of(
             model, kind, replicas, **{"gate": FixedPeriod(PERIOD), **copy.deepcopy(given)}
         )
@@ -172,6 +181,35 @@ def stay_sharded(rank, address, how):
 @pytest.mark.parametrize("how", ["polar, two fragments", "a delay, two fragments", "torch's AdamW"])
 def test_so_do_replicas_of_several_ranks(patient, how):
     assert distributed.run(4, stay_sharded, patient, how) == [[], [], [], []]
+
+
+def wait_for_a_slow_one(rank, address):
+    """Two replicas of two ranks; the second takes a long step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    replica = mesh["replicas"].get_local_rank()
+    model = toy.model()
+    fully_shard(model, mesh=mesh["shards"])
+    replicas = sharded_replicas(address, f"patient {replica}", mesh, min_replicas=2, patience=0.1)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage(fragments=2, delay=1)
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
+    replicas.start(optimizer)
+    longest = 0
+    while replicas.openings < 6:
+        if replica == 1 and replicas.openings == 3:
+            time.sleep(0.4)
+        time.sleep(0.02)
+        toy.train(model, optimizer, [optimizer.progress.steps], replica)
+        longest = max(longest, optimizer.progress.local_steps)
+    anchors = [local(optimizer.state[p]["anchor"]).flatten() for p in model.parameters()]
+    dist.barrier()
+    replicas.close()
+    return longest, zlib.crc32(torch.cat(anchors).numpy())
+
+
+def test_a_replica_whose_patience_ends_trains_on_until_others_come(patient):
+    (one, a), (two, b), (_, c), (_, d) = distributed.run(4, wait_for_a_slow_one, patient)
+    assert one == two > 2 * PERIOD
+    assert (a, b) == (c, d)
 
 
 # -------------------------------------------------------------------- members that die
@@ -448,6 +486,118 @@ def test_a_replica_that_may_not_begin_waits_for_one_that_does(lighthouse):
     assert begun[1] == 1
 
 
+def differ(rank, address, how):
+    """Two members of which the second does something else in the middle of the run."""
+    waits = {"min_replicas": 2, "quorum_timeout": 5.0 if how == "bits" else 60.0}
+    replicas, model = replicas_of(address, f"{how} {rank}", **waits), toy.model()
+    sync = QuantizedAverage(bits=4 if how == "bits" and rank else 2)
+    optimizer = optimizer_of(model, "dion", replicas, gate=FixedPeriod(PERIOD), sync=sync)
+    try:
+        replicas.start(optimizer)
+        for step in range(24):
+            if step == 8:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            if how == "loads" and step == 17 and rank:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            if how == "adds a group" and step == (10 if rank else 14):
+                new = {"params": [("new", nn.Parameter(torch.zeros(7)))], "algorithm": "adamw"}
+                optimizer.add_param_group(new)
+            toy.train(model, optimizer, [step], rank)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        if how != "bits":
+            dist.barrier()
+        replicas.close()
+    return zlib.crc32(agreed_on(optimizer, model).numpy())
+
+
+@pytest.mark.parametrize("how", ["loads", "adds a group"])
+def test_members_that_differ_for_a_while_hold_the_same_anchors_again(patient, how):
+    one, two = distributed.run(2, differ, patient, how)
+    assert isinstance(one, int)
+    assert one == two
+
+
+def fetch_fails(rank, address, folder):
+    """Two replicas of two ranks; a rank of the one that comes later cannot fetch its part."""
+    import curvadion.integrations.torchft as module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    replica, model = mesh["replicas"].get_local_rank(), toy.model()
+    fully_shard(model, mesh=mesh["shards"])
+    replicas = sharded_replicas(address, f"fetch {replica}", mesh, begins=replica == 0)
+    gate, sync = FixedPeriod(PERIOD), QuantizedAverage()
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
+    while replica == 1 and not Path(folder, "go").exists():
+        time.sleep(0.05)
+    load, calls = module._Transport._load_from_address, []
+
+    def broken(address, timeout):
+        calls.append(address)
+        if rank == 3 and len(calls) == 1:
+            raise OSError("the donor died")
+        return load(address, timeout)
+
+    with mock.patch.object(module._Transport, "_load_from_address", staticmethod(broken)):
+        replicas.start(optimizer)
+        begun = optimizer.progress.steps
+        while not Path(folder, "enough").exists():
+            toy.train(model, optimizer, [optimizer.progress.steps], replica)
+            if optimizer.progress.steps > 10:
+                Path(folder, "go").touch()
+            if begun and replicas.present == 2 and optimizer.report.gate_open:
+                Path(folder, "enough").touch()
+            time.sleep(0.02)
+    replicas.close()
+    return begun
+
+
+def test_a_rank_that_cannot_fetch_its_part_lets_its_replica_try_again(lighthouse, tmp_path):
+    begun = distributed.run(4, fetch_fails, lighthouse, str(tmp_path))
+    assert begun[:2] == [0, 0]
+    assert begun[2] == begun[3] > 10
+
+
+def split_the_first(name, module, mesh):
+    """Shard one weight; torch replicates the others."""
+    if name == "linear":
+        weight = distribute_tensor(module.weight.detach(), mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+
+
+def refused(rank, address, how):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    model = toy.model()
+    if how == "sharded":
+        fully_shard(model, mesh=mesh["shards"])
+    if how == "copies":
+        distribute_module(model, mesh["shards"], split_the_first)
+    replicas = sharded_replicas(address, how, mesh)
+    direction = "low_rank" if how == "sharded" else "polar"
+    more = {"gate": FixedPeriod(PERIOD), "sync": QuantizedAverage(), "direction": direction}
+    optimizer = optimizer_of(model, "dion", replicas, **more)
+    try:
+        with pytest.raises(ValueError) as caught:
+            replicas.start(optimizer)
+        return str(caught.value)
+    finally:
+        replicas.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("sharded", 'come and go need direction="polar"'),
+        ("copies", "every parameter sharded over"),
+        ("whole", "Each of the 2 ranks of this replica holds the whole model"),
+    ],
+)
+def test_states_that_ranks_would_copy_from_different_replicas_are_refused(lighthouse, how, says):
+    assert all(says in told for told in distributed.run(2, refused, lighthouse, how))
+
+
 # -------------------------------------------------------------------- errors
 
 
@@ -486,6 +636,12 @@ def test_a_replica_that_differs_says_so():
         optimizer._create_states(optimizer._present_plan())
     with pytest.raises(ValueError, match=r"differs from the others.*\(8, 8\).*\(4, 4\)"):
         take_over(two, hand_over(one))
+
+
+def test_a_replica_with_another_sync_says_so(patient):
+    one, two = distributed.run(2, differ, patient, "bits")
+    assert "No opening could begin" in one  # it was the only other one
+    assert "bits=4" in two and "bits=2" in two
 
 
 def test_a_step_before_the_start_is_an_error(lighthouse):

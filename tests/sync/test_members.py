@@ -1,5 +1,7 @@
 """A sync among members that come and go, over process groups that the test chooses."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,14 +103,16 @@ def test_residuals_stay_shares_of_the_mean_that_they_are_from(rank):
     assert (one - expected).norm() < 0.15 * expected.norm()  # in codes of eight bits
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(("delay", "local_step"), [(0, "dion"), (1, "dion"), (0, "gradient")])
 @distributed.on_ranks(2)
-def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(rank, delay):
+def test_who_catches_up_holds_the_same_anchors_and_keeps_what_is_its_own(rank, delay, local_step):
     """A member that misses two openings, and catches up by the records of the other."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     members, model = Chosen(dist.group.WORLD), toy.model()
     sync, gate = QuantizedAverage(fragments=3, delay=delay), FixedPeriod(2)
-    optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
+    optimizer = CurvaDion(
+        toy.groups(model), replicas=members, sync=sync, gate=gate, local_step=local_step
+    )
     first, second, last = 6 + delay, 10 + delay, 14 + delay  # when what was sent has arrived
     toy.train(model, optimizer, range(first), rank)
     members.group, count = alone, len(members.records)
@@ -223,3 +227,43 @@ def test_a_newcomers_first_mean_is_that_of_the_others(rank):
     (anchor, g), (there, _) = distributed.gathered((optimizer.state[x]["anchor"], x.grad))
     assert anchor.equal(there)
     assert (anchor + 0.1 * g).norm() < 0.02 * g.norm() * 0.1
+
+
+@distributed.on_ranks(2)
+def test_an_interrupted_opening_is_not_written(rank):
+    members = Chosen(dist.group.WORLD)
+    x, optimizer = vector(rank, members, period=1)
+    optimizer.step()
+    state = optimizer.state[x]
+    held = {key: state[key].clone() for key in ("residual", "anchor")}
+    begin = members.begin
+
+    def begin_interrupted():
+        opening = begin()
+        opening.agree = mock.Mock(side_effect=KeyboardInterrupt)
+        return opening
+
+    members.begin = begin_interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    members.begin = begin
+    optimizer.state_dict()  # as a handler does that saves before it ends the process
+    assert all(state[key].equal(was) for key, was in held.items())
+
+
+@distributed.on_ranks(2)
+def test_members_synchronise_after_a_group_has_been_added(rank):
+    members, model = Chosen(dist.group.WORLD), toy.model()
+    gate, sync = FixedPeriod(4), QuantizedAverage()
+    optimizer = CurvaDion(toy.groups(model), replicas=members, sync=sync, gate=gate)
+    toy.train(model, optimizer, range(6), rank)
+    new = nn.Parameter(torch.zeros(7))
+    optimizer.add_param_group({"params": [("new", new)], "algorithm": "adamw"})
+    optimizer.eval()
+    toy.assert_bitwise_equal(*distributed.gathered(toy.weights(model)))
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+def test_a_weight_that_is_no_share_is_refused(weight):
+    with pytest.raises(ValueError, match=r"replicas\.weight="):
+        Chosen(None).weight = weight

@@ -1,4 +1,4 @@
-"""From an engine's configuration to an optimizer, or to an error that names the key."""
+"""Build an optimizer from an engine's configuration, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LARGEST_RATES = ("warmup_max_lr", "cycle_max_lr")
 
 
 def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
-    """The optimizer that the JSON describes in ``optimizer``; errors name the key."""
+    """Build the optimizer of the JSON's ``optimizer`` entry; errors name the key."""
     kind = KINDS[engine.optimizer_name()]
     params = dict(engine.optimizer_params() or {})
     unknown = engine._config._param_dict["optimizer"].keys() - {"type", "params", "legacy_fusion"}
@@ -71,7 +71,7 @@ def from_json(engine: Any, model_parameters: Sequence[Any]) -> Dion:
 
 
 def _warn_of_one_rate(engine: Any, optimizer: Dion) -> None:
-    """Warn if a scheduler of DeepSpeed gives one rate to groups that have several."""
+    """Warn if a DeepSpeed scheduler sets one rate for groups with different rates."""
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     params = engine.scheduler_params() or {}
     for key in LARGEST_RATES:
@@ -100,7 +100,7 @@ def _choice(argument: str, value: object) -> Any:
 
 
 def _groups(module: Any, given: Sequence[Any], routing: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parameter groups of the given parameters, routed by the module that owns each."""
+    """Group the given parameters by the modules that own them."""
     if any(isinstance(item, dict) for item in given):
         if routing:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DeepSpeedEngine learns the names CurvaDion and Dion, and an optimizer meets its engine."""
+"""Registering CurvaDion and Dion with DeepSpeed, and attaching optimizers to engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def register() -> None:
     for hook in (_is_supported_optimizer, _configure_basic_optimizer, _configure_optimizer):
         wrap_method(deepspeed.DeepSpeedEngine, hook.__name__, hook)
     replicas.patch(Init, GatheredParameters)
-    # ZeRO asks for zero_allow_untested_optimizer unless it knows the class.
+    # For unknown classes ZeRO requires zero_allow_untested_optimizer.
     utils.ZERO_SUPPORTED_OPTIMIZERS.extend(KINDS.values())
 
 
@@ -60,7 +60,7 @@ def _configure_optimizer(
 
 
 def _hold(optimizer: Dion) -> Dion:
-    """Let ``step`` do nothing until attached: a bfloat16 engine calls it while it is built."""
+    """Disable ``step`` until attached, because a bfloat16 engine calls it during construction."""
     setattr(optimizer, "step", MethodType(lambda self, closure=None: None, optimizer))  # noqa: B010
     return optimizer
 
@@ -79,8 +79,8 @@ def _attach(engine: Any, optimizer: Dion) -> None:
 
 
 def _attach_whole(engine: Any, optimizer: Dion) -> None:
-    """Keep gradients in their replica, and make the engine's clipping the same on all replicas."""
-    # Several ranks of one replica have their gradients averaged among them.
+    """Keep gradients local, and make the engine's clipping the same on all replicas."""
+    # Gradients are averaged over the ranks of one replica.
     engine.enable_backward_allreduce = divided(engine)
     if engine.optimizer is not optimizer:
         _step_on_masters(engine.optimizer, optimizer)
@@ -94,7 +94,7 @@ def _attach_whole(engine: Any, optimizer: Dion) -> None:
 
 
 def _step_on_masters(wrapper: Any, optimizer: Dion) -> None:
-    """Step on the float32 copies of a bfloat16 engine, whose own step skips on each rank alone."""
+    """Step on a bfloat16 engine's float32 masters; its own step would skip on each rank alone."""
 
     def step(self: Any, closure: Any = None) -> None:
         self.overflow = False
@@ -125,15 +125,15 @@ def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def _synchronize_before_saving(engine: Any, optimizer: Dion) -> None:
-    """Only one replica's weights and state are written, and all load these: they must agree."""
+    """Synchronise before saving, because one replica's weights and state are saved for all."""
 
     def agree() -> None:
         optimizer.synchronize(exact=True)
         if optimizer._replicas.replica.number > 0:
-            # From stage 1 on each replica would write files of the same names.
+            # From stage 1 on replicas would write files with the same names.
             engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
 
     run_before(engine, "save_checkpoint", agree)
-    # Accelerate gathers weights without save_16bit_model, also on all ranks.
+    # Accelerate gathers weights on all ranks without save_16bit_model.
     for name in ("save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
         run_before(engine, name, optimizer.eval)

@@ -1,8 +1,8 @@
-"""``replica_size``: DeepSpeed shards and averages inside a replica, the optimizer between them.
+"""``replica_size``: DeepSpeed shards and averages inside replicas, the optimizer between them.
 
-DeepSpeed tells the ranks that read data of their own, which batch sizes count, from those over
-which it shards and averages gradients (``engine.seq_data_parallel_group``): here one replica.
-``deepspeed.zero.Init`` shards over it, too.
+DeepSpeed distinguishes the ranks that read their own data, which determine batch sizes, from those
+over which it shards and averages gradients (``engine.seq_data_parallel_group``): here one replica.
+``deepspeed.zero.Init`` also shards over it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from curvadion.optim.dion import Dion
 REPLICA_SIZE = "replica_size"
 KEY = f"optimizer.params.{REPLICA_SIZE}"
 _BETWEEN = "_curvadion_between_replicas"  # an attribute of engines
-_inside: list[list[int]] = []  # the ranks of this rank's replica, wherever there are several
-# DeepSpeed shards a whole model by itself, and does not tell Init the engine's group.
+_inside: list[list[int]] = []  # the ranks of this rank's replica, for jobs with several
+# When DeepSpeed itself shards an unsharded model, it does not tell Init the engine's group.
 _engines: list[dist.ProcessGroup | None] = []
-# Groups of gloo over the ranks of others.
+# gloo groups over the ranks of other groups.
 _on_cpu: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 
 
 def replica_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This replica's ranks, and those with the same shards, one of each replica; collective."""
+    """This replica's ranks, and the ranks with the same shards in all replicas; collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     first, place = rank - rank % size, rank % size
-    # Groups of one rank are groups too, because DeepSpeed wants one.
+    # Also groups of one rank, because DeepSpeed needs a group.
     inside, between = (
         existing_group(ranks) or new_group(ranks)
         for ranks in (range(first, first + size), range(place, world, size))
@@ -54,7 +54,7 @@ def of_a_replica(p: Any) -> bool:
 
 
 def reaching(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """``group`` if it takes tensors on ``device``, else a gloo group of its ranks; collective."""
+    """``group`` if it supports ``device``, else a gloo group of its ranks; collective."""
     if f"{device.type}:" in str(dist.get_backend_config(group)):
         return group
     if group not in _on_cpu:
@@ -64,7 +64,7 @@ def reaching(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
 
 
 def divided(engine: Any) -> bool:
-    """Whether DeepSpeed averages gradients inside replicas, of which there are several."""
+    """Whether there are several replicas, inside which DeepSpeed averages gradients."""
     return hasattr(engine, _BETWEEN)
 
 
@@ -76,10 +76,10 @@ def between_replicas(engine: Any) -> dist.ProcessGroup | None:
 
 
 def divide_into_replicas(engine: Any, client: Dion | None) -> None:
-    """Divide the engine's ranks into replicas, as the JSON or an optimizer made in code says."""
+    """Divide the engine's ranks into replicas, by the JSON or by an optimizer built in code."""
     world, stage = dist.get_world_size(), engine.zero_optimization_stage()
     size = size_in(engine.optimizer_params(), world) if client is None else _size_of(client, stage)
-    # A rank that differs would create other groups than those that the rest waits for.
+    # A rank that differs would create other groups than the rest waits for.
     if not all_ranks_equal((stage, size), dist.group.WORLD, engine.device):
         raise ValueError(
             f"{KEY}={size} and zero_optimization.stage={stage} on this rank differ from another "
@@ -94,7 +94,7 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
     setattr(engine, _BETWEEN, between)
     _average_inside(engine)
     _check_shards(engine)
-    if stage == 3:  # zero.Init has shared weights inside each replica only: take the first's
+    if stage == 3:  # zero.Init broadcast weights inside each replica only: use the first replica's
         for p in engine.module.parameters():
             if (shard := getattr(p, "ds_tensor", None)) is not None:
                 for held in [shard, p] if p.ds_status.name == "AVAILABLE" else [shard]:
@@ -102,7 +102,7 @@ def divide_into_replicas(engine: Any, client: Dion | None) -> None:
 
 
 def size_in(params: Any, world: int) -> int | None:
-    """Ranks of a replica by ``optimizer.params``; None leaves it to DeepSpeed."""
+    """The ranks per replica in ``optimizer.params``; None leaves it to DeepSpeed."""
     if (size := (params or {}).get(REPLICA_SIZE)) is None:
         return None
     checks.integer(KEY, size, 1)
@@ -112,13 +112,13 @@ def size_in(params: Any, world: int) -> int | None:
 
 
 def _size_of(client: Dion, stage: int) -> int | None:
-    """Ranks of a replica if the optimizer's replicas divide all ranks like the key would."""
+    """The ranks per replica if the optimizer's replicas divide all ranks as the key would."""
     replicas, rank, world = client._replicas.process_group, dist.get_rank(), dist.get_world_size()
     if replicas is None or replicas.size() == 1:
         return None
     size = world // replicas.size()
     if size == 1 and stage == 0:
-        return None  # as it is without the key
+        return None  # as without the key
     found = dist.get_process_group_ranks(replicas)
     return size if found == [*range(rank % size, world, size)] else None
 
@@ -137,7 +137,7 @@ def _check_shards(engine: Any) -> None:
 
 
 def _average_inside(engine: Any) -> None:
-    """Average inside what the engine averages itself, at stage 0 and for BF16_Optimizer."""
+    """Restrict the engine's own averaging to a replica, at stage 0 and for BF16_Optimizer."""
     inside = engine.seq_data_parallel_group
     here = {"dp_group": inside, "dp_world_size": inside.size()}
 
@@ -150,7 +150,7 @@ def _average_inside(engine: Any) -> None:
 
 @contextmanager
 def sharding_over(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, models are sharded over these ranks if nothing else is said; None: over all."""
+    """Inside, models are sharded over these ranks by default; None: over all ranks."""
     _engines.append(group)
     try:
         yield
@@ -159,7 +159,7 @@ def sharding_over(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def patch(init_class: Any, gathered_class: Any) -> None:
-    """Let Init know ``replica_size``, and GatheredParameters reach all replicas."""
+    """Make Init respect ``replica_size``, and GatheredParameters reach all replicas."""
     wrap_method(init_class, "__init__", _init)
     wrap_method(init_class, "patch_init_and_builtins", _patch_apply)
     wrap_method(gathered_class, "__init__", _gather)
@@ -204,7 +204,7 @@ def _gather(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Users name a rank of all, DeepSpeed one of a replica."""
+    """Translate the user's global rank, where DeepSpeed expects a rank of one replica."""
     params = [params] if isinstance(params, Tensor) else list(params)
     self._curvadion_source = modifier_rank if any(map(of_a_replica, params)) else None
     inside = modifier_rank if self._curvadion_source is None else 0
@@ -221,8 +221,8 @@ def _leave(theirs: Callable[..., Any], self: Any, *raised: Any) -> Any:
 def _patch_apply(theirs: Callable[..., Any], self: Any) -> None:
     theirs(self)
     if self.override_module_apply and self.dp_world_size < dist.get_world_size():
-        original = getattr(nn.Module, "_old_apply")  # noqa: B009  # which DeepSpeed puts back
-        # DeepSpeed's own broadcasts from rank 0, which only the group of the first replica has.
+        original = getattr(nn.Module, "_old_apply")  # noqa: B009  # which DeepSpeed restores
+        # DeepSpeed's version broadcasts from rank 0, which is only in the first replica's group.
         apply = lambda module, function: original(module, _on_gathered(function))  # noqa: E731
         setattr(nn.Module, "apply", apply)  # noqa: B010
 
@@ -243,7 +243,7 @@ def _on_gathered(function: Any) -> Any:
 
 
 def check_engine(engine: Any) -> None:
-    """Raise ValueError, naming the key, for a mode of DeepSpeed in which no update is right."""
+    """Raise ValueError, naming the key, for an unsupported mode of DeepSpeed."""
     settings = engine._config
     zero, stage = settings.zero_config, engine.zero_optimization_stage()
     half = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16
@@ -276,7 +276,7 @@ def check_engine(engine: Any) -> None:
 
 
 def check_with_replicas(engine: Any, size: int) -> None:
-    """Raise ValueError, naming the key, for a mode that replicas of ``size`` ranks rule out."""
+    """Raise ValueError, naming the key, for a mode that does not work with replicas."""
     zero, checkpoint = engine._config.zero_config, engine._config.checkpoint_config
     sequences = engine.sequence_parallel_size > 1 or engine.mesh_device is not None
     secondary = (zero.zero_hpz_partition_size or 1) > 1

@@ -1,9 +1,9 @@
-"""ZeRO 1, 2 and 3: ZeRO hands over partitions and gradients, and one optimizer step takes them.
+"""ZeRO 1, 2 and 3: one optimizer step on all of ZeRO's partitions.
 
-ZeRO gives the optimizer flat partitions, and calls its step once for each of them. Every range of a
-parameter in a partition becomes a parameter of its own here: a flat shard, and a view of the
-partition. The optimizer steps on these, once ZeRO has handed over the last partition with its
-gradient. Several replicas decide as one how to clip, and whether to leave out a step.
+ZeRO gives the optimizer flat partitions, and calls its step once for each of them. Here every range
+of a parameter in a partition becomes a separate parameter: a flat shard, and a view of the
+partition. The optimizer steps on these once ZeRO has passed the last partition with its gradient.
+Replicas jointly decide how to clip and whether to skip a step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def attach(engine: Any, optimizer: Dion) -> None:
         _count_skipped_steps(zero, shards, tolerate=engine.fp16_enabled())
         return
     if engine.fp16_enabled():
-        setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler looks for its scale
+        setattr(optimizer, "found_inf", None)  # noqa: B010  # a loss scaler drives the steps
     for name in ("synchronize", "broadcast_weights"):
         run_after(optimizer, name, lambda _: publish(zero, partitions))
     _decide_with_all_replicas(zero, shards, partitions)
@@ -54,7 +54,7 @@ def attach(engine: Any, optimizer: Dion) -> None:
 
 
 def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
-    """ZeRO does not call the optimizer at a step with a non-finite gradient; count it here."""
+    """Count steps with a non-finite gradient, at which ZeRO does not call the optimizer."""
 
     def step(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         shards.begin()
@@ -67,7 +67,7 @@ def _count_skipped_steps(zero: Any, shards: Shards, *, tolerate: bool) -> None:
 
 
 def _decide_with_all_replicas(zero: Any, shards: Shards, partitions: list[Partition]) -> None:
-    """ZeRO's step clips and skips by the gradients of its replica; replicas do both as one."""
+    """Make replicas clip and skip jointly; ZeRO would decide by one replica's gradients."""
 
     def step(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         max_norm, zero.clip_grad, norms = zero.clip_grad, 0.0, []
@@ -80,7 +80,7 @@ def _decide_with_all_replicas(zero: Any, shards: Shards, partitions: list[Partit
             result = theirs(*args, **kwargs)
         finally:
             zero.clip_grad = max_norm
-        if not shards.stepped:  # other replicas are waiting, or send what arrives now
+        if not shards.stepped:  # other replicas are waiting or have sent their means
             shards.step_with_nan()
             publish(zero, partitions)
         if norms:
@@ -92,7 +92,7 @@ def _decide_with_all_replicas(zero: Any, shards: Shards, partitions: list[Partit
 
 
 class Shards:
-    """The optimizer's parameters as ranges of ZeRO's partitions, and the gradients it awaits."""
+    """The optimizer's parameters as ranges of ZeRO's partitions, and the pending gradients."""
 
     def __init__(
         self, optimizer: Dion, partitions: list[Partition], names: dict[Tensor, str]
@@ -111,31 +111,31 @@ class Shards:
             self._groups.append({**group, "params": views, "param_names": own})
 
     def begin(self, before_step: Callable[[], object] | None = None) -> None:
-        """A logical step begins; before_step is called once all gradients are there."""
+        """Begin a logical step; before_step is called once all gradients have arrived."""
         self.stepped, self._before_step = False, before_step
         self._zero_groups = list(self.optimizer.param_groups)
         self._gradients.clear()
 
     def receive(self) -> None:
-        """Take the gradients of the partitions that are set now; step once all are there."""
+        """Collect the gradients of the current partitions; step once all have arrived."""
         for group in self.optimizer.param_groups:
             for flat in group["params"]:
                 self._gradients[id(flat)] = flat.grad
         if len(self._gradients) < len(self._partitions):
             return
         self._step()
-        # ZeRO published the earlier ones earlier, before the step.
+        # ZeRO published the earlier ones before the step.
         for partition in self._partitions:
             partition.publish()
 
     def step_with_nan(self) -> None:
-        """Step where ZeRO has found a gradient that is not finite, and dropped all."""
+        """Step after ZeRO found a non-finite gradient and dropped all gradients."""
         for partition in self._partitions:
             self._gradients[id(partition.flat)] = torch.full_like(partition.flat, torch.nan)
         self._step()
 
     def _step(self) -> None:
-        self.stepped = True  # also where it raises
+        self.stepped = True  # also if the step raises
         with self.in_place():
             for views, partition in zip(self._views, self._partitions, strict=True):
                 gradient = self._gradients[id(partition.flat)]
@@ -151,14 +151,14 @@ class Shards:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The optimizer's groups are those of the shards inside; hyperparameters are shared."""
+        """Inside, the optimizer's groups hold the shards; hyperparameters are shared."""
         optimizer = self.optimizer
         during, before = optimizer.param_groups, self._zero_groups
         if len(during) == len(before):
             before = during
         _share(before, self._groups)
         for views, partition in zip(self._views, self._partitions, strict=True):
-            optimizer.state.pop(partition.flat, None)  # ZeRO looks for state there, which makes it
+            optimizer.state.pop(partition.flat, None)  # ZeRO's look-up has created a state there
             for view, held in zip(views, _held(partition, partition.flat), strict=True):
                 if view.data_ptr() != held.data_ptr():  # ZeRO has moved the partition
                     view.data = held
@@ -190,7 +190,7 @@ def _share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, stop) of a parameter; other ranks of ``group`` have the others, or none."""
+    """Elements [start, stop) of a parameter; the other ranks of ``group`` hold the rest."""
 
     parameter: Tensor
     shape: tuple[int, ...]
@@ -206,11 +206,11 @@ class Partition:
 
     flat: Tensor
     param_group: int  # position of the optimizer's group that it comes from
-    ranges: tuple[Range, ...]  # what it holds, in an order that all ranks share
-    publish: Callable[[], object]  # copies it to where ZeRO gathers the model's weights from
+    ranges: tuple[Range, ...]  # its contents, in an order that all ranks share
+    publish: Callable[[], object]  # copies it to the buffer from which ZeRO gathers the weights
 
 
-# Names of masters, parameters and their shares at stages 1 and 2, and in the BF16_Optimizer.
+# Attributes with masters, parameters and their shares at stages 1 and 2, and in BF16_Optimizer.
 _FLAT = {
     "single_partition_of_fp32_groups": ("bit16_groups", "parallel_partitioned_bit16_groups"),
     "fp32_groups_flat_partition": ("bf16_groups", "bf16_partitioned_groups"),
@@ -232,7 +232,7 @@ def partitions_of(zero: Any) -> list[Partition]:
 
 def _stage_1_and_2(zero: Any, masters: str, parameters: str, shares: str) -> Iterator[Partition]:
     def publish(i: int, master: Tensor) -> None:
-        # Into the buffer as it is then: offloading weights exchanges it.
+        # Looked up at each call, because offloading weights replaces the buffer.
         mine = dist.get_rank(zero.real_dp_process_group[i])
         getattr(zero, shares)[i][mine].data.copy_(master.data)
 
@@ -247,7 +247,7 @@ def _contiguous(
     parameters: Sequence[Tensor], flat: Tensor, size: int, group: dist.ProcessGroup
 ) -> tuple[Range, ...]:
     """Ranges of a partition that is this rank's share, ``size`` long, of a flat buffer."""
-    # Parameters are asked where in the buffer they lie: order and gaps depend on settings.
+    # Offsets are read from the parameters, because order and gaps depend on settings.
     first = dist.get_rank(group) * size
     ranges = []
     for p in parameters:
@@ -262,7 +262,7 @@ def _contiguous(
 
 
 def _stage_3(zero: Any) -> Iterator[Partition]:
-    """Every parameter is sharded by itself in equal shares; a sub-group is a row of such shares."""
+    """Every parameter is sharded separately into equal shares; a sub-group is a row of shares."""
     for i, master in enumerate(zero.fp32_partitioned_groups_flat):
         ranges, offset = [], 0
         for p in zero.fp16_groups[i]:
@@ -279,7 +279,7 @@ def _stage_3(zero: Any) -> Iterator[Partition]:
 
 
 def publish(zero: Any, partitions: Sequence[Partition]) -> None:
-    """Give the model the master weights, as ZeRO's step does at its end; collective."""
+    """Copy the master weights to the model, as at the end of ZeRO's step; collective."""
     if hasattr(zero, "update_lp_params"):
         zero.update_lp_params()
         return
