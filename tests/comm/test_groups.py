@@ -54,9 +54,6 @@ class Layout:
         train(kind(X, replicas=self.replicas, **options), self.replica, sharding=self.sharding)
 
 
-# ------------------------------------------------------------------------ who must make them
-
-
 def two_shardings():
     """The union of the two dimensions is not the world, whose last rank has no optimizer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
@@ -123,9 +120,6 @@ def test_a_group_has_the_timeout_of_those_that_it_is_made_of(rank):
         assert timeout_of([union]) == long
 
 
-# ------------------------------------------------------------------------ how long they last
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux tells how many there are")
 @distributed.on_ranks(2)
 def test_groups_and_threads_end_with_the_group_that_the_user_destroys(rank):
@@ -176,9 +170,6 @@ def test_threads_of_gloo_end_before_the_interpreter_does():
     if None in ended:
         pytest.skip("this torch does not name gloo's threads")
     assert ended == [True, True]
-
-
-# ------------------------------------------------------------------------ one order
 
 
 # What completes where collectives of one rank never overlap: all without a delay, and one delay
