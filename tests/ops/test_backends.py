@@ -33,9 +33,6 @@ def python(code, **environment):
     return said.stdout + said.stderr
 
 
-# ---------------------------------------------------------------- selection
-
-
 @needs_library
 def test_the_cpu_takes_compiled_codes(monkeypatch):
     M, G, X, _ = lists()
@@ -85,8 +82,6 @@ def test_torch_needs_no_triton():
     assert "install triton" in python(code)
 
 
-# ---------------------------------------------------------------- building
-
 USE = """
     import torch
     from curvadion import ops
@@ -119,9 +114,6 @@ def test_other_flags_are_another_library(monkeypatch):
     assert native.digest("cpu") != before
 
 
-# ---------------------------------------------------------------- arguments
-
-
 def test_writing_counts_as_a_change_for_autograd():
     """A weight changed between forward and backward must not pass silently."""
     X = torch.ones(3, requires_grad=True)
@@ -130,9 +122,6 @@ def test_writing_counts_as_a_change_for_autograd():
         ops.local_step_([X], [torch.ones(3)], [0.1], [1.0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-# ---------------------------------------------------------------- torch.compile
 
 
 def test_torch_compile_takes_operations():
