@@ -80,9 +80,6 @@ def test_every_layout_takes_the_norm_of_whole_replicas(layout):
         assert (sent, calls) == ((0, 0) if alone else (8, 1))
 
 
-# ---------------------------------------------------------------- replicas of different gradients
-
-
 def model_of(dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 5)).to(dtype)
@@ -113,9 +110,6 @@ def test_one_factor_for_all_replicas(rank, dtype, missing):
     for name, G in gradients_of(model).items():
         assert G.dtype == dtype
         assert_close(G, before[name].double() * 3.0 / (norm + 1e-6), Rounding(dtype), what=name)
-
-
-# ---------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize(
