@@ -57,9 +57,6 @@ def quietly(function, *args, **kwargs):
     return [str(w.message) for w in told if "torch.distributed is disabled" not in str(w.message)]
 
 
-# ---------------------------------------------------------------- every pair of kinds
-
-
 def write(rank, folder, agreed):
     """Save every kind, as one state of each rank and as a distributed checkpoint."""
     drifted = {}
@@ -179,9 +176,6 @@ def test_every_pair_goes_on_or_says_why_not(folders, way, agreed):
         assert ["another sync" in text for text in found.told] == [True] * another_sync, pair
 
 
-# ---------------------------------------------------------------- which values count
-
-
 def trained_state(optimizer, model):
     toy.train(model, optimizer, range(2))
     return optimizer.state_dict()
@@ -235,9 +229,6 @@ def test_anchors_that_a_tool_put_beside_a_state_are_not_believed():
     toy.train(resumed, into, range(2, 5))
     for state in into.state.values():
         assert state["anchor"].abs().max() < 100
-
-
-# ---------------------------------------------------------------- groups changed in mid-run
 
 
 def test_a_sync_without_fragments_averages_what_fragments_had_moved():
