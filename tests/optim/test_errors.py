@@ -70,9 +70,6 @@ def says(name, value):
     return rf"(?s){name}.*({values})"
 
 
-# ---------------------------------------------------------------- the optimizers' arguments
-
-
 @pytest.mark.parametrize(("name", "value", "error"), ARGUMENTS, ids=identify)
 def test_constructor_names_argument_and_value(name, value, error):
     with pytest.raises(error, match=says(name, value)):
@@ -100,9 +97,6 @@ def test_period_longer_than_the_longest_local_run():
 def test_gates_and_syncs_name_argument_and_value(make, name, value, error):
     with pytest.raises(error, match=says(name, value)):
         make(**{name: value})
-
-
-# ---------------------------------------------------------------- parameters and groups
 
 
 @pytest.mark.parametrize(
@@ -177,9 +171,6 @@ def test_failed_add_param_group_changes_nothing(group):
     toy.assert_bitwise_equal(toy.weights(model), toy.weights(twin))
 
 
-# ---------------------------------------------------------------- steps
-
-
 def test_sparse_gradient_is_named():
     embedding = nn.Embedding(5, 4, sparse=True)
     group = {"params": [("words.weight", embedding.weight)], "algorithm": "adamw"}
@@ -250,9 +241,6 @@ def test_wrong_values_in_mid_run_change_nothing(key, value):
     group[key] = kept
     toy.assert_bitwise_equal(toy.states(optimizer), states)
     toy.train(model, optimizer, [2])
-
-
-# ---------------------------------------------------------------- checkpoints
 
 
 def test_state_of_another_optimizer():
