@@ -71,9 +71,6 @@ def assert_same(these, those):
     assert all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
 
-# ---------------------------------------------------------------- construction
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -87,9 +84,6 @@ def assert_same(these, those):
 )
 def test_params_in_any_form(form):
     assert_same(run(CurvaDion(form(matrices())), 3), run(CurvaDion(matrices()), 3))
-
-
-# ---------------------------------------------------------------- global settings of torch
 
 
 def life(options, setting, rank):
@@ -133,9 +127,6 @@ def test_global_switches_of_torch_change_no_bit(options):
             toy.assert_bitwise_equal(other, plain)
 
 
-# ---------------------------------------------------------------- learning rates
-
-
 @pytest.mark.numeric
 @pytest.mark.parametrize(
     ("schedule", "lr"),
@@ -170,9 +161,6 @@ def test_schedulers_drive_the_learning_rate(schedule, lr):
     for x, wanted, shape in zip(X, [r.X[0] for r in references] + Y[2:], shapes, strict=True):
         moved = float((wanted.detach() - weights(shape)).norm())
         assert_close(x, wanted, Rounding(torch.float32, terms=9, condition=8, steps=6), scale=moved)
-
-
-# ---------------------------------------------------------------- closures
 
 
 def test_closure_runs_with_gradients_and_its_loss_is_returned():
@@ -223,9 +211,6 @@ def test_hooks_fire():
     assert seen[-3:] == ["saved", "loading", "loaded"]
 
 
-# ---------------------------------------------------------------- gradients
-
-
 def test_no_gradient_outlives_zero_grad(make):
     """A cycle of references would keep all of them until Python looks for such."""
     X = matrices()
@@ -240,9 +225,6 @@ def test_no_gradient_outlives_zero_grad(make):
             assert not any(gradient() for gradient in gradients)
     finally:
         gc.enable()
-
-
-# ---------------------------------------------------------------- parameters without gradients
 
 
 def test_parameters_without_gradient_stay_untouched(make):
@@ -284,9 +266,6 @@ def test_frozen_parameters_are_skipped_until_they_thaw():
     assert not torch.equal(model.linear.weight, before["linear.weight"])
 
 
-# ---------------------------------------------------------------- copies
-
-
 def pickled(both):
     return pickle.loads(pickle.dumps(both))
 
@@ -303,9 +282,6 @@ def test_copy_continues_the_trajectory(duplicate):
     assert toy.train(twin, its_optimizer, range(4, 8)) == reports
     toy.assert_bitwise_equal(toy.weights(twin), toy.weights(model))
     toy.assert_bitwise_equal(toy.states(its_optimizer), toy.states(optimizer))
-
-
-# ---------------------------------------------------------------- states, loaded again and again
 
 
 def load_own(model, optimizer):
@@ -354,9 +330,6 @@ def test_keys_of_other_tools_are_kept_without_effect():
         assert {key: group[key] for key in foreign} == foreign
 
 
-# ---------------------------------------------------------------- distributed checkpoints
-
-
 def test_distributed_checkpoint_after_a_look_at_the_replicas():
     """It may not leave half a state behind, which torch would take for a whole one."""
     model = toy.model()
@@ -365,9 +338,6 @@ def test_distributed_checkpoint_after_a_look_at_the_replicas():
     state = get_optimizer_state_dict(model, optimizer)["state"]
     assert state.keys() == dict(model.named_parameters()).keys()
     assert all(state.values())
-
-
-# ---------------------------------------------------------------- dtypes
 
 
 @pytest.mark.parametrize(("wanted", "grown"), [("float32", 0.01), (None, 0.0)])
@@ -384,9 +354,6 @@ def test_wide_momentum_keeps_what_bfloat16_would_round_away(wanted, grown):
         assert not optimizer.report.gate_open
     growth = (optimizer.state[x]["momentum"].double() - before).mean().item()
     assert growth == pytest.approx(grown, rel=0.01)
-
-
-# ---------------------------------------------------------------- mixed precision
 
 
 def scaled_train(model, optimizer, scaler, steps, unscale=False):
