@@ -92,9 +92,6 @@ def train(rank, dtype, options, bits, steps=STEPS):
     return found
 
 
-# ------------------------------------------------------------------------------- the reference
-
-
 def sent(step, rank, before):
     """The gradients with what codes have lost, in blocks."""
     blocks = []
@@ -166,9 +163,6 @@ def test_replicas_step_along_the_references_means(ranks, bits, dtype, direction)
                 assert_close(after[0][name][key], state[key], rounding, what=(step, name, key))
 
 
-# ------------------------------------------------------------------------------- shards
-
-
 @pytest.mark.parametrize(
     ("setup", "layout"),
     [
@@ -209,9 +203,6 @@ def test_shards_share_means_with_their_like(rank, setup, layout):
             assert (local(x.grad) - mean).norm() <= 0.05 * mean.norm()
 
 
-# ------------------------------------------------------------------------------- bytes
-
-
 @pytest.mark.parametrize(
     ("options", "bits"),
     [({}, 3), ({"wire_budget": 0.5}, 8), ({"wire_budget": 0.2}, 3)],
@@ -233,9 +224,6 @@ def test_a_step_sends_the_codes_and_what_replicas_agree_on(rank, options, bits):
     assert meter.total_sent <= options.get("wire_budget", 1.0) * 4 * sum(sizes)
 
 
-# ------------------------------------------------------------------------------- exact means
-
-
 @distributed.on_ranks(2)
 def test_an_exact_synchronisation_keeps_what_codes_owe(rank):
     X = start(torch.float32)
@@ -254,9 +242,6 @@ def test_an_exact_synchronisation_keeps_what_codes_owe(rank):
         mean = sum(of[name]["residual"] for of in each) / 2
         assert mean.norm() > 0
         assert_close(after[name]["residual"], mean, Rounding(torch.float32))
-
-
-# ------------------------------------------------------------------------------- errors
 
 
 def test_a_gate_that_may_close_is_refused():
