@@ -53,9 +53,6 @@ def assert_agree(X):
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
-# -------------------------------------------------------------------- every second use
-
-
 @pytest.mark.parametrize("gate", [RMMC(0.0), ByteBudget(0.3)], ids=repr)
 @distributed.on_ranks(2)
 def test_replicas_agree_whenever_they_are_asked(rank, gate):
@@ -82,9 +79,6 @@ def test_a_broadcast_takes_the_place_of_what_is_under_way(rank):
     train(X, optimizer, rank, range(4, 9))
     optimizer.synchronize()
     assert_agree(X)
-
-
-# -------------------------------------------------------------------- when something goes wrong
 
 
 @pytest.mark.parametrize("at", [(3,), (5,), (6, 7, 8)], ids=str)
@@ -170,9 +164,6 @@ def test_a_process_that_ends_with_something_under_way_ends_well(tmp_path):
         said = fresh.finish(process, 90)
         assert said.returncode == 0, said.stderr
         assert said.stdout.strip() == "took 9" and "terminate" not in said.stderr
-
-
-# -------------------------------------------------------------------- beside the training
 
 
 @distributed.on_ranks(2)
