@@ -16,8 +16,6 @@ from curvadion.sync.meeting import MEETING_BYTES, WORDS_BYTES
 from raised import told
 from two_replicas import RANKS, Replica
 
-# -------------------------------------------------------------------- what it tells
-
 
 class Prescribed(Gate):
     """Has the signals that it is given."""
@@ -96,9 +94,6 @@ def test_signals_that_are_not_one_a_matrix_are_an_error():
         tell(optimizer, X, [0.0])
 
 
-# -------------------------------------------------------------------- what it sends
-
-
 @pytest.mark.parametrize("layout", RANKS)
 def test_a_meeting_sends_24_bytes(layout):
     distributed.run(RANKS[layout], count, layout)
@@ -115,9 +110,6 @@ def count(rank, layout):
             replica.step(step)
         wanted = MEETING_BYTES + norms + (0 if step else first)
         assert meter.bytes_by_collective["all_reduce"] == wanted
-
-
-# -------------------------------------------------------------------- ranks that differ
 
 
 class Remembering(FixedPeriod):
