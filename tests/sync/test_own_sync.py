@@ -84,8 +84,6 @@ class OuterMomentum(curvadion.Sync):
         return f"OuterMomentum(outer_lr={self.outer_lr}, beta={self.beta})"
 
 
-# -------------------------------------------------------------------- runs
-
 SHAPES = {"tall": (12, 8), "wide": (5, 9), "square": (8, 8), "vector": (7,)}
 NUMBERS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 PERIOD, STEPS = 3, 11
@@ -138,9 +136,6 @@ def assert_same(these, those):
         assert tensor.dtype == those[key].dtype and tensor.equal(those[key]), key
 
 
-# -------------------------------------------------------------------- where it goes
-
-
 @distributed.on_ranks(2)
 def test_replicas_agree_at_openings_and_when_they_are_asked(rank):
     X = parameters()
@@ -176,9 +171,6 @@ def test_shards_of_replicas_take_the_trajectory_of_whole_ones():
     )
 
 
-# -------------------------------------------------------------------- what it sends
-
-
 @distributed.on_ranks(2)
 def test_an_opening_sends_the_pseudo_gradients_and_a_budget_knows_it(rank):
     X = parameters()
@@ -193,9 +185,6 @@ def test_an_opening_sends_the_pseudo_gradients_and_a_budget_knows_it(rank):
             assert meter.total_sent == (MEETING_BYTES + 4 * NUMBERS) * opened
     assert optimizer.gate.open_cost == pytest.approx(1.0 + MEETING_BYTES / (4 * NUMBERS))
     assert 4 <= openings <= 0.45 * 24
-
-
-# -------------------------------------------------------------------- copies and checkpoints
 
 
 def disturb(rank, at, resumes):
