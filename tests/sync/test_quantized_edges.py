@@ -47,9 +47,6 @@ def values(X):
     return [x.detach().clone() for x in X]
 
 
-# ---------------------------------------------------------------------------- learning rates
-
-
 @pytest.mark.parametrize(("lr", "period"), [(0.0, 3), (1e-30, 3), (1e-12, 1)])
 @distributed.on_ranks(2)
 def test_a_rate_of_next_to_nothing_keeps_weights_where_they_are(rank, lr, period):
@@ -63,9 +60,6 @@ def test_a_rate_of_next_to_nothing_keeps_weights_where_they_are(rank, lr, period
         step(X, optimizer, number, rank)
     for x, y in zip(X, reached, strict=True):
         assert (x - y).norm() < 0.05 * y.norm()  # no more than what codes make up for
-
-
-# ------------------------------------------------------------------- parameters come and go
 
 
 @pytest.mark.parametrize("at", [3, 4])
@@ -123,9 +117,6 @@ def test_replicas_agree_though_fragments_were_dealt_anew(rank, change):
         optimizer.load_state_dict(saved)
     optimizer.synchronize(exact=False)
     assert all(map(torch.equal, *distributed.gathered(X)))
-
-
-# --------------------------------------------------------------------------- other surprises
 
 
 @pytest.mark.parametrize("direction", ["low_rank", "polar"])
