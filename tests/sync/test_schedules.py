@@ -32,9 +32,6 @@ GATES = {"period": FixedPeriod(4), "budget": ByteBudget(0.08)}
 SYNCS = {"exact": LowRank(), "codes": QuantizedAverage(bits=2)}
 
 
-# ------------------------------------------------------------------------ what is sent
-
-
 @pytest.mark.parametrize(
     ("layout", "gate", "sync"),
     [
@@ -75,9 +72,6 @@ def count_bytes(rank, layout, gate, sync):
         sharded = layout == "sharded"
         codes = CODES_OF_SHARDS + 2 * MEETING_BYTES if sharded else CODES + MEETING_BYTES
         assert replica.optimizer.gate.open_cost == pytest.approx(codes / (4 * NUMBERS))
-
-
-# ------------------------------------------------------------------------ non-finite gradients
 
 
 def leave_out(rank, layout, sync, spoilt, gate=GATES["period"]):
