@@ -56,9 +56,6 @@ def train(X, optimizer, rank, steps):
     return told(steps, take)
 
 
-# ---------------------------------------------------------------- weights
-
-
 @pytest.mark.parametrize("kind", ["dion", "period", "budget"])
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed.on_ranks(2)
@@ -101,9 +98,6 @@ def test_what_is_meant_is_no_error(rank, how):
     assert train(X, optimizer_of(X, "period", **more), rank, 3) is None
 
 
-# ---------------------------------------------------------------- one replica
-
-
 @pytest.mark.parametrize("kind", ["threshold", "period"])
 @distributed.on_ranks(2)
 def test_forgotten_replicas_are_an_error_where_the_gate_can_close(rank, kind):
@@ -135,9 +129,6 @@ def test_a_budget_of_one_sharded_replica_is_an_error(rank):
         x.grad = torch.ones_like(x)
     with pytest.raises(ValueError, match=r"one replica.*Use Dion"):
         optimizer.step()
-
-
-# ---------------------------------------------------------------- double synchronisation
 
 
 def average_(X, how):
