@@ -30,8 +30,6 @@ def give_gradients(X, step, rank=0):
         x.grad = torch.randn(x.shape, generator=generator).to(x.dtype)
 
 
-# ---------------------------------------------------------------- the relative momentum change
-
 RULES = {
     "dion": {"local_step": "dion"},
     "gradient": {"local_step": "gradient", "local_lr": 0.01},
@@ -103,9 +101,6 @@ def test_signal_of_rmmc():
     assert RMMC(0.1).signal(before, after).tolist() == [0.5, 0.5, math.inf, 0.0, 0.0]
 
 
-# ---------------------------------------------------------------- schedules
-
-
 def gate_history(steps=24, **arguments):
     X = parameters()
     optimizer = CurvaDion(X, **arguments)
@@ -155,9 +150,6 @@ def test_skipped_steps_neither_open_nor_prolong_a_run():
         opened.append(optimizer.report.gate_open)
         assert optimizer.report.skipped == (step in (1, 2, 6))
     assert [i for i, is_open in enumerate(opened, start=1) if is_open] == [6, 11]
-
-
-# ---------------------------------------------------------------- gates that users write
 
 
 def test_a_gate_is_asked_at_every_step_even_while_others_decide():
