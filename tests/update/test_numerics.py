@@ -37,8 +37,6 @@ def finite(optimizer):
     return all(bool(torch.isfinite(t.detach()).all()) for t in tensors)
 
 
-# ---------------------------------------------------------------- rank-deficient momenta
-
 # A narrow momentum loses more of the short directions of large matrices than tells anything.
 SMALL, LARGE = [(64, 1), (37, 5)], [(256, 16)]
 HELD_IN = {
@@ -115,9 +113,6 @@ def test_a_direction_without_signal_takes_no_part_and_comes_back():
     assert_close(lengths, torch.ones(4), Rounding(F32, terms=24))
 
 
-# ---------------------------------------------------------------- gradients that stop
-
-
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [(BUDGET, BF16), (dict(gate=AlwaysOpen()), F32)],
@@ -138,9 +133,6 @@ def test_a_matrix_whose_gradients_are_zero_comes_to_rest(options, dtype):
     p.grad = gaussian((32, 32), 1, dtype)
     optimizer.step()
     assert not torch.equal(p.detach(), late)  # and moves again with the next gradient
-
-
-# ---------------------------------------------------------------- scales
 
 
 @pytest.mark.parametrize(
@@ -177,9 +169,6 @@ def test_norms_over_shards_of_any_scale(rank):
             assert not optimizer.report.skipped
         found.append(optimizer.state[p]["momentum_norm"].item() / scale)
         assert_close(found[-1], found[0], Rounding(F32, terms=12 * 8, steps=3))
-
-
-# ---------------------------------------------------------------- finite in, finite out
 
 
 @pytest.mark.parametrize(
