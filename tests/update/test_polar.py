@@ -109,8 +109,6 @@ def test_any_shape_rank_and_scale(m, n, rank, exponent, seed):
         assert_within(outside.norm() / math.sqrt(m * n), Rounding(torch.float64, condition=1e6))
 
 
-# -------------------------------------------------------------------- steps
-
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 12), (12, 1), (7, 5), (1, 1)]
 
 
@@ -194,9 +192,6 @@ def test_the_memory_of_a_step_is_that_of_a_batch(monkeypatch):
         ends.append([*X, bias, *norms])
     for one, other in zip(*ends, strict=True):
         assert_close(one, other, Rounding(torch.float32, terms=24, steps=4))
-
-
-# -------------------------------------------------------------------- group keys
 
 
 def test_the_direction_of_a_group_follows_from_its_rank():
