@@ -50,9 +50,7 @@ class Options:
     slow_period: int = option(0, "steps of the last replica between openings; 0: as of the others")
     pause: float = option(0.0, "seconds that each replica sleeps in a step, to imitate compute")
     timeout: float = option(5.0, "seconds after which an exchange fails")
-    patience: float = option(
-        -1.0, "seconds that fast replicas wait at an opening; < 0: no limit"
-    )
+    patience: float = option(-1.0, "seconds that fast replicas wait at an opening; < 0: no limit")
     join_timeout: float = option(2.0, "seconds that an opening waits for members who are alive")
     total: int = option(4000, "steps of all replicas together")
     period: int = option(6, "steps from one opening to the next")
