@@ -471,13 +471,24 @@ class _Client:
 
     def _answer(self, asked: Future[Any], given: dict[str, Any]) -> None:
         try:
-            asked.set_result(self._client._quorum(**given))
+            asked.set_result(self._repeat(**given))
         except Exception as error:
             asked.set_exception(error)
 
     def _quorum(self, **given: Any) -> Any:
         asked, self.asked = self.asked, None
-        return self._client._quorum(**given) if asked is None else asked.result()
+        return self._repeat(**given) if asked is None else asked.result()
+
+    def _repeat(self, *, timeout: timedelta, **given: Any) -> Any:
+        """Ask up to ten times: a Lighthouse that has restarted has forgotten what it was asked."""
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                return self._client._quorum(timeout=timeout / 10, **given)
+            except Exception:
+                if time.monotonic() + RETRY_AFTER > end:
+                    raise
+                time.sleep(RETRY_AFTER)
 
 
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]

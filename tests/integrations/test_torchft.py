@@ -10,6 +10,7 @@ import signal
 import time
 import zlib
 from pathlib import Path
+from threading import Thread
 from unittest import mock
 
 import pytest
@@ -552,6 +553,44 @@ def fetch_fails(rank, address, folder):
             time.sleep(0.02)
     replicas.close()
     return begun
+
+
+def outlive_a_lighthouse(rank, port):
+    """Two members; the Lighthouse dies while one of them waits for the other, and comes back."""
+    given = {"min_replicas": 2, "join_timeout_ms": 10_000, "heartbeat_timeout_ms": 2000}
+    server = LighthouseServer(bind=f"[::]:{port}", **given) if rank == 0 else None
+    dist.barrier()
+    replicas = replicas_of(f"http://localhost:{port}", f"outlive {rank}", quorum_timeout=20.0)
+    model = toy.model()
+    optimizer = optimizer_of(
+        model, "dion", replicas, gate=FixedPeriod(PERIOD), sync=QuantizedAverage()
+    )
+    replicas.start(optimizer)
+    toy.train(model, optimizer, range(PERIOD), rank)
+    dist.barrier()
+
+    def restart():
+        time.sleep(0.5)
+        server.shutdown()
+        time.sleep(0.5)
+        stores.append(LighthouseServer(bind=f"[::]:{port}", **given))
+
+    if rank == 0:
+        Thread(target=restart).start()
+    else:
+        time.sleep(1.5)
+    toy.train(model, optimizer, range(PERIOD, 2 * PERIOD), rank)
+    dist.barrier()
+    replicas.close()
+    if rank == 0:
+        stores.pop().shutdown()
+    return replicas.openings, zlib.crc32(agreed_on(optimizer, model).numpy())
+
+
+def test_members_outlive_a_lighthouse_that_restarts():
+    one, two = distributed.run(2, outlive_a_lighthouse, distributed.free_port())
+    assert one == two
+    assert one[0] == 3
 
 
 def test_a_rank_that_cannot_fetch_its_part_lets_its_replica_try_again(lighthouse, tmp_path):
