@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -555,35 +557,49 @@ def fetch_fails(rank, address, folder):
     return begun
 
 
+LIGHTHOUSE = """
+from torchft.coordination import LighthouseServer
+import time
+server = LighthouseServer(
+    bind="[::]:PORT", min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=2000
+)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def start_lighthouse(port):
+    command = [sys.executable, "-c", LIGHTHOUSE.replace("PORT", str(port))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
 def outlive_a_lighthouse(rank, port):
     """Two members; the Lighthouse dies while one of them waits for the other, and comes back."""
-    given = {"min_replicas": 2, "join_timeout_ms": 10_000, "heartbeat_timeout_ms": 2000}
-    server = LighthouseServer(bind=f"[::]:{port}", **given) if rank == 0 else None
+    running = [start_lighthouse(port)] if rank == 0 else []
     dist.barrier()
-    replicas = replicas_of(f"http://localhost:{port}", f"outlive {rank}", quorum_timeout=20.0)
-    model = toy.model()
-    optimizer = optimizer_of(
-        model, "dion", replicas, gate=FixedPeriod(PERIOD), sync=QuantizedAverage()
-    )
+    replicas = replicas_of(f"http://localhost:{port}", f"outlive {rank}", quorum_timeout=30.0)
+    gate, sync, model = FixedPeriod(PERIOD), QuantizedAverage(), toy.model()
+    optimizer = optimizer_of(model, "dion", replicas, gate=gate, sync=sync)
     replicas.start(optimizer)
     toy.train(model, optimizer, range(PERIOD), rank)
     dist.barrier()
 
     def restart():
         time.sleep(0.5)
-        server.shutdown()
-        time.sleep(0.5)
-        stores.append(LighthouseServer(bind=f"[::]:{port}", **given))
+        running.pop().kill()
+        running.append(start_lighthouse(port))
 
     if rank == 0:
         Thread(target=restart).start()
     else:
-        time.sleep(1.5)
+        time.sleep(4)
     toy.train(model, optimizer, range(PERIOD, 2 * PERIOD), rank)
     dist.barrier()
     replicas.close()
-    if rank == 0:
-        stores.pop().shutdown()
+    for process in running:
+        process.kill()
     return replicas.openings, zlib.crc32(agreed_on(optimizer, model).numpy())
 
 
