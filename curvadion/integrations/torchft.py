@@ -362,7 +362,9 @@ class _Opening(Opening):
     @cached_property
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
         # The wrapper's rank is 0 on every replica, and its group changes at the next quorum.
-        group: dist.ProcessGroup = self._replicas._group.parent
+        group: dist.ProcessGroup | None = self._replicas._group._pg
+        if group is None:
+            raise RuntimeError("the members could not connect")
         return group
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
