@@ -74,8 +74,8 @@ class Replicas(Members):
             arrive. It must exceed the time that the slowest replica takes from one opening to the
             next.
         patience: seconds that this replica waits at an opening for the others. Then it trains on,
-            and opens at the first step at which they have arrived. None: no limit. Pass 0 if
-            replicas differ in speed.
+            and opens at the first step at which they have arrived. None: no limit. Pass less than a
+            step takes, on all but the slowest replica, if replicas differ in speed.
         kept: number of openings whose means a member keeps for late replicas; each uses ``bits``
             bits of CPU memory per element.
         replica_id: a name for logs, by which members are sorted; None uses REPLICA_GROUP_ID from
