@@ -85,6 +85,7 @@ def replica(
     model = task.model()
     is_slow = options.slow > 1 and slot == options.replicas - 1
     waits = is_slow or options.patience < 0
+    period = options.slow_period if is_slow and options.slow_period else options.period
     replicas = Replicas(
         begins=not again,
         timeout=options.timeout,
@@ -92,7 +93,6 @@ def replica(
         patience=None if waits else options.patience,
         replica_id=f"replica_{slot}",
     )
-    period = (options.slow_period if is_slow else 0) or options.period
     optimizer = build_optimizer(options, model, replicas, period)
     begun = time.time()
     replicas.start(optimizer)

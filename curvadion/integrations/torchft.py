@@ -202,11 +202,9 @@ class Replicas(Members):
             time.sleep(RETRY_AFTER)
 
     def changed(self) -> None:
-        if (
-            self._started is not None and not self._starts
-        ):  # what others have sent since then does not apply to these weights
-            self._chain = checksum_of_anchors(self._optimizer)
-            self._history.clear()
+        if self._started is not None and not self._starts:
+            self._chain = checksum_of_anchors(self._started)
+            self._history.clear()  # its means do not apply to these weights
         self._starts = False
 
     def meet(self) -> None:
@@ -386,7 +384,9 @@ class _Opening(Opening):
         broken = self._failed or error is not None
         # Who cannot take part says so, or the others would wait for it until a timeout.
         chain = -1.0 if broken else float(replicas._chain)
-        told = self._all_gather([chain, checksum(shared_settings(replicas._optimizer))])
+        optimizer = replicas._optimizer
+        word = checksum((optimizer._present_plan().checksum, shared_settings(optimizer)))
+        told = self._all_gather([chain, word])
         chains, settings = zip(*told, strict=True)
         if -1.0 in chains:
             why = "" if error is None else f": {error.original_exception}"

@@ -20,15 +20,17 @@ OWN = (RESIDUAL, SENT, MEAN, DUE)  # states that are not handed over
 
 
 def shared_settings(optimizer: ReplicaOptimizer) -> dict[str, object]:
-    """What must be equal on all members."""
+    """What must be equal on all members, beside their parameters."""
     return {
-        "parameters": [
-            (p.name, tuple(p.local.shape)) for p in optimizer._present_plan().parameters
-        ],
         "number of parameter groups": len(optimizer.param_groups),
         "sync": repr(optimizer.sync),
         "local_step": getattr(optimizer, "local_step", None),
     }
+
+
+def _described(optimizer: ReplicaOptimizer) -> dict[str, object]:
+    shapes = [(p.name, tuple(p.local.shape)) for p in optimizer._present_plan().parameters]
+    return {"parameters": shapes, **shared_settings(optimizer)}
 
 
 @torch.no_grad()
@@ -46,7 +48,7 @@ def hand_over(optimizer: ReplicaOptimizer) -> dict[str, Any]:
     groups = [settings_of(group) for group in optimizer.param_groups]
     parameters = optimizer._present_plan().parameters
     return {
-        "settings": shared_settings(optimizer),
+        "settings": _described(optimizer),
         # Anchors are among the states.
         "weights": [None if ANCHOR in p.state else p.local.cpu() for p in parameters],
         "states": states,
@@ -64,7 +66,7 @@ def shared_weights(p: Parameter) -> Tensor:
 def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any]) -> None:
     """Continue from another replica's state: its anchors become weights, residuals are zero."""
     parameters = optimizer._present_plan().parameters
-    for key, own in shared_settings(optimizer).items():
+    for key, own in _described(optimizer).items():
         if own != (theirs := given["settings"][key]):
             raise ValueError(
                 f"This replica differs from the others: its {key} is {own!r}, theirs is "

@@ -148,7 +148,7 @@ class CodedGradients(Sync):
                 codes.append(coded_mean_(*sent, self.bits, opening.group))
             opening.agree()
         except LOST as error:
-            logger.warning("An opening fails, as if a member had died: %s", error)
+            logger.warning("An opening failed and will be tried again: %s", error)
             failed = True
         except BaseException:
             torch._foreach_copy_(residuals, kept)

@@ -140,7 +140,7 @@ class MemberOpenings(Sync):
             pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
             pending.failed = False
         except LOST as error:
-            logger.warning("An opening fails, as if a member had died: %s", error)
+            logger.warning("An opening failed and will be tried again: %s", error)
         if not self._commit():
             return False
         rate = shared_rate(rates) if step.directed else None
@@ -203,7 +203,7 @@ class MemberOpenings(Sync):
                 pending.agreement.result()
                 codes = self._under_way.codes()
         except LOST as error:
-            logger.warning("An opening fails, as if a member had died: %s", error)
+            logger.warning("An opening failed and will be tried again: %s", error)
             failed = True
         rates = self._sent_rates[fragment]
         record = {
