@@ -39,6 +39,7 @@ from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
 from curvadion.update.plan import Plan
 
 SAY_AFTER = 60.0  # seconds
+SHORTEST_REQUEST = timedelta(seconds=5)
 logger = logging.getLogger("curvadion")
 
 
@@ -167,9 +168,21 @@ class Replicas(Members):
             )
         if self._started is not None:
             raise ValueError("replicas.start() was called before: each optimizer needs replicas.")
-        plan = optimizer._present_plan()
-        _check(plan, self._environment["world_size"])
+        if self._patience is not None and optimizer.sync.every_step:
+            raise ValueError(
+                f"patience={self._patience!r} with sync={optimizer.sync!r}: every step is an "
+                f"opening, so no replica trains on alone. Leave patience out."
+            )
+        _check(optimizer._present_plan(), self._environment["world_size"])
         self._started, self._stateful, self._starts = optimizer, stateful, True
+        try:
+            self._join(optimizer)
+        except BaseException:
+            self._started = None  # it may be tried again
+            raise
+
+    def _join(self, optimizer: ReplicaOptimizer) -> None:
+        plan = optimizer._present_plan()
         optimizer._create_states(plan)
         optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         self._chain = checksum_of_anchors(optimizer)
@@ -193,7 +206,7 @@ class Replicas(Members):
                 joined = opening.commit(failed=failed, record={})
             if joined:
                 return
-            if time.monotonic() > since + SAY_AFTER:
+            if not self._begins and time.monotonic() > since + SAY_AFTER:
                 since = math.inf
                 logger.warning(
                     "This replica was restarted, so it does not begin a run but waits to join one. "
@@ -212,8 +225,10 @@ class Replicas(Members):
         self._ready = self.begin()
 
     def arrived(self) -> bool:
-        if self._patience is None or self._uncommitted:
+        if self._patience is None or self._ready is not None:
             return True
+        if self._uncommitted:  # with a delay: it is written when its means are due
+            return False
         client: _Client = self._manager._client
         waits = 0.0 if client.asked else self._patience
         done, _ = wait([client.ask()], waits)
@@ -254,7 +269,7 @@ class Replicas(Members):
 
     @property
     def openings(self) -> int:
-        return int(self._manager.current_step())
+        return int(self._manager.current_step()) if "_manager" in vars(self) else 0
 
     def close(self) -> None:
         """Leave the run, so that others do not have to wait for a timeout."""
@@ -482,15 +497,21 @@ class _Client:
         return self._repeat(**given) if asked is None else asked.result()
 
     def _repeat(self, *, timeout: timedelta, **given: Any) -> Any:
-        """Ask up to ten times: a Lighthouse that has restarted has forgotten what it was asked."""
+        """Ask again now and then: a Lighthouse that has restarted has forgotten the request.
+
+        A quorum that closes between two requests of a member is lost, so they follow at once.
+        """
         end = time.monotonic() + timeout.total_seconds()
+        each = min(timeout, max(timeout / 10, SHORTEST_REQUEST))
         while True:
+            since = time.monotonic()
             try:
-                return self._client._quorum(timeout=timeout / 10, **given)
+                return self._client._quorum(timeout=each, **given)
             except Exception:
-                if time.monotonic() + RETRY_AFTER > end:
+                if since + each.total_seconds() >= end:
                     raise
-                time.sleep(RETRY_AFTER)
+                if time.monotonic() < since + RETRY_AFTER:  # nobody listens there
+                    time.sleep(RETRY_AFTER)
 
 
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]

@@ -19,13 +19,14 @@ from curvadion.update.state import ANCHOR, RESIDUAL
 OWN = (RESIDUAL, SENT, MEAN, DUE)  # states that are not handed over
 
 
+SHARED = ("sync", "the format of the sync's messages", "local_step")
+
+
 def shared_settings(optimizer: ReplicaOptimizer) -> dict[str, object]:
     """What must be equal on all members, beside their parameters."""
-    return {
-        "number of parameter groups": len(optimizer.param_groups),
-        "sync": repr(optimizer.sync),
-        "local_step": getattr(optimizer, "local_step", None),
-    }
+    choices = optimizer._choices
+    chosen = {key: choices[key] for key in SHARED if key in choices}
+    return {"number of parameter groups": len(optimizer.param_groups), **chosen}
 
 
 def _described(optimizer: ReplicaOptimizer) -> dict[str, object]:

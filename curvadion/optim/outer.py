@@ -185,8 +185,7 @@ class ReplicaOptimizer(OuterLayer):
     def open_without_step(self) -> bool:
         """Synchronise the next fragment with the members present; return whether all could."""
         plan = self._present_plan()
-        if self.progress.steps:  # else the first step begins them anew
-            self._create_states(plan)
+        self._create_states(plan)
         step = self._step_of_members(plan)
         with full_precision(plan.device):
             if self.sync.open_step(step) is False:
@@ -213,7 +212,8 @@ class ReplicaOptimizer(OuterLayer):
 
     def _create_states(self, plan: Plan) -> list[Parameter]:
         """Create missing states; return the new parameters."""
-        first = self.progress.steps == 0
+        # Those of members have begun, or have come from a peer, in start().
+        first = self.progress.steps == 0 and self._replicas.members is None
         # Before a first step all are new: frameworks may still move, cast and load weights.
         new = [p for p in plan.parameters if first or not p.state]
         for p in new:

@@ -194,8 +194,7 @@ class MemberOpenings(Sync):
 
     def _commit(self) -> bool:
         """End the pending opening: apply it, or restore everything."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if (pending := self._pending) is None:
             return True
         fragment, failed, codes = pending.fragment, pending.failed, pending.codes
         try:
@@ -212,7 +211,9 @@ class MemberOpenings(Sync):
             "codes": codes,
             "directed": pending.directed,
         }
-        if pending.opening.commit(failed=failed, record=record):
+        written = pending.opening.commit(failed=failed, record=record)
+        self._pending = None  # not before: an interrupt may have ended the wait
+        if written:
             self._among[fragment] = pending.among
             self._rotate_from(fragment)
             return True

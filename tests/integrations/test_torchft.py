@@ -568,6 +568,31 @@ def start_lighthouse(port):
     return process
 
 
+def join_at_once(rank, address):
+    """Weights in bfloat16 of a replica that begins, and of one that comes before its first step."""
+    model = toy.model(torch.bfloat16)
+    replicas = replicas_of(address, f"at once {rank}")
+    gate, sync = FixedPeriod(1), QuantizedAverage()
+    optimizer = optimizer_of(model, "adamw", replicas, gate=gate, sync=sync)
+    if rank == 0:
+        replicas.start(optimizer)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1)  # the other one waits for this step
+    else:
+        replicas.start(optimizer)
+    while replicas.openings < 5:
+        toy.train(model, optimizer, [optimizer.progress.steps], rank)
+    dist.barrier()
+    replicas.close()
+    return zlib.crc32(agreed_on(optimizer, model).numpy())
+
+
+def test_a_replica_that_joins_before_the_first_step_holds_the_same_anchors(patient):
+    one, two = distributed.run(2, join_at_once, patient)
+    assert one == two
+
+
 def outlive_a_lighthouse(rank, port):
     """Two members; the Lighthouse dies while one of them waits for the other, and comes back."""
     running = [start_lighthouse(port)] if rank == 0 else []

@@ -252,6 +252,26 @@ def test_an_interrupted_opening_is_not_written(rank):
 
 
 @distributed.on_ranks(2)
+def test_an_opening_whose_end_is_interrupted_is_written_later(rank):
+    members = Chosen(dist.group.WORLD)
+    x, optimizer = vector(rank, members, period=3, delay=1)
+    for _ in range(3):
+        optimizer.step()
+    pending = optimizer.sync._pending
+    agreement, before = pending.agreement, optimizer.state[x]["anchor"].clone()
+    pending.agreement = mock.Mock(result=mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert not members.records
+    pending.agreement = agreement
+    optimizer.step()
+    assert len(members.records) == 1
+    one, two = distributed.gathered(optimizer.state[x]["anchor"])
+    assert one.equal(two)
+    assert not one.equal(before)
+
+
+@distributed.on_ranks(2)
 def test_members_synchronise_after_a_group_has_been_added(rank):
     members, model = Chosen(dist.group.WORLD), toy.model()
     gate, sync = FixedPeriod(4), QuantizedAverage()
