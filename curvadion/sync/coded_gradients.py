@@ -28,8 +28,7 @@ from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     bits_within,
-    check_bits,
-    check_residual_dtype,
+    check_codes,
     coded_mean_,
     coded_together,
     message_bytes,
@@ -41,6 +40,7 @@ from curvadion.update.plan import Plan
 from curvadion.update.state import RESIDUAL, Owner, StateKey
 
 logger = logging.getLogger("curvadion")
+UNBUDGETED_BITS = 3
 
 
 class CodedGradients(Sync):
@@ -75,14 +75,12 @@ class CodedGradients(Sync):
     every_step = True
     elastic = True
     message_format = FORMAT
-    UNBUDGETED_BITS = 3
 
     def __init__(self, bits: int | None = None, residual_dtype: ResidualDtype = "bfloat16") -> None:
-        check_bits(bits)
+        self.residual_dtype = check_codes(bits, residual_dtype)
         self._bits = bits
         self._budget: float | None = None
-        self.bits = bits or self.UNBUDGETED_BITS
-        self.residual_dtype = check_residual_dtype(residual_dtype)
+        self.bits = bits or UNBUDGETED_BITS
         # Whether all state but the residuals is identical on all replicas; None before the first
         # step, False after loading the state of another sync.
         self._agree: bool | None = None
@@ -90,7 +88,7 @@ class CodedGradients(Sync):
 
     def choose_defaults(self, budget: float | None) -> None:
         self._budget = budget
-        chosen = self.UNBUDGETED_BITS if budget is None else bits_within(budget)
+        chosen = UNBUDGETED_BITS if budget is None else bits_within(budget)
         self.bits = self._bits or chosen
 
     def prepare(self, shards: Sequence[Sequence[int]]) -> Costs:
@@ -116,7 +114,7 @@ class CodedGradients(Sync):
         parameters = step.plan.parameters
         if group_size(step.replicas) == 1:
             parameters = [p for p in parameters if not p.rests]
-        G = {id(p): _writable(p.gradient_or_zeros) for p in parameters}
+        G = {id(p): p.gradient_or_zeros for p in parameters}
         for run in coded_together(parameters, self.bits):
             residuals = [local(p.state[RESIDUAL]) for p in run]
             coded_mean_([G[id(p)] for p in run], residuals, self.bits, step.replicas)
@@ -187,9 +185,3 @@ class CodedGradients(Sync):
 
     def __repr__(self) -> str:
         return f"CodedGradients(bits={self.bits}, residual_dtype={self.residual_dtype!r})"
-
-
-def _writable(G: Tensor) -> Tensor:
-    """Return the gradient, or a copy if several elements share memory."""
-    shared = any(stride == 0 and n > 1 for stride, n in zip(G.stride(), G.shape, strict=True))
-    return G.contiguous() if shared else G

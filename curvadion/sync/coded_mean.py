@@ -17,7 +17,6 @@ from curvadion.comm.collectives import DENSE_BUCKET_BYTES, chunks, shares
 from curvadion.layout.parameters import groups_of
 from curvadion.ops.codes import BITS, BLOCK, block_bytes, blocks_of, part, rows_of
 from curvadion.update.parameter import Parameter
-from curvadion.update.sizes import most_together
 from curvadion.update.state import RESIDUAL
 
 RESIDUAL_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -25,39 +24,31 @@ ONE_BIT_BELOW = 0.003  # a budget; at 0.01 2 bits are better
 ResidualDtype = Literal["bfloat16", "float32"] | torch.dtype
 
 
-def check_bits(bits: int | None) -> None:
-    """Raise for unsupported bits; None leaves the choice to the budget."""
+def check_codes(bits: int | None, residual_dtype: ResidualDtype) -> str:
+    """Raise for unsupported arguments of a sync; return the name of the residuals' dtype."""
     if bits is not None:
         checks.integer("bits", bits, 1)
         checks.one_of("bits", bits, BITS)
-
-
-def coded_share(bits: int) -> float:
-    """The size of codes, as a share of float32 elements."""
-    return block_bytes(bits) / (4 * BLOCK)
-
-
-def bits_within(share: float) -> int:
-    """The most bits of a code that fit this share of float32 bytes at every step, at least 2."""
-    return max(b for b in BITS if b <= 2 or coded_share(b) <= share)
-
-
-def bits_of_weights(budget: float, fragments: int) -> int:
-    """The default bits of weight averages under a byte budget.
-
-    The most that fit if every step is an opening, at least 2. Below 0.3 % it is 1 bit, which gave
-    a lower loss on the larger of two models (benchmarks/results/convergence), unless there are so
-    many fragments that 2 bits fit every step. budget: share of float32 bytes; 0 for none.
-    """
-    share = budget * fragments
-    return 1 if 0 < budget < ONE_BIT_BELOW and share < coded_share(2) else bits_within(share)
-
-
-def check_residual_dtype(residual_dtype: ResidualDtype) -> str:
-    """Return the name of a residual dtype; raise ValueError for an unsupported one."""
     name = str(residual_dtype).removeprefix("torch.")
     checks.one_of("residual_dtype", name, tuple(RESIDUAL_DTYPES))
     return name
+
+
+def bits_within(share: float) -> int:
+    """The most bits whose codes fit this share of float32 bytes at every step, at least 2."""
+    return max(b for b in BITS if b <= 2 or block_bytes(b) <= share * 4 * BLOCK)
+
+
+def bits_of_weights(budget: float, fragments: int) -> int:
+    """The default bits of weight averages under a byte budget, a share of float32 bytes or 0.
+
+    The most that fit if every step is an opening, at least 2. Below 0.3 % it is 1 bit, which gave
+    a lower loss on the larger of two models (benchmarks/results/convergence), unless there are so
+    many fragments that 2 bits fit every step.
+    """
+    share = budget * fragments
+    one = 0 < budget < ONE_BIT_BELOW and share * 4 * BLOCK < block_bytes(2)
+    return 1 if one else bits_within(share)
 
 
 def coded_together(parameters: Sequence[Parameter], bits: int) -> Iterator[list[Parameter]]:
@@ -81,29 +72,20 @@ def coded_mean_(
     """X <- mean over the group of X; the same bits on every rank. Returns the codes of the mean.
 
     Every rank owns an equal share of all elements. Ranks send their codes to the owners, which sum
-    them in float32, so that sums cannot overflow, and send codes of the means back. The residuals,
-    float32 or bfloat16 and zero before the first call, hold the errors of the codes and are added
-    to the next message: summed over calls, means differ from true means only by the last call's
-    residuals and their rounding. n ranks send 2 (n - 1) / n times :func:`message_bytes`, on
-    average.
+    them in float32 and send codes of the means back. The residuals, zero before the first call,
+    hold the errors of the codes and are added to the next message: summed over calls, means differ
+    from true means only by the last call's residuals and their rounding. n ranks send
+    2 (n - 1) / n times :func:`message_bytes`, on average.
     """
-    codes = None
-    if group is not None and group.size() > 1:
-        codes = exchanged(X, (), residuals, bits, group)
-    if codes is None:
+    if group is None or group.size() == 1:
         for x, residual in zip(X, residuals, strict=True):
             x.add_(residual)
             residual.zero_()
         return None
-    rest = codes
-    for some in chunks(X, 4 * most_together(codes.device).batch):
-        wide = [torch.promote_types(x.dtype, torch.float32) for x in some]
-        means = [x.new_empty(x.shape, dtype=d) for x, d in zip(some, wide, strict=True)]
-        torch._foreach_zero_(means)
-        rows = sum(blocks_of(x.numel()) for x in some)
+    codes = exchanged(X, (), residuals, bits, group)
+    if codes is not None:
         with record_function("curvadion.decode"):
-            ops.decode_add_(some, means, rest[:rows], bits)
-        rest = rest[rows:]
+            ops.decode_add_(X, (), codes, bits)
     return codes
 
 
@@ -125,10 +107,9 @@ def exchanged(
     bits: int,
     group: dist.ProcessGroup,
 ) -> Tensor | None:
-    """Return the codes of the means of X - anchor over the group; update the residuals.
+    """The codes of the means of X - anchor over the group, None if empty; updates the residuals.
 
-    None if there is nothing to send. anchors: float32 or wider, of X's shapes, the same bits on
-    every rank; () for zeros.
+    anchors: float32 or wider, of X's shapes, the same bits on every rank; () for zeros.
     """
     if not any(r.numel() for r in residuals):
         return None

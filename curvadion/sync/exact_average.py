@@ -25,9 +25,8 @@ def average_(
     if group_size(replicas) == 1:
         return
     mean_(tensors, replicas)
-    if tensors and counters:
-        device = tensors[0].device
-        packed = torch.stack([c.detach().to(device) for c in counters])
+    if counters:  # these may be on the CPU, where NCCL cannot reach them
+        packed = torch.stack([c.detach().to(tensors[0].device) for c in counters])
         mean_([packed], replicas)
         torch._foreach_copy_(list(counters), list(packed.to(counters[0].device).unbind()))
 

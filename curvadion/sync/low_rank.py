@@ -90,9 +90,9 @@ def _own(p: Parameter) -> list[str]:
 def _mean_gradients(step: Step) -> dict[int, Tensor]:
     """Gradients by parameter id: means where factors are not shared, zeros where missing."""
     plan = step.plan
-    dense_matrices = [p for p in plan.dion if not _shares_factors(p)]
-    G = {id(p): p.gradient_or_zeros for p in plan.parameters if p.rests or not _shares_factors(p)}
-    G |= {id(p): p.gradient_or_zeros for p in plan.elementwise}
-    for dense in (dense_matrices, plan.elementwise):
+    matrices = [p for p in plan.dion if not _shares_factors(p)]
+    resting = [p for p in plan.dion if p.rests]
+    G = {id(p): p.gradient_or_zeros for p in [*matrices, *resting, *plan.elementwise]}
+    for dense in (matrices, plan.elementwise):
         mean_([G[id(p)] for p in dense], step.replicas)
     return G

@@ -1,9 +1,8 @@
 """The meeting: ranks agree on a step in one collective of 24 bytes.
 
 It is an all-reduce MAX of three int64, ``(signal, w, -w)``. ``w`` is a checksum of everything that
-must be equal. If the largest ``w`` is not minus the largest ``-w``, ranks differ. Every rank sees
-this in the same step, or in the next one if the host does not wait, and raises an error that names
-the difference.
+must be equal. If the largest ``w`` is not minus the largest ``-w``, ranks differ, and every
+rank raises an error that names the difference.
 """
 
 from __future__ import annotations
@@ -159,9 +158,8 @@ def _signals(gate: Gate, plan: Plan, gradients: Gradients, momenta: MomentumNorm
         after = torch.where(torch.tensor(held, device=after.device), after, before)
     signals = gate.signal(before, after)
     if not isinstance(signals, Tensor) or signals.shape != after.shape:
-        got = f"shape {tuple(signals.shape)}" if isinstance(signals, Tensor) else repr(signals)
         raise ValueError(
-            f"gate={gate!r}: signal() returned {got}, but must return a tensor with one signal a "
-            f"matrix, of shape {tuple(after.shape)}"
+            f"gate={gate!r}: signal() must return a tensor with one signal a matrix, of shape "
+            f"{tuple(after.shape)}, got {signals!r}"
         )
     return signals

@@ -33,8 +33,7 @@ from curvadion.sync.coded_mean import (
     RESIDUAL_DTYPES,
     ResidualDtype,
     bits_of_weights,
-    check_bits,
-    check_residual_dtype,
+    check_codes,
     coded_together,
     exchanged,
     message_bytes,
@@ -47,33 +46,28 @@ from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL, SPECTRUM, SPECTRUM_WEIGHT, Owner, StateKey
 
-LONGEST_LOOK_AHEAD = 4.1  # that of a budget of 1 %
-
 
 class QuantizedAverage(MemberOpenings):
     """Replicas take local steps, then average their pseudo-gradients in codes of a few bits.
 
-    An opening is a local step, followed by the exchange of codes for one fragment. With
-    direction="low_rank", the factors P and R are not sent between replicas, so their rank costs no
-    bytes.
+    An opening is a local step, then the exchange of codes for one fragment. Low-rank factors are
+    not sent, so their rank costs no bytes.
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8. None: 2, but 3 at a budget of 0.1 and 1 below 0.003
             (the most bits that a byte budget covers at every step, but at least 2 from 0.003 on).
-        fragments: number of parts of about equal size that parameters are divided into. Each
-            opening synchronises one, in rotation; a byte budget then opens that many times more
-            often.
-        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections);
-            sends no bytes. For local_step="dion"; copies a batch's weights.
-        polar_correction: whether to restore the length that averaged directions lose to noise;
-            sends no bytes. For local_step="dion"; copies a batch's anchors.
+        fragments: number of parts of about equal size. Each opening synchronises one, in rotation;
+            a byte budget then opens that many times more often.
+        align_momentum: whether momenta follow the mean direction (curvadion.sync.corrections). For
+            local_step="dion"; copies a batch's weights.
+        polar_correction: whether to restore the length that averaged directions lose to noise. For
+            local_step="dion"; copies a batch's anchors.
         residual_dtype: dtype of the residuals (the codes' errors): "bfloat16", "float32" or the
             torch.dtype.
-        delay: number of steps until means are added, less than the gate's period; 0 waits for each
-            exchange. A separate thread exchanges the codes meanwhile. A step waits for late means.
+        delay: number of steps, less than the gate's period, until means are added; a thread
+            exchanges them meanwhile, and a step waits for late ones. 0 waits for each exchange.
         spectrum_decay: weight of earlier openings' S (curvadion.sync.corrections) in momentum
-            alignment, for polar directions. Stores min(m, n)^2 elements per matrix, sharded over
-            ranks.
+            alignment. Stores min(m, n)^2 elements per polar matrix, sharded over ranks.
 
     Raises:
         TypeError, ValueError: naming the argument and its value.
@@ -105,7 +99,7 @@ class QuantizedAverage(MemberOpenings):
         spectrum_decay: float = 0.8,
     ) -> None:
         super().__init__()
-        check_bits(bits)
+        self.residual_dtype = check_codes(bits, residual_dtype)
         checks.integer("fragments", fragments, 1)
         checks.boolean("align_momentum", align_momentum)
         checks.boolean("polar_correction", polar_correction)
@@ -116,10 +110,8 @@ class QuantizedAverage(MemberOpenings):
         self.fragments = fragments
         self.align_momentum = align_momentum
         self.polar_correction = polar_correction
-        self.residual_dtype = check_residual_dtype(residual_dtype)
         self.delay = delay
         self.spectrum_decay = float(spectrum_decay)
-        self._keeps_spectra = align_momentum and spectrum_decay > 0
         self._dealt = 0  # checksum of the division into fragments, in the saved run
 
     def choose_defaults(self, budget: float | None) -> None:
@@ -130,9 +122,9 @@ class QuantizedAverage(MemberOpenings):
         before, self._dealt = self._dealt, checksum(self._fragment_of)
         count = max(1, self.count)
         self.next_fragment %= count
-        if before != self._dealt and self.fragments_drifted:
-            self.fragments_drifted = self.count  # which of the new fragments drifted is unknown
-        if before != self._dealt or not len(self._rates) == len(self._sent_rates) == count:
+        if before != self._dealt:
+            if self.fragments_drifted:
+                self.fragments_drifted = self.count  # which of the new ones drifted is unknown
             self._rates = [_largest(self._rates) for _ in range(count)]
             self._sent_rates = [_largest(self._sent_rates) for _ in range(count)]
             self._moved = [max(self._moved, default=0.0)] * count
@@ -141,7 +133,7 @@ class QuantizedAverage(MemberOpenings):
 
     def look_ahead(self, period: float) -> float:
         """1.6 sqrt(period), at most 4.1 (benchmarks/results/convergence)."""
-        return round(min(1.6 * math.sqrt(period), LONGEST_LOOK_AHEAD), 1)
+        return round(min(1.6 * math.sqrt(period), 4.1), 1)
 
     def begin(self, parameters: Sequence[Parameter]) -> None:
         """Make the current weights the anchors."""
@@ -152,7 +144,8 @@ class QuantizedAverage(MemberOpenings):
                 p.state[ANCHOR] = X.to(wide, copy=True)
                 p.state[RESIDUAL] = torch.zeros_like(X, dtype=RESIDUAL_DTYPES[self.residual_dtype])
         # If this run keeps no spectra, drop those of a loaded one.
-        corrections.place_spectra(parameters, kept=self._keeps_spectra)
+        kept = self.align_momentum and self.spectrum_decay > 0
+        corrections.place_spectra(parameters, kept=kept)
 
     def closed_step(self, step: Step) -> None:
         self._count(step)
@@ -171,19 +164,18 @@ class QuantizedAverage(MemberOpenings):
 
     def _step(self, step: Step, sending: int | None) -> None:
         """Take a local step, add the means that are due, and send a fragment."""
-        plan, of = step.plan, self._fragment_of
-        self._commit_due(step.number)
+        plan, of, now = step.plan, self._fragment_of, step.number
+        self._commit_due(now)
         going = [fragment == sending for fragment in of]
         # A budget may open before the last means arrive.
         self._arrive_all([p for p, goes in zip(plan.parameters, going, strict=True) if goes])
-        due = self._due(step) if self._expecting else set[int]()
-        if sending is None and not due:
+        arriving = [p.state.get(DUE, now + 1) <= now for p in plan.parameters]
+        if sending is None and not any(arriving):
             step.take()
             return
         # Corrections change momenta, so their norms are measured at the end.
         measures = step.norms is not None
         step = replace(step, norms=None)
-        arriving = [id(p) in due for p in plan.parameters]
         staying = [not (a or g) for a, g in zip(arriving, going, strict=True)]
         stay, arrive, go = map(plan.select, (staying, arriving, going))
         fragments = dict(zip(map(id, plan.parameters), of, strict=True))
@@ -202,12 +194,6 @@ class QuantizedAverage(MemberOpenings):
             self._sent_rates[sending], self._rates[sending] = self._rates[sending], []
         if measures:
             plan.measure_momenta()
-
-    def _due(self, step: Step) -> set[int]:
-        """Ids of the parameters whose means are added at this step."""
-        expected = [(id(p), p.state[DUE]) for p in step.plan.parameters if DUE in p.state]
-        self._expecting = bool(expected)
-        return {p for p, due in expected if due <= step.number}
 
     def sync_weights(
         self, plan: Plan, replicas: dist.ProcessGroup | None, keys: Sequence[StateKey]
@@ -231,7 +217,6 @@ class QuantizedAverage(MemberOpenings):
         return self._under_way.waiting.seconds
 
     def _send(self, plan: Plan, step: Step) -> None:
-        self._expecting = True
         for run in coded_together(plan.parameters, self.bits):
             self._under_way.send(run, self.bits, step.background(), step.number + self.delay)
 
@@ -258,9 +243,8 @@ class QuantizedAverage(MemberOpenings):
         if replicas is None or group_size(replicas) == 1:
             self._anchor(batch.plan.parameters)
             return
-        runs = list(coded_together(batch.plan.parameters, self.bits))
         codes = []
-        for run in runs:
+        for run in coded_together(batch.plan.parameters, self.bits):
             anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
             X = [p.local for p in run]
             codes.append(exchanged(X, anchors, residuals, self.bits, replicas))
@@ -319,7 +303,7 @@ class QuantizedAverage(MemberOpenings):
         self._sent_rates = [list(sums) for sums in state["sent_rates"]]
 
     def after_load(self) -> None:
-        self._under_way, self._expecting = UnderWay(), True
+        self._under_way = UnderWay()
 
     def __repr__(self) -> str:
         return (

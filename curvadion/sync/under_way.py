@@ -12,33 +12,25 @@ stays in X_i, and is part of the next pseudo-gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from curvadion import ops
+from curvadion.comm.background import Background
+from curvadion.comm.members import Opening
 from curvadion.comm.worker import Exchange, Stopwatch
 from curvadion.layout.dtensor import local
-from curvadion.ops.codes import rows_of
 from curvadion.sync.coded_mean import Message, encode, moved_since
 from curvadion.update.parameter import Parameter
 from curvadion.update.state import ANCHOR, RESIDUAL
 
 # State of a pending exchange: D_i; D once it is known; the step that adds it.
 SENT, MEAN, DUE = "sent", "mean", "due"
-
-
-class Beside(Protocol):
-    """Runs exchanges over a group during training."""
-
-    group: dist.ProcessGroup
-
-    def begin(self, what: str, work: Callable[[], None]) -> Exchange[None]: ...
 
 
 @dataclass(frozen=True)
@@ -62,15 +54,11 @@ class UnderWay:
         self._sent: list[_Sent] = []
         self.waiting = Stopwatch()  # time spent waiting for arrivals
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnderWay:
-        """Return an empty one: pending exchanges belong to one optimizer."""
-        return UnderWay()
-
     def send(
         self,
         parameters: Sequence[Parameter],
         bits: int,
-        to: Beside,
+        to: Background | Opening,
         due: int,
         share: float = 1.0,
     ) -> None:
@@ -149,12 +137,10 @@ class UnderWay:
             self._sent.remove(sent)
             for p in sent.parameters:
                 p.state[MEAN] = torch.empty_like(p.X.detach(), dtype=torch.float32)
-            if sent.message is None:
-                continue
-            means = [local(p.state[MEAN]) for p in sent.parameters]
-            sent.message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
-            for mean, rows in zip(means, rows_of(means), strict=True):
-                ops.decode_add_([mean], (), sent.message.codes[rows], sent.message.bits)
+            if (message := sent.message) is not None:
+                message.store_losses_([local(p.state[RESIDUAL]) for p in sent.parameters])
+                means = [local(p.state[MEAN]) for p in sent.parameters]
+                ops.decode_add_(means, (), message.codes, message.bits)
 
 
 def _landed(p: Parameter) -> Arrived:

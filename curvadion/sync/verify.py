@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,35 +23,25 @@ from curvadion.update.state import ANCHOR
 WEIGHTS_TOLERANCE = 1e-12
 # Averages of the same gradients differ by rounding only, local gradients by their size.
 GRADIENT_TOLERANCE = 1e-5
-# Fewer elements than this may be equal by chance.
+# Gradients of fewer elements than this may be equal by chance.
 FEWEST_NUMBERS = 32
 SHOWN = 3  # differences that an error names
 SAMPLE = 4096  # elements of a gradient that are compared
 OTHER_WEIGHTS = (
-    "The replicas hold different weights and would never agree. Start all replicas from the same "
-    "weights (the same seed, or the same checkpoint), or call optimizer.broadcast_weights() on "
-    "every rank before the first step."
+    "The replicas hold different weights: start them from the same seed or checkpoint, or call "
+    "optimizer.broadcast_weights() on every rank before the first step."
 )
 OTHER_GRADIENTS = (
     "The ranks of one replica lack gradients of different parameters: use the same parameters on "
     "each of these ranks, and multiply a contribution by zero to leave it out."
 )
-# How to keep gradients local, by the module that reveals the framework once it is imported.
-FRAMEWORKS = {
-    "torchtitan": "build its optimizers with curvadion.integrations.torchtitan",
-    "lightning.pytorch": "add the callback curvadion.integrations.lightning.Replicas()",
-    "pytorch_lightning": "add the callback curvadion.integrations.lightning.Replicas()",
-    "transformers.trainer": "call curvadion.integrations.huggingface.attach(trainer)",
-    "accelerate": "call curvadion.integrations.accelerate.attach(accelerator) before prepare",
-    "deepspeed": "import curvadion.deepspeed, and name the optimizer in the JSON",
-}
-TORCH_ALONE = (
-    "with DDP call curvadion.integrations.ddp.keep_gradients_local(model), with FSDP2 call "
-    "curvadion.integrations.fsdp.keep_gradients_local(model)"
+KEEP_LOCAL = (
+    "To stop the averaging, call keep_gradients_local(model) of curvadion.integrations.ddp or "
+    ".fsdp, or use the module of curvadion.integrations for your framework; to leave the averaging "
+    "to others, pass replicas='single'."
 )
 
 Listing = list[tuple[str, str]]
-_MISSING = "missing"
 _NO_SETTINGS = ("params", "param_names", RECORD)
 _COMPARABLE = (bool, int, float, str, tuple, type(None))
 
@@ -99,46 +88,34 @@ def listing(
     for g, group in enumerate(param_groups):
         listed += [(f"param_groups[{g}][{k!r}]", repr(v)) for k, v in settings_of(group).items()]
     for i, p in enumerate(plan.parameters):
-        dtypes = {
-            key: str(local(t).dtype)
-            for key, t in states.get(p.X, {}).items()
-            if isinstance(t, Tensor)
-        }
+        state = states.get(p.X, {}).items()
+        dtypes = sorted((key, str(t.dtype)) for key, t in state if isinstance(t, Tensor))
         listed.append((f"parameter {i}", f"{p.name} of shape {global_shape(p.X)}, {p.X.dtype}"))
-        listed.append((f"the state of {p.name}", repr(sorted(dtypes.items()))))
+        listed.append((f"the state of {p.name}", repr(dtypes)))
     # States of gate and sync follow from other settings, so an error names them last.
     return listed + [(name, repr(value)) for name, value in more.items()]
 
 
 def raise_different(own: Listing, group: dist.ProcessGroup) -> None:
     """Raise RuntimeError that names the first settings that differ between ranks; collective."""
-    listings: list[Listing] = [[] for _ in range(group.size())]
-    dist.all_gather_object(listings, own, group=group)
+    listings: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(listings, dict(own), group=group)
     ranks = dist.get_process_group_ranks(group)
-    by_rank = [dict(entries) for entries in listings]
     found = []
-    longest_first = sorted(listings, key=len, reverse=True)
-    for label in dict.fromkeys(label for entries in longest_first for label, _ in entries):
-        by_value: dict[str, list[int]] = {}
-        for rank, values in zip(ranks, by_rank, strict=True):
-            by_value.setdefault(values.get(label, _MISSING), []).append(rank)
-        if len(by_value) > 1:
-            told = " and ".join(f"{value} on {_ranks(on)}" for value, on in by_value.items())
+    for label in max(listings, key=len):
+        # The first rank with each value.
+        holders: dict[str, int] = {}
+        for rank, values in zip(ranks, listings, strict=True):
+            holders.setdefault(values.get(label, "missing"), rank)
+        if len(holders) > 1:
+            told = " and ".join(f"{value} on rank {rank}" for value, rank in holders.items())
             found.append(f"{label} is {told}")
-    if not found:
-        found = ["a setting was changed on some rank, and then changed back"]
-    more = f"; {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    told = "; ".join(found[:SHOWN]) or "a setting was changed and then changed back"
     raise RuntimeError(
-        f"The replicas' optimizers differ: {'; '.join(found[:SHOWN])}{more}. Build the optimizer "
-        f"from the same arguments, parameters and names on every rank, load the same checkpoint on "
-        f"every rank or on none, and change settings on every rank at the same step (a scheduler "
+        f"The replicas' optimizers differ: {told}. On every rank pass the same arguments and "
+        f"parameters, load the same checkpoint, and change settings at the same step (a scheduler "
         f"such as ReduceLROnPlateau needs the mean loss over replicas)."
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def lack_the_same_gradients(plan: Plan) -> bool:
@@ -153,14 +130,13 @@ def verify_replicas(
     """Raise on every rank if the replicas do not fit; return whether gradients were conclusive.
 
     They do not fit if the weights of ``comparable`` parameters differ, if the shards of a replica
-    lack the gradients of different parameters, or if the gradients of the matrices (of all
-    parameters if none is a matrix), which are finite, are equal on all replicas up to rounding:
-    then something else has averaged them, or every replica reads the same batch.
+    lack different gradients, or if the gradients of the matrices (of all parameters if none is a
+    matrix) are finite and, up to rounding, equal on all replicas.
 
-    Sends a collective of 48 bytes over the replicas and, if replicas are sharded, one of 16 bytes
-    inside the replica and one of 16 over all ranks.
+    Sends 48 bytes over the replicas; if they are sharded, also 16 inside each and 16 over all.
     """
     told_by = plan.dion or plan.elementwise
+    few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS
     values = torch.stack([fingerprint(comparable, plan.device), *_summary(plan, told_by)])
     bounds = torch.cat([values, -values])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=replicas)
@@ -168,9 +144,8 @@ def verify_replicas(
     largest, smallest = extremes[:3], [-x for x in extremes[3:]]
     apart, norm = [a - b for a, b in zip(largest, smallest, strict=True)], largest[1]
     same = max(apart[1:]) <= GRADIENT_TOLERANCE * norm
-    other_gradients = not lack_the_same_gradients(plan)
     verdict = [
-        other_gradients,
+        not lack_the_same_gradients(plan),
         not apart[0] <= WEIGHTS_TOLERANCE * abs(largest[0]),
         norm > 0 and same,
         norm > 0 and not same,
@@ -185,18 +160,12 @@ def verify_replicas(
         raise RuntimeError(OTHER_GRADIENTS)
     if other_weights:
         raise RuntimeError(OTHER_WEIGHTS)
-    if identical and not different:
-        used = [name for name in FRAMEWORKS if name in sys.modules]
-        advice = [f"with {name.partition('.')[0]} {FRAMEWORKS[name]}" for name in used]
+    if identical and not different and not few:
         raise RuntimeError(
             f"The gradients of {'the matrices' if plan.dion else 'the parameters'} are identical "
-            f"on all replicas: something else has already averaged them, or every replica reads "
-            f"the same batch. To stop the averaging, {'; '.join([*advice, TORCH_ALONE])}; in any "
-            f"other framework disable its all-reduce of gradients, or pass replicas='single' to "
-            f"leave the averaging to it."
+            f"on all replicas: something else has averaged them, or every replica reads the same "
+            f"batch. {KEEP_LOCAL}"
         )
-    # So few elements are never conclusive. The count is the same on all ranks.
-    few = sum(math.prod(global_shape(p.X)) for p in told_by) < FEWEST_NUMBERS
     return identical or different or few
 
 
@@ -213,15 +182,13 @@ def fingerprint(parameters: Sequence[Parameter], device: torch.device) -> Tensor
 
 
 def _summary(plan: Plan, told_by: Sequence[Parameter]) -> Tensor:
-    """Norm and sum of projections of gradients, (2,) float64; zeros if there are few elements."""
+    """Norm and sum of projections of gradients, (2,) float64."""
     telling = [G for p in told_by if (G := p.G) is not None]
-    result = torch.zeros(2, dtype=torch.float64, device=plan.device)
-    if sum(G.numel() for G in telling) >= FEWEST_NUMBERS:
-        norms = [norm_and_sum(G)[0] for G in telling]
-        result[0] = torch.linalg.vector_norm(torch.stack([n.to(plan.device) for n in norms]))
-        projections = [_projection(G) for G in telling]
-        result[1] = torch.stack([each.to(plan.device) for each in projections]).sum()
-    return result
+    if not telling:
+        return torch.zeros(2, dtype=torch.float64, device=plan.device)
+    norms = torch.stack([norm_and_sum(G)[0].to(plan.device) for G in telling])
+    projections = torch.stack([_projection(G).to(plan.device) for G in telling])
+    return torch.stack([torch.linalg.vector_norm(norms), projections.sum()])
 
 
 def _projection(G: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ def test_mistakes_are_errors_on_all_ranks(rank):
     model_and_optimizer = prepared(unattached)
     with pytest.raises(RuntimeError, match="gradients of the matrices are identical") as told:
         step(unattached, *model_and_optimizer, rank)
-    assert "with accelerate call curvadion.integrations.accelerate.attach(" in str(told.value)
+    assert "the module of curvadion.integrations for your framework" in str(told.value)
     with pytest.raises(ValueError, match=r"replicas=None in CurvaDion.*\.group\.WORLD.*'single'"):
         prepared(fresh(), replicas=None)
     accelerator = fresh()

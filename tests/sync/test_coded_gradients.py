@@ -269,16 +269,3 @@ def test_one_replica_takes_its_own_gradients():
         dense.step()
     assert X.equal(Y)
     assert not coded.state[X]["residual"].any()
-
-
-@distributed.on_ranks(2)
-def test_a_gradient_may_repeat_its_memory(rank):
-    """One row for all, in one replica's memory too."""
-    X = nn.Parameter(torch.ones(24, 20))
-    optimizer = CurvaDion([X], replicas=dist.group.WORLD, sync=CodedGradients(8))
-    for step in range(2):
-        row = random("row", step, rank, shape=(1, 20)).expand(24, 20)
-        X.grad = row if rank == 0 else row.clone()
-        optimizer.step()
-    first, other = distributed.gathered(X)
-    assert first.equal(other)
