@@ -193,7 +193,7 @@ def train(run: Run, device: torch.device) -> dict[str, Any]:
     diverged = diverged or not math.isfinite(own)
     used = time.process_time() - used
     # A rank that owns a larger share of a mean sends more than the others.
-    totals = [meter.total_sent, meter.total_bytes, used]
+    totals = [meter.total.sent, meter.total.bytes, used]
     means = torch.tensor(totals, dtype=torch.float64, device=device)
     mean_([means], dist.group.WORLD)
     sent, payload, used = means.tolist()

@@ -316,10 +316,9 @@ def openings(
     sizes = [math.prod(shape) for shape in [*shapes.matrices, *shapes.others]]
     bits = bits or bits_of_weights(share, 1)
     costs = curvadion.QuantizedAverage(bits, delay=int(delayed)).prepare([[n] for n in sizes])
-    gate = curvadion.ByteBudget(share)
     met = WORDS_BYTES if delayed else MEETING_BYTES
-    gate.open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
-    return gate.rate
+    open_cost = (costs.opening_bytes + met) / (FLOAT * shapes.parameters)
+    return 1 / curvadion.ByteBudget(share).expected_period(open_cost)
 
 
 @dataclass(frozen=True)

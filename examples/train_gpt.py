@@ -380,7 +380,7 @@ class Counted(NamedTuple):
     def by(cls, meter: curvadion.WireMeter, node_size: int) -> "Counted":
         """Return the meter's current counts."""
         crossing = meter.between(node_size).sent
-        return cls(meter.total_bytes, meter.total_sent, crossing, node_size)
+        return cls(meter.total.bytes, meter.total.sent, crossing, node_size)
 
     def add_to(self, progress: Progress, meter: curvadion.WireMeter) -> int:
         """Add the counts since then to the progress, and return their payload."""
@@ -443,9 +443,9 @@ class Trainer:
             mean_loss += loss.detach()
         if self.config.clip_norm is not None:
             self.clip(self.config.clip_norm)
-        sent = self.meter.total_bytes
+        sent = self.meter.total.bytes
         self.optimizer.step()
-        sent = self.meter.total_bytes - sent
+        sent = self.meter.total.bytes - sent
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]  # of the matrices
         return {"loss": mean_loss, "lr": lr, **self.gate(), "optimizer_bytes": sent}

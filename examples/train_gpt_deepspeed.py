@@ -134,9 +134,9 @@ def count_steps(optimizer: curvadion.Dion, meter: curvadion.WireMeter, progress:
     step: Callable[..., Any] = optimizer.step
 
     def counted(*args: Any) -> Any:
-        sent = meter.total_bytes
+        sent = meter.total.bytes
         result = step(*args)
-        progress.optimizer_bytes += meter.total_bytes - sent
+        progress.optimizer_bytes += meter.total.bytes - sent
         return result
 
     setattr(optimizer, "step", counted)  # noqa: B010

@@ -82,7 +82,7 @@ def note(run, optimizer, loss, norm):
 
 
 def ended(run, model, meter):
-    run.sent = meter.bytes_by_collective
+    run.sent = meter.by_collective
     run.weights = hf.whole(model)
     return run
 

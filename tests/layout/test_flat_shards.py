@@ -219,7 +219,7 @@ def sent(rank, replicas, cases, threshold):
         expected = formulas.open_step(everything, elementwise=moments.numel(), reads_momentum=True)
     else:
         expected = formulas.closed_step(everything)
-    return meter.total_bytes, expected, optimizer.report.gate_open
+    return meter.total.bytes, expected, optimizer.report.gate_open
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1e9])

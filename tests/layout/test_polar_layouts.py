@@ -135,7 +135,7 @@ def sent(rank, sizes, layout, count, options):
             x.grad = shard(gradient((24, 16), step, 0), layout, mesh)
         with WireMeter() as meter:
             optimizer.step()
-    return meter.total_bytes, meter.total_calls
+    return meter.total.bytes, meter.total.calls
 
 
 # The gate, and the norms that it reads, a matrix.

@@ -159,7 +159,7 @@ def test_a_run_keeps_to_its_budget(rank):
             optimizer.step()
         optimizer.synchronize()
     elements = sum(p.numel() for p in model.parameters())
-    assert 0.005 < meter.total_sent / (4 * elements * 60) <= 0.01
+    assert 0.005 < meter.total.sent / (4 * elements * 60) <= 0.01
 
 
 # -------------------------------------------------------------------- shards and checkpoints

@@ -233,7 +233,7 @@ AROUND = {
     ),
     "docs/getting-started.md: first.jsonl": Around(
         after="lines = open('first.jsonl').readlines() if rank == 0 else [0] * 100\n"
-        "assert len(lines) == 100 and loss.item() < 4.5 and meter.total_sent < 0.011 * 400 * sum(\n"
+        "assert len(lines) == 100 and loss.item() < 4.5 and meter.total.sent < 0.011 * 400 * sum(\n"
         "    p.numel() for p in model.parameters())",
         ranks=2,
         launched=True,

@@ -220,8 +220,8 @@ def test_a_step_sends_the_codes_and_what_replicas_agree_on(rank, options, bits):
     assert "AlwaysOpen" in repr(optimizer.gate) or "wire_budget" in options
     # The first steps also compare the replicas.
     sizes = [math.prod(shape) for shape in SHAPES.values()]
-    assert meter.total_sent == message_bytes(sizes, bits) + MEETING_BYTES
-    assert meter.total_sent <= options.get("wire_budget", 1.0) * 4 * sum(sizes)
+    assert meter.total.sent == message_bytes(sizes, bits) + MEETING_BYTES
+    assert meter.total.sent <= options.get("wire_budget", 1.0) * 4 * sum(sizes)
 
 
 @distributed.on_ranks(2)
@@ -234,7 +234,7 @@ def test_an_exact_synchronisation_keeps_what_codes_owe(rank):
     before = held(X, optimizer)
     with WireMeter() as meter:
         optimizer.synchronize()
-    assert meter.total_sent == 0  # weights agree anyway
+    assert meter.total.sent == 0  # weights agree anyway
     optimizer.synchronize(exact=True)
     after, each = held(X, optimizer), distributed.gathered(before)
     for name in SHAPES:

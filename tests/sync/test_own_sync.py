@@ -182,7 +182,7 @@ def test_an_opening_sends_the_pseudo_gradients_and_a_budget_knows_it(rank):
         opened = optimizer.report.gate_open
         openings += opened
         if step:  # the first compares replicas
-            assert meter.total_sent == (MEETING_BYTES + 4 * NUMBERS) * opened
+            assert meter.total.sent == (MEETING_BYTES + 4 * NUMBERS) * opened
     assert optimizer.gate.open_cost == pytest.approx(1.0 + MEETING_BYTES / (4 * NUMBERS))
     assert 4 <= openings <= 0.45 * 24
 

@@ -117,7 +117,7 @@ def test_single_says_that_a_process_trains_by_itself(rank, kind, replicas):
     X = [x for g in optimizer.param_groups for x in g["params"]]
     with WireMeter() as meter:
         assert train(X, optimizer, rank, 3) is None
-    assert meter.total_bytes == 0
+    assert meter.total.bytes == 0
 
 
 @distributed.on_ranks(2)

@@ -223,7 +223,7 @@ def test_an_exact_synchronisation_costs_a_budget_what_it_sends(rank, setup, layo
         optimizer.synchronize(exact=True)
     plan = optimizer._present_plan()
     dense = 4 * sum(sizes([p.X for p in plan.parameters]))
-    spent = (balance - optimizer.gate._balance) * optimizer.gate.open_cost * dense
+    spent = (balance - optimizer.gate._balance) * dense
     own = meter.records[replicas.get_group().group_name, "all_reduce"].bytes
     formula = bytes_of_everything(plan, optimizer._state_keys)
     assert formula == pytest.approx(sum(distributed.gathered(own)) / COUNTS[layout][0])
