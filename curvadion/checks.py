@@ -34,9 +34,9 @@ def number(
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key}={value!r} must be a number")
     size = float(value)
-    if not (math.isfinite(size) and least <= size <= most and size < below):
-        bounds = f"[{least}, {below})" if below < math.inf else f"[{least}, {most}]"
-        raise ValueError(f"{key}={value!r} must be finite, and in {bounds}")
+    if not (least <= size <= most and size < below):
+        upper = f"{most}]" if most < below else f"{below})"
+        raise ValueError(f"{key}={value!r} must be in [{least}, {upper}")
 
 
 def boolean(key: str, value: object) -> None:

@@ -17,9 +17,7 @@ from curvadion import checks
 
 
 class Gate(ABC):
-    """Decides at each step whether replicas synchronise. Subclass it to write your own.
-
-    Each optimizer needs its own gate, because a gate keeps the state of one run.
+    """Decides at each step whether replicas synchronise. Each optimizer needs its own.
 
     Attributes:
         reason: why the gate opened, for reports.
@@ -28,10 +26,8 @@ class Gate(ABC):
             while the gate is closed. Has no effect if the gate reads momenta.
         share: the bytes that replicas may send, as a share of an all-reduce of all gradients in
             float32 at every step; None if the gate counts no bytes.
-
-    The optimizer sets, if it knows them:
-        open_cost: the bytes that an open step sends, as the same kind of share.
-        openings_per_full_sync: number of openings that synchronise all weights.
+        open_cost: the bytes that an open step sends, as the same kind of share. The optimizer sets
+            this and ``openings_per_full_sync``, if it knows them.
     """
 
     reason: str = "gate"
@@ -49,8 +45,7 @@ class Gate(ABC):
     def signal(self, before: Tensor, after: Tensor) -> Tensor:
         """One number >= 0 per matrix; :meth:`opens` gets the largest over all replicas.
 
-        A NaN counts as a non-finite gradient: the step is skipped. A gate that reads something else
-        returns for example ``torch.full_like(after, loss)``.
+        A NaN counts as a non-finite gradient: the step is skipped.
 
         Args:
             before: Frobenius norms of the momenta before this step's gradient, (k,).
@@ -79,8 +74,7 @@ class Gate(ABC):
         if max_local_steps is not None and period > max_local_steps + 1:
             raise ValueError(
                 f"gate={self!r} opens every {period} steps, but max_local_steps={max_local_steps} "
-                f"would open it earlier: raise it or pass None, raise a byte budget or use fewer "
-                f"bits."
+                f"asks for more: raise it or pass None, or raise the budget."
             )
 
     def longest_run(self, bound: int | None) -> int | None:
@@ -105,8 +99,7 @@ class RMMC(Gate):
         RMMC = max over matrices and replicas of | ||M|| - ||M_prev|| | / ||M_prev||
 
     A first gradient on a zero momentum counts as an infinite change; a zero momentum that stays
-    zero counts as no change. ``threshold`` is tau, a number >= 0; with infinity only the bound on
-    local runs opens.
+    zero counts as no change. ``threshold`` is tau, a number >= 0 or infinity.
     """
 
     reason = "threshold"
@@ -169,9 +162,7 @@ class ByteBudget(Gate):
     bytes sent beyond the budget (by an exact synchronisation, or during warm-up). So openings are
     at most twice as rare as the budget allows, and the first comes after two periods.
 
-    Args:
-        share: the budget, a share in (0, 1] of the bytes of an all-reduce of all gradients in
-            float32 at every step.
+    ``share``, in (0, 1], is of the bytes of an all-reduce of all float32 gradients at every step.
     """
 
     reason = "budget"

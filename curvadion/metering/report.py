@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
-        reason: why the gate opened ("threshold", "period", "budget", "always", "warm-up", "longest
-            local run", or a user's gate's own reason), "closed", or "non-finite gradient".
-        rmmc: the gate's largest signal over all matrices and replicas: the relative maximum
-            momentum change (arXiv 2512.13728). None if the gate reads no momentum, or if the step
-            was skipped.
+        reason: the gate's reason to open ("threshold", "period", "budget", "always"), "warm-up",
+            "longest local run", "closed", or "non-finite gradient".
+        rmmc: the gate's largest signal over all matrices and replicas. None if the gate reads no
+            momentum, or if the step was skipped.
         skipped: whether this replica skipped the step for a non-finite gradient: its own, or any
-            replica's if replicas communicate before the step. On a GPU, if no other replica waits
-            for this, the value is that of the previous step.
+            replica's if replicas communicate before the step. On a GPU it may be late by a step.
         wire_bytes: payload in bytes of all collectives of this process since the last report. None
             if no WireMeter is active.
         wire_bytes_by_ranks: the same by the ranks that shared them: {"0-7": 1024, "0, 8": 16}.
@@ -42,12 +39,12 @@ class StepReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON values: an infinite RMMC becomes the string "inf"."""
-        return _strict(asdict(self))
+        return {key: _strict(value) for key, value in asdict(self).items()}
 
     def scalars(self) -> dict[str, float]:
         """The finite numbers, for TensorBoard, Weights & Biases and other logs."""
         names = ("gate_open", "rmmc", "local_steps", "skipped", "wire_bytes", "waited_seconds")
-        return _finite({name: getattr(self, name) for name in names})
+        return _finite(**{name: getattr(self, name) for name in names})
 
 
 @dataclass
@@ -71,32 +68,28 @@ class Summary:
         """Finite scalars for logs: means over the steps, and what the last report says."""
         steps = max(1, self.steps)
         return _finite(
-            {
-                "wire_bytes": self.wire_bytes / steps,
-                "open_gate_share": self.open_steps / steps,
-                "skipped_steps": self.skipped_steps,
-                "waited_seconds": self.waited_seconds,
-                "rmmc": last.rmmc,
-                "local_steps": last.local_steps,
-            }
+            wire_bytes=self.wire_bytes / steps,
+            open_gate_share=self.open_steps / steps,
+            skipped_steps=self.skipped_steps,
+            waited_seconds=self.waited_seconds,
+            rmmc=last.rmmc,
+            local_steps=last.local_steps,
         )
 
 
 def write_json_line(path: str | Path, report: StepReport, **extra: Any) -> None:
     """Append a report as one line of JSON, with further values; NaN becomes "nan"."""
-    line = json.dumps({**report.as_dict(), **_strict(extra)}, allow_nan=False)
+    values = {key: _strict(value) for key, value in extra.items()}
+    line = json.dumps({**report.as_dict(), **values}, allow_nan=False)
     with open(path, "a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
-def _strict(values: Mapping[str, Any]) -> dict[str, Any]:
+def _strict(value: Any) -> Any:
     """JSON has no infinite numbers and no NaN."""
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
+def _finite(**values: float | None) -> dict[str, float]:
     known = {name: float(value) for name, value in values.items() if value is not None}
     return {name: value for name, value in known.items() if math.isfinite(value)}

@@ -1,8 +1,7 @@
 """Counts the bytes of all collectives in this process, whichever library calls them.
 
-Every ``torch.distributed`` collective, also those of DDP's reducer and FSDP, reaches its backend
-through a dispatcher operator such as ``c10d::allreduce_``. While a meter is active, these operators
-count each call and pass it on.
+Every ``torch.distributed`` collective, also of DDP and FSDP, reaches its backend through a
+dispatcher operator such as ``c10d::allreduce_``. Kernels for these operators count the calls.
 
 A meter misses traffic that bypasses process groups (a backend called directly, symmetric memory,
 the store), and the headers that an interface adds (measured by benchmarks/headers.py).
@@ -22,8 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from curvadion import checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class WireMeter:
     """Context manager that counts what this process communicates, by group and collective.
 
     The payload is the logical message of a call. The bytes sent are a rank's share of the minimum
-    traffic with which n ranks can perform the call, as a ring does:
+    traffic with which n ranks can perform the call:
 
     - all_reduce: the tensor; a rank sends 2 (n - 1) / n of it.
     - broadcast, reduce: the tensor. all_gather: the gathered output. reduce_scatter, all_to_all:
@@ -57,12 +54,10 @@ class WireMeter:
     - send: the tensor, all of which is sent; the matching recv is not counted.
     - barrier: nothing.
 
-    In a group of one rank nothing is sent, and its calls count 0 bytes. A coalesced call is one
-    call with the sum of its tensors. A call that raises is not counted.
+    In a group of one rank calls count 0 bytes. A call that raises is not counted.
 
-    Meters nest, and each one counts everything while it is active. One that is entered again
-    continues counting. Counting is thread-safe. Enter the first meter only while no thread of your
-    own is inside a collective, because this replaces kernels permanently::
+    Meters nest, and each one counts everything while it is active, on all threads. Enter the first
+    only while no thread of your own is inside a collective, because it replaces kernels::
 
         with WireMeter() as meter:
             train_step()
@@ -105,16 +100,12 @@ class WireMeter:
         return totals
 
     def between(self, replica_size: int) -> WireCount:
-        """The count of all groups, including destroyed ones, that span several replicas.
-
-        A replica is ``replica_size`` consecutive ranks.
-        """
-        checks.integer("replica_size", replica_size, 1)
+        """The count of all groups that span several replicas of this many consecutive ranks."""
         ranks = _ranks_by_group()
         crossing = WireCount()
         for (group, _), count in self.records.items():
             replicas = {rank // replica_size for rank in ranks.get(group, ())}
-            if len(replicas) != 1:
+            if len(replicas) != 1:  # none: the group has been destroyed
                 crossing += count
         return crossing
 
@@ -240,12 +231,10 @@ def _count(group: dist.ProcessGroup, collective: str, payload: int) -> None:
 
 def _sent(collective: str, payload: int, ranks: int) -> float:
     """Bytes that a rank must send for a payload in bytes, on average over the group."""
-    if collective == "send":
-        return payload
     others = payload * (ranks - 1) / ranks
-    if collective == "all_reduce":
-        return 2 * others
-    return others / ranks if collective in ("gather", "scatter") else others
+    if collective in ("gather", "scatter"):
+        return others / ranks
+    return {"send": payload, "all_reduce": 2 * others}.get(collective, others)
 
 
 def _nbytes(tensors: Tensor | list[Any]) -> int:
