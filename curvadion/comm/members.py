@@ -29,7 +29,7 @@ class Opening(ABC):
 
     @abstractmethod
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All members' numbers, in the order of the group; RuntimeError if a member is lost."""
+        """All members' numbers, in the order of the group; one of LOST if a member is lost."""
 
     @abstractmethod
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
@@ -37,14 +37,14 @@ class Opening(ABC):
 
     @abstractmethod
     def agree(self) -> None:
-        """Wait until all members get here; RuntimeError if one is lost. Collective."""
+        """Wait until all members get here; one of LOST if a member is lost."""
 
     @abstractmethod
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
-        """Return whether this replica applies the opening: if it has failed on none of its ranks.
+        """Return whether this replica applies the opening: if none of its ranks failed.
 
-        Collective in the replica, after all members have agreed. record: the codes of the means in
-        order, as "codes", and everything else that a late member needs to catch up.
+        Collective in the replica. record: what a late member needs to catch up, with the codes of
+        the means in order as "codes".
         """
 
 
@@ -71,8 +71,7 @@ class Members(ABC):
         """Weights or states have been loaded or added, so members compare theirs anew."""
 
     def meet(self) -> None:
-        """Begin, before a step, the opening that the next :meth:`begin` returns."""
-        raise NotImplementedError
+        """Begin the opening that the next :meth:`begin` returns."""
 
     def arrived(self) -> bool:
         """Whether an opening can begin now; if not, this replica trains on and asks again."""

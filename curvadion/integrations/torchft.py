@@ -7,7 +7,6 @@ torchft's Lighthouse tracks which replicas are alive; an opening is a transactio
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import socket
@@ -17,13 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.manager import Manager
@@ -34,11 +32,10 @@ from curvadion.comm.collectives import checksum
 from curvadion.comm.members import LOST, Members, Opening
 from curvadion.comm.worker import Exchange, Worker
 from curvadion.metering import wire
-from curvadion.optim.handover import hand_over, shared_settings, shared_weights, take_over
+from curvadion.optim.handover import checksum_of_anchors, hand_over, shared_settings, take_over
 from curvadion.optim.outer import RETRY_AFTER, ReplicaOptimizer
 from curvadion.update.plan import Plan
 
-SAY_AFTER = 60.0  # seconds
 SHORTEST_REQUEST = timedelta(seconds=5)
 logger = logging.getLogger("curvadion")
 
@@ -52,28 +49,20 @@ class Replicas(Members):
         optimizer = curvadion.CurvaDion(groups, lr=0.02, replicas=replicas, wire_budget=0.01)
         replicas.start(optimizer, scheduler=scheduler)
 
-    If a member is lost during an opening, no member applies it: weights, momenta and residuals stay
-    unchanged, and the next step opens again with the remaining members. With a delay the next
-    opening does, and with ``CodedGradients`` no replica takes the step. A joining replica copies
-    anchors, momenta, counters, gate and schedulers from another one. A late replica applies the
-    means that it missed, and keeps its own progress since then; with ``CodedGradients`` it copies
-    everything.
-
-    A replica may have several ranks (FSDP2, tensor parallelism): each rank creates its own
-    Replicas. Parameters live on a mesh of the replica's own ranks.
+    If a member is lost during an opening, no member applies it, and the next step (with a delay:
+    the next opening) tries again. A joining replica copies another one's state. A late one applies
+    the means that it missed; with ``CodedGradients`` it copies everything. Each rank of a replica
+    (FSDP2, tensor parallelism) creates its own Replicas.
 
     Args:
         begins: whether to begin a run if none is found. None means False in a process that torchrun
             has restarted (others may be alive but not found yet), and True otherwise.
-        min_replicas: an opening with fewer members fails, and replicas continue on their own. Pass
-            the same number to ``torchft_lighthouse --min_replicas``, so that openings wait for
-            them.
+        min_replicas: an opening with fewer members fails. Pass the same number to
+            ``torchft_lighthouse --min_replicas``, so that openings wait for them.
         timeout: seconds after which an exchange with a hanging peer fails; dead peers are noticed
-            at once. It must exceed the time to copy weights and states to a newcomer, for which the
-            others wait.
+            at once. It must exceed the time to copy the whole state to a newcomer.
         quorum_timeout: seconds after which an opening raises an error because others did not
-            arrive. It must exceed the time that the slowest replica takes from one opening to the
-            next.
+            arrive. It must exceed the slowest replica's time from one opening to the next.
         patience: seconds that this replica waits at an opening for the others. Then it trains on,
             and opens at the first step at which they have arrived. None: no limit. Pass less than a
             step takes, on all but the slowest replica, if replicas differ in speed.
@@ -104,53 +93,51 @@ class Replicas(Members):
     ) -> None:
         checks.integer("min_replicas", min_replicas, 1)
         checks.integer("kept", kept, 0)
-        for name, seconds in (("timeout", timeout), ("quorum_timeout", quorum_timeout)):
-            checks.number(name, seconds, least=1e-3)
+        checks.number("timeout", timeout, least=1e-3)
+        checks.number("quorum_timeout", quorum_timeout, least=1e-3)
         if patience is not None:
             checks.number("patience", patience)
         if begins is None:
             begins = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        self._begins = begins
+        self._begins, self._patience = begins, patience
         self.events: list[tuple[float, str]] = []
+        self.present = 0
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
         self._stateful: dict[str, Any] = {}
         self._started: ReplicaOptimizer | None = None
         self._ready: _Opening | None = None
-        self.present = 0
-        self._patience, self._uncommitted = patience, False
-        self._given: dict[str, Any] | None = None
-        self._worker: Worker | None = None
+        self._uncommitted = False  # whether an opening has neither been applied nor failed
+        self._given: dict[str, Any] = {}  # from another replica
         self._begun = False  # whether the run has begun, as the ranks of this replica have heard
         self._starts = False  # whether the next comparison is that of a start
         self._chain = 0  # checksum of all means so far: if it is equal, so are anchors
-        self._timeouts = timedelta(seconds=timeout), timedelta(seconds=quorum_timeout)
-        self._min_replicas = min_replicas
-        self._replica_id = replica_id or os.environ.get("REPLICA_GROUP_ID")
-        self._environment = _environment()
+        # NCCL cannot abort what waits for a lost peer without ending the process.
+        self._group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+        self._create_manager = partial(
+            Manager,
+            pg=self._group,
+            load_state_dict=self._given.update,
+            state_dict=dict,  # the transport knows what to send
+            min_replica_size=min_replicas,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=timeout),
+            quorum_timeout=timedelta(seconds=quorum_timeout),
+            replica_id=replica_id or os.environ.get("REPLICA_GROUP_ID"),
+            **_environment(),
+        )
 
     @cached_property
     def _manager(self) -> Manager:
         """Created by start(): others would wait for a replica that is known but not ready."""
-        timeout, quorum_timeout = self._timeouts
-        manager = Manager(
-            pg=self._group,
-            load_state_dict=self._load,
-            state_dict=self._save,
-            min_replica_size=self._min_replicas,
-            use_async_quorum=False,
-            timeout=timeout,
-            quorum_timeout=quorum_timeout,
-            checkpoint_transport=_Transport(timeout, self),
-            replica_id=self._replica_id,
-            **self._environment,
-        )
+        transport = _Transport(self._create_manager.keywords["timeout"], self)
+        manager = self._create_manager(checkpoint_transport=transport)
         manager._client = _Client(manager)
         return manager
 
     @cached_property
-    def _group(self) -> ProcessGroupGloo:
-        # NCCL cannot abort what waits for a lost peer without ending the process.
-        return ProcessGroupGloo(timeout=self._timeouts[0])
+    def _worker(self) -> Worker:
+        wire.install_kernels()  # a meter may start while the thread communicates
+        return Worker(self._optimizer._present_plan().device)
 
     def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
         """Join the run before the first step: begin it, or copy another replica's state.
@@ -161,58 +148,47 @@ class Replicas(Members):
                 ``load_state_dict``, such as a scheduler; of a torch.nn.Module the buffers are
                 copied.
         """
-        if optimizer._replicas.members is not self:
+        if optimizer._replicas.members is not self or self._started not in (None, optimizer):
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} was not built with these replicas: pass "
-                f"replicas= to its constructor."
+                f"optimizer={type(optimizer).__name__} has other replicas, or shares these with "
+                f"another optimizer: pass replicas= to its constructor, each its own."
             )
-        if self._started is not None:
-            raise ValueError("replicas.start() was called before: each optimizer needs replicas.")
         if self._patience is not None and optimizer.sync.every_step:
             raise ValueError(
                 f"patience={self._patience!r} with sync={optimizer.sync!r}: every step is an "
                 f"opening, so no replica trains on alone. Leave patience out."
             )
-        _check(optimizer._present_plan(), self._environment["world_size"])
-        self._started, self._stateful, self._starts = optimizer, stateful, True
-        try:
-            self._join(optimizer)
-        except BaseException:
-            self._started = None  # it may be tried again
-            raise
-
-    def _join(self, optimizer: ReplicaOptimizer) -> None:
         plan = optimizer._present_plan()
+        _check(plan, self._create_manager.keywords["world_size"])
+        self._started, self._stateful, self._starts = optimizer, stateful, True
         optimizer._create_states(plan)
         optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
         self._chain = checksum_of_anchors(optimizer)
-        since = time.monotonic()
-        while True:
-            opening = self.begin()
-            if self._begun and optimizer.sync.every_step:
-                # The first gradient will already use the weights that were taken over.
-                self._ready, opening.fresh = opening, False
-                return
-            if self._begun:
-                self._ready = opening
-                joined = optimizer.open_without_step()
-            else:  # nobody has begun, or the others are between openings
-                try:
-                    failed = not any(may for [may] in opening.gather([float(self._begins)]))
-                    opening.agree()
-                except LOST as error:
-                    logger.warning("The run does not begin yet: %s", error)
-                    failed = True
-                joined = opening.commit(failed=failed, record={})
-            if joined:
-                return
-            if not self._begins and time.monotonic() > since + SAY_AFTER:
-                since = math.inf
-                logger.warning(
-                    "This replica was restarted, so it does not begin a run but waits to join one. "
-                    "If all replicas have died, start all of them again from a checkpoint."
-                )
+        if not self._begins:
+            logger.warning(
+                "This replica was restarted, so it does not begin a run but waits to join one. If "
+                "all replicas have died, start all of them again from a checkpoint."
+            )
+        while not self._join(optimizer):
             time.sleep(RETRY_AFTER)
+
+    def _join(self, optimizer: ReplicaOptimizer) -> bool:
+        """Try to join the run; return whether this replica has."""
+        opening = self.begin()
+        if self._begun:
+            self._ready = opening
+            if not optimizer.sync.every_step:
+                return optimizer.open_without_step()
+            opening.fresh = False  # the first gradient will already use the copied weights
+            return True
+        # Nobody has begun, or the others are between openings.
+        try:
+            failed = not any(may for [may] in opening.gather([float(self._begins)]))
+            opening.agree()
+        except LOST as error:
+            logger.warning("The run does not begin yet: %s", error)
+            failed = True
+        return opening.commit(failed=failed, record={})
 
     def changed(self) -> None:
         if self._started is not None and not self._starts:
@@ -221,7 +197,6 @@ class Replicas(Members):
         self._starts = False
 
     def meet(self) -> None:
-        """Begin the opening that :meth:`begin` returns next."""
         self._ready = self.begin()
 
     def arrived(self) -> bool:
@@ -229,33 +204,27 @@ class Replicas(Members):
             return True
         if self._uncommitted:  # with a delay: it is written when its means are due
             return False
-        client: _Client = self._manager._client
-        waits = 0.0 if client.asked else self._patience
-        done, _ = wait([client.ask()], waits)
-        return all(self._everybody(bool(done)))
+        return all(self._everybody(self._manager._client.ask(self._patience)))
 
     def begin(self) -> _Opening:
-        """Meet the members that are present; a peer's weights and states may replace these."""
         if (ready := self._ready) is not None:
             self._ready = None
             return ready
-        optimizer, self._given = self._optimizer, None
+        optimizer = self._optimizer
         try:
             self._manager.start_quorum()
         except Exception as error:
             self._manager._quorum_future = None  # else it raises this error again
             raise RuntimeError(
-                f"No opening could begin ({error}): the Lighthouse at TORCHFT_LIGHTHOUSE may be "
-                f"down, or other replicas took longer than quorum_timeout. Restart the Lighthouse, "
-                f"or raise quorum_timeout."
+                f"No opening could begin ({error}): restart the Lighthouse at TORCHFT_LIGHTHOUSE "
+                f"if it is down, or raise quorum_timeout if other replicas took longer."
             ) from error
         self._uncommitted = True
         opening = _Opening(self)
         self._take_over(opening, optimizer)
-        present = self._manager.num_participants()
-        if present != self.present:
-            self._note(f"{present} members instead of {self.present}")
-        self.present = present
+        before, self.present = self.present, self._manager.num_participants()
+        if self.present != before:
+            self._note(f"{self.present} members instead of {before}")
         return opening
 
     @property
@@ -273,47 +242,29 @@ class Replicas(Members):
 
     def close(self) -> None:
         """Leave the run, so that others do not have to wait for a timeout."""
-        if self._worker is not None:
+        if "_worker" in vars(self):
             self._worker.end(seconds=1.0)
         if "_manager" in vars(self):
             self._manager.shutdown(wait=False)
             self._group.shutdown()
 
-    def _written(self, number: int, record: dict[str, Any], *, alone: bool) -> None:
-        """Remember an opening for members that are late."""
-        before = self._chain
-        codes = [c for c in record["codes"] if c is not None]
-        for each in codes:
-            self._chain = zlib.crc32(each.numpy().tobytes(), self._chain)
-        if alone and not codes:  # the mean was exact, and nobody else has it
-            self._chain = random.getrandbits(32)
-        if self._optimizer.sync.replays:
-            self._history.append((number, {**record, "before": before, "chain": self._chain}))
-
     def _note(self, text: str) -> None:
         self.events.append((time.time(), text))
 
-    # ---------------------------------------------------------------- handing over
-
-    def _save(self) -> dict[str, Any]:
-        more = {name: _state_of(one) for name, one in self._stateful.items()}
-        held = {"stateful": more, "chain": self._chain}
-        return {
-            "history": list(self._history),
-            # Called if somebody fetches it: it copies all state from a GPU.
-            "whole": lambda: held | {"optimizer": hand_over(self._optimizer)},
-        }
-
-    def _load(self, given: dict[str, Any]) -> None:
-        self._given = given
-
-    def _inside(self) -> dist.ProcessGroup | None:
-        """The ranks of this replica; None for one rank."""
-        return self._optimizer._present_plan().inside
+    def _remember(self, number: int, record: dict[str, Any]) -> None:
+        """Note an opening that has been applied, for members that are late."""
+        if self._optimizer.sync.replays:
+            self._history.append((number, {**record, "before": self._chain}))
+        elif self.present == 1:  # the mean was exact, and nobody else has it
+            self._chain = random.getrandbits(32)
+        for codes in record["codes"]:
+            if codes is not None:
+                self._chain = zlib.crc32(codes.numpy().tobytes(), self._chain)
 
     def _everybody(self, own: Any) -> list[Any]:
         """Gather a value from each rank of this replica; collective in the replica."""
-        if (group := self._inside()) is None:
+        group = self._optimizer._present_plan().inside
+        if group is None:
             return [own]
         said = [None] * group.size()
         dist.all_gather_object(said, own, group=group)
@@ -321,44 +272,30 @@ class Replicas(Members):
 
     def _take_over(self, opening: _Opening, optimizer: ReplicaOptimizer) -> None:
         """Apply what others handed over, if it is the same kind on all ranks."""
-        given = self._given or {}
+        given = dict(self._given)
+        self._given.clear()
         told = self._everybody((self.openings, sorted(given)))
         self._begun = max(openings for openings, _ in told) > 0
         # At the beginning each rank may take the weights of another replica.
         if self._begun and any(each != told[0] for each in told):
-            opening.fail()
-            return
-        if not given:
-            return
-        if "missed" in given:
+            opening.strayed = True
+        elif "missed" in given:
             plan = optimizer._present_plan()
             for number, record in given["missed"]:
                 optimizer.sync.catch_up(plan, record)
-                self._chain = record["chain"]
-                self._history.append((number, record))
+                self._remember(number, record)
             self._note(f"caught up with {len(given['missed'])} openings")
-            return
-        # Ranks may have received their parts from different replicas, with different counters.
-        whole = given["whole"]
-        shared = {"stateful": whole["stateful"], "optimizer": dict(whole["optimizer"])}
-        own = {key: shared["optimizer"].pop(key) for key in ("settings", "weights", "states")}
-        shared = self._everybody(shared)[0] if self._begun else shared
-        theirs = shared["stateful"]
-        if theirs.keys() != self._stateful.keys():
-            raise ValueError(
-                f"replicas.start() got {sorted(self._stateful)} here, but {sorted(theirs)} on the "
-                f"replica whose state this one copies: pass the same arguments on every replica."
-            )
-        for name, state in theirs.items():
-            _load_into(self._stateful[name], state)
-        take_over(optimizer, {**shared["optimizer"], **own})
-        self._chain = whole["chain"]
-        self._history.clear()
-        self._history.extend(given["history"])
-        opening.fresh = True
-        held = [v for s in own["states"] for v in s.values() if isinstance(v, tuple)]
-        size = sum(v[0].nbytes for v in held)
-        self._note(f"took over from another replica: {size} bytes")
+        elif given:
+            # Ranks may have received their parts from different replicas, with different counters.
+            shared = {key: given[key] for key in ("groups", "record", "stateful")}
+            given |= self._everybody(shared)[0] if self._begun else {}
+            take_over(optimizer, given, **self._stateful)
+            self._chain, opening.fresh = given["chain"], True
+            self._history.clear()
+            self._history.extend(given["history"].items())
+            held = [v for s in given["states"] for v in s.values() if isinstance(v, tuple)]
+            size = sum(v[0].nbytes for v in held)
+            self._note(f"took over from another replica: {size} bytes")
 
     def __repr__(self) -> str:
         return "Replicas()"
@@ -367,52 +304,47 @@ class Replicas(Members):
 class _Opening(Opening):
     """An opening of torchft's quorum."""
 
+    # Whether this rank will copy everything, since most hold other anchors, or its replica's ranks
+    # were given different things.
+    strayed = False
+
     def __init__(self, replicas: Replicas) -> None:
         self._replicas, self._manager = replicas, replicas._manager
-        self._failed = False
-        self._strayed = False  # whether to copy everything, because most hold other anchors
-
-    @cached_property
-    def group(self) -> dist.ProcessGroup:  # type: ignore[override]
         # The wrapper's rank is 0 on every replica, and its group changes at the next quorum.
-        group: dist.ProcessGroup | None = self._replicas._group._pg
-        if group is None:
-            raise RuntimeError("the members could not connect")
-        return group
+        self.group = replicas._group._pg
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        told, why = None, None
+        told: list[list[float]] = []
+        lost = None
         try:
-            told = self._gather(numbers)
+            self._compare()
+            told = self._all_gather(numbers)
         except LOST as error:
-            why = str(error)
+            lost = str(error)
         # Either all ranks of a replica continue, or none does.
-        for reason in self._replicas._everybody(why):
+        for reason in self._replicas._everybody(lost):
             if reason is not None:
                 raise RuntimeError(reason)
-        assert told is not None
         return told
 
-    def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        replicas = self._replicas
-        error = self._manager.errored()
-        broken = self._failed or error is not None
+    def _compare(self) -> None:
+        """Raise RuntimeError if a member cannot take part, or if members differ."""
+        if self.group is None:
+            raise RuntimeError("the members could not connect")
+        optimizer = self._replicas._optimizer
         # Who cannot take part says so, or the others would wait for it until a timeout.
-        chain = -1.0 if broken else float(replicas._chain)
-        optimizer = replicas._optimizer
+        broken = self.strayed or self._manager.errored() is not None
+        chain = -1.0 if broken else float(self._replicas._chain)
         word = checksum((optimizer._present_plan().checksum, shared_settings(optimizer)))
-        told = self._all_gather([chain, word])
-        chains, settings = zip(*told, strict=True)
+        chains, words = zip(*self._all_gather([chain, word]), strict=True)
         if -1.0 in chains:
-            why = "" if error is None else f": {error.original_exception}"
-            raise RuntimeError(f"a member could not take part{why}")
-        if len(set(settings)) > 1:
+            raise RuntimeError("a member could not take part")
+        if len(set(words)) > 1:
             raise RuntimeError("members have different parameters, groups or syncs")
         if len(set(chains)) > 1:
             # Some opened while others were not found. The larger part goes on.
-            self._strayed = max(chains, key=chains.count) != chain
+            self.strayed = max(chains, key=chains.count) != chain
             raise RuntimeError("members hold different anchors")
-        return self._all_gather(numbers)
 
     def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
         own = torch.tensor(list(numbers), dtype=torch.float64)
@@ -420,41 +352,29 @@ class _Opening(Opening):
         dist.all_gather(told, own, group=self.group)
         return [each.tolist() for each in told]
 
-    def fail(self) -> None:
-        """Make this opening fail; the ranks of this replica copy everything at the next one."""
-        self._failed = self._strayed = True
-
     def agree(self) -> None:
         # An exchange may have succeeded here and failed elsewhere.
-        if (error := self._manager.errored()) is not None:
-            raise RuntimeError(f"the members could not meet: {error.original_exception}")
         dist.all_reduce(torch.zeros(()), group=self.group)
 
     def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
-        if self._replicas._worker is None:
-            wire.install_kernels()  # a meter may start while the thread communicates
-            device = self._replicas._optimizer._present_plan().device
-            self._replicas._worker = Worker(device)
         return self._replicas._worker.begin(what, work)
 
     def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
-        replicas = self._replicas
+        replicas, manager = self._replicas, self._manager
         replicas._uncommitted = False
-        told = replicas._everybody((self._strayed, self._manager.current_step()))
-        self._strayed = any(strayed for strayed, _ in told)
+        told = replicas._everybody((self.strayed, manager.current_step()))
         number = min(step for _, step in told)
         if failed:
-            self._manager.report_error(RuntimeError("a member was lost at an opening"))
-        committed = bool(self._manager.should_commit())
-        if self._strayed:
+            manager.report_error(RuntimeError("a member was lost at an opening"))
+        committed = bool(manager.should_commit())
+        if any(strayed for strayed, _ in told):
             # torchft then copies everything to this replica at the next opening.
-            behind = max(number - 1, 0)
-            self._manager.load_state_dict({"step": behind, "batches_committed": 0})
+            manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
             replicas._note("others hold different anchors: will take over theirs")
         elif not committed:
             replicas._note("an opening failed: nothing of it was written")
         elif record:
-            replicas._written(number, record, alone=self.group.size() == 1)
+            replicas._remember(number, record)
         return committed
 
 
@@ -463,28 +383,24 @@ class _Client:
 
     def __init__(self, manager: Manager) -> None:
         self._manager, self._client = manager, manager._client
-        self.asked: Future[Any] | None = None
+        self._asked: Future[Any] | None = None
+        self._last: dict[str, Any] = {}  # the arguments of the last request
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def ask(self) -> Future[Any]:
-        """The answer, once others have come; :meth:`_quorum` takes it."""
-        if (asked := self.asked) is None:
-            asked = self.asked = Future()
-            manager = self._manager
-            given = {
-                "group_rank": manager._group_rank,
-                "step": manager.current_step(),
-                "checkpoint_metadata": manager._checkpoint_transport.metadata(),
-                "shrink_only": False,
-                "timeout": manager._quorum_timeout,
-                "init_sync": manager._init_sync,
-                "commit_failures": manager._commit_failures,
-            }
+    def ask(self, patience: float) -> bool:
+        """Whether others have come, after as many seconds if this asks first."""
+        if self._asked is not None:
+            patience = 0.0
+        else:
+            self._asked, manager = Future(), self._manager
+            now = {"step": manager.current_step(), "commit_failures": manager._commit_failures}
+            given = self._asked, {**self._last, **now}
             # No executor: Python would wait for its thread at exit.
-            Thread(target=self._answer, args=(asked, given), daemon=True).start()
-        return asked
+            Thread(target=self._answer, args=given, daemon=True).start()
+        done, _ = wait([self._asked], patience)
+        return bool(done)
 
     def _answer(self, asked: Future[Any], given: dict[str, Any]) -> None:
         try:
@@ -493,7 +409,7 @@ class _Client:
             asked.set_exception(error)
 
     def _quorum(self, **given: Any) -> Any:
-        asked, self.asked = self.asked, None
+        asked, self._asked, self._last = self._asked, None, given
         return self._repeat(**given) if asked is None else asked.result()
 
     def _repeat(self, *, timeout: timedelta, **given: Any) -> Any:
@@ -515,59 +431,48 @@ class _Client:
 
 
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
-    """Serves the means of the last openings, and full states if those are not enough."""
+    """Serves the means of the last openings, and the whole state if those are not enough."""
 
     def __init__(self, timeout: timedelta, replicas: Replicas) -> None:
         super().__init__(timeout, num_chunks=0)
         self._replicas = replicas
+        self._chunks = self  # each is made when somebody fetches it
+
+    def __getitem__(self, number: int) -> Any:
+        replicas = self._replicas
+        if number == 0:
+            return list(replicas._history)
+        return {
+            "chain": replicas._chain,
+            **hand_over(replicas._optimizer, **replicas._stateful),  # copies all from a GPU
+        }
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
-        own = state_dict["user"]["default"]
-        self._chunks = _Chunks(
-            lambda: [own["history"], state_dict["torchft"]],
-            lambda: [{**state_dict, "user": {"default": {"whole": own["whole"]()}}}],
-        )
         self.allow_checkpoint(step)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        address = f"{metadata}{step}"
-        history, counters = self._load_from_address(f"{address}/0", timeout)
-        here, there = self._replicas.openings, dict(history)
-        known = here > 0 and all(number in there for number in range(here, step))
+        history = dict(self._load_from_address(f"{metadata}{step}/0", timeout))
+        here = self._replicas.openings
+        known = here > 0 and all(number in history for number in range(here, step))
         # Others may have started from different anchors.
-        if known and there[here]["before"] == self._replicas._chain:
-            missed = [(number, there[number]) for number in range(here, step)]
-            return {"user": {"default": {"missed": missed}}, "torchft": counters}
-        [whole] = self._load_from_address(f"{address}/1", timeout)
-        whole["user"]["default"]["history"] = history
-        return whole
-
-
-class _Chunks:
-    """What the transport serves, made when somebody asks for it."""
-
-    def __init__(self, *made: Callable[[], list[Any]]) -> None:
-        self._made = made
-
-    def __getitem__(self, number: int) -> list[Any]:
-        return self._made[number]()
+        if known and history[here]["before"] == self._replicas._chain:
+            given = {"missed": [(number, history[number]) for number in range(here, step)]}
+        else:
+            given = self._load_from_address(f"{metadata}{step}/1", timeout)
+            given["history"] = history
+        counters = {"step": step, "batches_committed": 0}
+        return {"user": {"default": given}, "torchft": counters}
 
 
 def _check(plan: Plan, ranks: int) -> None:
     """Raise ValueError for what the ranks of a replica cannot copy from different replicas."""
-    if ranks > 1 and plan.inside is None:
-        raise ValueError(
-            f"Each of the {ranks} ranks of this replica holds the whole model: call "
-            f"fully_shard(model), or start every rank as a replica of its own."
-        )
-    for p in plan.parameters if plan.inside is not None else ():
-        if (copies := plan.copies_inside(p)) > 1:
+    for p in plan.parameters if ranks > 1 else ():
+        if plan.inside is None or plan.copies_inside(p) > 1:
             raise ValueError(
-                f"{copies} ranks of this replica hold the same elements of {p.name}: replicas that "
-                f"come and go need every parameter sharded over all ranks of a replica, as "
-                f"fully_shard(model) does."
+                f"{p.name} is not sharded over all {ranks} ranks of this replica: call "
+                f"fully_shard(model), or start every rank as a replica of its own."
             )
         if p.matrices and p.group["direction"] == "low_rank":
             raise ValueError(
@@ -583,25 +488,20 @@ def _environment() -> dict[str, Any]:
             "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, and "
             "set the variable to its address, such as http://host:29510."
         )
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        rank, world_size, port = (
-            int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT")
-        )
-        address = os.environ["MASTER_ADDR"]
-    else:
-        store = _own_store()
-        _stores.append(store)  # lives as long as the process
-        rank, world_size, port, address = 0, 1, store.port, socket.gethostname()
+    found = {"lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"]}
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        address, port = socket.gethostname(), _own_store().port
+        return {**found, "rank": 0, "world_size": 1, "store_addr": address, "store_port": port}
     return {
-        "lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"],
-        "rank": rank,
-        "world_size": world_size,
-        "store_addr": address,
-        "store_port": port,
+        **found,
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "store_addr": os.environ["MASTER_ADDR"],
+        "store_port": int(os.environ["MASTER_PORT"]),
     }
 
 
-_stores: list[TCPStore] = []
+_stores: list[TCPStore] = []  # which live as long as the process
 
 
 def _own_store() -> TCPStore:
@@ -609,31 +509,8 @@ def _own_store() -> TCPStore:
     # and receive this store's traffic.
     for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
         try:
-            return TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+            _stores.append(TCPStore("localhost", port, is_master=True, wait_for_workers=False))
+            return _stores[-1]
         except RuntimeError:  # in use
             continue
     raise RuntimeError("no port between 20000 and 32000 is free for this replica's store")
-
-
-def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
-    """A checksum of the anchors, or of the weights if they never drift."""
-    chain = 0
-    for p in optimizer._present_plan().parameters:
-        anchor = shared_weights(p).float().cpu()
-        chain = zlib.crc32(anchor.contiguous().numpy().tobytes(), chain)
-    return chain
-
-
-def _state_of(one: Any) -> Any:
-    if isinstance(one, nn.Module):
-        return {name: buffer.cpu() for name, buffer in one.named_buffers()}
-    return one.state_dict()
-
-
-def _load_into(one: Any, state: Any) -> None:
-    if not isinstance(one, nn.Module):
-        one.load_state_dict(state)
-        return
-    buffers: dict[str, Tensor] = dict(one.named_buffers())
-    for name, value in state.items():
-        buffers[name].copy_(value)

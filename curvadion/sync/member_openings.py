@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -37,14 +37,14 @@ logger = logging.getLogger("curvadion")
 class _Pending:
     """An opening that has not been applied yet, with the values to restore if it fails.
 
-    due: the step that adds its means. rates, moved: this replica's since its anchor. among: the
-    number of members, 0 until they have met.
+    due: the step that adds its means. kept: residuals and their former values. rates, moved: this
+    replica's since its anchor. among: the number of members, 0 until they have met.
     """
 
     opening: Opening
     fragment: int
     due: int
-    kept: Sequence[tuple[Tensor, Tensor]]  # residuals, and their former values
+    kept: Sequence[tuple[Tensor, Tensor]]
     rates: Sequence[float]
     directed: bool
     moved: float = 0.0
@@ -107,11 +107,7 @@ class MemberOpenings(Sync):
                 sums[g] += rate
 
     def open_with(self, members: Members, step: Step) -> bool:
-        """Step, then apply an opening if all members present can.
-
-        Directions and codes of all batches are held until then; if a member cannot, residuals are
-        restored. Means are weighted by the steps that each member has taken.
-        """
+        """Step, then apply an opening if all members present can; else restore residuals."""
         plan, fragment = step.plan, self.next_fragment
         if not step.rests:
             self._count(step)
@@ -122,18 +118,19 @@ class MemberOpenings(Sync):
         if opening.fresh or self.next_fragment != fragment:  # took over, or caught up
             fragment, batches = self.next_fragment, []
         go = self._of_fragment(plan, fragment)
+        batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
         kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
         now = self._joined_at if opening.fresh else step.number
         due, rates = now + self.delay, self._rates[fragment]
         self._pending = pending = _Pending(opening, fragment, due, kept, rates, step.directed)
         codes: list[list[Tensor | None]] = []
-        batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
         try:
-            share, scale, rates = self._weigh(pending, max(plan.groups, default=-1) + 1)
+            share, scale = self._weigh(pending, max(plan.groups, default=-1) + 1)
             for batch in batches:
                 codes.append(self._send_shares(batch.plan, share, scale, pending))
             if self.delay:
-                pending.agreement = opening.begin("The end of an opening", self._agree_on(opening))
+                end = partial(_agree_after, self._under_way.exchanges(), opening)
+                pending.agreement = opening.begin("The end of an opening", end)
                 pending.failed = False
                 return True
             opening.agree()
@@ -143,22 +140,11 @@ class MemberOpenings(Sync):
             logger.warning("An opening failed and will be tried again: %s", error)
         if not self._commit():
             return False
-        rate = shared_rate(rates) if step.directed else None
+        rate = self._sent_rate(plan) if step.directed else None
         for batch, means in zip(batches, codes, strict=True):
             self._take_in(batch, means, rate)
         self.fragments_drifted = max(0, self.fragments_drifted - 1)
         return True
-
-    def _agree_on(self, opening: Opening) -> Callable[[], None]:
-        """Return a call that ends pending exchanges once all members have received the means."""
-        exchanges = self._under_way.exchanges()
-
-        def agree() -> None:
-            for exchange in exchanges:  # already done: the thread works in order
-                exchange.result()
-            opening.agree()
-
-        return agree
 
     def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
         """Take a step; without a delay return the fragment's batches with their directions."""
@@ -176,21 +162,20 @@ class MemberOpenings(Sync):
     def _of_fragment(self, plan: Plan, fragment: int) -> Plan:
         return plan.select([of == fragment for of in self._fragment_of])
 
-    def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float, list[float]]:
-        """This replica's weight relative to an equal share, its residuals' scale, and all rates.
+    def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float]:
+        """This replica's weight relative to an equal share, and its residuals' scale.
 
         Residuals are parts of a mean, and scale with its number of replicas.
         """
         fragment, opening = pending.fragment, pending.opening
-        rates = (self._rates[fragment] + [0.0] * groups)[:groups]
+        own = (self._rates[fragment] + [0.0] * groups)[:groups]
         pending.moved = 0.0 if opening.fresh else self._moved[fragment]
-        told = opening.gather([pending.moved, *rates])
-        rates = [max(each) for each in zip(*(own[1:] for own in told), strict=True)]
-        pending.among, total = len(told), sum(own[0] for own in told)
-        self._sent_rates[fragment], self._rates[fragment] = rates, []
-        self._moved[fragment] = 0.0
+        moved, *rates = zip(*opening.gather([pending.moved, *own]), strict=True)
+        pending.among, total = len(moved), sum(moved)
+        self._sent_rates[fragment] = [max(each) for each in rates]
+        self._rates[fragment], self._moved[fragment] = [], 0.0
         share = pending.moved * pending.among / total if total else 1.0
-        return share, pending.among / (self._among[fragment] or pending.among), rates
+        return share, pending.among / (self._among[fragment] or pending.among)
 
     def _commit(self) -> bool:
         """End the pending opening: apply it, or restore everything."""
@@ -204,10 +189,9 @@ class MemberOpenings(Sync):
         except LOST as error:
             logger.warning("An opening failed and will be tried again: %s", error)
             failed = True
-        rates = self._sent_rates[fragment]
         record = {
             "fragment": fragment,
-            "rates": rates,
+            "rates": self._sent_rates[fragment],
             "codes": codes,
             "directed": pending.directed,
         }
@@ -228,7 +212,7 @@ class MemberOpenings(Sync):
 
     def finish(self, plan: Plan, step: Step) -> None:
         pending = self._pending
-        written = pending is not None and self._commit()
+        written = self._commit()
         self._land(plan, directed=step.directed)
         if pending is None or not written:
             return
@@ -240,11 +224,14 @@ class MemberOpenings(Sync):
 
     def _land(self, plan: Plan, *, directed: bool) -> None:
         """Add pending means, with the correction that keeps anchors identical."""
-        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
-        rate = partial(rate_of, self._sent_rates, fragments) if directed else None
+        rate = self._sent_rate(plan) if directed else None
         arriving = [DUE in p.state for p in plan.parameters]
         for chosen in plan.select(arriving).batches if any(arriving) else ():
             self._arrive(Batch(chosen, chosen, None), rate)
+
+    def _sent_rate(self, plan: Plan) -> Rate:
+        fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
+        return partial(rate_of, self._sent_rates, fragments)
 
     def _send_shares(
         self, plan: Plan, share: float, scale: float, pending: _Pending
@@ -275,21 +262,20 @@ class MemberOpenings(Sync):
     def catch_up(self, plan: Plan, record: Mapping[str, Any]) -> None:
         """X <- X + D, anchor <- anchor + D; this replica keeps its own movement."""
         fragment, codes, directed = record["fragment"], iter(record["codes"]), record["directed"]
+        self._sent_rates[fragment] = record["rates"]
+        rate = self._sent_rate(plan) if directed else None
         for chosen in self._of_fragment(plan, fragment).batches:
             runs = list(coded_together(chosen.parameters, self.bits))
             means = [None if c is None else c.to(plan.device) for c in islice(codes, len(runs))]
-            if not self.delay:
-                before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
-                rate = shared_rate(record["rates"]) if directed else None
-                self._take_in(Batch(chosen, chosen, None), means, rate)
-                for p, own in before:
-                    p.local.add_(own)
+            if self.delay:
+                for run, mean in zip(runs, means, strict=True):
+                    self._under_way.missed_(run, self.bits, mean, due=0)
                 continue
-            for run, mean in zip(runs, means, strict=True):
-                self._under_way.missed_(run, self.bits, mean, due=0)
-        if self.delay:
-            self._sent_rates[fragment] = record["rates"]
-            self._land(plan, directed=directed)
+            before = [(p, p.local - anchor_of(p)) for p in chosen.parameters]
+            self._take_in(Batch(chosen, chosen, None), means, rate)
+            for p, own in before:
+                p.local.add_(own)
+        self._land(plan, directed=directed)
         self._rotate_from(fragment)
 
     def _commit_due(self, step: int) -> None:
@@ -311,6 +297,8 @@ def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: P
     return sums[p.position] if p.position < len(sums) else 0.0
 
 
-def shared_rate(rates: Sequence[float]) -> Rate:
-    """Sums of learning rates by group."""
-    return lambda p: rates[p.position] if p.position < len(rates) else 0.0
+def _agree_after(exchanges: Sequence[Exchange[None]], opening: Opening) -> None:
+    """End pending exchanges once all members have received the means."""
+    for exchange in exchanges:  # already done: the thread works in order
+        exchange.result()
+    opening.agree()

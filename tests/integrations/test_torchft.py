@@ -663,8 +663,8 @@ def refused(rank, address, how):
     ("how", "says"),
     [
         ("sharded", 'come and go need direction="polar"'),
-        ("copies", "every parameter sharded over"),
-        ("whole", "Each of the 2 ranks of this replica holds the whole model"),
+        ("copies", "is not sharded over all 2 ranks of this replica"),
+        ("whole", "is not sharded over all 2 ranks of this replica"),
     ],
 )
 def test_states_that_ranks_would_copy_from_different_replicas_are_refused(lighthouse, how, says):
