@@ -1,8 +1,4 @@
-"""Replicas that come and go, through torchft (the extra ``torchft``).
-
-torchft's Lighthouse tracks which replicas are alive; an opening is a transaction among them. Start
-``torchft_lighthouse`` once, and set ``TORCHFT_LIGHTHOUSE`` in the environment of every replica.
-"""
+"""Replicas that come and go, as torchft tracks them (the extra ``torchft``)."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from threading import Thread
@@ -29,7 +26,7 @@ from torchft.process_group import ProcessGroupGloo
 
 from curvadion import checks
 from curvadion.comm.collectives import checksum
-from curvadion.comm.members import LOST, Members, Opening
+from curvadion.comm.members import LOST, Members
 from curvadion.comm.worker import Exchange, Worker
 from curvadion.metering import wire
 from curvadion.optim.handover import checksum_of_anchors, hand_over, shared_settings, take_over
@@ -41,35 +38,24 @@ logger = logging.getLogger("curvadion")
 
 
 class Replicas(Members):
-    """Replicas that may die and rejoin: ``replicas=Replicas()`` of CurvaDion or Replicated.
+    """Replicas that may die and rejoin: ``replicas=Replicas()`` of an optimizer.
 
-    Call :meth:`start` before the training loop::
-
-        replicas = curvadion.integrations.torchft.Replicas()
-        optimizer = curvadion.CurvaDion(groups, lr=0.02, replicas=replicas, wire_budget=0.01)
-        replicas.start(optimizer, scheduler=scheduler)
-
-    If a member is lost during an opening, no member applies it, and the next step (with a delay:
-    the next opening) tries again. A joining replica copies another one's state. A late one applies
-    the means that it missed; with ``CodedGradients`` it copies everything. Each rank of a replica
-    (FSDP2, tensor parallelism) creates its own Replicas.
+    Set TORCHFT_LIGHTHOUSE to the address of a ``torchft_lighthouse``, and call :meth:`start` before
+    the training loop. If a member is lost during an opening, no member applies it.
 
     Args:
-        begins: whether to begin a run if none is found. None means False in a process that torchrun
-            has restarted (others may be alive but not found yet), and True otherwise.
+        begins: whether to begin a run if none is found; None: unless torchrun has restarted this
+            process.
         min_replicas: an opening with fewer members fails. Pass the same number to
-            ``torchft_lighthouse --min_replicas``, so that openings wait for them.
-        timeout: seconds after which an exchange with a hanging peer fails; dead peers are noticed
-            at once. It must exceed the time to copy the whole state to a newcomer.
-        quorum_timeout: seconds after which an opening raises an error because others did not
-            arrive. It must exceed the slowest replica's time from one opening to the next.
-        patience: seconds that this replica waits at an opening for the others. Then it trains on,
-            and opens at the first step at which they have arrived. None: no limit. Pass less than a
-            step takes, on all but the slowest replica, if replicas differ in speed.
-        kept: number of openings whose means a member keeps for late replicas; each uses ``bits``
-            bits of CPU memory per element.
-        replica_id: a name for logs, by which members are sorted; None uses REPLICA_GROUP_ID from
-            the environment, or a random name.
+            ``torchft_lighthouse --min_replicas``.
+        timeout: seconds until an exchange with a hanging peer fails; more than it takes to copy
+            the whole state.
+        quorum_timeout: seconds until an opening for which others do not come raises an error.
+        patience: seconds until this replica trains on and opens once others have come. None: no
+            limit. Pass less than a step takes if others are slower.
+        kept: number of openings whose codes are kept on the CPU for late replicas.
+        replica_id: a name to sort members by. None: REPLICA_GROUP_ID from the environment, or a
+            random one.
 
     Attributes:
         events: a log, a list of (seconds since the epoch, text).
@@ -103,19 +89,15 @@ class Replicas(Members):
         self.events: list[tuple[float, str]] = []
         self.present = 0
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=kept)
-        self._stateful: dict[str, Any] = {}
         self._started: ReplicaOptimizer | None = None
-        self._ready: _Opening | None = None
-        self._uncommitted = False  # whether an opening has neither been applied nor failed
+        self._ready = False  # whether an opening has begun ahead
+        self._uncommitted = False  # whether an opening has not ended
         self._given: dict[str, Any] = {}  # from another replica
-        self._begun = False  # whether the run has begun, as the ranks of this replica have heard
-        self._starts = False  # whether the next comparison is that of a start
-        self._chain = 0  # checksum of all means so far: if it is equal, so are anchors
         # NCCL cannot abort what waits for a lost peer without ending the process.
-        self._group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+        self._gloo = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
         self._create_manager = partial(
             Manager,
-            pg=self._group,
+            pg=self._gloo,
             load_state_dict=self._given.update,
             state_dict=dict,  # the transport knows what to send
             min_replica_size=min_replicas,
@@ -128,7 +110,7 @@ class Replicas(Members):
 
     @cached_property
     def _manager(self) -> Manager:
-        """Created by start(): others would wait for a replica that is known but not ready."""
+        """Created by start(): others would wait for a replica that is not ready."""
         transport = _Transport(self._create_manager.keywords["timeout"], self)
         manager = self._create_manager(checkpoint_transport=transport)
         manager._client = _Client(manager)
@@ -140,55 +122,53 @@ class Replicas(Members):
         return Worker(self._optimizer._present_plan().device)
 
     def start(self, optimizer: ReplicaOptimizer, **stateful: Any) -> None:
-        """Join the run before the first step: begin it, or copy another replica's state.
+        """Begin the run, or join it with a copy of another replica's state.
 
         Args:
-            optimizer: the optimizer that was built with these replicas.
-            stateful: other objects whose state a newcomer copies, with ``state_dict`` and
-                ``load_state_dict``, such as a scheduler; of a torch.nn.Module the buffers are
-                copied.
+            optimizer: built with these replicas.
+            stateful: what else to copy: schedulers and the like, and the buffers of modules.
         """
         if optimizer._replicas.members is not self or self._started not in (None, optimizer):
             raise ValueError(
-                f"optimizer={type(optimizer).__name__} has other replicas, or shares these with "
-                f"another optimizer: pass replicas= to its constructor, each its own."
+                f"optimizer={type(optimizer).__name__} needs replicas of its own: "
+                f"pass replicas= to its constructor."
             )
         if self._patience is not None and optimizer.sync.every_step:
             raise ValueError(
-                f"patience={self._patience!r} with sync={optimizer.sync!r}: every step is an "
-                f"opening, so no replica trains on alone. Leave patience out."
+                f"Leave out patience={self._patience!r}: with {optimizer.sync!r} all steps open."
             )
         plan = optimizer._present_plan()
         _check(plan, self._create_manager.keywords["world_size"])
-        self._started, self._stateful, self._starts = optimizer, stateful, True
+        self._started, self._stateful = optimizer, stateful
+        self._starts = True  # the next comparison is that of a start
         optimizer._create_states(plan)
         optimizer.sync.finish(plan, optimizer._step_of_members(plan))  # perhaps a checkpoint's
+        # A checksum of all means so far: if it is equal, so are anchors.
         self._chain = checksum_of_anchors(optimizer)
         if not self._begins:
-            logger.warning(
-                "This replica was restarted, so it does not begin a run but waits to join one. If "
-                "all replicas have died, start all of them again from a checkpoint."
-            )
+            logger.warning("Waiting to join a run; if all replicas have died, start all again.")
         while not self._join(optimizer):
             time.sleep(RETRY_AFTER)
 
     def _join(self, optimizer: ReplicaOptimizer) -> bool:
         """Try to join the run; return whether this replica has."""
-        opening = self.begin()
-        if self._begun:
-            self._ready = opening
+        self.meet()
+        if any(self._everybody(self.openings)):
+            self._ready = True
             if not optimizer.sync.every_step:
                 return optimizer.open_without_step()
-            opening.fresh = False  # the first gradient will already use the copied weights
+            self.fresh = False  # the first gradient will use the copied weights
             return True
         # Nobody has begun, or the others are between openings.
+        error: Exception | None = None
         try:
-            failed = not any(may for [may] in opening.gather([float(self._begins)]))
-            opening.agree()
-        except LOST as error:
-            logger.warning("The run does not begin yet: %s", error)
-            failed = True
-        return opening.commit(failed=failed, record={})
+            if not any(may for [may] in self.gather([float(self._begins)])):
+                error = RuntimeError("no member may begin a run")
+            self.agree()
+        except LOST as lost:
+            logger.warning("The run does not begin yet: %s", lost)
+            error = lost
+        return self.commit(error=error, record={})
 
     def changed(self) -> None:
         if self._started is not None and not self._starts:
@@ -196,44 +176,107 @@ class Replicas(Members):
             self._history.clear()  # its means do not apply to these weights
         self._starts = False
 
-    def meet(self) -> None:
-        self._ready = self.begin()
-
     def arrived(self) -> bool:
-        if self._patience is None or self._ready is not None:
+        if self._patience is None or self._ready:
             return True
         if self._uncommitted:  # with a delay: it is written when its means are due
             return False
         return all(self._everybody(self._manager._client.ask(self._patience)))
 
-    def begin(self) -> _Opening:
-        if (ready := self._ready) is not None:
-            self._ready = None
-            return ready
+    def meet(self, *, ahead: bool = False) -> None:
+        if self._ready:
+            self._ready = ahead
+            return
         optimizer = self._optimizer
         try:
             self._manager.start_quorum()
         except Exception as error:
             self._manager._quorum_future = None  # else it raises this error again
             raise RuntimeError(
-                f"No opening could begin ({error}): restart the Lighthouse at TORCHFT_LIGHTHOUSE "
-                f"if it is down, or raise quorum_timeout if other replicas took longer."
+                f"No opening could begin ({error}): restart the Lighthouse if it is down, or raise "
+                f"quorum_timeout if others took longer."
             ) from error
         self._uncommitted = True
-        opening = _Opening(self)
-        self._take_over(opening, optimizer)
+        self.fresh = False
+        self._strayed = False  # whether this rank must copy everything next
+        # The rank of the wrapper itself is 0 on every replica.
+        self.group = self._gloo._pg
+        self._take_over(optimizer)
         before, self.present = self.present, self._manager.num_participants()
         if self.present != before:
             self._note(f"{self.present} members instead of {before}")
-        return opening
+        self._ready = ahead
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        told, lost = list[list[float]](), None
+        try:
+            self._compare()
+            told = self._all_gather(numbers)
+        except LOST as error:
+            lost = str(error)
+        # Either all ranks of a replica continue, or none does.
+        for reason in self._everybody(lost):
+            if reason is not None:
+                raise RuntimeError(reason)
+        return told
+
+    def _compare(self) -> None:
+        """Raise RuntimeError if a member cannot take part, or if members differ."""
+        if self.group is None:
+            raise RuntimeError("the members could not connect")
+        plan = self._optimizer._present_plan()
+        # Who cannot take part says so, or others would wait for it.
+        broken = self._strayed or self._manager.errored() is not None
+        chain = -1.0 if broken else float(self._chain)
+        word = checksum((plan.checksum, shared_settings(self._optimizer)))
+        chains, words = zip(*self._all_gather([chain, word]), strict=True)
+        if -1.0 in chains:
+            raise RuntimeError("a member could not take part")
+        if len(set(words)) > 1:
+            raise RuntimeError("members have different parameters, groups or syncs")
+        if len(set(chains)) > 1:
+            # Some opened while others were not found. The larger part goes on.
+            self._strayed = max(chains, key=chains.count) != chain
+            raise RuntimeError("members hold different anchors")
+
+    def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        own = torch.tensor(list(numbers), dtype=torch.float64)
+        told = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(told, own, group=self.group)
+        return [each.tolist() for each in told]
+
+    def agree(self) -> None:
+        # An exchange may have succeeded here and failed elsewhere.
+        dist.all_reduce(torch.zeros(()), group=self.group)
+
+    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
+        return self._worker.begin(what, work)
+
+    def commit(self, *, error: Exception | None, record: dict[str, Any]) -> bool:
+        manager = self._manager
+        self._uncommitted = False
+        told = self._everybody((self._strayed, manager.current_step()))
+        number = min(step for _, step in told)
+        if error is not None:
+            manager.report_error(error)
+        committed = bool(manager.should_commit())
+        if any(strayed for strayed, _ in told):
+            # torchft then copies everything to this replica at the next opening.
+            behind = max(number - 1, 0)
+            manager.load_state_dict({"step": behind, "batches_committed": 0})
+            self._note("others hold different anchors: will take over theirs")
+        elif not committed:
+            if record:
+                logger.warning("An opening failed and will be tried again: %s", error)
+            self._note("an opening failed: nothing of it was written")
+        elif record:
+            self._remember(number, record)
+        return committed
 
     @property
     def _optimizer(self) -> ReplicaOptimizer:
         if self._started is None:
-            raise RuntimeError(
-                "replicas=Replicas() has not joined the run: call replicas.start(optimizer) before "
-                "step()."
-            )
+            raise RuntimeError("call replicas.start(optimizer) before step().")
         return self._started
 
     @property
@@ -246,7 +289,7 @@ class Replicas(Members):
             self._worker.end(seconds=1.0)
         if "_manager" in vars(self):
             self._manager.shutdown(wait=False)
-            self._group.shutdown()
+            self._gloo.shutdown()
 
     def _note(self, text: str) -> None:
         self.events.append((time.time(), text))
@@ -262,7 +305,7 @@ class Replicas(Members):
                 self._chain = zlib.crc32(codes.numpy().tobytes(), self._chain)
 
     def _everybody(self, own: Any) -> list[Any]:
-        """Gather a value from each rank of this replica; collective in the replica."""
+        """Gather a value from each rank of this replica."""
         group = self._optimizer._present_plan().inside
         if group is None:
             return [own]
@@ -270,15 +313,14 @@ class Replicas(Members):
         dist.all_gather_object(said, own, group=group)
         return said
 
-    def _take_over(self, opening: _Opening, optimizer: ReplicaOptimizer) -> None:
-        """Apply what others handed over, if it is the same kind on all ranks."""
+    def _take_over(self, optimizer: ReplicaOptimizer) -> None:
+        """Apply what others gave, if it is the same kind on all ranks."""
         given = dict(self._given)
         self._given.clear()
         told = self._everybody((self.openings, sorted(given)))
-        self._begun = max(openings for openings, _ in told) > 0
-        # At the beginning each rank may take the weights of another replica.
-        if self._begun and any(each != told[0] for each in told):
-            opening.strayed = True
+        begun = any(openings for openings, _ in told)
+        if begun and any(each != told[0] for each in told):
+            self._strayed = True
         elif "missed" in given:
             plan = optimizer._present_plan()
             for number, record in given["missed"]:
@@ -286,96 +328,15 @@ class Replicas(Members):
                 self._remember(number, record)
             self._note(f"caught up with {len(given['missed'])} openings")
         elif given:
-            # Ranks may have received their parts from different replicas, with different counters.
-            shared = {key: given[key] for key in ("groups", "record", "stateful")}
-            given |= self._everybody(shared)[0] if self._begun else {}
+            if begun:  # ranks may have received their parts from different replicas
+                shared = {key: given[key] for key in ("groups", "record", "stateful")}
+                given |= self._everybody(shared)[0]
             take_over(optimizer, given, **self._stateful)
-            self._chain, opening.fresh = given["chain"], True
-            self._history.clear()
-            self._history.extend(given["history"].items())
+            self._chain, self.fresh = given["chain"], True
+            self._history = deque(given["history"].items(), self._history.maxlen)
             held = [v for s in given["states"] for v in s.values() if isinstance(v, tuple)]
             size = sum(v[0].nbytes for v in held)
             self._note(f"took over from another replica: {size} bytes")
-
-    def __repr__(self) -> str:
-        return "Replicas()"
-
-
-class _Opening(Opening):
-    """An opening of torchft's quorum."""
-
-    # Whether this rank will copy everything, since most hold other anchors, or its replica's ranks
-    # were given different things.
-    strayed = False
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas, self._manager = replicas, replicas._manager
-        # The wrapper's rank is 0 on every replica, and its group changes at the next quorum.
-        self.group = replicas._group._pg
-
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        told: list[list[float]] = []
-        lost = None
-        try:
-            self._compare()
-            told = self._all_gather(numbers)
-        except LOST as error:
-            lost = str(error)
-        # Either all ranks of a replica continue, or none does.
-        for reason in self._replicas._everybody(lost):
-            if reason is not None:
-                raise RuntimeError(reason)
-        return told
-
-    def _compare(self) -> None:
-        """Raise RuntimeError if a member cannot take part, or if members differ."""
-        if self.group is None:
-            raise RuntimeError("the members could not connect")
-        optimizer = self._replicas._optimizer
-        # Who cannot take part says so, or the others would wait for it until a timeout.
-        broken = self.strayed or self._manager.errored() is not None
-        chain = -1.0 if broken else float(self._replicas._chain)
-        word = checksum((optimizer._present_plan().checksum, shared_settings(optimizer)))
-        chains, words = zip(*self._all_gather([chain, word]), strict=True)
-        if -1.0 in chains:
-            raise RuntimeError("a member could not take part")
-        if len(set(words)) > 1:
-            raise RuntimeError("members have different parameters, groups or syncs")
-        if len(set(chains)) > 1:
-            # Some opened while others were not found. The larger part goes on.
-            self.strayed = max(chains, key=chains.count) != chain
-            raise RuntimeError("members hold different anchors")
-
-    def _all_gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        own = torch.tensor(list(numbers), dtype=torch.float64)
-        told = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(told, own, group=self.group)
-        return [each.tolist() for each in told]
-
-    def agree(self) -> None:
-        # An exchange may have succeeded here and failed elsewhere.
-        dist.all_reduce(torch.zeros(()), group=self.group)
-
-    def begin(self, what: str, work: Callable[[], Any]) -> Exchange[Any]:
-        return self._replicas._worker.begin(what, work)
-
-    def commit(self, *, failed: bool, record: dict[str, Any]) -> bool:
-        replicas, manager = self._replicas, self._manager
-        replicas._uncommitted = False
-        told = replicas._everybody((self.strayed, manager.current_step()))
-        number = min(step for _, step in told)
-        if failed:
-            manager.report_error(RuntimeError("a member was lost at an opening"))
-        committed = bool(manager.should_commit())
-        if any(strayed for strayed, _ in told):
-            # torchft then copies everything to this replica at the next opening.
-            manager.load_state_dict({"step": max(number - 1, 0), "batches_committed": 0})
-            replicas._note("others hold different anchors: will take over theirs")
-        elif not committed:
-            replicas._note("an opening failed: nothing of it was written")
-        elif record:
-            replicas._remember(number, record)
-        return committed
 
 
 class _Client:
@@ -413,17 +374,14 @@ class _Client:
         return self._repeat(**given) if asked is None else asked.result()
 
     def _repeat(self, *, timeout: timedelta, **given: Any) -> Any:
-        """Ask again now and then: a Lighthouse that has restarted has forgotten the request.
-
-        A quorum that closes between two requests of a member is lost, so they follow at once.
-        """
+        """Ask again now and then: a restarted Lighthouse has forgotten the request."""
         end = time.monotonic() + timeout.total_seconds()
         each = min(timeout, max(timeout / 10, SHORTEST_REQUEST))
         while True:
             since = time.monotonic()
             try:
                 return self._client._quorum(timeout=each, **given)
-            except Exception:
+            except Exception:  # again at once, or a quorum might close meanwhile
                 if since + each.total_seconds() >= end:
                     raise
                 if time.monotonic() < since + RETRY_AFTER:  # nobody listens there
@@ -431,7 +389,7 @@ class _Client:
 
 
 class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
-    """Serves the means of the last openings, and the whole state if those are not enough."""
+    """Serves the means of the last openings, or the whole state."""
 
     def __init__(self, timeout: timedelta, replicas: Replicas) -> None:
         super().__init__(timeout, num_chunks=0)
@@ -442,51 +400,45 @@ class _Transport(HTTPTransport):  # type: ignore[misc, unused-ignore]
         replicas = self._replicas
         if number == 0:
             return list(replicas._history)
-        return {
-            "chain": replicas._chain,
-            **hand_over(replicas._optimizer, **replicas._stateful),  # copies all from a GPU
-        }
+        whole = hand_over(replicas._optimizer, **replicas._stateful)
+        return {**whole, "chain": replicas._chain}
 
-    def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
-    ) -> None:
+    def send_checkpoint(self, *, step: int, **_: Any) -> None:
         self.allow_checkpoint(step)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        history = dict(self._load_from_address(f"{metadata}{step}/0", timeout))
+    def recv_checkpoint(self, *, metadata: str, step: int, timeout: timedelta, **_: Any) -> Any:
+        address = f"{metadata}{step}"
+        history = dict(self._load_from_address(f"{address}/0", timeout))
         here = self._replicas.openings
         known = here > 0 and all(number in history for number in range(here, step))
         # Others may have started from different anchors.
         if known and history[here]["before"] == self._replicas._chain:
             given = {"missed": [(number, history[number]) for number in range(here, step)]}
         else:
-            given = self._load_from_address(f"{metadata}{step}/1", timeout)
+            given = self._load_from_address(f"{address}/1", timeout)
             given["history"] = history
         counters = {"step": step, "batches_committed": 0}
         return {"user": {"default": given}, "torchft": counters}
 
 
 def _check(plan: Plan, ranks: int) -> None:
-    """Raise ValueError for what the ranks of a replica cannot copy from different replicas."""
+    """Raise ValueError for what ranks cannot copy from different replicas."""
     for p in plan.parameters if ranks > 1 else ():
         if plan.inside is None or plan.copies_inside(p) > 1:
             raise ValueError(
                 f"{p.name} is not sharded over all {ranks} ranks of this replica: call "
-                f"fully_shard(model), or start every rank as a replica of its own."
+                f"fully_shard(model), or make every rank a replica."
             )
         if p.matrices and p.group["direction"] == "low_rank":
-            raise ValueError(
-                f'direction="low_rank" for {p.name}: replicas of several ranks that come and go '
-                f'need direction="polar".'
-            )
+            raise ValueError(f'{p.name}: replicas of several ranks need direction="polar".')
 
 
 def _environment() -> dict[str, Any]:
-    """Manager's arguments, from the environment; a single process has a store of its own."""
+    """Manager's arguments; a single process has a store of its own."""
     if "TORCHFT_LIGHTHOUSE" not in os.environ:
         raise ValueError(
-            "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, and "
-            "set the variable to its address, such as http://host:29510."
+            "TORCHFT_LIGHTHOUSE is not set in the environment: start torchft_lighthouse, "
+            "and set it to the address, such as http://host:29510."
         )
     found = {"lighthouse_addr": os.environ["TORCHFT_LIGHTHOUSE"]}
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
@@ -505,12 +457,9 @@ _stores: list[TCPStore] = []  # which live as long as the process
 
 
 def _own_store() -> TCPStore:
-    # Not on a port that the system chooses: another program may listen on it at a single address,
-    # and receive this store's traffic.
+    # Another program may listen at one address on a port that the system chooses.
     for port in random.SystemRandom().sample(range(20_000, 32_000), 50):
-        try:
+        with suppress(RuntimeError):  # in use
             _stores.append(TCPStore("localhost", port, is_master=True, wait_for_workers=False))
             return _stores[-1]
-        except RuntimeError:  # in use
-            continue
-    raise RuntimeError("no port between 20000 and 32000 is free for this replica's store")
+    raise RuntimeError("no port between 20000 and 32000 is free")

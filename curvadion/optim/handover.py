@@ -32,14 +32,14 @@ def checksum_of_anchors(optimizer: ReplicaOptimizer) -> int:
     """A checksum of the anchors, or of the weights if they never drift."""
     chain = 0
     for p in optimizer._present_plan().parameters:
-        anchor = _shared_weights(p).float().cpu()
-        chain = zlib.crc32(anchor.contiguous().numpy().tobytes(), chain)
+        weights = _shared_weights(p).float().cpu()
+        chain = zlib.crc32(weights.numpy().tobytes(), chain)
     return chain
 
 
 @torch.no_grad()
 def hand_over(optimizer: ReplicaOptimizer, /, **stateful: Any) -> dict[str, Any]:
-    """The input of :func:`take_over`: this rank's shards, on the CPU; CPU tensors are shared."""
+    """The input of :func:`take_over`: this rank's shards, on the CPU."""
     parameters = optimizer._present_plan().parameters
     return {
         "settings": _described(optimizer, stateful),
@@ -54,7 +54,7 @@ def hand_over(optimizer: ReplicaOptimizer, /, **stateful: Any) -> dict[str, Any]
 
 @torch.no_grad()
 def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **stateful: Any) -> None:
-    """Continue from another replica's state: its anchors become weights, residuals are zero."""
+    """Continue from another's state: its anchors become weights, residuals zero."""
     for key, own in _described(optimizer, stateful).items():
         if own != (theirs := given["settings"][key]):
             raise ValueError(
@@ -90,8 +90,8 @@ def take_over(optimizer: ReplicaOptimizer, given: Mapping[str, Any], /, **statef
 
 def _described(optimizer: ReplicaOptimizer, stateful: Mapping[str, Any]) -> dict[str, object]:
     shapes = [(p.name, tuple(p.local.shape)) for p in optimizer._present_plan().parameters]
-    names = {"parameters": shapes, "list of arguments of replicas.start()": sorted(stateful)}
-    return {**names, **shared_settings(optimizer)}
+    own = {"parameters": shapes, "list of arguments of start()": sorted(stateful)}
+    return {**own, **shared_settings(optimizer)}
 
 
 def _shared_weights(p: Parameter) -> Tensor:

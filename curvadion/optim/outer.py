@@ -61,7 +61,7 @@ class ReplicaOptimizer(OuterLayer):
             with torch.enable_grad():
                 loss = closure()
         if (members := self._replicas.members) is not None and self.sync.every_step:
-            members.meet()  # this may replace states and settings by a peer's
+            members.meet(ahead=True)  # this may replace states and settings by a peer's
         self._check_settings()
         plan = self._present_plan()
         if plan.device.type == "meta":

@@ -1,24 +1,21 @@
-"""Openings of replicas that come and go: applied by all members that are present, or by none.
+"""Openings of replicas that come and go: applied by all present members, or by none.
 
-Replicas send their pseudo-gradients in codes, as in any opening, and wait until all have received
-the means. If a member is lost before that, the opening fails: residuals are restored, and weights
-do not change. Means are weighted by the number of steps that each replica has taken.
+Means are weighted by the steps of each member. If one is lost before all have them, residuals are
+restored, and weights do not change.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from curvadion.comm.members import LOST, Members, Opening
+from curvadion.comm.members import LOST, Members
 from curvadion.comm.worker import Exchange
 from curvadion.layout.dtensor import local
 from curvadion.sync.base import Step, Sync
@@ -30,28 +27,26 @@ from curvadion.update.parameter import Parameter
 from curvadion.update.plan import Plan
 from curvadion.update.state import ANCHOR, RESIDUAL
 
-logger = logging.getLogger("curvadion")
-
 
 @dataclass
 class _Pending:
     """An opening that has not been applied yet, with the values to restore if it fails.
 
-    due: the step that adds its means. kept: residuals and their former values. rates, moved: this
-    replica's since its anchor. among: the number of members, 0 until they have met.
+    due: the step that adds its means. kept: residuals and their former values. among: the
+    number of members, 0 until they have met.
     """
 
-    opening: Opening
+    members: Members
     fragment: int
     due: int
     kept: Sequence[tuple[Tensor, Tensor]]
     rates: Sequence[float]
-    directed: bool
+    record: dict[str, Any]  # what a late member needs
     moved: float = 0.0
     among: int = 0
-    codes: Sequence[Tensor | None] = ()
     agreement: Exchange[Any] | None = None  # with a delay: all have received the means
-    failed: bool = True  # until the exchanges have ended, or are under way
+    # Why it fails; None once the exchanges have ended, or are under way.
+    error: Exception | None = RuntimeError("it was interrupted")  # noqa: RUF009
 
 
 class MemberOpenings(Sync):
@@ -62,14 +57,12 @@ class MemberOpenings(Sync):
     def __init__(self) -> None:
         self.next_fragment = 0
         self._fragment_of: list[int] = []  # of each parameter of the plan
-        # Sums of learning rates over the steps since the anchor, by fragment and group; then the
-        # sums of the fragments whose means are pending.
+        # Sums of learning rates by fragment and group: since the anchor, and as sent.
         self._rates: list[list[float]] = []
         self._sent_rates: list[list[float]] = []
         self._under_way = UnderWay()
         self._expecting = True  # a loaded state may hold pending means
-        # By fragment: the weight of this replica's steps since the anchor, and the number of
-        # replicas for which the residuals are scaled.
+        # By fragment: weight of the steps since the anchor, members of the last mean.
         self._moved: list[float] = []
         self._among: list[int] = []
         self._pending: _Pending | None = None
@@ -96,7 +89,7 @@ class MemberOpenings(Sync):
         self.next_fragment = (fragment + 1) % max(1, self.count)
 
     def _count(self, step: Step) -> None:
-        """Add a step and its learning rates to each fragment's sums since its anchor."""
+        """Add a step and its learning rates to each fragment's sums."""
         self.fragments_drifted = self.count
         if step.members is not None and not step.rests:
             self._moved = [moved + step.members.weight for moved in self._moved]
@@ -107,37 +100,40 @@ class MemberOpenings(Sync):
                 sums[g] += rate
 
     def open_with(self, members: Members, step: Step) -> bool:
-        """Step, then apply an opening if all members present can; else restore residuals."""
+        """Step, then apply an opening if all members can; else restore residuals."""
         plan, fragment = step.plan, self.next_fragment
         if not step.rests:
             self._count(step)
         if not self.delay:  # an error may have ended the last opening early
             self._commit()
         batches = self._batches_of(step, fragment)
-        opening = members.begin()
-        if opening.fresh or self.next_fragment != fragment:  # took over, or caught up
+        members.meet()
+        if members.fresh or self.next_fragment != fragment:  # took over, or caught up
             fragment, batches = self.next_fragment, []
         go = self._of_fragment(plan, fragment)
         batches = batches or [Batch(go, chosen, None) for chosen in go.batches]
-        kept = [(local(p.state[RESIDUAL]), local(p.state[RESIDUAL]).clone()) for p in go.parameters]
-        now = self._joined_at if opening.fresh else step.number
-        due, rates = now + self.delay, self._rates[fragment]
-        self._pending = pending = _Pending(opening, fragment, due, kept, rates, step.directed)
-        codes: list[list[Tensor | None]] = []
+        residuals = [local(p.state[RESIDUAL]) for p in go.parameters]
+        kept = [(residual, residual.clone()) for residual in residuals]
+        due = (self._joined_at if members.fresh else step.number) + self.delay
+        record: dict[str, Any] = {"fragment": fragment, "directed": step.directed}
+        pending = _Pending(members, fragment, due, kept, self._rates[fragment], record)
+        self._pending, codes = pending, list[list[Tensor | None]]()
         try:
-            share, scale = self._weigh(pending, max(plan.groups, default=-1) + 1)
+            share = self._weigh(pending, max(plan.groups, default=-1) + 1)
             for batch in batches:
-                codes.append(self._send_shares(batch.plan, share, scale, pending))
+                codes.append(self._send_shares(batch.plan, share, pending))
             if self.delay:
-                end = partial(_agree_after, self._under_way.exchanges(), opening)
-                pending.agreement = opening.begin("The end of an opening", end)
-                pending.failed = False
-                return True
-            opening.agree()
-            pending.codes = [None if c is None else c.cpu() for each in codes for c in each]
-            pending.failed = False
+                end = partial(_agree_after, self._under_way.exchanges(), members)
+                pending.agreement = members.begin("The end of an opening", end)
+            else:
+                members.agree()
+                flat = chain.from_iterable(codes)
+                record["codes"] = [None if c is None else c.cpu() for c in flat]
+            pending.error = None
         except LOST as error:
-            logger.warning("An opening failed and will be tried again: %s", error)
+            pending.error = error
+        if pending.agreement is not None:
+            return True
         if not self._commit():
             return False
         rate = self._sent_rate(plan) if step.directed else None
@@ -147,7 +143,7 @@ class MemberOpenings(Sync):
         return True
 
     def _batches_of(self, step: Step, fragment: int) -> list[Batch]:
-        """Take a step; without a delay return the fragment's batches with their directions."""
+        """Take a step; without a delay return the fragment's batches."""
         if self.delay:
             self._step(step, None)
             self._commit()
@@ -162,40 +158,33 @@ class MemberOpenings(Sync):
     def _of_fragment(self, plan: Plan, fragment: int) -> Plan:
         return plan.select([of == fragment for of in self._fragment_of])
 
-    def _weigh(self, pending: _Pending, groups: int) -> tuple[float, float]:
-        """This replica's weight relative to an equal share, and its residuals' scale.
-
-        Residuals are parts of a mean, and scale with its number of replicas.
-        """
-        fragment, opening = pending.fragment, pending.opening
+    def _weigh(self, pending: _Pending, groups: int) -> float:
+        """This replica's weight relative to an equal share."""
+        fragment, members = pending.fragment, pending.members
         own = (self._rates[fragment] + [0.0] * groups)[:groups]
-        pending.moved = 0.0 if opening.fresh else self._moved[fragment]
-        moved, *rates = zip(*opening.gather([pending.moved, *own]), strict=True)
+        pending.moved = 0.0 if members.fresh else self._moved[fragment]
+        moved, *rates = zip(*members.gather([pending.moved, *own]), strict=True)
         pending.among, total = len(moved), sum(moved)
-        self._sent_rates[fragment] = [max(each) for each in rates]
+        pending.record["rates"] = self._sent_rates[fragment] = [max(each) for each in rates]
         self._rates[fragment], self._moved[fragment] = [], 0.0
-        share = pending.moved * pending.among / total if total else 1.0
-        return share, pending.among / (self._among[fragment] or pending.among)
+        if self._among[fragment] not in (0, pending.among):
+            # Residuals are parts of a mean, and scale with its number of replicas.
+            for residual, _ in pending.kept:
+                residual.mul_(pending.among / self._among[fragment])
+        return pending.moved * pending.among / total if total else 1.0
 
     def _commit(self) -> bool:
         """End the pending opening: apply it, or restore everything."""
         if (pending := self._pending) is None:
             return True
-        fragment, failed, codes = pending.fragment, pending.failed, pending.codes
+        fragment = pending.fragment
         try:
             if pending.agreement is not None:  # first: the thread must be idle before the vote
                 pending.agreement.result()
-                codes = self._under_way.codes()
+                pending.record["codes"] = self._under_way.codes()
         except LOST as error:
-            logger.warning("An opening failed and will be tried again: %s", error)
-            failed = True
-        record = {
-            "fragment": fragment,
-            "rates": self._sent_rates[fragment],
-            "codes": codes,
-            "directed": pending.directed,
-        }
-        written = pending.opening.commit(failed=failed, record=record)
+            pending.error = error
+        written = pending.members.commit(error=pending.error, record=pending.record)
         self._pending = None  # not before: an interrupt may have ended the wait
         if written:
             self._among[fragment] = pending.among
@@ -233,19 +222,15 @@ class MemberOpenings(Sync):
         fragments = dict(zip(map(id, plan.parameters), self._fragment_of, strict=True))
         return partial(rate_of, self._sent_rates, fragments)
 
-    def _send_shares(
-        self, plan: Plan, share: float, scale: float, pending: _Pending
-    ) -> list[Tensor | None]:
-        """The codes of the means; ``share``: this replica's weight relative to an equal share."""
-        group, codes = pending.opening.group, list[Tensor | None]()
+    def _send_shares(self, plan: Plan, share: float, pending: _Pending) -> list[Tensor | None]:
+        """The codes of the means, unless they come later."""
+        group, codes = pending.members.group, list[Tensor | None]()
         for run in coded_together(plan.parameters, self.bits):
             anchors, residuals = ([local(p.state[k]) for p in run] for k in (ANCHOR, RESIDUAL))
             X = [p.local for p in run]
-            if scale != 1.0:
-                torch._foreach_mul_(residuals, scale)
             if self.delay:
                 self._expecting = True
-                self._under_way.send(run, self.bits, pending.opening, pending.due, share)
+                self._under_way.send(run, self.bits, pending.members, pending.due, share)
             elif share == 1.0:
                 codes.append(exchanged(X, anchors, residuals, self.bits, group))
             else:
@@ -282,14 +267,6 @@ class MemberOpenings(Sync):
         if self._pending is not None and self._pending.due <= step:
             self._commit()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "moved": self._moved, "among": self._among}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._moved, self._among = list(state["moved"]), list(state["among"])
-        self._pending = None
-
 
 def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: Parameter) -> float:
     """A parameter's sum of learning rates; fragments: by parameter id."""
@@ -297,8 +274,8 @@ def rate_of(rates: Sequence[Sequence[float]], fragments: Mapping[int, int], p: P
     return sums[p.position] if p.position < len(sums) else 0.0
 
 
-def _agree_after(exchanges: Sequence[Exchange[None]], opening: Opening) -> None:
+def _agree_after(exchanges: Sequence[Exchange[None]], members: Members) -> None:
     """End pending exchanges once all members have received the means."""
     for exchange in exchanges:  # already done: the thread works in order
         exchange.result()
-    opening.agree()
+    members.agree()
