@@ -40,8 +40,8 @@ logger = logging.getLogger("curvadion")
 class Replicas(Members):
     """Replicas that may die and rejoin: ``replicas=Replicas()`` of an optimizer.
 
-    Set TORCHFT_LIGHTHOUSE to the address of a ``torchft_lighthouse``, and call :meth:`start` before
-    the training loop. If a member is lost during an opening, no member applies it.
+    Set TORCHFT_LIGHTHOUSE to the address of a ``torchft_lighthouse``, and call :meth:`start`
+    before the loop. If a member is lost during an opening, no member applies it.
 
     Args:
         begins: whether to begin a run if none is found; None: unless torchrun has restarted this

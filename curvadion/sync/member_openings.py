@@ -1,7 +1,6 @@
 """Openings of replicas that come and go: applied by all present members, or by none.
 
-Means are weighted by the steps of each member. If one is lost before all have them, residuals are
-restored, and weights do not change.
+If one is lost before all have the means, residuals are restored and weights stay.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class MemberOpenings(Sync):
             return True
         fragment = pending.fragment
         try:
-            if pending.agreement is not None:  # first: the thread must be idle before the vote
+            if pending.agreement is not None:  # the thread must be idle before the vote
                 pending.agreement.result()
                 pending.record["codes"] = self._under_way.codes()
         except LOST as error:
