@@ -50,7 +50,7 @@ class Replicas(Members):
             ``torchft_lighthouse --min_replicas``.
         timeout: seconds until an exchange with a hanging peer fails; more than it takes to copy
             the whole state.
-        quorum_timeout: seconds until an opening for which others do not come raises an error.
+        quorum_timeout: seconds until an opening raises an error if others do not come.
         patience: seconds until this replica trains on and opens once others have come. None: no
             limit. Pass less than a step takes if others are slower.
         kept: number of openings whose codes are kept on the CPU for late replicas.
@@ -295,7 +295,7 @@ class Replicas(Members):
         self.events.append((time.time(), text))
 
     def _remember(self, number: int, record: dict[str, Any]) -> None:
-        """Note an opening that has been applied, for members that are late."""
+        """Note an applied opening for members that are late."""
         if self._optimizer.sync.replays:
             self._history.append((number, {**record, "before": self._chain}))
         elif self.present == 1:  # the mean was exact, and nobody else has it
@@ -351,7 +351,7 @@ class _Client:
         return getattr(self._client, name)
 
     def ask(self, patience: float) -> bool:
-        """Whether others have come, after as many seconds if this asks first."""
+        """Whether others have come, after ``patience`` at the first call."""
         if self._asked is not None:
             patience = 0.0
         else:

@@ -81,7 +81,7 @@ class MemberOpenings(Sync):
 
     @property
     def count(self) -> int:
-        """The number of fragments, fewer than requested if there are few parameters."""
+        """The number of fragments, at most one for each parameter."""
         return max(self._fragment_of, default=-1) + 1
 
     def _rotate_from(self, fragment: int) -> None:
