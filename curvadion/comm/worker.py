@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 import torch
 
 Result = TypeVar("Result")
-_Job = Callable[[], None]
 
 
 class Exchange(Generic[Result]):
@@ -22,9 +21,8 @@ class Exchange(Generic[Result]):
         self.what = what
         self._future: Future[Result] = Future()
         self._device = device
-        self._begun: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._begun = torch.cuda.current_stream(device).record_event()
+        cuda = device.type == "cuda"
+        self._begun = torch.cuda.current_stream(device).record_event() if cuda else None
 
     def run(self, work: Callable[[], Result]) -> None:
         try:
@@ -44,19 +42,17 @@ class Exchange(Generic[Result]):
         except Exception as error:
             raise RuntimeError(
                 f"{self.what} failed: {error}. A replica may have ended or lost its connection: "
-                f"start again from the last checkpoint."
+                f"restart from the last checkpoint."
             ) from error
 
 
 class Worker:
-    """A thread that runs exchanges one after the other, in the order in which they were begun."""
+    """A thread that runs exchanges in the order in which they were begun."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=_work_off, args=(self._jobs, device), name="curvadion exchanges", daemon=True
-        )
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._jobs, device), daemon=True)
         self._thread.start()
 
     def begin(self, what: str, work: Callable[[], Result]) -> Exchange[Result]:
@@ -84,7 +80,7 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._since
 
 
-def _work_off(jobs: SimpleQueue[_Job | None], device: torch.device) -> None:
+def _run(jobs: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:
     if device.type == "cuda":  # sets the thread's stream and device
         torch.cuda.set_stream(torch.cuda.Stream(device))
     for job in iter(jobs.get, None):

@@ -1,8 +1,4 @@
-"""How the options of a parameter group divide a parameter into matrices.
-
-The leading ``stack_dims`` dimensions enumerate matrices, ``row_blocks`` splits each of them into
-separate matrices, and ``input_first`` means that the parameter holds the transposes.
-"""
+"""How the options of a parameter group divide a parameter into matrices."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blo
     """The number of rows of each block; row_blocks: the number of equal blocks, or their sizes."""
     if isinstance(row_blocks, int):
         if rows % row_blocks:
-            raise ValueError(
-                f"{name}={row_blocks!r} does not divide {rows} rows evenly: list the sizes of the "
-                f"blocks"
-            )
+            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes")
         return [rows // row_blocks] * row_blocks
     if sum(row_blocks) != rows:
         raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")
@@ -44,7 +37,7 @@ def starts(sizes: Sequence[int]) -> list[int]:
 
 
 def within(indices: range, first: int, size: int) -> range:
-    """The indices that are in [first, first + size), counted from ``first``."""
+    """The indices in [first, first + size), counted from ``first``."""
     start = max(indices.start, first)
     return range(start - first, max(start, min(indices.stop, first + size)) - first)
 
@@ -55,7 +48,7 @@ def rank_of(layout: MatrixLayout, options: Mapping[str, Any]) -> int:
 
 
 def output_first(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """The parameter in the order (*stack, out, in, ...); a view if ``input_first``."""
+    """A view of the parameter in the order (*stack, out, in, ...)."""
     return swapped(X, options["stack_dims"]) if options["input_first"] else X
 
 
@@ -91,16 +84,11 @@ def blocked(X: Tensor, options: Mapping[str, Any]) -> BlockedTensor:
     dimensions = dimension_shards(X)
     rows, columns = dimensions[stack_dims : stack_dims + 2]
     inner = dimensions[stack_dims + 2 :]
-    if any(d.axes for d in inner):
-        raise ValueError(
-            f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}, but only "
-            f"rows, columns and stack dimensions can be sharded"
-        )
     shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
-    if inner and len(columns.held) * shards != X.shape[-len(inner) - 1]:
+    if any(d.axes for d in inner) or (inner and X.shape[stack_dims + 1] % shards):
         raise ValueError(
-            f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)} into uneven "
-            f"numbers of input channels: shard it over its output channels"
+            f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}: shard a "
+            f"convolution over output channels, or evenly over input channels"
         )
     width = math.prod(X.shape[stack_dims + 2 :])
     sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])

@@ -1,7 +1,6 @@
-"""DTensors: the indices that each rank holds, and how to build a DTensor.
+"""DTensors: the indices that each rank holds, and how to build a DTensor."""
 
-Importing torch's DTensors takes half as long as importing torch, so it is done only on use.
-"""
+# Importing torch's DTensors takes half as long as importing torch, so it is done only on use.
 
 from __future__ import annotations
 
@@ -13,31 +12,30 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.groups import Group, group_of_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import DTensor, Placement, Shard
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     """Whether this is a DTensor; there are none until their module is imported."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard that this rank holds, sharing memory with the tensor; other tensors as they are."""
-    if is_dtensor(tensor):
-        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    """This rank's shard, sharing memory with the tensor; other tensors as they are."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-        shard: Tensor = tensor.to_local()
-        # Autograd's collectives may still be running; fused operations need the memory itself.
-        return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
-    return tensor
+    shard: Tensor = tensor.to_local()
+    # Autograd's collectives may still be running; fused operations need the memory itself.
+    return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
 def placements_of(X: Tensor) -> tuple[Placement, ...]:
@@ -45,8 +43,8 @@ def placements_of(X: Tensor) -> tuple[Placement, ...]:
     return tuple(X.placements) if is_dtensor(X) else ()
 
 
-def is_shard(placement: Placement) -> bool:
-    """Whether a placement splits a dimension, in order (Shard) or after others (_StridedShard)."""
+def is_shard(placement: Placement) -> TypeGuard[Shard]:
+    """Whether a placement splits a dimension."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -55,11 +53,7 @@ def is_shard(placement: Placement) -> bool:
 
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     """The ranks whose mesh coordinates differ from this one's along ``axes`` only; collective."""
-    if (coordinate := mesh.get_coordinate()) is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} holds a parameter on {mesh} but is not in that mesh"
-        )
-    return group_of_ranks(_ranks_along(mesh, tuple(coordinate), tuple(axes)))
+    return group_of_ranks(_ranks_along(mesh, tuple(_coordinate(mesh)), tuple(axes)))
 
 
 @lru_cache  # many parameters share a mesh, which rebuilds its tensor of ranks at each access
@@ -71,7 +65,7 @@ def _ranks_along(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int,
 
 @dataclass(frozen=True)
 class DimensionShard:
-    """One dimension of a tensor: this rank's indices, and the mesh axes that shard it, in order."""
+    """This rank's indices of a dimension, and the mesh axes that shard it, in order."""
 
     held: range
     axes: tuple[int, ...]
@@ -84,12 +78,13 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     shards = []
     for d, size in enumerate(X.shape):
         axes = _axes_in_order(X.placements, d)
-        shards.append(DimensionShard(_held(size, X.device_mesh, axes, _coordinate(X)), axes))
+        held = _held(size, X.device_mesh, axes, _coordinate(X.device_mesh))
+        shards.append(DimensionShard(held, axes))
     expected, actual = [len(d.held) for d in shards], list(local(X).shape)
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
-            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual} on "
-            f"rank {dist.get_rank()}, not {expected}: shard uneven sizes as torch.chunk does."
+            f"a DTensor of shape {tuple(X.shape)} and placements {X.placements} holds {actual}, "
+            f"not {expected}: shard uneven sizes as torch.chunk does."
         )
     return shards
 
@@ -98,18 +93,18 @@ def held_along(
     X: DTensor, dimension: int, axes: Sequence[int], along: Sequence[int]
 ) -> dict[int, range]:
     """The indices of a dimension, sharded over ``axes``, that each rank ``along`` axes holds."""
-    mesh, own = X.device_mesh, _coordinate(X)
+    mesh, own = X.device_mesh, _coordinate(X.device_mesh)
     at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
     held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
     return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
 
 
-def _coordinate(X: DTensor) -> Sequence[int]:
-    return X.device_mesh.get_coordinate() or ()
+def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
+    return mesh.get_coordinate() or ()
 
 
 def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
-    """The indices of a dimension, sharded over the axes one after another, at a mesh coordinate."""
+    """The indices of a dimension, sharded over one axis after another, at a mesh coordinate."""
     held = range(size)
     for axis in axes:
         count, position = mesh.size(axis), coordinate[axis]
@@ -119,10 +114,10 @@ def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence
 
 
 def _axes_in_order(placements: Sequence[Placement], dimension: int) -> tuple[int, ...]:
-    """Mesh axes that shard a dimension, in order: a _StridedShard after axes to its right."""
+    """The mesh axes that shard a dimension, in order: a _StridedShard after axes to its right."""
     order = []
     for axis, placement in enumerate(placements):
-        if is_shard(placement) and getattr(placement, "dim", None) == dimension:
+        if is_shard(placement) and placement.dim == dimension:
             order.append((_split_factor(placement), axis))
     return tuple(axis for _, axis in sorted(order))
 
@@ -150,14 +145,10 @@ def from_local(
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> DTensor:
-    """Build a DTensor of a global shape and stride, on another one's mesh, from this shard."""
+    """A DTensor of a global shape and stride, on another one's mesh, from this shard."""
+    size, mesh = torch.Size(shape), like.device_mesh
     whole: DTensor = like.from_local(
-        shard,
-        like.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
+        shard, mesh, placements, run_check=False, shape=size, stride=tuple(stride)
     )
     return whole
 
@@ -168,12 +159,10 @@ def swapped(X: Tensor, dimension: int) -> Tensor:
     X = X.detach()
     if not is_dtensor(X):
         return X.transpose(dimension, dimension + 1)
-    placements = [
-        _on_dimension(placement, other.get(dim, dim))
-        if (dim := getattr(placement, "dim", None)) is not None
-        else placement
-        for placement in X.placements
-    ]
+    placements = list(X.placements)
+    for axis, placement in enumerate(placements):
+        if is_shard(placement):
+            placements[axis] = _on_dimension(placement, other.get(placement.dim, placement.dim))
     shape, stride = list(X.shape), list(X.stride())
     for sizes in (shape, stride):
         sizes[dimension], sizes[dimension + 1] = sizes[dimension + 1], sizes[dimension]
@@ -188,10 +177,9 @@ def state_placements(X: Tensor, stack_dims: int, dimension: int | None) -> list[
 
     placements: list[Placement] = []
     for placement in X.placements:
-        sharded = getattr(placement, "dim", None)
-        if sharded is not None and sharded < stack_dims:
+        if is_shard(placement) and placement.dim < stack_dims:
             placements.append(placement)
-        elif sharded is not None and sharded == dimension:
+        elif is_shard(placement) and placement.dim == dimension:
             placements.append(_on_dimension(placement, stack_dims))
         else:
             placements.append(Replicate())
@@ -204,10 +192,10 @@ def zeros(
     """Zeros of a global shape on X's device: a DTensor on X's mesh if X is one."""
     if not is_dtensor(X):
         return torch.zeros(tuple(shape), dtype=dtype, device=X.device)
-    held = [
-        len(_held(size, X.device_mesh, _axes_in_order(placements, d), _coordinate(X)))
-        for d, size in enumerate(shape)
-    ]
+    held = []
+    for d, size in enumerate(shape):
+        axes = _axes_in_order(placements, d)
+        held.append(len(_held(size, X.device_mesh, axes, _coordinate(X.device_mesh))))
     # Not torch's zeros of DTensors, which are on the mesh's device: X may be offloaded.
     shard = torch.zeros(held, dtype=dtype, device=local(X).device)
     stride = torch.empty(tuple(shape), device="meta").stride()

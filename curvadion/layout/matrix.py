@@ -1,8 +1,7 @@
 """A rank's part of a matrix, and the process groups that hold the rest.
 
-Its rows may be sharded over one group, its columns over another, and it may be replicated over a
-third. Everything that affects a trajectory (orientation, rank, initial right factor, completing
-directions) follows from the GLOBAL shape and from global indices, not from the sharding.
+Everything that affects a trajectory (orientation, rank, initial right factor) follows from the
+GLOBAL shape and from global indices, not from the sharding.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ class Extent:
         return len(self.indices)
 
     def counted(self, tensor: Tensor) -> Tensor:
-        """The rows of (..., len(self), r) that this rank contributes to sums over the group."""
+        """The rows of (..., len(self), r) that count in sums over the group."""
         return tensor[..., 1:, :] if self.borrowed else tensor
 
     def shared_here(self) -> list[tuple[int, int]]:
-        """This rank's shared rows, each as (position in ``shared``, position in ``indices``)."""
+        """Positions of this rank's shared rows in ``shared`` and in ``indices``."""
         return [
             (slot, index - self.indices.start)
             for slot, index in enumerate(self.shared)
@@ -59,30 +58,20 @@ class MatrixLayout:
     rows: Extent  # of B
     columns: Extent  # of B
     replicas: Group | None = None  # ranks with the same shard; None for one replica
-    # Unions of these groups, required if both exist: one collective sums shards and averages.
+    # Unions of these groups: one collective sums shards and averages.
     rows_and_replicas: Group | None = None
     columns_and_replicas: Group | None = None
     shards: Group | None = None  # all ranks of this replica's shards
     parts: tuple[tuple[range, range], ...] = ()  # rows and columns of B on each of these ranks
 
-    def __post_init__(self) -> None:
-        rows, columns = self.rows.group, self.columns.group
-        for name, one, other in (
-            ("rows_and_replicas", rows, self.replicas),
-            ("columns_and_replicas", columns, self.replicas),
-            ("shards", rows, columns),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, one or other)
-
     @classmethod
-    def whole(cls, shape: tuple[int, int], replicas: Group | None = None) -> MatrixLayout:
+    def whole(cls, shape: tuple[int, int]) -> MatrixLayout:
         """The layout of an unsharded matrix."""
-        return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))), replicas)
+        return cls(shape, Extent(range(max(shape))), Extent(range(min(shape))))
 
     @property
     def transposed(self) -> bool:
-        """Whether B is the transpose of the matrix; B has at least as many rows as columns."""
+        """Whether B is the transpose of the matrix."""
         return self.shape[0] < self.shape[1]
 
     def rank(self, rank_fraction: float, rank_multiple_of: int) -> int:
@@ -101,10 +90,12 @@ class MatrixLayout:
 
     def inside_replica(self) -> MatrixLayout:
         """The same sharding without other replicas."""
-        return replace(self, replicas=None, rows_and_replicas=None, columns_and_replicas=None)
-
-
-# -------------------------------------------------------- shards in local tensors
+        return replace(
+            self,
+            replicas=None,
+            rows_and_replicas=self.rows.group,
+            columns_and_replicas=self.columns.group,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,16 +119,13 @@ class Block:
         return held.view(held.shape[0], math.prod(held.shape[1:]))
 
     def held(self, shard: Tensor) -> Tensor:
-        """This rank's elements of a shard: all of them."""
+        """This rank's elements of a shard."""
         return shard
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor.
-
-    :meth:`read` pads partial rows with zeros, so that a product is this rank's summand.
-    """
+    """Elements [start, stop) of a row-major (m, n) matrix, from ``offset`` on in a flat tensor."""
 
     start: int
     stop: int
@@ -154,7 +142,7 @@ class FlatRange:
 
     @property
     def is_view(self) -> bool:
-        """Whether all of this rank's rows are whole, so that :meth:`read` returns a view."""
+        """Whether this rank's rows are whole, so that :meth:`read` returns a view."""
         return self.stop - self.start == len(self.rows) * self.columns
 
     def elements(self, local: Tensor) -> Tensor:
@@ -162,22 +150,20 @@ class FlatRange:
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def read(self, local: Tensor) -> Tensor:
-        """The shard (len(rows), n): a view if its rows are whole, else a padded copy."""
+        """The shard (len(rows), n): a view, or a copy whose partial rows are padded with zeros."""
         held = self.elements(local)
         if self.is_view:
-            return self._transposed_if_input_first(held.view(len(self.rows), self.columns))
-        padded = torch.zeros(len(self.rows), self.columns, dtype=local.dtype, device=local.device)
-        shard = self._transposed_if_input_first(padded)
+            return self._turned(held.view(len(self.rows), self.columns))
+        shard = self._turned(local.new_zeros(len(self.rows), self.columns))
         self.held(shard).copy_(held)
         return shard
 
     def held(self, shard: Tensor) -> Tensor:
         """This rank's elements of a padded shard, 1-D; a view if its rows are dense."""
         skipped = self.start - self.rows.start * self.columns
-        stored = self._transposed_if_input_first(shard)
-        return stored.reshape(-1)[skipped : skipped + self.stop - self.start]
+        return self._turned(shard).reshape(-1)[skipped : skipped + self.stop - self.start]
 
-    def _transposed_if_input_first(self, matrix: Tensor) -> Tensor:
+    def _turned(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.input_first else matrix
 
 

@@ -1,9 +1,8 @@
 """States of a parameter's matrices, sharded like them: right factors, squares, one number each.
 
-The n x n squares of a parameter's oriented matrices (m x n) are stored flat, one after the other.
-For an unsharded tensor or a DTensor they are a state of shape (*stack dimensions, N), where N is
-the sum of n^2 over the row blocks: stack dimensions are sharded like the parameter's, and N evenly
-over all ranks of the matrices. For a flat shard they are this rank's part of all matrices' N.
+The n x n squares of a parameter's oriented matrices (m x n) are a state (*stack dimensions, N),
+where N is the sum of n^2 over the row blocks, sharded evenly over all ranks of the matrices. For a
+flat shard they are this rank's part of all matrices' N.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvadion.comm.collectives import group_size, shares
+from curvadion.comm.collectives import shares
 from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of, starts, within
 from curvadion.layout.dtensor import (
     dimension_shards,
@@ -43,9 +42,11 @@ class QSlot:
 
 
 class QSlots:
-    """Locations of right factors in a state; tall blocks are side by side, (n, sum of ranks)."""
+    """Locations of right factors in a state.
 
-    # Those of transposed blocks are below each other, (m, largest rank), sharded like X's rows.
+    Those of tall blocks are side by side, (n, sum of ranks). Those of transposed blocks are below
+    each other, (m, largest rank), sharded like X's rows.
+    """
 
     def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
         self._X, self._stack_dims = output_first(X, options), options["stack_dims"]
@@ -53,14 +54,14 @@ class QSlots:
         sizes = block_sizes(self._X.shape[self._stack_dims], options["row_blocks"])
         self.layouts = [MatrixLayout.whole((size, self._n)) for size in sizes]
         self.ranks = [rank_of(layout, options) for layout in self.layouts]
-        ranks = list(zip(self.ranks, self.layouts, strict=True))
-        upright = [0 if layout.transposed else r for r, layout in ranks]
-        self._starts, self._side_by_side = starts(upright), sum(upright)
-        self._below = max((r for r, layout in ranks if layout.transposed), default=0)
+        each = list(zip(self.ranks, self.layouts, strict=True))
+        tall = [0 if layout.transposed else rank for rank, layout in each]
+        self._starts, self._side_by_side = starts(tall), sum(tall)
+        self._below = max(rank if layout.transposed else 0 for rank, layout in each)
         self._key_below = "Q_rows" if self._side_by_side else "Q"
 
     def of(self, block: int, stack: tuple[int | slice, ...], rows: slice) -> QSlot:
-        """The slot of a row block of the matrices at ``stack``; ``rows``: its local rows."""
+        """The slot of a row block of the matrices at ``stack``, with these local rows."""
         rank, start = self.ranks[block], self._starts[block]
         if self.layouts[block].transposed:
             return QSlot(self._key_below, (*stack, rows, slice(rank)))
@@ -91,19 +92,17 @@ def _flat_right_factors(
     matrices = list(flat_matrices(shard, options))
     for i, (_, shape, view) in enumerate(matrices):
         whole = MatrixLayout.whole(shape)
-        # Q has a row for each column of the oriented matrix, which may be the stored rows.
+        # Q has a row for each column of the oriented matrix, which may be a stored row.
         sharded = whole.transposed != options["input_first"]
         yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
 
 
 def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Global shapes of the state tensors that hold right factors, by key."""
-    if (shard := flat_shard(X)) is not None:
-        return {
-            key: (len(held), rank_of(whole, options))
-            for key, whole, held in _flat_right_factors(shard, options)
-        }
-    return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
+    if (shard := flat_shard(X)) is None:
+        return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
+    found = _flat_right_factors(shard, options)
+    return {key: (len(held), rank_of(whole, options)) for key, whole, held in found}
 
 
 def create_right_factors(
@@ -154,7 +153,7 @@ def _copy_columns(source: Tensor, target: Tensor) -> None:
 
 
 def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Zeros for the squares of a parameter's matrices, float32 or wider. options: its group."""
+    """Zeros for the squares of a parameter's matrices, float32 or wider."""
     shape, placements = _form(X, options)
     return zeros(X, shape, placements, torch.promote_types(X.dtype, torch.float32))
 
@@ -176,16 +175,15 @@ def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Seque
     if placements:
         from torch.distributed.tensor import Shard
 
-        over_matrices = [is_shard(p) and getattr(p, "dim", 0) >= stack_dims for p in placements]
-        each = zip(placements, over_matrices, strict=True)
-        placements = [Shard(stack_dims) if over else p for p, over in each]
+        even = Shard(stack_dims)
+        placements = [even if is_shard(p) and p.dim >= stack_dims else p for p in placements]
     return (*matrices.X.shape[:stack_dims], total), placements
 
 
 def squares_held(
     X: Tensor, squares: Tensor, sides: Sequence[int]
 ) -> Iterator[tuple[Tensor, slice]]:
-    """For each of this rank's matrices of side n: a view of its square's part, and its range."""
+    """A view of this rank's part of each matrix's square, and its range; sides: the matrices' n."""
     rows = local(squares)
     rows = rows.view(math.prod(rows.shape[:-1]), rows.shape[-1])
     each = sides[: len(sides) // max(1, len(rows))]  # the same in all entries of a stack
@@ -203,22 +201,23 @@ def _held_of_flat(shard: FlatShard, total: int) -> range:
     """This rank's range of ``total`` elements."""
     if shard.group is None:
         return range(total)
-    ends = list(accumulate(shares(total, group_size(shard.group)), initial=0))
-    return range(*list(pairwise(ends))[shard.group.rank()])
+    sizes = shares(total, shard.group.size())
+    start = sum(sizes[: shard.group.rank()])
+    return range(start, start + sizes[shard.group.rank()])
 
 
 def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """A zero for each matrix: (*stack dimensions, row blocks if several), float32 or wider.
+    """A zero for each matrix, float32 or wider: (*stack dimensions, number of blocks if several).
 
-    For a flat shard the shape is (matrices,), or () for one matrix.
+    For a flat shard: (matrices,), or () for one matrix.
     """
-    dtype = torch.promote_types(X.dtype, torch.float32)
+    dtype, stack_dims = torch.promote_types(X.dtype, torch.float32), options["stack_dims"]
     if (shard := flat_shard(X)) is not None:
-        count = len(list(flat_matrices(shard, options)))
-        return torch.zeros((count,) if count > 1 else (), dtype=dtype, device=X.device)
-    X, stack_dims = output_first(X, options), options["stack_dims"]
-    blocks = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
-    shape = (*X.shape[:stack_dims], *([blocks] if blocks > 1 else []))
+        count, stack_dims = len(list(flat_matrices(shard, options))), 0
+    else:
+        X = output_first(X, options)
+        count = len(block_sizes(X.shape[stack_dims], options["row_blocks"]))
+    shape = (*X.shape[:stack_dims], *([count] if count > 1 else []))
     if not stack_dims:
         return torch.zeros(shape, dtype=dtype, device=X.device)
     return zeros(X, shape, state_placements(X, stack_dims, None), dtype)

@@ -14,10 +14,7 @@ _moves: Tensor | None = None
 
 @contextmanager
 def only_if(moves: Tensor | None) -> Iterator[None]:
-    """Inside the block, operations change weights and state only if ``moves`` is true.
-
-    moves: a scalar bool tensor on the device of the weights and state; None for always.
-    """
+    """Inside, operations change weights and state only if this bool on the device is true."""
     global _moves
     before, _moves = _moves, moves
     try:
@@ -37,7 +34,7 @@ def if_moving(new: Tensor, old: Tensor) -> Tensor:
 
 
 def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
-    """Copy a stack to tensors of the same shape, unless the flag is false."""
+    """Copy a stack to tensors, unless the flag is false."""
     if _moves is not None:
         before = torch.stack([t.to(stacked.dtype) for t in tensors])  # their dtypes may differ
         stacked = torch.where(_moves, stacked, before)
@@ -47,8 +44,10 @@ def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
 @contextmanager
 def put_back(*lists: Sequence[Tensor]) -> Iterator[None]:
     """Restore tensors after the block if the flag is false; holds copies meanwhile."""
-    tensors = list(chain(*lists)) if _moves is not None else []
-    before = [x.clone() for x in tensors]
+    if _moves is None:
+        yield
+        return
+    before = [(x, x.clone()) for x in chain(*lists)]
     yield
-    for x, old in zip(tensors, before, strict=True):
+    for x, old in before:
         x.copy_(if_moving(x, old))

@@ -22,7 +22,7 @@ def stack_of(B, rows, group, dtype, steps=5):
     half = dtype in (torch.float16, torch.bfloat16)
     coefficients = polar_express(steps, SMALLEST_IN_HALF) if half else polar_express(steps)
     return RowStack(
-        MatrixLayout((m, n), Extent(rows, group), Extent(range(n))),
+        MatrixLayout((m, n), Extent(rows, group), Extent(range(n)), shards=group),
         B[:, rows.start : rows.stop].clone(),
         B.new_zeros(len(B)),
         passes_in_half(coefficients) if half else (coefficients,),
