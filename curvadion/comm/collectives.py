@@ -69,20 +69,15 @@ class Buckets:
     """A flat buffer for each group, dtype and device; ``views`` has a part for each slot."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        lengths: dict[Slot, int] = {}
-        offsets = []
+        self._flat: dict[Slot, Tensor] = {}
+        sizes: dict[Slot, list[int]] = {}
         for slot in slots:
-            key = slot._replace(shape=())
-            offsets.append(lengths.get(key, 0))
-            lengths[key] = offsets[-1] + math.prod(slot.shape)
-        self._flat = {
-            key: torch.empty(length, dtype=key.dtype, device=key.device)
-            for key, length in lengths.items()
-        }
-        self.views: list[Tensor] = []
-        for slot, offset in zip(slots, offsets, strict=True):
-            flat = self._flat[slot._replace(shape=())]
-            self.views.append(flat[offset : offset + math.prod(slot.shape)].view(slot.shape))
+            sizes.setdefault(slot._replace(shape=()), []).append(math.prod(slot.shape))
+        parts = {}
+        for key, lengths in sizes.items():
+            self._flat[key] = torch.empty(sum(lengths), dtype=key.dtype, device=key.device)
+            parts[key] = iter(self._flat[key].split(lengths))
+        self.views = [next(parts[s._replace(shape=())]).view(s.shape) for s in slots]
 
     def all_reduce_(
         self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, divide_by: int = 1

@@ -130,8 +130,16 @@ class ReplicaGroup:
     def __init__(self, replicas: Replicas) -> None:
         self.single = isinstance(replicas, str) and replicas == "single"  # the user's choice
         self.members = replicas if isinstance(replicas, Members) else None
-        several = self.members is None and not self.single
-        self.process_group = _process_group(replicas) if several else None
+        if self.single or self.members is not None:
+            replicas = None
+        elif isinstance(replicas, DeviceMesh):
+            replicas = replicas.get_group()
+        if not isinstance(replicas, Group | None):
+            raise TypeError(
+                f"replicas={replicas!r} must be a ProcessGroup of this rank, a DeviceMesh like "
+                f"mesh['replicate'], 'single' or None: for all ranks torch.distributed.group.WORLD"
+            )
+        self.process_group = replicas
 
     @property
     def size(self) -> int:
@@ -144,19 +152,3 @@ class ReplicaGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroup:
         return self
-
-
-def _process_group(replicas: object) -> Group | None:
-    if isinstance(replicas, DeviceMesh):
-        if replicas.ndim != 1:
-            raise ValueError(
-                f"replicas={replicas!r} must have one dimension: pass the one that replicates the "
-                f"weights, e.g. mesh['replicate']."
-            )
-        return replicas.get_group()
-    if replicas is not None and not isinstance(replicas, Group):
-        raise TypeError(
-            f"replicas={replicas!r} must be a ProcessGroup of this rank (for all ranks "
-            f"torch.distributed.group.WORLD), a DeviceMesh, 'single' or None."
-        )
-    return replicas

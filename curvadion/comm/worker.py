@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -65,19 +64,6 @@ class Worker:
         """End the thread, waiting ``seconds`` at most."""
         self._jobs.put(None)
         self._thread.join(seconds)
-
-
-class Stopwatch:
-    """Adds up the seconds inside its ``with`` blocks."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._since
 
 
 def _run(jobs: SimpleQueue[Callable[[], None] | None], device: torch.device) -> None:

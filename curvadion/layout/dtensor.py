@@ -4,18 +4,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from curvadion.comm.groups import Group, group_of_ranks
+from curvadion.layout.matrix import Options, block_sizes, starts, within
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement, Shard
@@ -53,7 +55,7 @@ def is_shard(placement: Placement) -> TypeGuard[Shard]:
 
 def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> Group | None:
     """The ranks whose mesh coordinates differ from this one's along ``axes`` only; collective."""
-    return group_of_ranks(_ranks_along(mesh, tuple(_coordinate(mesh)), tuple(axes)))
+    return group_of_ranks(_ranks_along(mesh, tuple(mesh.get_coordinate() or ()), tuple(axes)))
 
 
 @lru_cache  # many parameters share a mesh, which rebuilds its tensor of ranks at each access
@@ -78,8 +80,7 @@ def dimension_shards(X: Tensor) -> list[DimensionShard]:
     shards = []
     for d, size in enumerate(X.shape):
         axes = _axes_in_order(X.placements, d)
-        held = _held(size, X.device_mesh, axes, _coordinate(X.device_mesh))
-        shards.append(DimensionShard(held, axes))
+        shards.append(DimensionShard(_held(size, X.device_mesh, axes), axes))
     expected, actual = [len(d.held) for d in shards], list(local(X).shape)
     if expected != actual and (0 not in expected or 0 not in actual):
         raise ValueError(
@@ -93,23 +94,20 @@ def held_along(
     X: DTensor, dimension: int, axes: Sequence[int], along: Sequence[int]
 ) -> dict[int, range]:
     """The indices of a dimension, sharded over ``axes``, that each rank ``along`` axes holds."""
-    mesh, own = X.device_mesh, _coordinate(X.device_mesh)
+    mesh, own = X.device_mesh, X.device_mesh.get_coordinate() or ()
     at = product(*(range(mesh.size(a)) if a in along else (c,) for a, c in enumerate(own)))
     held = (_held(X.shape[dimension], mesh, axes, coordinate) for coordinate in at)
     return dict(zip(_ranks_along(mesh, tuple(own), tuple(along)), held, strict=True))
 
 
-def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
-    return mesh.get_coordinate() or ()
-
-
-def _held(size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> range:
-    """The indices of a dimension, sharded over one axis after another, at a mesh coordinate."""
-    held = range(size)
+def _held(
+    size: int, mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int] | None = None
+) -> range:
+    """The indices of a dimension, sharded over one axis after another, here or elsewhere."""
+    held, coordinate = range(size), coordinate or mesh.get_coordinate() or ()
     for axis in axes:
-        count, position = mesh.size(axis), coordinate[axis]
-        chunk = -(-len(held) // count)
-        held = held[min(position * chunk, len(held)) : min((position + 1) * chunk, len(held))]
+        chunk = -(-len(held) // mesh.size(axis))
+        held = held[coordinate[axis] * chunk : (coordinate[axis] + 1) * chunk]
     return held
 
 
@@ -129,13 +127,10 @@ def _split_factor(placement: Placement) -> int:
 
 def _on_dimension(placement: Placement, dimension: int) -> Placement:
     """The same kind of shard for another dimension."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    if factor := _split_factor(placement):
-        strided: Placement = _StridedShard(dimension, split_factor=factor)
-        return strided
-    return Shard(dimension)
+    kind: Any = type(placement)
+    factor = _split_factor(placement)
+    found: Placement = kind(dimension, split_factor=factor) if factor else kind(dimension)
+    return found
 
 
 def from_local(
@@ -195,8 +190,62 @@ def zeros(
     held = []
     for d, size in enumerate(shape):
         axes = _axes_in_order(placements, d)
-        held.append(len(_held(size, X.device_mesh, axes, _coordinate(X.device_mesh))))
+        held.append(len(_held(size, X.device_mesh, axes)))
     # Not torch's zeros of DTensors, which are on the mesh's device: X may be offloaded.
     shard = torch.zeros(held, dtype=dtype, device=local(X).device)
     stride = torch.empty(tuple(shape), device="meta").stride()
     return from_local(X, shard, placements, shape, stride)
+
+
+def output_first(X: Tensor, options: Options) -> Tensor:
+    """A view of the parameter in the order (*stack, out, in, ...)."""
+    return swapped(X, options["stack_dims"]) if options["input_first"] else X
+
+
+class RowBlock(NamedTuple):
+    """A block of rows: over all ranks; this rank's, from ``start``; and as local rows."""
+
+    start: int
+    size: int
+    held: range
+    local: slice
+
+
+@dataclass(frozen=True)
+class BlockedTensor:
+    """An unsharded parameter or a DTensor, divided into matrices."""
+
+    X: Tensor  # output first: (*stack, m, ...); the dimensions after m are columns
+    stack: list[DimensionShard]
+    rows: DimensionShard
+    columns: DimensionShard  # of the dimension after the rows
+    n: int  # number of columns of each matrix, over all ranks
+    width: int  # columns per index of the dimension after the rows
+    blocks: list[RowBlock]  # of each matrix in the stack
+
+    def flattened(self, indices: range) -> range:
+        """The columns of these indices of the dimension after the rows."""
+        return range(indices.start * self.width, indices.stop * self.width)
+
+
+def blocked(X: Tensor, options: Options) -> BlockedTensor:
+    """Divide an unsharded parameter or a DTensor; ValueError if that is not possible."""
+    X, stack_dims = output_first(X, options), options["stack_dims"]
+    dimensions = dimension_shards(X)
+    rows, columns = dimensions[stack_dims : stack_dims + 2]
+    inner = dimensions[stack_dims + 2 :]
+    shards = math.prod(X.device_mesh.size(a) for a in columns.axes) if is_dtensor(X) else 1
+    if any(d.axes for d in inner) or (inner and X.shape[stack_dims + 1] % shards):
+        raise ValueError(
+            f"a parameter of shape {tuple(X.shape)} is sharded by {placements_of(X)}: shard a "
+            f"convolution over output channels, or evenly over input channels"
+        )
+    width = math.prod(X.shape[stack_dims + 2 :])
+    sizes = block_sizes(X.shape[stack_dims], options["row_blocks"])
+    blocks = []
+    for start, size in zip(starts(sizes), sizes, strict=True):
+        held, offset = within(rows.held, start, size), start - rows.held.start
+        here = slice(held.start + offset, held.stop + offset)
+        blocks.append(RowBlock(start, size, held, here))
+    n = X.shape[stack_dims + 1] * width
+    return BlockedTensor(X, dimensions[:stack_dims], rows, columns, n, width, blocks)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group
-from curvadion.layout.blocks import block_sizes, starts, within
-from curvadion.layout.matrix import FlatRange
+from curvadion.layout.matrix import FlatRange, Options, block_sizes, starts, within
 
 FLAT_SHARD_START = "flat_shard_start"  # a state key
 _FLAT_SHARD = "curvadion_flat_shard"
@@ -63,7 +61,7 @@ def flat_shard_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def flat_matrices(
-    shard: FlatShard, options: Mapping[str, Any]
+    shard: FlatShard, options: Options
 ) -> Iterator[tuple[int, tuple[int, int], FlatRange]]:
     """In order, each matrix's first element, its shape (m, n), and this rank's part of it."""
     stack_dims, input_first = options["stack_dims"], options["input_first"]

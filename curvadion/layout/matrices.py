@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from curvadion.comm.collectives import group_size
 from curvadion.comm.groups import Group, Unions
-from curvadion.layout.blocks import BlockedTensor, blocked, rank_of, within
-from curvadion.layout.dtensor import group_over, held_along, is_dtensor, placements_of
+from curvadion.layout.dtensor import (
+    BlockedTensor,
+    blocked,
+    group_over,
+    held_along,
+    is_dtensor,
+    placements_of,
+)
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard, ranges_of_all_ranks
-from curvadion.layout.matrix import Block, Extent, FlatRange, MatrixLayout, ShardView
+from curvadion.layout.matrix import (
+    Block,
+    Extent,
+    FlatRange,
+    MatrixLayout,
+    Options,
+    within,
+)
 from curvadion.layout.states import QSlot, QSlots, flat_key
 
 
@@ -25,7 +37,7 @@ class MatrixShard:
     """This rank's shard of one matrix of a parameter."""
 
     layout: MatrixLayout
-    view: ShardView  # the location of its elements in the parameter's local tensor
+    view: Block | FlatRange  # the location of its elements in the parameter's local tensor
     rank: int  # r
     q: QSlot  # the location of its right factor in the parameter's state
     # Equal for matrices that can be batched; from global facts, so that all ranks batch equally.
@@ -33,7 +45,7 @@ class MatrixShard:
 
 
 def matrices_of(
-    X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
+    X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> list[MatrixShard]:
     """This rank's matrices of a parameter; collective if it is sharded."""
     if (declared := flat_shard(X)) is not None:
@@ -42,7 +54,7 @@ def matrices_of(
 
 
 def _of_tensor(
-    X: Tensor, options: Mapping[str, Any], replicas: Group | None, unions: Unions
+    X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
     """The matrices of an unsharded tensor or a DTensor."""
     matrices, slots = blocked(X, options), QSlots(X, options)
@@ -96,11 +108,7 @@ def _ranks(group: Group | None) -> list[int]:
 
 
 def _of_flat_shard(
-    shard: FlatShard,
-    X: Tensor,
-    options: Mapping[str, Any],
-    replicas: Group | None,
-    unions: Unions,
+    shard: FlatShard, X: Tensor, options: Options, replicas: Group | None, unions: Unions
 ) -> Iterator[MatrixShard]:
     ranges = ranges_of_all_ranks(shard)
     matrices = list(flat_matrices(shard, options))
@@ -112,7 +120,7 @@ def _of_flat_shard(
         turned = (shape[0] < shape[1]) != options["input_first"]
         layout = _layout(shape, rows, columns, parts, turned, replicas, unions)
         slot = QSlot(flat_key(i, len(matrices)), ())
-        yield MatrixShard(layout, view, rank_of(layout, options), slot, ("flat", id(X), i))
+        yield MatrixShard(layout, view, layout.rank(options), slot, ("flat", id(X), i))
 
 
 def _flat_extent(

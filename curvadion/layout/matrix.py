@@ -6,15 +6,18 @@ GLOBAL shape and from global indices, not from the sharding.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion.comm.groups import Group
 
+Options = Mapping[str, Any]  # a parameter group
 # Factors of the orthonormal update of a matrix (m, n): Dion's (section 2), Muon's and Moonlight's
 # (arXiv 2502.16982).
 UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
@@ -22,6 +25,28 @@ UPDATE_SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda m, n: math.sqrt(max(1.0, m / n)),
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
 }
+
+
+def block_sizes(rows: int, row_blocks: int | Sequence[int], name: str = "row_blocks") -> list[int]:
+    """The number of rows of each block; row_blocks: the number of equal blocks, or their sizes."""
+    if isinstance(row_blocks, int):
+        if rows % row_blocks:
+            raise ValueError(f"{name}={row_blocks!r} does not divide {rows} rows: list the sizes")
+        return [rows // row_blocks] * row_blocks
+    if sum(row_blocks) != rows:
+        raise ValueError(f"{name}={row_blocks!r} must add up to the {rows} rows")
+    return list(row_blocks)
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    """The starts of consecutive ranges."""
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def within(indices: range, first: int, size: int) -> range:
+    """The indices in [first, first + size), counted from ``first``."""
+    start = max(indices.start, first)
+    return range(start - first, max(start, min(indices.stop, first + size)) - first)
 
 
 @dataclass(frozen=True)
@@ -43,11 +68,8 @@ class Extent:
 
     def shared_here(self) -> list[tuple[int, int]]:
         """Positions of this rank's shared rows in ``shared`` and in ``indices``."""
-        return [
-            (slot, index - self.indices.start)
-            for slot, index in enumerate(self.shared)
-            if index in self.indices
-        ]
+        here = [(slot, row) for slot, row in enumerate(self.shared) if row in self.indices]
+        return [(slot, row - self.indices.start) for slot, row in here]
 
 
 @dataclass(frozen=True)
@@ -74,19 +96,19 @@ class MatrixLayout:
         """Whether B is the transpose of the matrix."""
         return self.shape[0] < self.shape[1]
 
-    def rank(self, rank_fraction: float, rank_multiple_of: int) -> int:
+    def rank(self, options: Options) -> int:
         """r = min(multiple * ceil(fraction * min(m, n) / multiple), m, n)."""
-        smaller = min(self.shape)
+        smaller, multiple = min(self.shape), int(options["rank_multiple_of"])
         # Users type the fraction as a decimal: 0.07 * 100 must give 7, not 8.
-        wanted = math.ceil(round(rank_fraction * smaller, 9) / rank_multiple_of)
-        return min(rank_multiple_of * wanted, smaller)
+        wanted = round(float(options["rank_fraction"]) * smaller, 9)
+        return min(multiple * math.ceil(wanted / multiple), smaller)
 
     def initial_q(self, rank: int) -> Tensor:
-        """This rank's rows of the initial Q ~ N(0, 1), (n_j, rank) float32 on the CPU."""
+        """The initial Q ~ N(0, 1) of all ranks, (n, rank) float32 on the CPU."""
         m, n = self.shape
         generator = torch.Generator("cpu").manual_seed((m * 1_000_003 + n) * 1_000_003 + rank)
-        q = torch.randn(min(m, n), rank, generator=generator, dtype=torch.float32, device="cpu")
-        return q[self.columns.indices.start : self.columns.indices.stop]
+        shape = min(m, n), rank
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     def inside_replica(self) -> MatrixLayout:
         """The same sharding without other replicas."""
@@ -165,6 +187,3 @@ class FlatRange:
 
     def _turned(self, matrix: Tensor) -> Tensor:
         return matrix.mT if self.input_first else matrix
-
-
-ShardView = Block | FlatRange

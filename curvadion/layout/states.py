@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 
 from curvadion.comm.collectives import shares
-from curvadion.layout.blocks import block_sizes, blocked, output_first, rank_of, starts, within
 from curvadion.layout.dtensor import (
+    blocked,
     dimension_shards,
     is_shard,
     local,
+    output_first,
     placements_of,
     state_placements,
     zeros,
 )
 from curvadion.layout.flat_shard import FlatShard, flat_matrices, flat_shard
-from curvadion.layout.matrix import MatrixLayout
+from curvadion.layout.matrix import MatrixLayout, Options, block_sizes, starts, within
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -48,12 +49,12 @@ class QSlots:
     each other, (m, largest rank), sharded like X's rows.
     """
 
-    def __init__(self, X: Tensor, options: Mapping[str, Any]) -> None:
+    def __init__(self, X: Tensor, options: Options) -> None:
         self._X, self._stack_dims = output_first(X, options), options["stack_dims"]
         self._n = math.prod(self._X.shape[self._stack_dims + 1 :])
         sizes = block_sizes(self._X.shape[self._stack_dims], options["row_blocks"])
         self.layouts = [MatrixLayout.whole((size, self._n)) for size in sizes]
-        self.ranks = [rank_of(layout, options) for layout in self.layouts]
+        self.ranks = [layout.rank(options) for layout in self.layouts]
         each = list(zip(self.ranks, self.layouts, strict=True))
         tall = [0 if layout.transposed else rank for rank, layout in each]
         self._starts, self._side_by_side = starts(tall), sum(tall)
@@ -86,7 +87,7 @@ def flat_key(matrix: int, count: int) -> str:
 
 
 def _flat_right_factors(
-    shard: FlatShard, options: Mapping[str, Any]
+    shard: FlatShard, options: Options
 ) -> Iterator[tuple[str, MatrixLayout, range]]:
     """For each matrix the key of its Q, its unsharded layout, and this rank's rows of Q."""
     matrices = list(flat_matrices(shard, options))
@@ -97,22 +98,20 @@ def _flat_right_factors(
         yield flat_key(i, len(matrices)), whole, view.rows if sharded else range(min(shape))
 
 
-def right_factor_shapes(X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def right_factor_shapes(X: Tensor, options: Options) -> dict[str, tuple[int, ...]]:
     """Global shapes of the state tensors that hold right factors, by key."""
     if (shard := flat_shard(X)) is None:
         return {key: shape for key, (shape, _) in QSlots(X, options).forms().items()}
     found = _flat_right_factors(shard, options)
-    return {key: (len(held), rank_of(whole, options)) for key, whole, held in found}
+    return {key: (len(held), whole.rank(options)) for key, whole, held in found}
 
 
-def create_right_factors(
-    X: Tensor, options: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def create_right_factors(X: Tensor, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state tensors that hold right factors, by key, filled with the initial Q's."""
     if (shard := flat_shard(X)) is not None:
         found = {}
         for key, whole, held in _flat_right_factors(shard, options):
-            initial = whole.initial_q(rank_of(whole, options))[held.start : held.stop]
+            initial = whole.initial_q(whole.rank(options))[held.start : held.stop]
             # A copy, because a view would keep all of Q alive.
             found[key] = initial.to(device=X.device, dtype=dtype, copy=True)
         return found
@@ -152,19 +151,19 @@ def _copy_columns(source: Tensor, target: Tensor) -> None:
     target[..., :kept].copy_(source[..., :kept])
 
 
-def create_squares(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+def create_squares(X: Tensor, options: Options) -> Tensor:
     """Zeros for the squares of a parameter's matrices, float32 or wider."""
     shape, placements = _form(X, options)
     return zeros(X, shape, placements, torch.promote_types(X.dtype, torch.float32))
 
 
-def squares_fit(X: Tensor, options: Mapping[str, Any], squares: Tensor) -> bool:
+def squares_fit(X: Tensor, options: Options, squares: Tensor) -> bool:
     """Whether a tensor has the form of :func:`create_squares`."""
     shape, placements = _form(X, options)
     return tuple(squares.shape) == shape and placements_of(squares) == tuple(placements)
 
 
-def _form(X: Tensor, options: Mapping[str, Any]) -> tuple[tuple[int, ...], Sequence[Placement]]:
+def _form(X: Tensor, options: Options) -> tuple[tuple[int, ...], Sequence[Placement]]:
     """Shape (global for DTensors) and placements of a parameter's squares."""
     if (shard := flat_shard(X)) is not None:
         sides = (min(shape) for _, shape, _ in flat_matrices(shard, options))
@@ -206,7 +205,7 @@ def _held_of_flat(shard: FlatShard, total: int) -> range:
     return range(start, start + sizes[shard.group.rank()])
 
 
-def zeros_per_matrix(X: Tensor, options: Mapping[str, Any]) -> Tensor:
+def zeros_per_matrix(X: Tensor, options: Options) -> Tensor:
     """A zero for each matrix, float32 or wider: (*stack dimensions, number of blocks if several).
 
     For a flat shard: (matrices,), or () for one matrix.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvadion.ops.native import Unavailable
 from curvadion.ops.tensors import Unsupported
 
 # The modules of each backend's operations; plain PyTorch runs those that a backend lacks.
@@ -81,7 +80,7 @@ def lacking(name: str) -> str | None:
             module.load()
     except ImportError as error:
         return f"{error}: install triton"
-    except Unavailable as error:
+    except RuntimeError as error:  # or no home directory for the cache
         return str(error)
     if name == "triton" and not (gpu or module.INTERPRETED):
         return "there is no CUDA device (TRITON_INTERPRET=1 runs the kernels on the CPU)"

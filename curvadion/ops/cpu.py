@@ -5,7 +5,7 @@ Other operations would gain nothing from C++: most of their time is spent in mat
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import CDLL, c_int
 from functools import lru_cache
 from typing import Any
 
@@ -19,20 +19,16 @@ from curvadion.ops.tensors import Lists
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, X, dtypes, A, R, dtypes, codes, owned, first, count, bits, constants, threads
-    "curvadion_encode_difference": [
-        *(INT, *[POINTER] * 8, INT, INT, ctypes.c_int, *[POINTER] * 3, ctypes.c_int)
-    ],
+    "curvadion_encode_difference": [INT, *[POINTER] * 8, INT, INT, c_int, *[POINTER] * 3, c_int],
     # count, numel, X, dtypes, A, codes, bits, signs, levels, threads
-    "curvadion_decode_add": [INT, *[POINTER] * 5, ctypes.c_int, *[POINTER] * 2, ctypes.c_int],
+    "curvadion_decode_add": [INT, *[POINTER] * 5, c_int, *[POINTER] * 2, c_int],
     # codes, own, received, blocks, ranks, rank, bits, constants, threads
-    "curvadion_average_codes": [
-        *(*[POINTER] * 3, INT, *[ctypes.c_int] * 3, *[POINTER] * 3, ctypes.c_int)
-    ],
+    "curvadion_average_codes": [*[POINTER] * 3, INT, *[c_int] * 3, *[POINTER] * 3, c_int],
 }
 
 
 @lru_cache
-def load() -> ctypes.CDLL:
+def load() -> CDLL:
     """The library, or native.Unavailable."""
     return declare(native.library("cpu"), _SIGNATURES, None)
 

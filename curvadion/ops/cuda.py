@@ -6,8 +6,8 @@ can capture the launches.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from ctypes import CDLL, c_char_p, c_int, c_uint32
 from functools import lru_cache
 from typing import Any
 
@@ -20,22 +20,20 @@ from curvadion.ops.tensors import Lists, Numbers, elementwise
 
 _SIGNATURES: dict[str, list[Any]] = {
     # count, numel, M, dtypes, G, dtypes, mu, write, norms, partial, tickets, moves, device, stream
-    "curvadion_cuda_momentum_norms": [
-        *(INT, *[POINTER] * 6, ctypes.c_int, *[POINTER] * 4, ctypes.c_int, POINTER)
-    ],
+    "curvadion_cuda_momentum_norms": [INT, *[POINTER] * 6, c_int, *[POINTER] * 4, c_int, POINTER],
     # count, numel, X, dtypes, G, dtypes, M, dtypes, step, decay, mu, seeds, moves, device, stream
-    "curvadion_cuda_local_step": [INT, *[POINTER] * 12, ctypes.c_int, POINTER],
+    "curvadion_cuda_local_step": [INT, *[POINTER] * 12, c_int, POINTER],
     "curvadion_cuda_capacity": [],
 }
 
 
 @lru_cache
-def load() -> ctypes.CDLL:
+def load() -> CDLL:
     """The library, or native.Unavailable."""
-    library = declare(native.library("cuda"), _SIGNATURES, ctypes.c_int)
+    library = declare(native.library("cuda"), _SIGNATURES, c_int)
     library.curvadion_cuda_blocks.argtypes = [INT, POINTER]
     library.curvadion_cuda_blocks.restype = INT
-    library.curvadion_cuda_error.restype = ctypes.c_char_p
+    library.curvadion_cuda_error.restype = c_char_p
     return library
 
 
@@ -52,11 +50,7 @@ def accumulate_(M: Lists, G: Lists, mu: Numbers, moves: Tensor | None = None) ->
 
 
 def _momentum_norms(
-    lists: Sequence[Lists],
-    mu: Numbers | None,
-    *,
-    write: bool,
-    moves: Tensor | None = None,
+    lists: Sequence[Lists], mu: Numbers | None, *, write: bool, moves: Tensor | None = None
 ) -> Tensor:
     """Write mu M + G, or return its norms, (count,) float32; without G the norms of M."""
     count, device = len(lists[0]), lists[0][0].device
@@ -90,7 +84,7 @@ def local_step_(
     moves: Tensor | None = None,
 ) -> None:
     x, *momenta, g = elementwise([X, M] if M else [X], [G])
-    noise = None if seeds is None else (ctypes.c_uint32 * len(X))(*seeds)
+    noise = None if seeds is None else (c_uint32 * len(X))(*seeds)
     kept = addressed(momenta[0]) if M else (None, None)
     device = x[0].device
     with torch.cuda.device(device):

@@ -39,7 +39,8 @@ class Unavailable(RuntimeError):
 @lru_cache
 def library(name: str) -> ctypes.CDLL:
     """The library "cpu" or "cuda", or Unavailable; built if necessary."""
-    path = cache_folder() / f"libcurvadion_{name}_{digest(name)}.so"
+    folder = os.environ.get("CURVADION_CACHE") or Path.home() / ".cache" / "curvadion"
+    path = Path(folder) / f"libcurvadion_{name}_{digest(name)}.so"
     try:
         if not path.exists():
             logger.info("building %s, once", path)
@@ -64,16 +65,6 @@ def digest(name: str) -> str:
     for path in sorted(sources(name)[0].parent.iterdir()):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """CURVADION_CACHE, or else ``curvadion`` in the user's cache folder."""
-    if chosen := os.environ.get("CURVADION_CACHE"):
-        return Path(chosen)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curvadion"
-    except RuntimeError as error:  # a user without an entry and HOME, as in some containers
-        raise Unavailable(f"no cache folder ({error}): set CURVADION_CACHE") from error
 
 
 def _build(name: str, target: Path) -> None:

@@ -2,20 +2,21 @@
 
 Lists of tensors may differ in size and alignment. Sums are computed in float32 or wider, and sums
 of squares in float64. Operations that change weights or momenta respect
-:func:`curvadion.ops.only_if`. Plain PyTorch supports any floating dtype and strides, and learning
+:func:`only_if`. Plain PyTorch supports any floating dtype and strides, and learning
 rates that are tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvadion.ops.backends import fused
-from curvadion.ops.guard import moves, put_back
 from curvadion.ops.tensors import Lists, Numbers, norm_and_sum
 
 NumbersOrTensors = Sequence[float | Tensor]
@@ -25,6 +26,48 @@ SMALL, LARGE = 1e-12, 1e18
 # Rows of a symmetric product that a CPU computes at once: few enough to skip most of the part above
 # the diagonal, many enough for full speed.
 ROWS = 128
+_moves: Tensor | None = None
+
+
+@contextmanager
+def only_if(moves: Tensor | None) -> Iterator[None]:
+    """Inside, operations change weights and state only if this bool on the device is true."""
+    global _moves
+    before, _moves = _moves, moves
+    try:
+        yield
+    finally:
+        _moves = before
+
+
+def moves() -> Tensor | None:
+    """The flag of the innermost :func:`only_if`."""
+    return _moves
+
+
+def if_moving(new: Tensor, old: Tensor) -> Tensor:
+    """``new``, or ``old`` if the flag is false."""
+    return new if _moves is None else torch.where(_moves, new, old)
+
+
+def copy_(tensors: Sequence[Tensor], stacked: Tensor) -> None:
+    """Copy a stack to tensors, unless the flag is false."""
+    if _moves is not None:
+        before = torch.stack([t.to(stacked.dtype) for t in tensors])  # their dtypes may differ
+        stacked = torch.where(_moves, stacked, before)
+    torch._foreach_copy_(list(tensors), list(stacked))
+
+
+@contextmanager
+def put_back(*lists: Sequence[Tensor]) -> Iterator[None]:
+    """Restore tensors after the block if the flag is false; holds copies meanwhile."""
+    if _moves is None:
+        yield
+        return
+    before = [(x, x.clone()) for x in chain(*lists)]
+    yield
+    for x, old in before:
+        x.copy_(if_moving(x, old))
 
 
 def norms(X: Lists) -> Tensor:

@@ -228,7 +228,7 @@ class QuantizedAverage(MemberOpenings):
 
     @property
     def waited_seconds(self) -> float:
-        return self._under_way.waiting.seconds
+        return self._under_way.waited_seconds
 
     def _send(self, plan: Plan, step: Step) -> None:
         self._expecting = True

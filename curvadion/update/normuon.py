@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.blocks import output_first
-from curvadion.layout.dtensor import local, state_placements, zeros
+from curvadion.layout.dtensor import local, output_first, state_placements, zeros
 from curvadion.layout.flat_shard import flat_matrices, flat_shard
 from curvadion.layout.matrix import Block, Extent
 from curvadion.ops.tensors import from_host

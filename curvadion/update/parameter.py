@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.layout.blocks import block_sizes
 from curvadion.layout.dtensor import local
 from curvadion.layout.flat_shard import flat_shard
 from curvadion.layout.matrices import MatrixShard
-from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout
+from curvadion.layout.matrix import UPDATE_SCALES, MatrixLayout, block_sizes
 from curvadion.layout.parameters import check_placements, global_shape
 from curvadion.layout.states import create_squares
 from curvadion.ops.tensors import from_host
