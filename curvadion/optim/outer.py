@@ -26,9 +26,8 @@ from curvadion.sync import exact_average
 from curvadion.sync.base import Step
 from curvadion.sync.meeting import Meeting, Met, begin_comparison, compare, meet
 from curvadion.sync.verify import OTHER_GRADIENTS, lack_the_same_gradients, verify_replicas
-from curvadion.update.gradients import Gradients
 from curvadion.update.parameter import Parameter
-from curvadion.update.plan import MomentumNorms, Plan
+from curvadion.update.plan import Gradients, MomentumNorms, Plan
 from curvadion.update.state import ANCHOR
 
 MAX_CONSECUTIVE_SKIPS = 10

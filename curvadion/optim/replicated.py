@@ -25,11 +25,10 @@ from curvadion.sync.base import Step, Sync
 from curvadion.sync.low_rank import LowRank
 from curvadion.sync.quantized_average import QuantizedAverage
 from curvadion.sync.verify import settings_of
-from curvadion.update.gradients import Gradients
 from curvadion.update.hyperparameters import RECORD
 from curvadion.update.inner_step import Batch
 from curvadion.update.parameter import Parameter, States
-from curvadion.update.plan import MomentumNorms, Plan
+from curvadion.update.plan import Gradients, MomentumNorms, Plan
 from curvadion.update.row_shards import sums
 from curvadion.update.state import MOMENTUM_NORM, Owner, StateKey
 

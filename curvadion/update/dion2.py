@@ -21,10 +21,9 @@ from torch import Tensor
 from curvadion import ops
 from curvadion.layout.matrix import Extent, MatrixLayout
 from curvadion.update.direction import How, Taken
-from curvadion.update.gradients import Gradients
 from curvadion.update.normuon import NorMuon
 from curvadion.update.parameter import Matrix, open_shards, remember_scales
-from curvadion.update.plan import Plan
+from curvadion.update.plan import Gradients, Plan
 from curvadion.update.polar import (
     Polar,
     PolarTaken,

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from curvadion.update.gradients import Gradients
-from curvadion.update.plan import Plan
+from curvadion.update.plan import Gradients, Plan
 from curvadion.update.state import StateKey
 
 

@@ -15,9 +15,8 @@ from curvadion import ops
 from curvadion.layout.dtensor import local
 from curvadion.update.direction import How, Taken
 from curvadion.update.directions import DIRECTIONS
-from curvadion.update.gradients import Gradients
 from curvadion.update.parameter import Parameter
-from curvadion.update.plan import Plan
+from curvadion.update.plan import Gradients, Plan
 from curvadion.update.scalar import counter_device, elementwise_step
 
 

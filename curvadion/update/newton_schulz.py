@@ -5,14 +5,13 @@ s to p(s) = a s + b s^3 + c s^5, with products only. With G = B^T B it is
 
     W = a I + b G + c G^2,      B <- B W,      G <- W G W,
 
-so B itself is not needed in between: Z is the product of all W, and B Z is computed once at the
-end. All these matrices are polynomials in G, so they are symmetric and commute.
+and B Z is computed once at the end, with Z the product of all W. All these matrices are polynomials
+in G, so they are symmetric and commute.
 
 In half precision the rounding errors of G hide small singular values, so iterations are split into
 passes: after a few of them B <- B Z, whose small singular values are larger, and G <- B^T B.
 
-Each iteration uses the best p for the result of the previous one: the odd polynomial of degree 5
-that minimises max |1 - p(s)| over the interval that then contains s.
+Each iteration uses the p that minimises max |1 - p(s)| over the interval that then contains s.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor
 
 from curvadion import ops
-from curvadion.update.sizes import most_together
 
 Coefficients = tuple[float, float, float]
 
@@ -87,6 +85,11 @@ def passes_in_half(coefficients: tuple[Coefficients, ...]) -> tuple[tuple[Coeffi
     return (safe[:2], safe[2:]) if len(safe) > 2 else (safe,)
 
 
+def most_of_squares(device: torch.device) -> int:
+    """The most elements of n x n matrices to iterate on at a time, in about six copies."""
+    return 2**20 if device.type == "cpu" else 2**27
+
+
 def inverse_root(
     G: Tensor,
     coefficients: Sequence[Coefficients],
@@ -99,7 +102,7 @@ def inverse_root(
     products; None takes G's. Bounds are (k,), float32 or wider, or (0,) if all are 1.
     """
     n = G.shape[-1]
-    count = max(1, most_together(G.device).squares // max(1, n * n))
+    count = max(1, most_of_squares(G.device) // max(1, n * n))
     if len(G) > count:
         roots = (inverse_root(some, coefficients, kind, dtype) for some in G.split(count))
         Z, bounds = map(torch.cat, zip(*roots, strict=True))
@@ -108,9 +111,12 @@ def inverse_root(
     if kind is Bound.ONE:
         bound, G = G.new_empty(0), G.to(dtype, copy=True)
     else:
-        wide = torch.promote_types(G.dtype, torch.float32)
-        tight, diagonal = kind is Bound.TIGHT, G.diagonal(dim1=-2, dim2=-1)
-        bound = (_norm(G) if tight else diagonal.sum(-1, dtype=wide)).clamp_min_(TINY)
+        if kind is Bound.TIGHT:
+            bound = _norm(G)
+        else:
+            wide = torch.promote_types(G.dtype, torch.float32)
+            bound = G.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)
+        bound.clamp_min_(TINY)
         G = torch.div(G, bound[:, None, None], out=torch.empty_like(G, dtype=dtype))
     square, spare = ops.symmetric_product(G, G, torch.empty_like(G)), torch.empty_like(G)
     if kind is Bound.TIGHT:

@@ -1,9 +1,7 @@
 """Orthonormal columns for tall matrices whose rows may be sharded over a process group.
 
-The method is Cholesky QR, twice, with Gram matrices in float64. A Gram matrix squares the condition
-number: in float32 the method would fail near a condition of 1e4, while float64 has room to spare.
-
-Each pass sends only r (r + 1) / 2 float64 elements per matrix over the row group. The triangular
+The method is Cholesky QR, twice, with Gram matrices in float64, because they square the condition
+number. Each pass sends r (r + 1) / 2 float64 elements per matrix over the row group. The triangular
 factor has a positive diagonal, so the result is the unique QR factor, whatever the sharding.
 
 A column is dependent on those before it if its part outside their span is no longer than its
@@ -18,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -26,9 +23,7 @@ from torch import Tensor
 
 from curvadion import ops
 from curvadion.layout.matrix import Extent
-from curvadion.update.row_shards import sums
-from curvadion.update.sizes import most_together
-from curvadion.update.symmetric import pack, unpack
+from curvadion.update.row_shards import pack, sums, unpack
 
 # Added to the unit diagonal of a float64 Gram matrix, so that the Cholesky factorisation does not
 # fail if it is singular. Larger than rounding errors, smaller than DEPENDENT squared.
@@ -69,30 +64,16 @@ def orthonormal_columns(
     """
     if floors is None:
         floors = [Floor(roundoff_of_products(p.dtype)) for p in matrices]
-    slices = [_slices(p) for p in matrices]
-    parts = [p[some] for p, each in zip(matrices, slices, strict=True) for some in each]
-    extents = [extent for extent, each in zip(rows, slices, strict=True) for _ in each]
-    part_floors = [f.sliced(some) for f, each in zip(floors, slices, strict=True) for some in each]
-    first = _cholesky_qr(parts, extents, part_floors)
-    columns = _completed(first, extents) if complete else [one.columns for one in first]
-    second = _cholesky_qr(columns, extents, [None] * len(parts), [one.dependent for one in first])
+    first = _cholesky_qr(matrices, rows, floors)
+    columns = [one.columns for one in first]
+    if complete:
+        columns = _completed(first, rows)
+    second = _cholesky_qr(columns, rows, [None] * len(rows), [one.dependent for one in first])
     results = []
     for one, again in zip(first, second, strict=True):
         error = torch.where(one.dependent, again.error, one.error)
         results.append(one._replace(columns=again.columns, error=error))
-    found = iter(results)
-    return [_joined(list(islice(found, len(each)))) for each in slices]
-
-
-def _slices(p: Tensor) -> list[slice]:
-    """Slices of a stack that bound the memory of float64 copies."""
-    k, m, r = p.shape
-    count = max(1, most_together(p.device).wide // max(1, m * r + 6 * r * r))
-    return [slice(first, first + count) for first in range(0, max(1, k), count)]
-
-
-def _joined(found: Sequence[Orthonormal]) -> Orthonormal:
-    return found[0] if len(found) == 1 else Orthonormal(*map(torch.cat, zip(*found, strict=True)))
+    return results
 
 
 def roundoff_of_products(dtype: torch.dtype, factor: torch.dtype | None = None) -> float:
@@ -126,12 +107,6 @@ class Floor:
         holds = (longest > least) & torch.isfinite(longest)
         return torch.where(holds.unsqueeze(-1), MARGIN * floor, math.inf)
 
-    def sliced(self, these: slice) -> Floor:
-        """The floor of some matrices of the stack."""
-        scale = None if self.scale is None else self.scale[these]
-        left = None if self.left is None else Orthonormal(*(part[these] for part in self.left))
-        return Floor(self.roundoff, scale, left)
-
 
 def _root_mean_square(lengths: Tensor) -> Tensor:
     return lengths.square().mean(dim=-1, keepdim=True).sqrt()
@@ -156,9 +131,15 @@ def _cholesky_qr(
 
 def _gram(p: Tensor, rows: Extent) -> Tensor:
     """P^T P of the rows that this rank counts, (k, r, r) float64."""
-    wide = rows.counted(p).double()
-    k, _, r = wide.shape
-    return ops.symmetric_product(wide.mT, wide, wide.new_empty(k, r, r))
+    k, m, r = p.shape
+    gram = p.new_empty(k, r, r, dtype=torch.float64)
+    # The float64 copies of some matrices at a time, which stay in a CPU's caches.
+    most = 2**20 if p.device.type == "cpu" else 2**26
+    count = max(1, most // max(1, m * r))
+    for some, out in zip(p.split(count), gram.split(count), strict=True):
+        wide = rows.counted(some).double()
+        ops.symmetric_product(wide.mT, wide, out)
+    return gram
 
 
 def _orthonormal(p: Tensor, gram: Tensor, floor: Floor | None, last: Tensor | None) -> Orthonormal:
@@ -188,8 +169,8 @@ def _inverse_triangle(
 ) -> tuple[Tensor, Tensor]:
     """W such that P W has orthonormal columns, and which columns depend on those before them.
 
-    gram: P^T P (k, r, r) float64, with the roots ``lengths`` of its diagonal. W (k, r, r) is upper
-    triangular except for columns that come ``last``; dependent ones are zero.
+    gram: P^T P (k, r, r), with the roots ``lengths`` of its diagonal. Dependent columns of W are
+    zero.
     """
     if last is not None:
         order = last.to(torch.int8).argsort(dim=-1, stable=True)
@@ -225,19 +206,14 @@ def _permuted(matrix: Tensor, order: Tensor) -> Tensor:
 
 def _without(p: Tensor, dependent: Tensor) -> Tensor:
     """Set dependent columns to zero, in place, even if they are not finite."""
-    return p if _none_set(dependent) else p.masked_fill_(dependent.unsqueeze(-2), 0.0)
+    return p.masked_fill_(dependent.unsqueeze(-2), 0.0)
 
 
-def _none_set(flags: Tensor) -> bool:
-    """Whether no flag is set; False on devices where this needs a device-to-host read."""
-    return flags.device.type == "cpu" and not flags.any()
-
-
-def _completed(parts: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
+def _completed(stacks: Sequence[Orthonormal], rows: Sequence[Extent]) -> list[Tensor]:
     """The columns, with completing directions in place of dependent ones."""
-    columns, known = [], dict[tuple[Extent, int], Tensor]()  # shared by the parts of a stack
-    for (p, dependent, *_), extent in zip(parts, rows, strict=True):
-        if not _none_set(dependent):
+    columns, known = [], dict[tuple[Extent, int], Tensor]()
+    for (p, dependent, *_), extent in zip(stacks, rows, strict=True):
+        if p.device.type != "cpu" or dependent.any():
             key = extent, p.shape[-1]
             if key not in known:
                 indices = torch.arange(extent.indices.start, extent.indices.stop, device=p.device)

@@ -28,7 +28,6 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.layout.states import squares_held
 from curvadion.ops.tensors import from_host
 from curvadion.update.direction import Direction, How, Taken
-from curvadion.update.gradients import Gradients
 from curvadion.update.newton_schulz import (
     MUON,
     SMALLEST,
@@ -48,7 +47,7 @@ from curvadion.update.parameter import (
     scale_before,
     stacked,
 )
-from curvadion.update.plan import Plan
+from curvadion.update.plan import Gradients, Plan
 from curvadion.update.polar_factor import RowStack, polar_factors
 from curvadion.update.row_shards import (
     cut_columns,

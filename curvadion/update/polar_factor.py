@@ -22,8 +22,7 @@ from curvadion.layout.matrix import MatrixLayout
 from curvadion.ops.operations import LARGE, SMALL
 from curvadion.update.newton_schulz import Bound, Coefficients, inverse_root
 from curvadion.update.orthonormalize import FALLEN
-from curvadion.update.row_shards import counted, sums
-from curvadion.update.symmetric import pack, unpack
+from curvadion.update.row_shards import counted, pack, sums, unpack
 
 # Up to this exponent and its negative, powers of two and their inverses are finite.
 SMALLEST_EXPONENT = -126.0

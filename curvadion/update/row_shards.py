@@ -1,12 +1,10 @@
 """Shards of whole rows, whose Gram matrices sum to the matrix's.
 
 An oriented matrix B (m x n) is held as B_ij: rows i over one group, columns j over another. The
-products B^T B and B Z with an n x n matrix need whole rows. The ranks of a column group hold the
-same rows. They exchange blocks, so that each rank holds an equal part of these rows with all
-columns, and send results back in the same way. In each direction a rank sends the elements of its
-shard except its own part, and holds no more of a matrix than before.
+ranks of a column group hold the same rows. For B^T B and B Z they exchange blocks, so that each
+holds an equal part of these rows with all columns, and send results back in the same way.
 
-A row that several ranks hold in part (a flat shard's) is summed first, n elements per row.
+A row that several ranks hold in part (a flat shard's) is summed first.
 """
 
 from __future__ import annotations
@@ -63,11 +61,12 @@ def _exchanged(
                 B, columns = stacks[i], layouts[i].columns
                 here, there = (_part(layouts[i], r) for r in (group.rank(), rank))
                 held = columns.by_rank[rank]
-                sent.append(
-                    B[..., held.start : held.stop] if back else B[:, there.start : there.stop]
-                )
-                rows, width = (there, columns) if back else (here, held)
-                received.append((len(B), len(rows), len(width)))
+                if back:
+                    sent.append(B[..., held.start : held.stop])
+                    received.append((len(B), len(there), len(columns)))
+                else:
+                    sent.append(B[:, there.start : there.stop])
+                    received.append((len(B), len(here), len(held)))
             to.append(sent)
             shapes.append(received)
         received_by_rank = all_to_all(to, shapes, group, stacks[chosen[0]])()
@@ -137,3 +136,29 @@ def sums(
     buckets.all_reduce_(op=op)
     summed = iter(buckets.views)
     return [t if group is None else next(summed) for t, group in each]
+
+
+def pack(G: Tensor) -> Tensor:
+    """Pack symmetric matrices (k, n, n) into n (n + 1) / 2 elements each, (k, n (n + 1) / 2).
+
+    The lower triangle, folded: [[A, .], [C, D]] becomes C and, in one rectangle, the lower triangle
+    of A beside the upper one of D.
+    """
+    k, n, _ = G.shape
+    h, odd = (n + 1) // 2, n % 2
+    folded = G.new_zeros(k, h + 1 - odd, h)
+    folded[:, 1 - odd :] = G[:, :h, :h].tril()
+    folded[:, : n - h, odd:].add_(G[:, h:, h:].triu())
+    return torch.cat((G[:, h:, :h].reshape(k, -1), folded.reshape(k, -1)), dim=1)
+
+
+def unpack(packed: Tensor, n: int) -> Tensor:
+    """The inverse of :func:`pack`."""
+    k, h, odd = len(packed), (n + 1) // 2, n % 2
+    C, folded = packed.tensor_split([(n - h) * h], dim=1)
+    folded = folded.view(k, h + 1 - odd, h)
+    G = packed.new_zeros(k, n, n)
+    G[:, :h, :h] = folded[:, 1 - odd :].tril()
+    G[:, h:, h:] = folded[:, : n - h, odd:].triu().mT
+    G[:, h:, :h] = C.view(k, n - h, h)
+    return G.add_(G.tril(-1).mT)
