@@ -27,7 +27,6 @@ from curvadion.update.plan import Gradients, Plan
 from curvadion.update.polar import (
     Polar,
     PolarTaken,
-    StackOfU,
     begin_polar_directions,
     looking_ahead,
     move,
@@ -60,7 +59,7 @@ class Dion2(Polar):
         _feed_back_(stacks, masks)
         if how.remember:
             remember_scales(stacks, scales)
-        return PolarTaken(batch, list(map(StackOfU, U)), [K.shape[1] for K in chosen])
+        return PolarTaken(batch, U, [K.shape[1] for K in chosen])
 
 
 class NorDion2(Dion2, NorMuon):
@@ -116,7 +115,7 @@ def _begin_directions_of_chosen(
         for b in B:
             b.zero_()
         for (where, index), part in zip(places, U, strict=True):
-            where.scatter_(2, index, part.shards.to(where.dtype))
+            where.scatter_(2, index, part.to(where.dtype))
         by_stack = torch.cat(scales).split([len(K) for K in chosen]) if scales else ()
         return B, list(by_stack), chosen
 

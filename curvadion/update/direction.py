@@ -1,9 +1,4 @@
-"""The interface of a direction: how the update of a matrix is computed.
-
-A new direction is one more file, and a line in :mod:`curvadion.update.directions`. A direction that
-modifies polar factors only overrides :meth:`curvadion.update.polar.Polar.rescaled`, as
-:mod:`curvadion.update.normuon` does.
-"""
+"""The interface of a direction: how the update of a matrix is computed."""
 
 from __future__ import annotations
 
@@ -53,7 +48,7 @@ class Direction(ABC):
     # Whether it can average its products over replicas, for the papers' open step. Other directions
     # get the mean gradient there.
     shares_factors: ClassVar[bool] = False
-    # Its state of a parameter, in addition to the table of curvadion.update.state.
+    # Its state, in addition to the table of curvadion.update.state.
     state_keys: ClassVar[tuple[StateKey, ...]] = ()
     # Whether momentum alignment keeps S over openings for it.
     keeps_spectrum: ClassVar[bool] = False
@@ -63,22 +58,18 @@ class Direction(ABC):
         return {}
 
     def state_shapes(self, X: Tensor, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors of :meth:`create_state`; global shapes for DTensors.
-
-        Override it if these are large, because it is called whenever states are checked.
-        """
+        """The global shapes of :meth:`create_state`; override it if its tensors are large."""
         return {key: tuple(held.shape) for key, held in self.create_state(X, options).items()}
 
     def begin(self, batch: Plan, gradients: Gradients) -> Any:
         """Begin exchanges inside the replica, during the previous batch's step; collective.
 
-        The momenta already hold the gradients. The result is passed to :meth:`step`.
+        The result is passed to :meth:`step`.
         """
 
     @abstractmethod
     def step(self, batch: Plan, gradients: Gradients, begun: Any, how: How) -> Taken:
         """Update X, and M, which already holds the gradient; collective over the shards.
 
-        Write weights and states with curvadion.ops, or under ``ops.put_back``, because a flag on
-        the device may cancel the step.
+        Write with curvadion.ops, or under ``ops.put_back``: a flag on the device may cancel it.
         """

@@ -25,7 +25,7 @@ DIRECTIONS: dict[str, Direction] = {
 
 
 def state_keys() -> tuple[StateKey, ...]:
-    """The state keys of directions, in addition to the table of curvadion.update.state."""
+    """The state keys of directions."""
     return tuple(key for direction in DIRECTIONS.values() for key in direction.state_keys)
 
 
@@ -37,12 +37,8 @@ def create_state(p: Parameter) -> None:
     else:
         direction = DIRECTIONS[p.direction]
         own = direction.create_state(X, group)
-        for key in own:
-            if key_of(key, direction.state_keys) is None:
-                raise ValueError(
-                    f"direction={p.direction!r} remembers {key!r}, but its state_keys are "
-                    f"{direction.state_keys}: name the key there."
-                )
+        if unnamed := [key for key in own if key_of(key, direction.state_keys) is None]:
+            raise ValueError(f"direction={p.direction!r}: name {unnamed} in its state_keys")
         state = {
             MOMENTUM: torch.zeros_like(X, dtype=dtype_of(group["momentum_dtype"], X)),
             MOMENTUM_NORM: zeros_per_matrix(X, group),

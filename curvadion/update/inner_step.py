@@ -50,11 +50,15 @@ class InnerStep:
     ) -> Iterator[Batch]:
         """Step each batch of the parts and yield it; exhaust it. Collective inside the replica.
 
-        A parameter without a gradient rests: neither its weights nor its state change. parts:
-        together the whole plan. gradients: replace ``.grad``, by the id of the :class:`Parameter`.
-        directed: None as in a local step. over_replicas: average products over replicas, the
-        papers' open step. remember: keep notes for later steps; steps that share products with
-        other replicas need the same notes on all of them.
+        A parameter without a gradient rests: neither its weights nor its state change.
+
+        Args:
+            parts: together the whole plan.
+            gradients: replace ``.grad``, by the id of the :class:`Parameter`.
+            directed: whether to take directions; None as in a local step.
+            over_replicas: whether to average products over replicas, the papers' open step.
+            remember: whether to keep notes for later steps, which must be the same on replicas
+                that share products.
         """
         parts, directed = parts or (self.plan,), self.directed if directed is None else directed
         given = gradients or {}

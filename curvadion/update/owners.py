@@ -3,8 +3,8 @@
     B_r of every rank -> B on its owner         m n / S elements per matrix and rank
     U on the owner    -> U_r on every rank      the same
 
-for m x n matrices in S shards. Compare ``row_shards``, which sends n (n + 1) elements per matrix
-and rank whatever S is. An owner has a run of a stack's matrices, so that a run is one tensor.
+for m x n matrices in S shards. An owner has a run of a stack's matrices, so that a run is one
+tensor.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class Owners:
         than ``dtype``.
         """
         ranks = range(self._group.size())
-        each = zip(whole, self._layouts, strict=True)
-        parts = [_divided(U.to(dtype), layout) for U, layout in each]
+        parts = []
+        for U, layout in zip(whole, self._layouts, strict=True):
+            U = U.to(dtype)
+            parts.append([U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts])
         also = [n.view(dtype) for n in numbers]
         to = [[*(part[rank] for part in parts), *also] for rank in ranks]
         wider = [n.dtype.itemsize // dtype.itemsize for n in numbers]
@@ -124,27 +126,12 @@ def runs_of(costs: Sequence[int], counts: Sequence[int], ranks: int) -> list[lis
 
 def _joined(blocks: Sequence[Tensor], layout: MatrixLayout) -> Tensor:
     """Join the shards of all ranks, (k, m_i, n_j) by rank, to whole matrices."""
-    m, n = max(layout.shape), min(layout.shape)
-    for dimension, size in ((1, m), (2, n)):
-        ranges = [part[dimension - 1] for part in layout.parts]
-        ends = [0, *(r.stop for r in ranges)]
-        whole = all(len(part[2 - dimension]) == (n, m)[dimension - 1] for part in layout.parts)
-        if whole and ends[-1] == size and [r.start for r in ranges] == ends[:-1]:
+    for dimension in (1, 2):
+        held = [part[dimension - 1] for part in layout.parts]
+        if [r.start for r in held] == [0, *(r.stop for r in held[:-1])]:
             return torch.cat(list(blocks), dim=dimension)
     # A row that two ranks share was sent by both, each its part.
-    found = blocks[0].new_zeros(len(blocks[0]), m, n)
+    found = blocks[0].new_zeros(len(blocks[0]), max(layout.shape), min(layout.shape))
     for block, (rows, columns) in zip(blocks, layout.parts, strict=True):
         found[:, rows.start : rows.stop, columns.start : columns.stop] += block
     return found
-
-
-def _divided(U: Tensor, layout: MatrixLayout) -> Sequence[Tensor]:
-    """The inverse of :func:`_joined`; one copy if ranks have equal numbers of rows, or columns."""
-    for dimension in (1, 2):
-        ranges = [part[dimension - 1] for part in layout.parts]
-        size, count = len(ranges[0]), len(ranges)
-        equal = ranges == [range(i * size, (i + 1) * size) for i in range(count)]
-        if equal and size * count == U.shape[dimension]:
-            by_rank: Tensor = U.unflatten(dimension, (count, size)).movedim(dimension, 0)
-            return list(by_rank.contiguous())
-    return [U[:, r.start : r.stop, c.start : c.stop] for r, c in layout.parts]

@@ -29,16 +29,13 @@ TRAINED = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """A parameter X, its group and its state; ``local``, ``G`` and ``M`` are this rank's shards.
-
-    ``number`` is its position among all Dion parameters, the same on every rank.
-    """
+    """A parameter X, its group and its state; ``local``, ``G`` and ``M`` are this rank's shards."""
 
     X: Tensor
     group: dict[str, Any]
     states: States
     name: str  # in reports
-    number: int = 0
+    number: int = 0  # among all Dion parameters, the same on every rank
     position: int = 0  # of the group
     matrices: list[Matrix] = field(default_factory=list)
 
@@ -53,21 +50,19 @@ class Parameter:
         if gradient is None:
             return None
         if gradient.is_sparse:
-            raise RuntimeError(
-                f"{self.name} has a sparse gradient: build its module with sparse=False"
-            )
+            raise RuntimeError(f"{self.name} has a sparse gradient: use sparse=False")
         return local(gradient)
 
     @property
     def gradient_or_zeros(self) -> Tensor:
-        """This replica's gradient; new zeros if it is missing."""
-        return torch.zeros_like(self.local) if (G := self.G) is None else G
+        G = self.G
+        return torch.zeros_like(self.local) if G is None else G
 
     @property
     def rests(self) -> bool:
         """Whether it does not move in a local step, because its gradient is None."""
-        # FSDP1 gives no gradient to a parameter without elements on this rank. For a flat shard a
-        # missing gradient counts as zero, so that all ranks of a replica agree.
+        # FSDP1 gives no gradient to a parameter without elements on this rank. All ranks of a
+        # replica must agree, so for a flat shard a missing gradient counts as zero.
         return self.X.grad is None and flat_shard(self.X) is None
 
     @property
@@ -197,7 +192,7 @@ def rounding_seeds(matrices: Sequence[Matrix], step: int) -> list[int] | None:
 
 
 def stacked(shards: Sequence[Tensor], m: Matrix) -> Tensor:
-    """A copy of shards like m's, (k, m_i, n_j), in the dtype of products and their own strides."""
+    """A copy of shards like m's, (k, m_i, n_j), in the dtype of products, with their strides."""
     stack = empty_stack(shards, m)
     torch._foreach_copy_(list(stack), list(shards))
     return stack
@@ -247,38 +242,30 @@ def check_trained(X: Tensor, name: str) -> None:
     """Raise ValueError for an unsupported dtype; at the first step, as DeepSpeed may replace it."""
     if X.requires_grad and X.dtype not in TRAINED:
         raise ValueError(
-            f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, and cast "
-            f"copies of them as torch.autocast does (for float16 with a torch.amp.GradScaler)."
+            f"{name} has dtype {X.dtype}: train float32, float64 or bfloat16 weights, under "
+            f"torch.autocast (for float16 with a torch.amp.GradScaler)."
         )
 
 
 def check_parameter(X: Tensor, name: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the parameter, if the group's algorithm does not support it."""
-    if X.is_complex():
-        raise ValueError(f"{name} is complex ({X.dtype}): only real parameters are supported")
     check_placements(X, name)
     if group["algorithm"] != "dion":
         return
-    shape, stack_dims = global_shape(X), group["stack_dims"]
-    if len(shape) < stack_dims + 2:
+    shape, stack_dims, input_first = global_shape(X), group["stack_dims"], group["input_first"]
+    if len(shape) < stack_dims + 2 or 0 in shape:
         raise ValueError(
             f"{name} has shape {shape}, but algorithm='dion' with stack_dims={stack_dims} needs "
-            f"parameters of {stack_dims + 2} dimensions or more: put it in a group with "
-            f"algorithm='adamw' or 'lion', or let curvadion.param_groups(model) build the groups. "
-            f"(A parameter of FullyShardedDataParallel looks flat until "
-            f"curvadion.integrations.fsdp.declare_flat_shards(model) has been called.)"
+            f"parameters of {stack_dims + 2} dimensions or more, and elements: let "
+            f"curvadion.param_groups(model) build the groups. For FSDP1 call "
+            f"curvadion.integrations.fsdp.declare_flat_shards(model) before."
         )
-    if 0 in shape:
-        raise ValueError(f"{name} has shape {shape}: a matrix needs rows and columns")
-    if group["input_first"] and len(shape) != stack_dims + 2:
+    if input_first and len(shape) != stack_dims + 2:
         raise ValueError(
             f"{name} has shape {shape}, but input_first=True with stack_dims={stack_dims} needs "
             f"parameters of {stack_dims + 2} dimensions, (..., in, out)"
         )
-    rows = shape[-1] if group["input_first"] else shape[stack_dims]
+    rows = shape[-1] if input_first else shape[stack_dims]
     block_sizes(rows, group["row_blocks"], f"{name}: row_blocks")
     if not local(X.detach()).is_contiguous() and len(shape) > 2:
-        raise ValueError(
-            f"{name} of shape {shape} is not contiguous: make it contiguous before building the "
-            f"optimizer"
-        )
+        raise ValueError(f"{name} of shape {shape} is not contiguous: make it contiguous before")

@@ -7,8 +7,7 @@ With B the oriented momentum (m x n, m >= n), of which a rank holds rows B_k,
     U_k = B_k Z                  n (n + 1) / 2 elements per matrix: Z for all ranks
     X_k <- (1 - lr wd) X_k - lr scale U_k
 
-At full rank P R^T is the momentum itself, so error feedback, M <- M - (1 - mu) P R^T, and the plain
-rule, M <- mu M + G, are the same. There is no right factor to keep.
+At full rank P R^T is the momentum itself, so error feedback and the plain rule are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +59,9 @@ from curvadion.update.state import SPECTRUM, SPECTRUM_WEIGHT
 TINY = torch.finfo(torch.float32).tiny
 
 
+Found = tuple[list[Tensor], list[Tensor]]  # U (k, m_i, n_j) and the scales (k,), by stack
+
+
 class Polar(Direction):
     """The polar factor of M + look_ahead G."""
 
@@ -77,8 +79,7 @@ class Polar(Direction):
 
     def step(self, batch: Plan, gradients: Gradients, begun: Callable[[], Any], how: How) -> Taken:
         U, scales = begun()
-        moved = self.rescaled(batch.stacks, [each.shards for each in U])
-        move(batch.stacks, moved, how.number)
+        move(batch.stacks, self.rescaled(batch.stacks, U), how.number)
         if how.remember:
             remember_scales(batch.stacks, scales)
         return PolarTaken(batch, U)
@@ -100,17 +101,10 @@ class Polar(Direction):
         return U
 
 
-class StackOfU(NamedTuple):
-    """U of a stack: shards (k, m_i, n_j), and whole rows (k, m_r, n) if this rank has them."""
-
-    shards: Tensor
-    rows: Tensor | None = None
-
-
 class PolarTaken(Taken):
     """A step along polar factors; ranks: of U, by stack, if not full."""
 
-    def __init__(self, plan: Plan, U: list[StackOfU], ranks: list[int] | None = None) -> None:
+    def __init__(self, plan: Plan, U: list[Tensor], ranks: list[int] | None = None) -> None:
         super().__init__(plan)
         self._U = U
         self._ranks = ranks or [min(matrices[0].layout.shape) for matrices in self.stacks]
@@ -128,8 +122,9 @@ class PolarTaken(Taken):
         for M, change, length, share in zip(momenta, changes, lengths, shares, strict=True):
             M.div_(length.clamp_min(TINY))
             change.mul_(share[:, None, None])
-        U = _whole_rows_of(self.stacks, self._U)
+        U = [_own_elements(s[0], u) for s, u in zip(self.stacks, self._U, strict=True)]
         self._U.clear()
+        U = whole_rows(U, layouts)
         summands = summands_of_columns(U, whole_rows(momenta, layouts), layouts)
         del momenta, U
         for S, length in zip(summands.views, lengths, strict=True):
@@ -181,9 +176,6 @@ class PolarTaken(Taken):
         ]
 
 
-Found = tuple[list[StackOfU], list[Tensor]]  # U and the scales (k,), by stack
-
-
 def begin_polar_directions(
     stacks: Sequence[Sequence[Matrix]], B: list[Tensor], layouts: Sequence[MatrixLayout]
 ) -> Callable[[], Found]:
@@ -199,16 +191,16 @@ def begin_polar_directions(
         given = [stacks[i] for i in chosen], [B[i] for i in chosen], [layouts[i] for i in chosen]
         by = partial(_by_gram, *given) if group is None else _by_owners(*given, group, dtype)
         begun.append((chosen, by))
-    count = len(B)
     B.clear()
 
     def end() -> Found:
-        found: dict[int, tuple[StackOfU, Tensor]] = {}
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         while begun:
             chosen, by = begun.pop(0)
             found |= zip(chosen, zip(*by(), strict=True), strict=True)
             del by
-        return [found[i][0] for i in range(count)], [found[i][1] for i in range(count)]
+        in_order = [found[i] for i in range(len(stacks))]
+        return [U for U, _ in in_order], [scale for _, scale in in_order]
 
     return end
 
@@ -230,12 +222,11 @@ def _exchange(
 
 def _by_gram(
     stacks: Sequence[Sequence[Matrix]], B: Sequence[Tensor], layouts: Sequence[MatrixLayout]
-) -> tuple[list[StackOfU], list[Tensor]]:
+) -> Found:
     heads, scales = [m for m, *_ in stacks], map(scale_before, stacks)
     factors = polar_factors(list(map(_row_stack, heads, layouts, whole_rows(B, layouts), scales)))
-    U = [of_stack.U for of_stack in factors]
-    shards = cut_columns(U, layouts)
-    return list(map(StackOfU, shards, U)), [of_stack.scale for of_stack in factors]
+    U = cut_columns([of_stack.U for of_stack in factors], layouts)
+    return U, [of_stack.scale for of_stack in factors]
 
 
 def _by_owners(
@@ -255,29 +246,18 @@ def _by_owners(
             alone, scale = MatrixLayout.whole(layout.shape), scale_before(matrices)[mine]
             rows.append(_row_stack(matrices[0], alone, held, scale))
         factors = polar_factors(rows)
-        U, scales = owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
-        return list(map(StackOfU, U)), scales
+        return owners.scatter([f.U for f in factors], [f.scale for f in factors], dtype)
 
     return end
 
 
-def _whole_rows_of(stacks: Sequence[Sequence[Matrix]], U: Sequence[StackOfU]) -> list[Tensor]:
-    """Whole rows of U, (k, m_r, n) by stack; collective."""
-    missing = [i for i, each in enumerate(U) if each.rows is None]
-    held = [
-        torch.stack(list(map(_without_others, stacks[i], U[i].shards.unbind()))) for i in missing
-    ]
-    made = iter(whole_rows(held, [stacks[i][0].layout for i in missing]))
-    return [next(made) if each.rows is None else each.rows for each in U]
-
-
-def _without_others(m: Matrix, U: Tensor) -> Tensor:
-    """Set the elements of other ranks in a shard's rows to zero, as in a read of momenta."""
+def _own_elements(m: Matrix, U: Tensor) -> Tensor:
+    """U with zeros for other ranks' elements in the rows of a flat shard, (1, m_i, n_j)."""
     if m.shard.view.is_view:
         return U
     flat = torch.empty_like(m.parameter.local, dtype=U.dtype)
-    m.elements(flat).copy_(m.held(U))
-    return m.read(flat)
+    m.elements(flat).copy_(m.held(U[0]))
+    return m.read(flat)[None]
 
 
 def _row_stack(m: Matrix, layout: MatrixLayout, B: Tensor, scale: Tensor) -> RowStack:

@@ -15,7 +15,7 @@ STATE_KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
 
 
 def create_state(algorithm: str, X: Tensor) -> dict[str, Tensor]:
-    """Zero moments of X's shape and dtype, and a float32 step counter."""
+    """Zero moments and a float32 step counter."""
     state = {key: torch.zeros_like(X) for key in STATE_KEYS[algorithm]}
     return {"step": torch.zeros((), dtype=torch.float32, device=counter_device(X)), **state}
 
@@ -32,10 +32,7 @@ def elementwise_step(
     states: Sequence[Mapping[str, Tensor]],
     options: Mapping[str, Any],
 ) -> None:
-    """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step on lists, in place.
-
-    Weight decay is decoupled: X <- (1 - lr weight_decay) X.
-    """
+    """One AdamW (arXiv 1711.05101) or Lion (arXiv 2302.06675) step on lists, in place."""
     means, counters = ([s[key] for s in states] for key in ("exp_avg", "step"))
     lr, weight_decay, (beta1, beta2) = options["lr"], options["weight_decay"], options["betas"]
     if algorithm == "adamw":

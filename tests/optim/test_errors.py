@@ -100,20 +100,19 @@ def test_gates_and_syncs_name_argument_and_value(make, name, value, error):
 
 
 @pytest.mark.parametrize(
-    ("weight", "algorithm", "said"),
+    ("weight", "said"),
     [
-        (torch.zeros(3), "dion", r"decoder\.bias"),
-        (torch.zeros(0, 4), "dion", r"\(0, 4\)"),
-        (torch.zeros(3, 4, dtype=torch.complex64), "lion", "complex64"),
+        (torch.zeros(3), r"decoder\.bias"),
+        (torch.zeros(0, 4), r"\(0, 4\)"),
     ],
-    ids=["vector", "empty", "complex"],
+    ids=["vector", "empty"],
 )
-def test_parameters_that_nothing_can_train(weight, algorithm, said):
+def test_parameters_that_nothing_can_train(weight, said):
     with pytest.raises(ValueError, match=said):
-        CurvaDion([{"params": [("decoder.bias", nn.Parameter(weight))], "algorithm": algorithm}])
+        CurvaDion([{"params": [("decoder.bias", nn.Parameter(weight))]}])
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.complex64])
 def test_weights_of_a_dtype_that_nothing_trains(dtype):
     X = nn.Parameter(torch.zeros(4, 3).to(dtype))
     with pytest.raises(ValueError, match=f"weight has dtype {dtype}: train float32"):
@@ -125,10 +124,9 @@ def test_unknown_algorithm():
         CurvaDion([{"params": [matrix()], "algorithm": "sgd"}])
 
 
-@pytest.mark.parametrize(("key", "meant"), [("bettas", "betas"), ("learning_rate", "lr")])
-def test_unknown_group_key_suggests_a_known_one(key, meant):
-    with pytest.raises(ValueError, match=rf"'{key}'.*0\.5.*{meant}"):
-        CurvaDion([{"params": [matrix()], key: 0.5}])
+def test_unknown_group_key_suggests_a_known_one():
+    with pytest.raises(ValueError, match=r"'bettas'.*0\.5.*betas"):
+        CurvaDion([{"params": [matrix()], "bettas": 0.5}])
 
 
 @pytest.mark.parametrize(
